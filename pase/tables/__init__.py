@@ -1,0 +1,5 @@
+"""Cost tables: built from the graph, a mesh and a cost model; consumed by the search."""
+
+from pase.tables.types import CostTables, EdgeTable
+
+__all__ = ["CostTables", "EdgeTable"]

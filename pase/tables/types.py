@@ -1,0 +1,65 @@
+"""Cost tables: what the search sees. Arrays only, no ops and no meshes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["CostTables", "EdgeTable"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EdgeTable:
+    """Cost of an edge, priced on classes of configs that lay the tensor out alike.
+
+    The cost of (config i of ``src``, config j of ``dst``) is ``cost[src_class[i], dst_class[j]]``.
+    Equal edges of repeated layers share the same array objects, so that ``is`` finds repetition.
+
+    cost: float64 [classes of src, classes of dst]; np.inf forbids a pair.
+    src_class: int32 [K_src]; dst_class: int32 [K_dst].
+    """
+
+    src: int
+    dst: int
+    cost: np.ndarray
+    src_class: np.ndarray
+    dst_class: np.ndarray
+
+    def dense(self) -> np.ndarray:
+        """The full [K_src, K_dst] matrix."""
+        return self.cost[self.src_class[:, None], self.dst_class[None, :]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CostTables:
+    """Minimise sum of node costs + sum of edge costs over one config index per node.
+
+    node_costs: per node a float64 [K_v] vector (np.inf forbids a config).
+    edges: parallel edges are allowed; a self-loop is refused.
+    names: one name per node, for messages.
+    memory: per node an optional float64 [K_v] vector of bytes.
+    """
+
+    node_costs: tuple[np.ndarray, ...]
+    edges: tuple[EdgeTable, ...]
+    names: tuple[str, ...] | None = None
+    memory: tuple[np.ndarray, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for e in self.edges:
+            if e.src == e.dst:
+                raise ValueError(f"edge {self.name(e.src)} -> itself: fold its cost into the node's vector")
+            for end, cls, axis in ((e.src, e.src_class, 0), (e.dst, e.dst_class, 1)):
+                if not 0 <= end < len(self.node_costs):
+                    raise ValueError(f"edge ({e.src}, {e.dst}) names node {end}; there are {len(self.node_costs)}")
+                if cls.shape != self.node_costs[end].shape:
+                    raise ValueError(
+                        f"edge ({e.src}, {e.dst}): {cls.size} classes for the {self.node_costs[end].size} "
+                        f"configs of node {self.name(end)}"
+                    )
+                if cls.size and (cls.min() < 0 or cls.max() >= e.cost.shape[axis]):
+                    raise ValueError(f"edge ({e.src}, {e.dst}): a class index lies outside the cost matrix")
+
+    def name(self, v: int) -> str:
+        return self.names[v] if self.names else str(v)
