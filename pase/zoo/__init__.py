@@ -1,1 +1,15 @@
+"""The model zoo: ordinary JAX models at their published sizes, and each one again in a size that runs anywhere.
 
+>>> from pase import zoo
+>>> zoo.get("gpt2?batch=32&seq=512").settings["seq"]
+512
+
+A model is a pure function ``loss_fn(params, batch) -> scalar`` over plain dicts, with the shapes of both;
+nothing here is known to the compiler, which traces these models as it traces anybody's.
+Importing this package does not import JAX; asking for a model does.
+"""
+
+from pase.zoo.catalog import Entry
+from pase.zoo.registry import ZooModel, entry, get, names, reduced
+
+__all__ = ["Entry", "ZooModel", "entry", "get", "names", "reduced"]

@@ -1,0 +1,149 @@
+"""What the zoo's models share: described leaves (shapes first, arrays on request) and a few layers.
+
+Models describe their parameters as trees of `Leaf`; `shapes` turns a tree into ``ShapeDtypeStruct``s for
+tracing, and `arrays` into real numbers for running.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = [
+    "Built",
+    "Leaf",
+    "arrays",
+    "constant",
+    "cross_entropy",
+    "dense",
+    "integers",
+    "layer_norm",
+    "lookup",
+    "normal",
+    "repeat",
+    "run_layers",
+    "shapes",
+    "token_loss",
+    "weight",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array to be: normal with standard deviation ``scale``, all ``scale``, or integers below ``scale``."""
+
+    shape: tuple[int, ...]
+    kind: Literal["normal", "constant", "integers"]
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What a builder returns: the loss, and trees of `Leaf` for its two arguments."""
+
+    loss_fn: Callable[[Any, Any], jax.Array]
+    params: Any
+    batch: Any
+
+
+def normal(*shape: int, std: float = 0.02) -> Leaf:
+    """Embeddings, classifiers and inputs: normal with a stated deviation."""
+    return Leaf(shape=shape, kind="normal", scale=std)
+
+
+def weight(*shape: int, fan_in: int, gain: float = 1.0) -> Leaf:
+    """A matrix or kernel that keeps its input's variance times ``gain`` (2 before a ReLU: He et al. 2015)."""
+    return Leaf(shape=shape, kind="normal", scale=math.sqrt(gain / fan_in))
+
+
+def constant(*shape: int, value: float = 0.0) -> Leaf:
+    """Biases (0) and norm scales (1)."""
+    return Leaf(shape=shape, kind="constant", scale=value)
+
+
+def integers(*shape: int, below: int) -> Leaf:
+    """Tokens, labels and masks: int32 in [0, below)."""
+    return Leaf(shape=shape, kind="integers", scale=below)
+
+
+def repeat(block: Any, layers: int, *, scan: int) -> Any:
+    """Parameters of a stack of equal layers: leaves with a leading layer dim (scan), or a list of trees."""
+    if not scan:
+        return [block] * layers
+    return jax.tree.map(lambda leaf: replace(leaf, shape=(layers, *leaf.shape)), block)
+
+
+def shapes(tree: Any) -> Any:
+    """The tree's ShapeDtypeStructs; parameters and inputs are stored in float32, integers in int32."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _dtype(leaf)), tree)
+
+
+def arrays(tree: Any, seed: int) -> Any:
+    """The tree's arrays, drawn in the tree's order from one numpy generator."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf: Leaf) -> jax.Array:
+        if leaf.kind == "integers":
+            return jnp.asarray(rng.integers(0, int(leaf.scale), leaf.shape, dtype=np.int32))
+        if leaf.kind == "constant":
+            return jnp.full(leaf.shape, leaf.scale, jnp.float32)
+        return jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * np.float32(leaf.scale))
+
+    return jax.tree.map(draw, tree)
+
+
+def _dtype(leaf: Leaf) -> Any:
+    return jnp.int32 if leaf.kind == "integers" else jnp.float32
+
+
+# Layers. Parameters are cast to x's dtype right where they are used.
+
+
+def run_layers(layer: Callable[[Any, Any], Any], x: Any, layers: Any, *, scan: int, remat: int) -> Any:
+    """Apply ``x = layer(x, p)`` for each layer's parameters p, as `repeat` laid them out.
+
+    ``remat`` recomputes each layer in the backward pass, so that only the layers' inputs are kept.
+    """
+    if remat:
+        # Under scan the loop itself keeps XLA from merging the recomputation with the forward pass.
+        layer = jax.checkpoint(layer, prevent_cse=not scan)
+    if scan:
+        return jax.lax.scan(lambda carry, p: (layer(carry, p), None), x, layers)[0]
+    for p in layers:
+        x = layer(x, p)
+    return x
+
+
+def dense(x: jax.Array, p: Any) -> jax.Array:
+    """x w + b over the last dim."""
+    return x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, p: Any, *, eps: float = 1e-5) -> jax.Array:
+    """Normalize the last dim to mean 0 and variance 1, in float32; then scale and bias."""
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def lookup(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
+    """Rows of a [vocabulary, d] table for integer tokens of any shape."""
+    return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
+
+
+def token_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """-log softmax(logits)[label] for logits [..., classes] and integer labels [...]."""
+    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1, mode="clip")[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean of `token_loss`; logits are float32."""
+    return jnp.mean(token_loss(logits, labels))

@@ -1,0 +1,171 @@
+"""From a name and settings to a model: ``get("gpt2?batch=128&seq=1024")``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from pase.errors import PaseError
+from pase.zoo.catalog import ENTRIES, Entry, Setting
+
+__all__ = ["ZooModel", "entry", "get", "names", "reduced"]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_FLAGS = ("remat", "scan")
+_LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZooModel:
+    """A model ready to be traced.
+
+    ``loss_fn(params, batch)`` gives a scalar; ``params`` and ``batch`` are pytrees of
+    ``jax.ShapeDtypeStruct`` of its arguments. ``published_parameters`` is the count that ``source`` states for
+    the default settings; ``beyond_published`` names the top-level entries of ``params`` which that count leaves
+    out (a training head, say).
+    """
+
+    name: str
+    description: str
+    source: str
+    loss_fn: Callable[[Any, Any], Any]
+    params: Any
+    batch: Any
+    published_parameters: int
+    beyond_published: tuple[str, ...] = ()
+    settings: Mapping[str, Setting]
+    _arrays: Callable[[int], tuple[Any, Any]] = field(repr=False)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters at these settings, every one counted."""
+        import jax
+
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+
+    def init(self, seed: int = 0) -> tuple[Any, Any]:
+        """Real ``(params, batch)``: fan-in normal weights, unit norm scales, tokens and labels in range.
+
+        The same seed gives the same arrays. Meant for reduced sizes: a published size needs its full memory.
+        """
+        return self._arrays(seed)
+
+
+def names() -> tuple[str, ...]:
+    """All model names, in the order of the catalogue.
+
+    >>> "gpt2" in names()
+    True
+    """
+    return tuple(ENTRIES)
+
+
+def entry(name: str) -> Entry:
+    """What the catalogue knows about a model, without building it (and without JAX)."""
+    if name in ENTRIES:
+        return ENTRIES[name]
+    raise PaseError(f"no zoo model '{name}'.{_suggest(name, ENTRIES)} The zoo has: {', '.join(ENTRIES)}.")
+
+
+def get(model: str, **settings: Setting) -> ZooModel:
+    """The model at its published size, with settings in the name, as keywords, or both.
+
+    >>> get("gpt2?batch=8", seq=256).batch["tokens"].shape
+    (8, 256)
+    """
+    found, given = _parse(model, settings)
+    return _build(found, {**found.settings, **given}, found.architecture)
+
+
+def reduced(model: str, **settings: Setting) -> ZooModel:
+    """The same model in float32 and so small that a training step takes seconds on a CPU.
+
+    Every kind of layer of the published model is in it; only widths, depths and the batch shrink.
+
+    >>> reduced("gpt2").settings["layers"]
+    2
+    """
+    found, given = _parse(model, settings)
+    small = found.reduced
+    sizes = {name: small.get(name, default) for name, default in found.settings.items()} | {
+        "dtype": "float32"
+    }
+    architecture = {name: small.get(name, default) for name, default in found.architecture.items()}
+    return _build(found, {**sizes, **given}, architecture)
+
+
+def _build(found: Entry, settings: dict[str, Setting], architecture: Mapping[str, Any]) -> ZooModel:
+    module, function = found.builder.split(":")
+    try:
+        built = getattr(importlib.import_module(f"pase.zoo.{module}"), function)(**settings, **architecture)
+        from pase.zoo import layers
+    except ModuleNotFoundError as error:
+        if error.name != "jax":
+            raise
+        raise PaseError(
+            "the zoo's models are JAX functions: install JAX, pip install 'pase[jax]'."
+        ) from error
+    return ZooModel(
+        name=found.name,
+        description=found.description,
+        source=found.source,
+        loss_fn=built.loss_fn,
+        params=layers.shapes(built.params),
+        batch=layers.shapes(built.batch),
+        published_parameters=found.published_parameters,
+        beyond_published=found.beyond_published,
+        settings=MappingProxyType(settings),
+        _arrays=lambda seed: layers.arrays((built.params, built.batch), seed),
+    )
+
+
+def _parse(model: str, keywords: Mapping[str, Setting]) -> tuple[Entry, dict[str, Setting]]:
+    """Split ``name?key=value&key=value``; check every setting against the entry's."""
+    name, _, query = model.removeprefix("zoo:").partition("?")
+    found = entry(name)
+    given: dict[str, Setting] = {}
+    for pair in query.split("&") if query else ():
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise PaseError(f"'{pair}' in '{model}' is not a setting; write {name}?key=value&key=value.")
+        if key in given:
+            raise PaseError(f"the setting '{key}' stands twice in '{model}'.")
+        given[key] = text
+    for key in given.keys() & keywords.keys():
+        raise PaseError(f"the setting '{key}' is given in '{model}' and as a keyword.")
+    return found, {key: _value(found, key, raw) for key, raw in {**given, **keywords}.items()}
+
+
+def _value(found: Entry, key: str, raw: Setting) -> Setting:
+    """One setting, checked: an integer of at least 1 (a flag: 0 or 1), or a dtype's name."""
+    if key not in found.settings:
+        have = ", ".join(f"{name}={default}" for name, default in found.settings.items())
+        raise PaseError(
+            f"the zoo model '{found.name}' has no setting '{key}'.{_suggest(key, found.settings)} It has: {have}."
+        )
+    where = f"{found.name}: {key}={raw}"
+    if key == "dtype":
+        if raw not in _DTYPES:
+            raise PaseError(f"{where} is no compute dtype of the zoo; choose one of {', '.join(_DTYPES)}.")
+        return raw
+    try:
+        value = int(raw) if isinstance(raw, str | bool) else raw.__index__()
+    except (AttributeError, ValueError):
+        raise PaseError(f"{where} is not an integer.") from None
+    if key in _FLAGS:
+        low, high = 0, 1
+    else:
+        low, high = found.minimum.get(key, 1), _LARGEST
+    if not low <= value <= high:
+        raise PaseError(f"{where} is out of range; it must lie between {low} and {high}.")
+    return value
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
