@@ -1,1 +1,21 @@
+"""The search engine: arrays in, one config index per node out, with a certificate.
 
+It sees only ``CostTables``; it knows nothing of ops, meshes or models.
+"""
+
+from pase.search.check import brute_force, cost_of, verify
+from pase.search.plan import dependent_sets, generate_seq
+from pase.search.solve import find_best_strategy, solve
+from pase.search.types import MemoryProfile, Solution
+
+__all__ = [
+    "MemoryProfile",
+    "Solution",
+    "brute_force",
+    "cost_of",
+    "dependent_sets",
+    "find_best_strategy",
+    "generate_seq",
+    "solve",
+    "verify",
+]

@@ -1,0 +1,160 @@
+"""Factors over classes of configs, and the interning that makes equal ones the same.
+
+A factor is a table over some nodes; along each of its axes it distinguishes not the node's configs but
+the classes of a *view* of them. Views, tables and eliminations are interned, so that the second of two
+identical blocks costs a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import numpy as np
+
+from pase.errors import Infeasible
+from pase.tables.types import CostTables
+
+__all__ = ["Factor", "Pool", "View", "load"]
+
+
+class View:
+    """A partition of a node's K configs: ``cls`` int32 [K] into ``n`` classes, ``rep`` one config of each."""
+
+    __slots__ = ("cls", "key", "n", "rep")
+
+    def __init__(self, key: int, cls: np.ndarray, n: int, rep: np.ndarray) -> None:
+        self.key, self.cls, self.n, self.rep = key, cls, n, rep
+
+
+class Factor:
+    """A table over ``scope`` (nodes), axis i in classes of ``views[i]``; ``sig`` names its array."""
+
+    __slots__ = ("scope", "sig", "views")
+
+    def __init__(self, scope: tuple[int, ...], views: tuple[View, ...], sig: int) -> None:
+        self.scope, self.views, self.sig = scope, views, sig
+
+
+@dataclass(kw_only=True, eq=False)
+class Pool:
+    """Interned views and signatures of one search. ``arrays`` maps a signature to its table."""
+
+    arrays: dict[int, np.ndarray] = field(default_factory=dict)
+    _sigs: dict[Hashable, int] = field(default_factory=dict)
+    _views: dict[Hashable, View] = field(default_factory=dict)
+    _joints: dict[tuple[int, int], View] = field(default_factory=dict)
+    _subs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+
+    def sig(self, key: Hashable) -> int:
+        return self._sigs.setdefault(key, len(self._sigs))
+
+    def view(self, cls: np.ndarray) -> View:
+        """The view with these classes; the classes are renumbered so that each occurs."""
+        # Renumbered by first config, so that equal partitions are one view whatever their numbers.
+        present, first, inverse = np.unique(cls, return_index=True, return_inverse=True)
+        rank = np.empty(present.size, np.int32)
+        by_first = np.argsort(first, kind="stable")
+        rank[by_first] = np.arange(present.size, dtype=np.int32)
+        canonical = rank[inverse.reshape(-1)]
+        key = canonical.tobytes()
+        view = self._views.get(key)
+        if view is None:
+            view = View(len(self._views), canonical, int(present.size), first[by_first])
+            self._views[key] = view
+        return view
+
+    def joint(self, a: View, b: View) -> View:
+        """The coarsest view that refines both."""
+        if a is b or b.n == 1:
+            return a
+        if a.n == 1:
+            return b
+        key = (a.key, b.key) if a.key < b.key else (b.key, a.key)
+        view = self._joints.get(key)
+        if view is None:
+            view = self.view(a.cls.astype(np.int64) * b.n + b.cls)
+            self._joints[key] = view
+        return view
+
+    def sub(self, coarse: View, fine: View) -> np.ndarray:
+        """int32 [fine.n]: the class of ``coarse`` that each class of ``fine`` lies in."""
+        key = (coarse.key, fine.key)
+        got = self._subs.get(key)
+        if got is None:
+            got = self._subs[key] = np.ascontiguousarray(coarse.cls[fine.rep])
+        return got
+
+
+def _axis_classes(
+    matrix: np.ndarray, row_classes: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(compressed matrix, class of each row, class of each column): equal rows and columns merged."""
+    rows, first = row_classes(np.ascontiguousarray(matrix))
+    small = matrix[first]
+    cols, first = row_classes(np.ascontiguousarray(small.T))
+    return np.ascontiguousarray(small[:, first]), rows, cols
+
+
+def load(tables: CostTables, pool: Pool, kernels: ModuleType) -> list[Factor]:
+    """The factors of ``tables``: one per node cost vector and per edge, constants dropped to nodes.
+
+    Edges whose matrix is an exact sum of a row part and a column part become two node factors.
+    Raises Infeasible where a node has no config of finite cost.
+    """
+    factors: list[Factor] = []
+    by_id: dict[Hashable, tuple[View, int]] = {}
+    shrunk: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+    for v, costs in enumerate(tables.node_costs):
+        got = by_id.get(id(costs))
+        if got is None:
+            if not costs.size or not np.isfinite(costs.min()):
+                raise Infeasible(f"node {tables.name(v)} has no config of finite cost")
+            array = np.ascontiguousarray(costs, dtype=np.float64)
+            got = (pool.view(np.arange(costs.size)), pool.sig(("array", array.shape, array.tobytes())))
+            pool.arrays[got[1]] = array
+            by_id[id(costs)] = got
+        factors.append(Factor((v,), (got[0],), got[1]))
+    parts_by_id: dict[Hashable, list[tuple[tuple[int, ...], tuple[View, ...], int]]] = {}
+    for e in tables.edges:
+        key = (id(e.cost), id(e.src_class), id(e.dst_class))
+        parts = parts_by_id.get(key)
+        if parts is None:
+            if id(e.cost) not in shrunk:
+                shrunk[id(e.cost)] = _axis_classes(e.cost.astype(np.float64, copy=False), kernels.row_classes)
+            small, rows, cols = shrunk[id(e.cost)]
+            src, dst = pool.view(rows[e.src_class]), pool.view(cols[e.dst_class])
+            # Reordered to the views' own numbering (and to the classes that occur).
+            table = np.ascontiguousarray(
+                small[np.ix_(rows[e.src_class][src.rep], cols[e.dst_class][dst.rep])]
+            )
+            parts = [(axes, views, _store(pool, a)) for axes, views, a in _split(table, src, dst)]
+            parts_by_id[key] = parts
+        ends = (e.src, e.dst)
+        factors.extend(Factor(tuple(ends[i] for i in axes), views, sig) for axes, views, sig in parts)
+    return factors
+
+
+def _store(pool: Pool, array: np.ndarray) -> int:
+    sig = pool.sig(("array", array.shape, array.tobytes()))
+    pool.arrays.setdefault(sig, array)
+    return sig
+
+
+def _split(
+    table: np.ndarray, src: View, dst: View
+) -> list[tuple[tuple[int, ...], tuple[View, ...], np.ndarray]]:
+    """The table itself, or the one or two vectors whose exact sum it is."""
+    if src.n == 1 and dst.n == 1 and table[0, 0] == 0.0:
+        return []
+    if dst.n == 1:
+        return [((0,), (src,), np.ascontiguousarray(table[:, 0]))]
+    if src.n == 1:
+        return [((1,), (dst,), np.ascontiguousarray(table[0]))]
+    if np.isfinite(table[0]).all() and np.isfinite(table[:, 0]).all():
+        col = table[0] - table[0, 0]
+        row = np.ascontiguousarray(table[:, 0])
+        if np.array_equal(row[:, None] + col, table):
+            return [((0,), (src,), row), ((1,), (dst,), np.ascontiguousarray(col))]
+    return [((0, 1), (src, dst), table)]

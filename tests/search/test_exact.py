@@ -1,0 +1,155 @@
+"""Elimination against brute force; the numba kernels against their numpy twins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pase.errors import Infeasible
+from pase.search import (
+    brute_force,
+    dependent_sets,
+    find_best_strategy,
+    generate_seq,
+    kernels_numpy,
+    solve,
+    verify,
+)
+from pase.tables.types import CostTables, EdgeTable
+
+from .instances import chain_of_blocks, random_tables
+
+
+def answer(f, tables):
+    try:
+        s = f(tables)
+    except Infeasible:
+        return None
+    verify(tables, s)
+    return s.cost
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_solve_is_brute_force(block: int) -> None:
+    for seed in range(block * 1000, block * 1000 + 1000):
+        tables = random_tables(np.random.default_rng(seed))
+        want = answer(brute_force, tables)
+        assert answer(solve, tables) == want, seed
+
+
+def test_papers_algorithm_is_brute_force() -> None:
+    for seed in range(500):
+        tables = random_tables(np.random.default_rng(seed))
+        assert answer(find_best_strategy, tables) == answer(brute_force, tables), seed
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=200, deadline=None)
+def test_any_order_gives_the_same_cost(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tables = random_tables(rng)
+    order = tuple(int(v) for v in rng.permutation(len(tables.node_costs)))
+    assert answer(lambda t: find_best_strategy(t, order), tables) == answer(solve, tables)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None)
+def test_theorem_2_dependent_sets(seed: int) -> None:
+    """Theorem 2: D(i) is what the component of v_i among the first i nodes touches among the later ones."""
+    tables = random_tables(np.random.default_rng(seed))
+    order = generate_seq(tables)
+    near: list[set[int]] = [set() for _ in tables.node_costs]
+    for e in tables.edges:
+        near[e.src].add(e.dst)
+        near[e.dst].add(e.src)
+    for i, depend in enumerate(dependent_sets(tables, order)):
+        early, component, todo = set(order[:i]), {order[i]}, [order[i]]
+        while todo:
+            for u in near[todo.pop()] & early - component:
+                component.add(u)
+                todo.append(u)
+        assert depend == set().union(*(near[u] for u in component)) - component - early
+
+
+def test_numba_is_numpy() -> None:
+    from pase.search import kernels_numba
+
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        c, x, p, q = (int(i) for i in rng.integers(1, 12, 4))
+        left = rng.integers(0, 99, (c, x, p)).astype(float)
+        right = rng.integers(0, 99, (c, x, q)).astype(float)
+        left[rng.random(left.shape) < 0.2] = np.inf
+        want = kernels_numpy.min_plus(left, right)
+        np.testing.assert_array_equal(kernels_numba.min_plus(left, right), want)
+        k = int(rng.integers(x, 30))
+        segment = np.concatenate([np.arange(x), rng.integers(0, x, k - x)]).astype(np.int32)
+        rows = rng.integers(0, c, k).astype(np.int32)
+        base, table = rng.integers(0, 9, k).astype(float), rng.integers(0, 9, (c, q)).astype(float)
+        np.testing.assert_array_equal(
+            kernels_numba.segment_min(base, segment, x, rows, table),
+            kernels_numpy.segment_min(base, segment, x, rows, table),
+        )
+        matrix = rng.integers(0, 2, (k, 3)).astype(float)
+        for got, expected in zip(
+            kernels_numba.row_classes(matrix), kernels_numpy.row_classes(matrix), strict=True
+        ):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_threads_share_the_rows_of_a_large_product() -> None:
+    from pase.search import kernels_numba
+
+    rng = np.random.default_rng(1)
+    left, right = (
+        rng.integers(0, 999, (130, 2, 201)).astype(float),
+        rng.integers(0, 999, (130, 2, 700)).astype(float),
+    )
+    np.testing.assert_array_equal(kernels_numba.min_plus(left, right, 3), kernels_numpy.min_plus(left, right))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 7, 33])
+def test_repeated_blocks_are_eliminated_once(layers: int) -> None:
+    tables = chain_of_blocks(np.random.default_rng(layers), layers)
+    alike = solve(tables)
+    unlike = CostTables(  # the same costs, in arrays of which no two are one
+        node_costs=tuple(c.copy() for c in tables.node_costs),
+        edges=tuple(
+            EdgeTable(
+                src=e.src,
+                dst=e.dst,
+                cost=e.cost.copy(),
+                src_class=e.src_class.copy(),
+                dst_class=e.dst_class.copy(),
+            )
+            for e in tables.edges
+        ),
+    )
+    assert verify(tables, alike) == verify(unlike, solve(unlike))
+
+
+def test_no_finite_config_names_the_node() -> None:
+    tables = CostTables(node_costs=(np.zeros(2), np.full(3, np.inf)), edges=(), names=("a", "b"))
+    with pytest.raises(Infeasible, match="node b has no config of finite cost"):
+        solve(tables)
+
+
+def test_self_loop_is_refused() -> None:
+    cls = np.zeros(1, np.int32)
+    edge = EdgeTable(src=0, dst=0, cost=np.zeros((1, 1)), src_class=cls, dst_class=cls)
+    with pytest.raises(ValueError, match="itself"):
+        CostTables(node_costs=(np.zeros(1),), edges=(edge,))
+
+
+def test_empty_graph_costs_nothing() -> None:
+    assert solve(CostTables(node_costs=(), edges=())).cost == 0.0
+
+
+def test_orders_and_kernels_of_other_names_are_refused() -> None:
+    tables = CostTables(node_costs=(np.zeros(2),), edges=())
+    with pytest.raises(ValueError, match="each of the 1 nodes once"):
+        find_best_strategy(tables, (0, 0))
+    with pytest.raises(ValueError, match="'numba' and 'numpy'"):
+        solve(tables, kernel="fortran")  # type: ignore[arg-type]
