@@ -39,7 +39,7 @@ def _base(step: Step, pool: Pool) -> np.ndarray:
 def _aligned(
     f: Factor, v: int, own: View, scope: tuple[int, ...], views: dict[int, View], pool: Pool
 ) -> np.ndarray:
-    """f's table with axes (v in classes of ``own``, then ``scope`` in classes of ``views``), broadcastable."""
+    """f's table, axes (v in classes of ``own``, then ``scope`` in classes of ``views``), broadcastable."""
     order = [f.scope.index(u) for u in (v, *scope) if u in f.scope]
     table = pool.arrays[f.sig].transpose(order)
     for axis, u in enumerate([u for u in (v, *scope) if u in f.scope]):
@@ -96,7 +96,7 @@ def _ordered(table: np.ndarray, have: tuple[int, ...], want: tuple[int, ...]) ->
 
 
 def _two_groups(joint: list[Factor], v: int, views: dict[int, View]) -> list[list[Factor]]:
-    """Split v's factors into at most two groups, those of contained scopes together, the larger group small."""
+    """Split v's factors into at most two groups: contained scopes together, the larger group small."""
     bins: list[tuple[set[int], list[Factor]]] = []
     for f in sorted(joint, key=lambda f: -len(f.scope)):
         scope = set(f.scope) - {v}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numba
@@ -89,10 +90,7 @@ def min_plus(left: np.ndarray, right: np.ndarray, threads: int = 1) -> np.ndarra
         return out
     cuts = [rows * i // threads for i in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
-        jobs = [
-            pool.submit(_min_plus_rows, left, right, out, a, b, 0)
-            for a, b in zip(cuts, cuts[1:], strict=False)
-        ]
+        jobs = [pool.submit(_min_plus_rows, left, right, out, a, b, 0) for a, b in pairwise(cuts)]
         for job in jobs:
             job.result()
     return out
