@@ -1,0 +1,49 @@
+# Needs make and Python 3.11 or newer; everything else is put into .venv here.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+EXTRAS := dev,jax,ortools
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Processes that run tests side by side, and what else to tell pytest: make test ARGS="-k search"
+JOBS   ?= 2
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format clean
+
+help: ## list the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv and install pase in it (done by the others where needed)
+
+demo: $(STAMP) ## compile GPT-2 for 32 devices, write layout.json, run one sharded step of it, reduced
+	$(BIN)/pase compile zoo:gpt2 --devices 32 -o layout.json
+	$(BIN)/pase run layout.json --reduced --devices 8
+
+test: $(STAMP) ## run all tests, lint and types included
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy alone
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff rewrite the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and all that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The stamp is touched last: an install that broke off is done again. uv is quicker than pip, but not everywhere to be had.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no python3 found; install Python 3.11 or newer, or say make PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; say make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed; on Debian and Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 2; }
+	@echo "installing into $(VENV) from constraints.txt"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools uv 2>/dev/null \
+	  && $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]' \
+	  || { $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools \
+	    && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'; }
+	@touch $@

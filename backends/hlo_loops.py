@@ -1,0 +1,152 @@
+"""How often a while loop of compiled HLO runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import TypeAlias
+
+from pase.backends.hlo_text import Instruction, Module
+
+__all__ = ["trip_count"]
+
+# What an instruction computes, as far as counting a loop needs to know: a whole number; the loop's
+# state (or element i of it) plus a whole number; a tuple; a comparison; None where it is something else.
+Value: TypeAlias = "int | _State | _Compare | _Tuple | None"
+
+
+class _State:
+    """Element ``index`` of the loop's state (-1: the whole state), plus ``added``."""
+
+    def __init__(self, index: int, added: int = 0) -> None:
+        self.index = index
+        self.added = added
+
+
+class _Compare:
+    def __init__(self, direction: str, left: Value, right: Value) -> None:
+        self.direction = direction
+        self.left = left
+        self.right = right
+
+
+class _Tuple:
+    """A tuple whose elements are looked at one by one: a loop's state is wide, its counter one element."""
+
+    def __init__(self, element: Callable[[int], Value]) -> None:
+        self.element = element
+
+
+# The value goes through unchanged.
+_PLAIN = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "opt-barrier"}
+
+# A counter, a test, or a tuple that may hold them; arrays are never looked into.
+_COUNTS = re.compile(r"[su]\d+\[\]|pred\[\]|\(")
+
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
+
+
+def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
+    """Trips of a while loop: what the compiler noted, else counted from its start, step and bound.
+
+    None where neither is to be had (a loop that runs until data says stop).
+    """
+    noted = re.search(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)', loop.attributes)
+    if noted is not None:
+        return int(noted[1])
+    condition, body = (_callee(loop, a) for a in ("condition", "body"))
+    test = _returned(module, condition, [_State(-1)])
+    if not isinstance(test, _Compare):
+        return None
+    left, right, direction = test.left, test.right, test.direction
+    if isinstance(right, _State):
+        left, right, direction = right, left, _MIRRORED[direction]
+    if not (isinstance(left, _State) and isinstance(right, int)):
+        return None
+    stepped = _element(_returned(module, body, [_State(-1)]), left.index)
+    started = _element(_value(module, computation, loop.operands[0], []), left.index)
+    if not (isinstance(stepped, _State) and stepped.index == left.index and isinstance(started, int)):
+        return None
+    return _trips(started + left.added, stepped.added, right, direction)
+
+
+def _trips(start: int, step: int, bound: int, direction: str) -> int | None:
+    """Trips of ``for (i = start; i direction bound; i += step)``; None where it would not end.
+
+    >>> _trips(0, 1, 5, "LT"), _trips(0, 2, 5, "LE"), _trips(9, -3, 0, "GT"), _trips(0, -1, 5, "LT")
+    (5, 3, 3, None)
+    """
+    if direction == "NE":
+        return (
+            (bound - start) // step
+            if step and (bound - start) % step == 0 and (bound - start) // step >= 0
+            else None
+        )
+    if direction in ("GT", "GE"):
+        start, step, bound, direction = -start, -step, -bound, _MIRRORED[direction]
+    if direction not in ("LT", "LE"):
+        return None
+    end = bound + (direction == "LE")
+    if start >= end:
+        return 0
+    return math.ceil((end - start) / step) if step > 0 else None
+
+
+def _callee(i: Instruction, attribute: str) -> str:
+    return (i.attribute(attribute) or "").strip("{}% ")
+
+
+def _returned(module: Module, name: str, arguments: list[Value]) -> Value:
+    """What a computation returns for these arguments."""
+    return _value(module, name, module.computations[name].root.name, arguments)
+
+
+def _element(value: Value, index: int) -> Value:
+    if index == -1:
+        return value
+    if isinstance(value, _Tuple):
+        return value.element(index)
+    if isinstance(value, _State) and value.index == -1:
+        return _State(index)
+    return None
+
+
+def _value(module: Module, computation: str, name: str, arguments: list[Value]) -> Value:
+    i = module.computations[computation].instructions.get(name)
+    if i is None or not _COUNTS.match(i.type):
+        return None
+
+    def operand(k: int) -> Value:
+        return _value(module, computation, i.operands[k], arguments)
+
+    if i.opcode == "constant":
+        whole = re.fullmatch(r"\s*(-?\d+)\s*", i.literal)
+        return int(whole[1]) if whole else None
+    if i.opcode == "parameter":
+        number = int(i.literal)
+        return arguments[number] if number < len(arguments) else None
+    if i.opcode == "get-tuple-element":
+        return _element(operand(0), int(i.attribute("index") or 0))
+    if i.opcode == "tuple":
+        return _Tuple(operand)
+    if i.opcode in _PLAIN:
+        return operand(0)
+    if i.opcode in ("add", "subtract"):
+        return _sum(operand(0), operand(1), 1 if i.opcode == "add" else -1)
+    if i.opcode == "compare":
+        return _Compare(i.attribute("direction") or "", operand(0), operand(1))
+    if i.opcode in ("fusion", "call"):
+        callee = _callee(i, "calls") or _callee(i, "to_apply")
+        return _returned(module, callee, [operand(k) for k in range(len(i.operands))])
+    return None
+
+
+def _sum(a: Value, b: Value, sign: int) -> Value:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + sign * b
+    if isinstance(a, _State) and isinstance(b, int):
+        return _State(a.index, a.added + sign * b)
+    if isinstance(a, int) and isinstance(b, _State) and sign == 1:
+        return _State(b.index, b.added + a)
+    return None

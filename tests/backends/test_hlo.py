@@ -1,0 +1,399 @@
+"""The HLO reader against programs whose collectives are known, and against text written by hand."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pase.backends import hlo
+from pase.backends.hlo_text import parse_groups, parse_modules, type_bytes
+from pase.errors import PaseError
+from pase.machine.types import Mesh
+
+MESH = Mesh(names=("x", "y"), sizes=(4, 2))
+X, Y = 1, 2
+# Groups of a 4 × 2 mesh numbered row-major.
+ALONG_X = {(0, 2, 4, 6), (1, 3, 5, 7)}
+ALONG_Y = {(0, 1), (2, 3), (4, 5), (6, 7)}
+
+
+def compiled(f, *shapes, specs=None, out=None, dtype="float32"):
+    """The compiled program of f on 8 host devices: shard_map's where ``specs`` is None."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    mesh = jax_mesh()
+    specs = specs or [None] * len(shapes)
+    args = [
+        jax.ShapeDtypeStruct(s, dtype, sharding=p if p is None else NamedSharding(mesh, p))
+        for s, p in zip(shapes, specs, strict=True)
+    ]
+    out_shardings = None if out is None else NamedSharding(mesh, out)
+    return jax.jit(f, **({} if out is None else {"out_shardings": out_shardings})).lower(*args).compile()
+
+
+def jax_mesh():
+    import jax
+
+    devices = jax.devices()
+    if len(devices) < MESH.devices:
+        pytest.skip(f"needs {MESH.devices} devices, jax has {len(devices)}")
+    return jax.sharding.Mesh(np.array(devices[: MESH.devices]).reshape(MESH.sizes), MESH.names)
+
+
+def local(f, ins, outs):
+    """f as it runs on one device, under shard_map: its collectives are the ones it names."""
+    import jax
+
+    return partial(jax.shard_map, mesh=jax_mesh(), check_vma=False, in_specs=ins, out_specs=outs)(f)
+
+
+def one(found):
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_psum_is_an_all_reduce_of_the_local_tensor():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    f = local(lambda a: jax.lax.psum(a, "x"), P("x", "y"), P(None, "y"))
+    c = one(hlo.collectives(compiled(f, (8, 16)), MESH))
+    assert (c.kind, c.bytes, c.group_size, c.count, c.axes) == ("all_reduce", 2 * 8 * 4, 4, 1, X)
+    assert set(c.groups) == ALONG_X
+    assert c.dtypes == ("f32",) and not c.promoted and c.count_known
+    assert "psum" in c.op_name
+
+
+def test_psum_of_a_tuple_sums_its_parts():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    f = local(lambda a: jax.lax.psum((a, a * 2, a.sum()), ("x", "y")), P("x", "y"), (P(), P(), P()))
+    c = one(hlo.collectives(compiled(f, (8, 16)), MESH))
+    assert (c.kind, c.bytes, c.group_size, c.axes) == ("all_reduce", (16 + 16 + 1) * 4, 8, X | Y)
+    assert len(c.operands) == 3
+
+
+def test_psum_scatter_counts_its_input():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    f = local(lambda a: jax.lax.psum_scatter(a, "x", tiled=True), P(None, "y"), P("x", "y"))
+    c = one(hlo.collectives(compiled(f, (8, 16)), MESH))
+    assert (c.kind, c.bytes, c.group_size, c.axes) == ("reduce_scatter", 8 * 8 * 4, 4, X)
+
+
+def test_all_gather_counts_its_output():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    f = local(lambda a: jax.lax.all_gather(a, "y", tiled=True), P("x", "y"), P("x", None))
+    c = one(hlo.collectives(compiled(f, (8, 16)), MESH))
+    assert (c.kind, c.bytes, c.group_size, c.axes) == ("all_gather", 2 * 16 * 4, 2, Y)
+    assert set(c.groups) == ALONG_Y
+
+
+def test_all_to_all_counts_the_local_tensor():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    f = local(lambda a: jax.lax.all_to_all(a, "x", 1, 0, tiled=True), P("x", None), P(None, "x"))
+    c = one(hlo.collectives(compiled(f, (8, 16)), MESH))
+    assert (c.kind, c.bytes, c.group_size, c.axes) == ("all_to_all", 2 * 16 * 4, 4, X)
+
+
+def test_ppermute_keeps_its_pairs():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    f = local(lambda a: jax.lax.ppermute(a, "x", ring), P("x", None), P("x", None))
+    c = one(hlo.collectives(compiled(f, (8, 16)), MESH))
+    assert (c.kind, c.bytes, c.group_size, c.axes) == ("permute", 2 * 16 * 4, 4, X)
+    assert set(c.groups) == ALONG_X
+    assert set(c.pairs) == {(2 * a + y, 2 * b + y) for a, b in ring for y in range(2)}
+
+
+def test_loops_multiply_nested_ones_too():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    def inner(c, _):
+        return jax.lax.psum(jax.numpy.sin(c), "x"), None
+
+    def outer(c, _):
+        c, _ = jax.lax.scan(inner, c, None, length=3)
+        return jax.lax.psum(c, "y"), None
+
+    f = local(lambda a: jax.lax.scan(outer, a, None, length=5)[0], P(None, "y"), P(None, "y"))
+    program = compiled(f, (8, 16))
+    counts = {c.axes: (c.count, c.count_known) for c in hlo.collectives(program, MESH)}
+    assert counts == {X: (15, True), Y: (5, True)}
+    # Without the compiler's note, the same is counted from start, step and bound.
+    unnoted = program.as_text().replace("known_trip_count", "forgotten")
+    assert {c.axes: (c.count, c.count_known) for c in hlo.collectives(unnoted, MESH)} == counts
+
+
+def test_a_loop_that_data_ends_says_so():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    f = local(
+        lambda a: jax.lax.while_loop(lambda c: c.sum() < 5.0, lambda c: jax.lax.psum(c, "x"), a), P(), P()
+    )
+    c = one(hlo.collectives(compiled(f, (8, 16))))
+    assert (c.count, c.count_known, c.axes) == (1, False, None)
+
+
+def test_the_costlier_branch_counts():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    def f(a, b):
+        return jax.lax.cond(
+            a[0, 0] > 0,
+            lambda u: jax.lax.psum(u, "x"),
+            lambda u: jax.lax.psum(jax.lax.psum(u, "y") * u, "x"),
+            b,
+        )
+
+    found = hlo.collectives(compiled(local(f, (P(), P("x", "y")), P()), (1, 1), (8, 16)), MESH)
+    assert sorted(c.axes for c in found) == [X, Y]
+
+
+def test_annotated_matmuls():
+    from jax.sharding import PartitionSpec as P
+
+    # The contraction dim is split over x: the product is summed over x, then gathered over y.
+    program = compiled(lambda a, b: a @ b, (64, 32), (32, 16), specs=[P(None, "x"), P("x", "y")], out=P())
+    found = {c.kind: c for c in hlo.collectives(program, MESH)}
+    assert set(found) == {"all_reduce", "all_gather"}
+    assert (found["all_reduce"].bytes, found["all_reduce"].axes) == (64 * 8 * 4, X)
+    assert (found["all_gather"].bytes, found["all_gather"].axes) == (64 * 16 * 4, Y)
+    # Rows over x, columns over y: nothing moves.
+    program = compiled(
+        lambda a, b: a @ b, (64, 32), (32, 16), specs=[P("x", None), P(None, "y")], out=P("x", "y")
+    )
+    assert hlo.summary(hlo.collectives(program)) == {}
+
+
+def test_sixteen_bits_are_widened_on_the_host_and_marked():
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    f = local(lambda a: jax.lax.psum(a, "x"), P("x", "y"), P(None, "y"))
+    c = one(hlo.collectives(compiled(f, (8, 16), dtype="bfloat16")))
+    assert (c.dtypes, c.promoted, c.bytes) == (("f32",), True, 2 * 8 * 4)
+
+
+def module(*lines: str, before: str = "", devices: int = 8) -> str:
+    body = "\n".join(f"  {line}" for line in lines)
+    entry = f"ENTRY %main (p: f32[16]) -> f32[16] {{\n{body}\n}}"
+    return f"HloModule golden, num_partitions={devices}\n\n{before}\n\n{entry}\n"
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "{{0,2,4,6},{1,3,5,7}}",
+        "[2,4]<=[4,2]T(1,0)",
+        "mesh['axis_0'=4,'axis_1'=2] {'axis_0'}",
+        "mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}",
+        "mesh[axis_0=1,axis_1=2,axis_2=4], device_ids=([4,2]T(1,0)) {axis_2}",
+        "mesh['a'=8] {'a':(1)4}",
+        "mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'b'}",
+        "mesh['a'=2,'b'=2,'c'=2] {'a','b'}",
+    ],
+)
+def test_every_form_of_replica_groups(groups):
+    text = module(
+        "%p = f32[16]{0} parameter(0)",
+        f"ROOT %a = f32[16]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, "
+        'use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(f)/{odd},name" stack_frame_id=1}',
+    )
+    c = one(hlo.collectives(text, MESH))
+    assert set(c.groups) == ALONG_X
+    assert (c.kind, c.bytes, c.group_size, c.axes, c.op_name) == ("all_reduce", 64, 4, X, "jit(f)/{odd},name")
+
+
+def test_a_part_of_an_axis():
+    # As the compiler prints an all-to-all between two halves of an axis of four.
+    groups = parse_groups("mesh['a'=2,'b'=4], device_ids=([2,2,2]T(0,2,1)) {'b':(2)2}", 8)
+    ids = np.arange(8).reshape(2, 2, 2).transpose(0, 2, 1).reshape(2, 2, 2)
+    assert set(groups) == {(ids[i, j, 0], ids[i, j, 1]) for i in range(2) for j in range(2)}
+
+
+def test_groups_off_the_mesh_have_no_axes():
+    assert hlo.axes_of_groups(((0, 3), (1, 2), (4, 7), (5, 6)), MESH) is None
+    assert hlo.axes_of_groups(tuple((i,) for i in range(8)), MESH) == 0
+    assert hlo.axes_of_pairs(((0, 8),), MESH) is None
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_groups_of_a_mesh_are_found_again(sizes, data):
+    mesh = Mesh(names=tuple(f"a{i}" for i in range(len(sizes))), sizes=tuple(sizes))
+    axes = data.draw(st.integers(0, 2 ** len(sizes) - 1))
+    # Written out by coordinates, an independent way to the same groups.
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for device, at in enumerate(itertools.product(*(range(s) for s in sizes))):
+        groups.setdefault(tuple(c for i, c in enumerate(at) if not axes >> i & 1), []).append(device)
+    found = hlo.axes_of_groups(tuple(tuple(g) for g in groups.values()), mesh)
+    real = sum(1 << i for i, s in enumerate(sizes) if s > 1)
+    assert found == axes & real
+    named = ",".join(f"'{n}'" for i, n in enumerate(mesh.names) if axes >> i & 1)
+    text = f"mesh[{','.join(f'{n!r}={s}' for n, s in zip(mesh.names, sizes, strict=True))}] {{{named}}}"
+    assert {frozenset(g) for g in parse_groups(text, mesh.devices)} == {frozenset(g) for g in groups.values()}
+
+
+ASYNC = """\
+%wrapped (q: f32[16]) -> f32[4] {
+  %q = f32[16]{0} parameter(0)
+  ROOT %rs = f32[4]{0} reduce-scatter(%q), channel_id=5, replica_groups=[2,4]<=[8], to_apply=%add
+}"""
+
+
+@pytest.mark.parametrize(
+    ("start", "done", "kind", "nbytes"),
+    [
+        (
+            "f32[16]{0} all-reduce-start(%p), replica_groups=[2,4]<=[8]",
+            "all-reduce-done(%s)",
+            "all_reduce",
+            64,
+        ),
+        (
+            "((f32[16]{0}, f32[16]{0}), (f32[64]{0}, f32[64]{0})) all-gather-start(%p, %p), "
+            "replica_groups=[2,4]<=[8], dimensions={0}",
+            "all-gather-done(%s)",
+            "all_gather",
+            2 * 64 * 4,
+        ),
+        (
+            "(f32[16]{0:S(5)}, f32[16]{0}, u32[]{:S(2)}, u32[]{:S(2)}) "
+            "collective-permute-start(f32[16]{0} %p), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}",
+            "collective-permute-done(%s)",
+            "permute",
+            64,
+        ),
+        (
+            "((f32[16]{0}), f32[4]{0}, u32[]) async-start(%p), calls=%wrapped",
+            "async-done(%s), calls=%wrapped",
+            "reduce_scatter",
+            64,
+        ),
+        (
+            "((f32[16]{0}), f32[4]{0}) reduce-scatter-start(%p), replica_groups=[2,4]<=[8], calls=%wrapped",
+            "reduce-scatter-done(%s)",
+            "reduce_scatter",
+            64,
+        ),
+        (
+            "((f32[16]{0}), f32[16]{0}) all-to-all-start(%p), replica_groups={{0,1,2,3},{4,5,6,7}}",
+            "all-to-all-done(%s)",
+            "all_to_all",
+            64,
+        ),
+    ],
+)
+def test_async_forms_count_once(start, done, kind, nbytes):
+    lines = ("%p = f32[16]{0} parameter(0)", f"%s = {start}", f"ROOT %d = f32[16]{{0}} {done}")
+    c = one(hlo.collectives(module(*lines, before=ASYNC)))
+    assert (c.kind, c.bytes, c.group_size) == (kind, nbytes, 4)
+
+
+def test_no_groups_means_all_devices_and_one_device_is_no_traffic():
+    lines = (
+        "%p = f32[16]{0} parameter(0)",
+        "%a = f32[16]{0} all-reduce(%p), replica_groups={}, to_apply=%add",
+        "ROOT %b = f32[16]{0} all-reduce(%a), replica_groups=[8,1]<=[8], to_apply=%add",
+    )
+    found = hlo.collectives(module(*lines), MESH)
+    assert [(c.group_size, c.axes) for c in found] == [(8, X | Y), (1, 0)]
+    assert hlo.summary(found) == {"all_reduce": (1, 64)}
+
+
+def test_a_computation_called_twice_counts_twice():
+    before = ASYNC.replace("%wrapped", "%callee")
+    lines = (
+        "%p = f32[16]{0} parameter(0)",
+        "%a = f32[4]{0} call(%p), to_apply=%callee",
+        "ROOT %b = f32[4]{0} fusion(%p), kind=kCustom, calls=%callee",
+    )
+    c = one(hlo.collectives(module(*lines, before=before)))
+    assert (c.kind, c.count) == ("reduce_scatter", 2)
+    assert hlo.summary([c]) == {"reduce_scatter": (2, 128)}
+
+
+LOOP = """\
+%body (s: (s32[], f32[16])) -> (s32[], f32[16]) {{
+  %s = (s32[], f32[16]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %k = s32[] constant({step})
+  %j = s32[] add(%k, %i)
+  %x = f32[16]{{0}} get-tuple-element(%s), index=1
+  %y = f32[16]{{0}} all-reduce(%x), replica_groups={{}}, to_apply=%add
+  ROOT %t = (s32[], f32[16]{{0}}) tuple(%j, %y)
+}}
+%cond (c: (s32[], f32[16])) -> pred[] {{
+  %c = (s32[], f32[16]{{0}}) parameter(0)
+  %ci = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant({bound})
+  ROOT %lt = pred[] compare({compared}), direction={direction}
+}}"""
+
+
+@given(
+    st.integers(-5, 5),
+    st.integers(-3, 3),
+    st.integers(-8, 8),
+    st.sampled_from(["LT", "LE", "GT", "GE", "NE"]),
+    st.booleans(),
+)
+def test_trips_are_counted_as_python_counts_them(start, step, bound, direction, mirrored):
+    text = module(
+        "%p = f32[16]{0} parameter(0)",
+        f"%i0 = s32[] constant({start})",
+        "%t0 = (s32[], f32[16]{0}) tuple(%i0, %p)",
+        "%w = (s32[], f32[16]{0}) while(%t0), condition=%cond, body=%body",
+        "ROOT %r = f32[16]{0} get-tuple-element(%w), index=1",
+        before=LOOP.format(
+            step=step, bound=bound, direction=direction, compared="%n, %ci" if mirrored else "%ci, %n"
+        ),
+    )
+    holds = {"LT": int.__lt__, "LE": int.__le__, "GT": int.__gt__, "GE": int.__ge__, "NE": int.__ne__}[
+        direction
+    ]
+    i, trips = start, 0
+    while trips < 100 and (holds(bound, i) if mirrored else holds(i, bound)):
+        i, trips = i + step, trips + 1
+    c = one(hlo.collectives(text))
+    assert (c.count, c.count_known) == ((1, False) if trips == 100 else (trips, True))
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=4), st.sampled_from(["f32", "bf16", "s8", "f8e4m3fn", "pred", "c64"])
+)
+def test_type_bytes_are_numpys(dims, dtype):
+    width = {"f32": 4, "bf16": 2, "s8": 1, "f8e4m3fn": 1, "pred": 1, "c64": 8}[dtype]
+    text = f"{dtype}[{','.join(map(str, dims))}]"
+    assert type_bytes(text) == int(np.prod(dims)) * width
+    assert (
+        type_bytes(f"(({text}{{0:T(8,128)(2,1)S(1)}}, /*index=1*/{text}), u32[])") == 2 * type_bytes(text) + 4
+    )
+
+
+def test_text_that_is_no_compiled_hlo_is_refused():
+    with pytest.raises(PaseError, match=r"starts with 'HloModule'.*call \.compile\(\) first"):
+        hlo.collectives("module @f { func.func public @main() { stablehlo.add } }")
+    with pytest.raises(PaseError, match="no entry computation"):
+        parse_modules("HloModule m\n\n%f (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n")
+    with pytest.raises(PaseError, match="replica groups in a form"):
+        parse_groups("ring(8)", 8)
+    with pytest.raises(PaseError, match="unknown HLO element type 'q8'"):
+        type_bytes("q8[3]")
