@@ -24,6 +24,7 @@ import numpy as np
 
 from pase.backends import hlo_loops
 from pase.backends.hlo_text import (
+    Computation,
     Groups,
     Instruction,
     Module,
@@ -168,6 +169,8 @@ def _walk(module: Module, name: str) -> list[HloCollective]:
     found: list[HloCollective] = []
     for i in module.computations[name].instructions.values():
         kind = _KINDS.get(i.opcode.removesuffix("-start"))
+        if kind is not None and _goes_on(module.computations[name], i):
+            continue
         if kind is not None:
             found.append(_collective(module, name, i, kind))
         elif i.opcode == "while":
@@ -181,6 +184,17 @@ def _walk(module: Module, name: str) -> list[HloCollective]:
             for callee in _names(called):
                 found += _walk(module, callee)
     return found
+
+
+def _goes_on(computation: Computation, i: Instruction) -> bool:
+    """True where a collective goes on that has started elsewhere.
+
+    TPU fuses a collective with the products that hide it: the same collective then stands in the
+    fusion that starts it, in each fusion that it runs beside, and in the one that ends it.
+    """
+    calls = {c.attribute("custom_call_target") for c in computation.instructions.values()}
+    beside = '"async_collective_fusion_config"' in i.attributes and '"AsyncCollectiveStart"' not in calls
+    return beside or '"AsyncCollectiveDone"' in calls
 
 
 def _loop(module: Module, name: str, loop: Instruction) -> list[HloCollective]:

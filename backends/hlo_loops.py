@@ -78,11 +78,10 @@ def _trips(start: int, step: int, bound: int, direction: str) -> int | None:
     (5, 3, 3, None)
     """
     if direction == "NE":
-        return (
-            (bound - start) // step
-            if step and (bound - start) % step == 0 and (bound - start) // step >= 0
-            else None
-        )
+        if start == bound:
+            return 0
+        trips, left = divmod(bound - start, step) if step else (-1, 0)
+        return trips if trips > 0 and left == 0 else None
     if direction in ("GT", "GE"):
         start, step, bound, direction = -start, -step, -bound, _MIRRORED[direction]
     if direction not in ("LT", "LE"):

@@ -330,6 +330,50 @@ def test_a_computation_called_twice_counts_twice():
     assert hlo.summary([c]) == {"reduce_scatter": (2, 128)}
 
 
+OVERLAPPED = """\
+%start (a: f32[4]) -> (f32[4], f32[16]) {
+  %a = f32[4]{0} parameter(0)
+  %g0 = f32[16]{0} all-gather(%a), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %c0 = (f32[4]{0}, f32[16]{0}) custom-call(%g0), custom_call_target="AsyncCollectiveStart"
+}
+%beside (b: f32[4]) -> f32[16] {
+  %b = f32[4]{0} parameter(0)
+  ROOT %g1 = f32[16]{0} all-gather(%b), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}, \
+backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
+}
+%end (c: f32[4]) -> f32[16] {
+  %c = f32[4]{0} parameter(0)
+  %g2 = f32[16]{0} all-gather(%c), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %c2 = f32[16]{0} custom-call(%c, %g2), custom_call_target="AsyncCollectiveDone"
+}"""
+
+
+def test_a_collective_fused_with_the_work_that_hides_it_counts_once():
+    lines = (
+        "%p = f32[4]{0} parameter(0)",
+        "%s = (f32[4]{0}, f32[16]{0}) fusion(%p), kind=kCustom, calls=%start",
+        "%t = f32[16]{0} fusion(%p), kind=kOutput, calls=%beside",
+        "ROOT %e = f32[16]{0} fusion(%p), kind=kCustom, calls=%end",
+    )
+    c = one(hlo.collectives(module(*lines, before=OVERLAPPED)))
+    assert (c.kind, c.bytes, c.name, c.count) == ("all_gather", 64, "g0", 1)
+
+
+def test_tpus_fused_reduce_scatter_is_one():
+    before = """\
+%all-reduce-scatter.1 (input: f32[16]) -> f32[4] {
+  %input = f32[16]{0:T(128)} parameter(0)
+  %ar = f32[16]{0:T(128)} all-reduce(%input), channel_id=9, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  ROOT %ds = f32[4]{0:T(128)} dynamic-slice(%ar, %input), dynamic_slice_sizes={4}
+}"""
+    lines = (
+        "%p = f32[16]{0} parameter(0)",
+        "ROOT %f = f32[4]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1",
+    )
+    c = one(hlo.collectives(module(*lines, before=before)))
+    assert (c.kind, c.bytes, c.group_size) == ("reduce_scatter", 64, 4)
+
+
 LOOP = """\
 %body (s: (s32[], f32[16])) -> (s32[], f32[16]) {{
   %s = (s32[], f32[16]{{0}}) parameter(0)
