@@ -1,5 +1,43 @@
 """Machines as data files, meshes over their devices, and the cost-model protocol."""
 
-from pase.machine.types import COLLECTIVES, CollectiveKind, CostModel, Device, LinkLevel, Machine, Mesh
+from pase.machine.load import DEFAULT, load, names, parse
+from pase.machine.meshes import axis_levels, level_ways, mesh_from, meshes
+from pase.machine.types import (
+    COLLECTIVES,
+    Algorithm,
+    CollectiveCurve,
+    CollectiveKind,
+    CostModel,
+    Curve,
+    Device,
+    LinkLevel,
+    Machine,
+    MatmulTable,
+    Mesh,
+    PaperFigures,
+    Tile,
+)
 
-__all__ = ["COLLECTIVES", "CollectiveKind", "CostModel", "Device", "LinkLevel", "Machine", "Mesh"]
+__all__ = [
+    "COLLECTIVES",
+    "DEFAULT",
+    "Algorithm",
+    "CollectiveCurve",
+    "CollectiveKind",
+    "CostModel",
+    "Curve",
+    "Device",
+    "LinkLevel",
+    "Machine",
+    "MatmulTable",
+    "Mesh",
+    "PaperFigures",
+    "Tile",
+    "axis_levels",
+    "level_ways",
+    "load",
+    "mesh_from",
+    "meshes",
+    "names",
+    "parse",
+]

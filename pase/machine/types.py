@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-__all__ = ["COLLECTIVES", "CollectiveKind", "CostModel", "Device", "LinkLevel", "Machine", "Mesh"]
+__all__ = [
+    "COLLECTIVES",
+    "Algorithm",
+    "CollectiveCurve",
+    "CollectiveKind",
+    "CostModel",
+    "Curve",
+    "Device",
+    "LinkLevel",
+    "Machine",
+    "MatmulTable",
+    "Mesh",
+    "PaperFigures",
+    "Tile",
+]
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute"]
 COLLECTIVES: tuple[CollectiveKind, ...] = (
@@ -21,37 +39,164 @@ COLLECTIVES: tuple[CollectiveKind, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class MatmulTable:
+    """Measured matmul rates of one dtype on a grid of local extents.
+
+    m, n, k: strictly increasing extents. flops_per_s: row-major over (m, n, k), a multiply-add is two.
+    """
+
+    dtype: str
+    m: tuple[int, ...]
+    n: tuple[int, ...]
+    k: tuple[int, ...]
+    flops_per_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Measured seconds by bytes: both increasing (seconds weakly), two points or more."""
+
+    nbytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCurve:
+    """A measured collective. ``ways``: devices joined at each link level, innermost first.
+
+    nbytes has the meaning it has in ``CostModel.collective``.
+    """
+
+    kind: CollectiveKind
+    ways: tuple[int, ...]
+    curve: Curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """An output tile of a matmul kernel: one compute unit works on m x n of the output.
+
+    rate: what the tile reaches of the device's matmul efficiency once it is busy.
+    """
+
+    m: int
+    n: int
+    rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. ``peak_flops`` maps a dtype name to FLOP/s (a multiply-add is two)."""
+    """One accelerator. ``peak_flops`` maps a dtype name to FLOP/s (a multiply-add is two).
+
+    efficiency: the part of the peak that large work reaches, by kind: "matmul", "conv" (of
+    peak_flops) and "memory" (of the memory bandwidth); 1 where absent.
+    vector_flops: FLOP/s outside of the matrix units; None: as slow as the slowest matmul dtype.
+    compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization);
+    0 and empty: no such effect.
+    matmul_tables, memory_curve: measurements, which stand in for efficiency, tiles and launch.
+    """
 
     name: str
     peak_flops: dict[str, float]
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
+    efficiency: dict[str, float] = field(default_factory=dict)
+    vector_flops: float | None = None
+    launch_s: float = 0.0
+    compute_units: int = 0
+    tiles: tuple[Tile, ...] = ()
+    matmul_tables: tuple[MatmulTable, ...] = ()
+    memory_curve: Curve | None = None
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s for a dtype. One that is not listed runs at the slowest listed rate: never free."""
+        return self.peak_flops.get(dtype) or min(self.peak_flops.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
     """One level of the interconnect: ``ways`` units of the level below are joined by it.
 
-    bandwidth is per device and direction when every device talks at once.
-    The last level has ``ways = 0``: as many as are asked for.
+    bandwidth is per device and direction when every device talks at once; collectives reach
+    ``efficiency`` of it. The last level has ``ways = 0``: as many as are asked for.
+    topology: "switch": every pair at full speed; "torus": a line of neighbours, closed to a ring
+    (both directions usable, so twice the bandwidth) once ``wrap_ways`` are in use (0: never).
     """
 
     name: str
     ways: int
     latency_s: float
     bandwidth_bytes_per_s: float
+    efficiency: float = 1.0
+    topology: Literal["switch", "torus"] = "switch"
+    wrap_ways: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """How the machine's library can run a collective; the cheapest for the size is taken.
+
+    algorithm: "ring", "tree" (all_reduce), "one_shot" (all data to all peers at once: all_reduce,
+    reduce_scatter, all_gather), "direct" (all_to_all, permute).
+    protocol: the library's name for the variant, e.g. "LL128".
+    launch_s: paid once. step_s: seconds a step, by link level.
+    bandwidth_fraction: of what the level gives. kinds: where not for every kind it could serve.
+    peers_at_once: messages that "direct" keeps in flight.
+    chain_levels: innermost levels on which a "tree" is a chain (NCCL: 1, within the node).
+    """
+
+    algorithm: Literal["ring", "tree", "one_shot", "direct"]
+    protocol: str
+    launch_s: float
+    step_s: tuple[float, ...]
+    bandwidth_fraction: float = 1.0
+    kinds: tuple[CollectiveKind, ...] = ()
+    peers_at_once: int = 1
+    chain_levels: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperFigures:
+    """What PaSE's cost model knows of a machine: two figures and the size of a word."""
+
+    flops: float
+    bandwidth_bytes_per_s: float
+    word_bytes: int
+
+    @property
+    def flop_per_byte(self) -> float:
+        return self.flops / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices joined by link levels, innermost first. ``sources`` names where each number is from."""
+    """Devices joined by link levels, innermost first. ``sources`` names where each number is from.
+
+    sources: path of a number or of a table above it (e.g. "device.peak_flops") -> source.
+    algorithms: empty: ring, binary tree, one_shot and direct, at each level's own latency.
+    shapes: where the hardware fixes it, devices -> ways at each level (slices of a TPU pod).
+    collectives: measurements, which stand in for the algorithms. provenance: of the measurements.
+    paper: figures for the ``paper`` cost model; None: derived from device and outermost link.
+    """
 
     name: str
     device: Device
     levels: tuple[LinkLevel, ...]
     sources: dict[str, str]
+    title: str = ""
+    algorithms: tuple[Algorithm, ...] = ()
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    collectives: tuple[CollectiveCurve, ...] = ()
+    provenance: dict[str, str] = field(default_factory=dict)
+    paper: PaperFigures | None = None
+
+    @property
+    def digest(self) -> str:
+        """sha256 of what prices anything: every field but name, title, sources and provenance."""
+        content = dataclasses.asdict(self)
+        for key in ("name", "title", "sources", "provenance"):
+            del content[key]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +213,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
-            raise ValueError(f"a mesh needs one distinct name per axis, got names {self.names} sizes {self.sizes}")
+            raise ValueError(
+                f"a mesh needs one distinct name per axis, got names {self.names} sizes {self.sizes}"
+            )
         if any(s < 1 for s in self.sizes):
             raise ValueError(f"mesh axis sizes must be positive, got {self.sizes}")
 
@@ -93,14 +240,24 @@ class CostModel(Protocol):
     unit: str
     """"s", or "FLOP" for the paper's model."""
 
-    def compute(self, kind: str, dtype: str, flops: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    def compute(
+        self,
+        kind: str,
+        dtype: str,
+        flops: ArrayLike,
+        nbytes: ArrayLike,
+        *,
+        mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
+    ) -> np.ndarray:
         """Cost of local work on one device. kind: "matmul" | "conv" | "memory".
 
         flops: a multiply-add is two; nbytes: bytes that device memory must move. Shapes broadcast.
+        mnk: local extents of a matmul (or of a conv seen as one), batch dims left out: models that
+        know how speed falls on small or ragged extents use them, the others ignore them.
         """
         ...
 
-    def collective(self, kind: CollectiveKind, mesh: Mesh, axes: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    def collective(self, kind: CollectiveKind, mesh: Mesh, axes: ArrayLike, nbytes: ArrayLike) -> np.ndarray:
         """Cost of one collective over mesh axes. Shapes broadcast; 0 where axes is 0 or nbytes is 0.
 
         axes: integer bit sets over ``mesh.names`` (bit i = axis i).

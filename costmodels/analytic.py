@@ -1,0 +1,174 @@
+"""Seconds: a roofline for local work, and the machine's own collective algorithms by size."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pase.costmodels.collectives import Group, group, lines
+from pase.costmodels.registry import register
+from pase.machine import CollectiveCurve, CollectiveKind, Machine, Mesh
+from pase.machine.tables import curve_s, matmul_flops_per_s
+
+__all__ = ["Analytic"]
+
+_SPLITS_OF_K = (1, 2, 4, 8, 16)
+
+
+@register("analytic")
+class Analytic:
+    """Predicts seconds on a machine; measured tables of its file stand in for the formulas.
+
+    >>> from pase.machine import load, mesh_from
+    >>> model = Analytic(load("h100x8"))
+    >>> mesh = mesh_from("data=4,model=8", 32)
+    >>> t = model.collective("all_reduce", mesh, [0, 1, 2, 3], 1e9)
+    >>> [round(1e3 * float(ms), 1) for ms in t]
+    [0.0, 31.3, 4.8, 5.1]
+    """
+
+    name = "analytic"
+    unit = "s"
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._coefficients: dict[tuple[CollectiveKind, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
+        self._by_group: dict[tuple[CollectiveKind, Group], np.ndarray] = {}
+        self._groups: dict[tuple[int, ...], list[Group]] = {}
+
+    # -- local work --
+
+    def compute(
+        self,
+        kind: str,
+        dtype: str,
+        flops: ArrayLike,
+        nbytes: ArrayLike,
+        *,
+        mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
+    ) -> np.ndarray:
+        """Seconds: the slower of arithmetic and memory, plus a launch. No work costs nothing."""
+        device = self.machine.device
+        if kind not in ("matmul", "conv", "memory"):
+            raise ValueError(f"compute kind must be 'matmul', 'conv' or 'memory', got '{kind}'")
+        flops, nbytes = np.asarray(flops, dtype=float), np.asarray(nbytes, dtype=float)
+        launch = device.launch_s
+        if device.memory_curve is not None:
+            moving = curve_s(device.memory_curve, nbytes)
+            # The curve was measured with its launch: a memory-bound op pays no second one.
+            moving = np.maximum(moving - launch, 0.0)
+        else:
+            rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
+            moving = nbytes / rate
+        if kind == "memory":
+            working = flops / (device.vector_flops or min(device.peak_flops.values()))
+        else:
+            working = self._products_s(kind, dtype, flops, mnk)
+        busy = (flops > 0) | (nbytes > 0)
+        return np.where(busy, np.maximum(working, moving) + launch, 0.0)
+
+    def _products_s(
+        self,
+        kind: str,
+        dtype: str,
+        flops: np.ndarray,
+        mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None,
+    ) -> np.ndarray:
+        device = self.machine.device
+        rate = device.peak(dtype) * device.efficiency.get(kind, 1.0)
+        if mnk is None:
+            return flops / rate
+        m, n, k = (np.maximum(np.asarray(x, dtype=float), 1.0) for x in mnk)
+        batch = flops / (2 * m * n * k)
+        table = next((t for t in device.matmul_tables if t.dtype == dtype), None)
+        if table is not None:
+            # A batch fills the device as more rows would.
+            seconds = flops / matmul_flops_per_s(table, np.maximum(m * batch, 1.0), n, k)
+            return np.maximum(seconds - device.launch_s, 0.0)
+        if not device.compute_units or not device.tiles:
+            return flops / rate
+        return self._tiled_s(batch, m, n, k, rate)
+
+    def _tiled_s(
+        self, batch: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, rate: float
+    ) -> np.ndarray:
+        """Whole waves of whole tiles, for the best tile and split of k; a split writes partial sums."""
+        device = self.machine.device
+        best: np.ndarray | None = None
+        for tile in device.tiles:
+            tiles = batch * np.ceil(m / tile.m) * np.ceil(n / tile.n)
+            for split in _SPLITS_OF_K:
+                waves = np.ceil(tiles * split / device.compute_units)
+                work = 2.0 * tile.m * tile.n * (k / split) * device.compute_units
+                partial = 0.0 if split == 1 else 2 * 4 * split * batch * m * n
+                seconds = waves * work / (rate * tile.rate) + partial / device.memory_bandwidth_bytes_per_s
+                best = seconds if best is None else np.minimum(best, seconds)
+        assert best is not None  # there are tiles
+        return best
+
+    # -- collectives --
+
+    def collective(self, kind: CollectiveKind, mesh: Mesh, axes: ArrayLike, nbytes: ArrayLike) -> np.ndarray:
+        """Seconds of the cheapest algorithm for each size; see ``costmodels/collectives.py``."""
+        axes, nbytes = np.asarray(axes), np.asarray(nbytes, dtype=float)
+        if axes.size and (axes.min() < 0 or axes.max() >= 1 << len(mesh.sizes)):
+            raise ValueError(f"axis sets of mesh {mesh.names} lie in 0..{(1 << len(mesh.sizes)) - 1}")
+        alpha, beta = self._table(kind, mesh)
+        out = np.full(np.broadcast_shapes(axes.shape, nbytes.shape), np.inf)
+        for a, b in zip(alpha, beta, strict=True):
+            np.minimum(out, a[axes] + b[axes] * nbytes, out=out)
+        for axis_set in self._measured_sets(kind, mesh):
+            out = np.where(axes == axis_set, self._measured_s(kind, mesh, axis_set, nbytes), out)
+        joins = np.array([math.prod(g.ways) > 1 for g in self._of_mesh(mesh)])
+        return np.where(joins[axes] & (nbytes > 0), out, 0.0)
+
+    def _of_mesh(self, mesh: Mesh) -> list[Group]:
+        if mesh.sizes not in self._groups:
+            sets = range(1 << len(mesh.sizes))
+            self._groups[mesh.sizes] = [group(mesh, s, self.machine) for s in sets]
+        return self._groups[mesh.sizes]
+
+    def _lines(self, kind: CollectiveKind, g: Group) -> np.ndarray:
+        if (kind, g) not in self._by_group:
+            self._by_group[kind, g] = lines(kind, self.machine, g)
+        return self._by_group[kind, g]
+
+    def _table(self, kind: CollectiveKind, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+        """alpha, beta: float64 [lines, axis sets], short sets filled up with their last line."""
+        key = (kind, mesh.sizes)
+        if key not in self._coefficients:
+            found = [self._lines(kind, g) for g in self._of_mesh(mesh)]
+            most = max(len(f) for f in found)
+            full = np.stack([np.pad(f, ((0, most - len(f)), (0, 0)), mode="edge") for f in found])
+            self._coefficients[key] = (full[:, :, 0].T.copy(), full[:, :, 1].T.copy())
+        return self._coefficients[key]
+
+    def _nearest(self, kind: CollectiveKind, g: Group) -> CollectiveCurve | None:
+        """The measured curve over the same levels whose size is nearest, if any."""
+        crossed = [w > 1 for w in g.ways]
+        same = [c for c in self.machine.collectives if c.kind == kind and [w > 1 for w in c.ways] == crossed]
+        size = math.log(math.prod(g.ways))
+        return min(same, key=lambda c: abs(math.log(math.prod(c.ways)) - size), default=None)
+
+    def _measured_sets(self, kind: CollectiveKind, mesh: Mesh) -> list[int]:
+        if not self.machine.collectives:
+            return []
+        groups = self._of_mesh(mesh)
+        return [s for s, g in enumerate(groups) if math.prod(g.ways) > 1 and self._nearest(kind, g)]
+
+    def _measured_s(self, kind: CollectiveKind, mesh: Mesh, axis_set: int, nbytes: np.ndarray) -> np.ndarray:
+        """From the table; for other ways than measured, scaled as the formulas scale large sizes."""
+        g = self._of_mesh(mesh)[axis_set]
+        measured = self._nearest(kind, g)
+        assert measured is not None  # _measured_sets chose it
+        seconds = curve_s(measured.curve, nbytes)
+        if measured.ways == g.ways:
+            return seconds
+        like = Group(ways=measured.ways, stretch=g.stretch, ring=g.ring)
+        last = measured.curve.nbytes[-1]
+        wanted, had = (
+            float(np.min(f[:, 0] + f[:, 1] * last)) for f in (self._lines(kind, g), self._lines(kind, like))
+        )
+        return seconds * (wanted / had)

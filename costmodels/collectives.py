@@ -1,0 +1,210 @@
+"""Collectives as lines: every algorithm costs alpha + beta * bytes, and the cheapest is taken.
+
+A group of devices is described by its ways at each link level. Every device of the mesh belongs to
+a group and all groups talk at once, so a level gives each device exactly its ``bandwidth``: the
+contention of groups that share links is in that definition, nothing is added for it. What a group
+gains, when it has w devices below a level, is that w devices carry one tensor's bytes across.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.machine import Algorithm, CollectiveKind, Machine, Mesh, axis_levels, level_ways
+
+__all__ = ["Group", "algorithms", "group", "lines"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Devices that one collective joins. Per link level, innermost first:
+
+    ways: how many; stretch: on a torus, links between neighbours of the group (groups interleaved
+    within one another share links); ring: whether it closes the torus around.
+    """
+
+    ways: tuple[int, ...]
+    stretch: tuple[int, ...]
+    ring: tuple[bool, ...]
+
+
+def group(mesh: Mesh, axes: int, machine: Machine) -> Group:
+    """The group of the axes in a bit set."""
+    rows = axis_levels(mesh, machine)
+    full = level_ways(mesh.devices, machine)
+    ways, stretch, ring = [], [], []
+    for level in range(len(full)):
+        members = [i for i in range(len(rows)) if axes >> i & 1 and rows[i][level] > 1]
+        between = [i for i in range(min(members, default=0), len(rows)) if i not in members]
+        w = math.prod(rows[i][level] for i in members)
+        s = math.prod(rows[i][level] for i in between) if members else 1
+        wrap = machine.levels[level].wrap_ways
+        ways.append(w)
+        stretch.append(s)
+        ring.append(0 < wrap <= full[level] and w * s == full[level])
+    return Group(ways=tuple(ways), stretch=tuple(stretch), ring=tuple(ring))
+
+
+def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
+    """The machine's own, or ring, binary tree, one-shot and direct at the levels' latencies."""
+    if machine.algorithms:
+        return machine.algorithms
+    steps = tuple(level.latency_s for level in machine.levels)
+    return tuple(
+        Algorithm(algorithm=name, protocol="default", launch_s=0.0, step_s=steps)
+        for name in ("ring", "tree", "one_shot", "direct")
+    )
+
+
+def _seconds_per_byte(machine: Machine, g: Group, fraction: float) -> list[float]:
+    """By level: seconds for a device to send one byte at this level while all others do."""
+    out = []
+    for level, stretch, ring in zip(machine.levels, g.stretch, g.ring, strict=True):
+        rate = level.bandwidth_bytes_per_s * level.efficiency * fraction
+        if level.topology == "torus":
+            rate *= (2 if ring else 1) / stretch
+        out.append(1 / rate)
+    return out
+
+
+def _ring(a: Algorithm, machine: Machine, g: Group, passes: int) -> list[tuple[float, float]]:
+    """Reduce-scatter or all-gather (passes 1), or both in turn (all-reduce, passes 2)."""
+    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    levels = [l for l, w in enumerate(g.ways) if w > 1]
+    total = math.prod(g.ways)
+    below = [math.prod(g.ways[:l]) for l in range(len(g.ways))]
+    # Flat: one ring (per device below, each with its share of the bytes) through all devices. A byte
+    # makes total - 1 hops, of which (w - 1) * (ways above) are at a level; Patarasuk & Yuan 2009.
+    hops = sum((g.ways[l] - 1) * math.prod(g.ways[l + 1 :]) * a.step_s[l] for l in levels)
+    out = [
+        (
+            a.launch_s + passes * hops,
+            passes * (total - 1) / total * max(spb[l] / below[l] for l in levels),
+        )
+    ]
+    if len(levels) > 1:
+        # Level by level: reduce-scatter inside first, so that a level sees 1 / below of the bytes.
+        # Calls of their own: one a level for each pass, the outermost all-reduce being one call.
+        calls = passes * (len(levels) - 1) + 1
+        out.append(
+            (
+                calls * a.launch_s + passes * sum((g.ways[l] - 1) * a.step_s[l] for l in levels),
+                passes * sum((g.ways[l] - 1) / g.ways[l] / below[l] * spb[l] for l in levels),
+            )
+        )
+    if len(levels) > 1 and all(machine.levels[l].topology == "torus" for l in levels):
+        # The dims of a torus have links of their own: part p of the bytes starts with dim p.
+        beta = 0.0
+        for stage in range(len(levels)):
+            slowest = 0.0
+            for part in range(len(levels)):
+                order = levels[part:] + levels[:part]
+                done = math.prod(g.ways[l] for l in order[:stage])
+                w = g.ways[order[stage]]
+                slowest = max(slowest, (w - 1) / w / done * spb[order[stage]] / len(levels))
+            beta += slowest
+        alpha = a.launch_s + passes * len(levels) * max((g.ways[l] - 1) * a.step_s[l] for l in levels)
+        out.append((alpha, passes * beta))
+    return out
+
+
+def _tree(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+    """All-reduce: up and down a pipelined (double binary) tree, a chain on the innermost levels."""
+    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    depth, beta, below = 0.0, 0.0, 1
+    for l, w in enumerate(g.ways):
+        if w > 1:
+            depth += (w - 1 if l < a.chain_levels else math.ceil(math.log2(w))) * a.step_s[l]
+            beta = max(beta, 2 * spb[l] / below)
+        below *= w
+    return [(a.launch_s + 2 * depth, beta)]
+
+
+def _one_shot(a: Algorithm, machine: Machine, g: Group, share: float) -> list[tuple[float, float]]:
+    """Every device sends ``share`` of its bytes to each peer at once; for switches only."""
+    if any(machine.levels[l].topology == "torus" for l, w in enumerate(g.ways) if w > 1):
+        return []
+    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    total, below, beta = math.prod(g.ways), 1, 0.0
+    for l, w in enumerate(g.ways):
+        if w > 1:
+            beta = max(beta, (total - below) * share * spb[l])
+        below *= w
+    return [(a.launch_s + max(s for s, w in zip(a.step_s, g.ways, strict=True) if w > 1), beta)]
+
+
+def _all_to_all(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+    """Each device sends 1/total of its bytes to each peer; the slowest crossing sets the pace."""
+    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    total, below, alpha, beta = math.prod(g.ways), 1, a.launch_s, 0.0
+    for l, w in enumerate(g.ways):
+        if w > 1:
+            alpha += math.ceil((below * w - below) / a.peers_at_once) * a.step_s[l]
+            if machine.levels[l].topology == "torus":
+                # The middle link: half of the line's devices send to the other half.
+                crossing = (w // 2) * (w - w // 2) / w
+            else:
+                crossing = (total - below) / total
+            beta = max(beta, crossing * spb[l])
+        below *= w
+    return [(alpha, beta)]
+
+
+def _permute(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+    """Each device sends its bytes to one other; any may have to cross the slowest level."""
+    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    used = [l for l, w in enumerate(g.ways) if w > 1]
+    return [(a.launch_s + max(a.step_s[l] for l in used), max(spb[l] for l in used))]
+
+
+def _of(a: Algorithm, kind: CollectiveKind, machine: Machine, g: Group) -> list[tuple[float, float]]:
+    if a.kinds and kind not in a.kinds:
+        return []
+    match a.algorithm, kind:
+        case "ring", "all_reduce":
+            return _ring(a, machine, g, 2)
+        case "ring", "reduce_scatter" | "all_gather":
+            return _ring(a, machine, g, 1)
+        case "tree", "all_reduce":
+            return _tree(a, machine, g)
+        case "one_shot", "all_reduce":
+            return _one_shot(a, machine, g, 1.0)
+        case "one_shot", "reduce_scatter" | "all_gather":
+            return _one_shot(a, machine, g, 1.0 / math.prod(g.ways))
+        case "direct", "all_to_all":
+            return _all_to_all(a, machine, g)
+        case "direct", "permute":
+            return _permute(a, machine, g)
+    return []
+
+
+def _undominated(found: list[tuple[float, float]]) -> np.ndarray:
+    kept: list[tuple[float, float]] = []
+    for alpha, beta in sorted(set(found)):
+        if not kept or beta < kept[-1][1]:
+            kept.append((alpha, beta))
+    return np.array(kept)
+
+
+def lines(kind: CollectiveKind, machine: Machine, g: Group) -> np.ndarray:
+    """float64 [n, 2]: (alpha in s, beta in s a byte) of the algorithms worth having, alpha rising.
+
+    The cost is min over n of alpha + beta * bytes, bytes as in ``CostModel.collective``.
+    """
+    if math.prod(g.ways) == 1:
+        return np.zeros((1, 2))
+    found = [line for a in algorithms(machine) for line in _of(a, kind, machine, g)]
+    if kind == "all_reduce":
+        # A reduce-scatter and an all-gather do the same: never dearer than those two.
+        first, second = (lines(k, machine, g) for k in ("reduce_scatter", "all_gather"))
+        found += [(a1 + a2, b1 + b2) for a1, b1 in first.tolist() for a2, b2 in second.tolist()]
+    if not found:
+        raise PaseError(
+            f"machine {machine.name} lists no algorithm for {kind} over ways {list(g.ways)}; add an "
+            f"[[algorithms]] entry that serves it, or drop them all for the default ones"
+        )
+    return _undominated(found)
