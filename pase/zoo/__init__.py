@@ -1,4 +1,4 @@
-"""The model zoo: ordinary JAX models at their published sizes, and each one again in a size that runs anywhere.
+"""The model zoo: ordinary JAX models at their published sizes, and each again in a size that runs anywhere.
 
 >>> from pase import zoo
 >>> zoo.get("gpt2?batch=32&seq=512").settings["seq"]

@@ -1,4 +1,4 @@
-"""Convolutional networks that are one chain of layers: AlexNet, VGG-19, ResNet-101. Images are NHWC."""
+"""Convolutional networks that are one chain of layers: AlexNet, VGG-19, ResNet-101."""
 
 from __future__ import annotations
 
@@ -7,73 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import Built, constant, cross_entropy, integers, normal, weight
+from pase.zoo.convolution import average_over_space, conv, images, linear_loss, max_pool, unit, unit_leaves
+from pase.zoo.layers import Built, constant, cross_entropy, normal, weight
 
-__all__ = ["alexnet", "average_pool", "batch_norm", "conv", "max_pool"]
-
-
-def conv(x: jax.Array, w: jax.Array, *, stride: int = 1, padding: Any = "SAME") -> jax.Array:
-    """Convolve images [b, h, w, c] with a kernel [kh, kw, c, n]."""
-    return jax.lax.conv_general_dilated(
-        x, w.astype(x.dtype), (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-
-
-def max_pool(x: jax.Array, *, window: int, stride: int, padding: Any = "VALID") -> jax.Array:
-    """Largest value of each window of each channel."""
-    return jax.lax.reduce_window(
-        x, -jnp.inf, jax.lax.max, (1, window, window, 1), (1, stride, stride, 1), padding
-    )
-
-
-def average_pool(x: jax.Array, *, window: int, stride: int, padding: Any = "VALID") -> jax.Array:
-    """Mean of each window of each channel; padding counts as zeros."""
-    total = jax.lax.reduce_window(
-        x, 0.0, jax.lax.add, (1, window, window, 1), (1, stride, stride, 1), padding
-    )
-    return total / (window * window)
-
-
-def batch_norm(x: jax.Array, p: Any, *, eps: float = 1e-5) -> jax.Array:
-    """Normalize each channel over batch and space with the batch's own statistics, in float32.
-
-    Training mode; the running averages, which are no parameters, are left out.
-    """
-    y = x.astype(jnp.float32)
-    y = y - jnp.mean(y, axis=(0, 1, 2))
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=(0, 1, 2)) + eps)
-    return (y * p["scale"] + p["bias"]).astype(x.dtype)
-
-
-def _classifier(x: jax.Array, layers: Any, labels: jax.Array) -> jax.Array:
-    """Fully connected layers with ReLU between them, the first from [b, h, w, c]; then the loss.
-
-    The first contracts height, width and channel as they are: flattening would merge dims that may be split.
-    """
-    first, *rest = layers
-    x = jnp.einsum("bhwc,hwcn->bn", x, first["w"].astype(x.dtype)) + first["b"].astype(x.dtype)
-    for p in rest[:-1]:
-        x = jax.nn.relu(x)
-        x = x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
-    last = rest[-1]
-    logits = jnp.matmul(jax.nn.relu(x), last["w"].astype(x.dtype), preferred_element_type=jnp.float32)
-    return cross_entropy(logits + last["b"], labels)
-
-
-def _classifier_leaves(h: int, w: int, c: int, hidden: int, classes: int) -> list[Any]:
-    return [
-        {"w": weight(h, w, c, hidden, fan_in=h * w * c, gain=2), "b": constant(hidden)},
-        {"w": weight(hidden, hidden, fan_in=hidden, gain=2), "b": constant(hidden)},
-        {"w": normal(hidden, classes), "b": constant(classes)},
-    ]
-
-
-def _conv_leaves(window: int, c: int, n: int) -> Any:
-    return {"w": weight(window, window, c, n, fan_in=window * window * c), "b": constant(n)}
-
-
-def _images(batch: int, image: int, classes: int) -> Any:
-    return {"images": normal(batch, image, image, 3, std=1.0), "labels": integers(batch, below=classes)}
+__all__ = ["alexnet", "resnet", "vgg"]
 
 
 def alexnet(
@@ -91,17 +28,122 @@ def alexnet(
         for p in (c3, c4, c5):
             x = jax.nn.relu(conv(x, p["w"]) + p["b"].astype(dtype))
         x = max_pool(x, window=3, stride=2)
-        return _classifier(x, params["fc"], batch["labels"])
+        return _fully_connected_loss(x, params["fc"], batch["labels"])
 
     size = (image - 11) // 4 + 1
     for _ in range(3):
         size = (size - 3) // 2 + 1
-    widths = (3, *channels)
     params = {
         "conv": [
             _conv_leaves(window, c, n)
-            for window, c, n in zip((11, 5, 3, 3, 3), widths, channels, strict=False)
+            for window, c, n in zip((11, 5, 3, 3, 3), (3, *channels[:-1]), channels, strict=True)
         ],
-        "fc": _classifier_leaves(size, size, channels[-1], hidden, classes),
+        "fc": _fully_connected_leaves(size, channels[-1], hidden, classes),
     }
-    return Built(loss_fn=loss_fn, params=params, batch=_images(batch, image, classes))
+    return Built(loss_fn=loss_fn, params=params, batch=images(batch, image, classes))
+
+
+def vgg(
+    *,
+    batch: int,
+    image: int,
+    classes: int,
+    dtype: str,
+    stages: tuple[tuple[int, int], ...],
+    hidden: int,
+) -> Built:
+    """VGG: stages of (convolutions, channels), each closed by 2/2 max-pools; three fully connected layers."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch["images"].astype(dtype)
+        for stage in params["stages"]:
+            for p in stage:
+                x = jax.nn.relu(conv(x, p["w"]) + p["b"].astype(dtype))
+            x = max_pool(x, window=2, stride=2)
+        return _fully_connected_loss(x, params["fc"], batch["labels"])
+
+    inputs = (3, *(n for _, n in stages[:-1]))
+    params = {
+        "stages": [
+            [_conv_leaves(3, c if i == 0 else n, n, gain=2 if i else 1) for i in range(depth)]
+            for c, (depth, n) in zip(inputs, stages, strict=True)
+        ],
+        "fc": _fully_connected_leaves(image // 2 ** len(stages), stages[-1][1], hidden, classes),
+    }
+    return Built(loss_fn=loss_fn, params=params, batch=images(batch, image, classes))
+
+
+def resnet(
+    *,
+    batch: int,
+    image: int,
+    classes: int,
+    dtype: str,
+    stem: int,
+    stages: tuple[tuple[int, int], ...],
+    expansion: int,
+) -> Built:
+    """ResNet of bottleneck blocks: stages of (blocks, width); every stage but the first halves the image."""
+
+    def bottleneck(x: jax.Array, p: Any, stride: int) -> jax.Array:
+        y = jax.nn.relu(unit(x, p["reduce"]))
+        y = jax.nn.relu(unit(y, p["conv"], stride=stride, padding=((1, 1), (1, 1))))
+        y = unit(y, p["expand"])
+        shortcut = unit(x, p["shortcut"], stride=stride) if "shortcut" in p else x
+        return jax.nn.relu(y + shortcut)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch["images"].astype(dtype)
+        x = jax.nn.relu(unit(x, params["stem"], stride=2, padding=((3, 3), (3, 3))))
+        x = max_pool(x, window=3, stride=2, padding=((0, 0), (1, 1), (1, 1), (0, 0)))
+        for s, stage in enumerate(params["stages"]):
+            for i, p in enumerate(stage):
+                x = bottleneck(x, p, stride=2 if s > 0 and i == 0 else 1)
+        return linear_loss(average_over_space(x), params["classifier"], batch["labels"])
+
+    def bottleneck_leaves(c: int, width: int, shortcut: bool) -> Any:
+        leaves = {
+            "reduce": unit_leaves(1, 1, c, width),
+            "conv": unit_leaves(3, 3, width, width),
+            "expand": unit_leaves(1, 1, width, width * expansion),
+        }
+        return leaves | ({"shortcut": unit_leaves(1, 1, c, width * expansion)} if shortcut else {})
+
+    inputs = (stem, *(width * expansion for _, width in stages[:-1]))
+    params = {
+        "stem": unit_leaves(7, 7, 3, stem),
+        "stages": [
+            [bottleneck_leaves(width * expansion if i else c, width, i == 0) for i in range(blocks)]
+            for c, (blocks, width) in zip(inputs, stages, strict=True)
+        ],
+        "classifier": {
+            "w": normal(stages[-1][1] * expansion, classes),
+            "b": constant(classes),
+        },
+    }
+    return Built(loss_fn=loss_fn, params=params, batch=images(batch, image, classes))
+
+
+def _fully_connected_loss(x: jax.Array, layers: Any, labels: jax.Array) -> jax.Array:
+    """Three fully connected layers from x [b, h, w, c], and the loss.
+
+    The first contracts height, width and channel as they are: flattening would merge dims that may be split.
+    """
+    first, second, last = layers
+    x = jax.nn.relu(jnp.einsum("bhwc,hwcn->bn", x, first["w"].astype(x.dtype)) + first["b"].astype(x.dtype))
+    x = jax.nn.relu(x @ second["w"].astype(x.dtype) + second["b"].astype(x.dtype))
+    logits = jnp.matmul(x, last["w"].astype(x.dtype), preferred_element_type=jnp.float32) + last["b"]
+    return cross_entropy(logits, labels)
+
+
+def _fully_connected_leaves(size: int, c: int, hidden: int, classes: int) -> list[Any]:
+    return [
+        {"w": weight(size, size, c, hidden, fan_in=size * size * c, gain=2), "b": constant(hidden)},
+        {"w": weight(hidden, hidden, fan_in=hidden, gain=2), "b": constant(hidden)},
+        {"w": normal(hidden, classes), "b": constant(classes)},
+    ]
+
+
+def _conv_leaves(window: int, c: int, n: int, gain: float = 1.0) -> Any:
+    # Gain 1 where a max-pool follows or nothing came before: taking maxima raises the variance by itself.
+    return {"w": weight(window, window, c, n, fan_in=window * window * c, gain=gain), "b": constant(n)}

@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array to be: normal with standard deviation ``scale``, all ``scale``, or integers below ``scale``."""
+    """One array to be: normal with deviation ``scale``, ``scale`` everywhere, or integers below ``scale``."""
 
     shape: tuple[int, ...]
     kind: Literal["normal", "constant", "integers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -25,10 +26,7 @@ def mlp(*, batch: int, layers: int, features: int, hidden: int, classes: int, dt
 
     widths = [features] + [hidden] * layers
     params = {
-        "hidden": [
-            {"w": weight(n, m, fan_in=n, gain=2), "b": constant(m)}
-            for n, m in zip(widths, widths[1:], strict=False)
-        ],
+        "hidden": [{"w": weight(n, m, fan_in=n, gain=2), "b": constant(m)} for n, m in pairwise(widths)],
         "classifier": {"w": normal(hidden, classes), "b": constant(classes)},
     }
     inputs = {"inputs": normal(batch, features, std=1.0), "labels": integers(batch, below=classes)}

@@ -25,9 +25,9 @@ class ZooModel:
     """A model ready to be traced.
 
     ``loss_fn(params, batch)`` gives a scalar; ``params`` and ``batch`` are pytrees of
-    ``jax.ShapeDtypeStruct`` of its arguments. ``published_parameters`` is the count that ``source`` states for
-    the default settings; ``beyond_published`` names the top-level entries of ``params`` which that count leaves
-    out (a training head, say).
+    ``jax.ShapeDtypeStruct`` of its arguments. ``published_parameters`` is what ``source`` states
+    for the default settings; ``beyond_published`` names the top-level entries of ``params`` which that count
+    leaves out (a training head, say).
     """
 
     name: str
@@ -146,7 +146,8 @@ def _value(found: Entry, key: str, raw: Setting) -> Setting:
     if key not in found.settings:
         have = ", ".join(f"{name}={default}" for name, default in found.settings.items())
         raise PaseError(
-            f"the zoo model '{found.name}' has no setting '{key}'.{_suggest(key, found.settings)} It has: {have}."
+            f"the zoo model '{found.name}' has no setting '{key}'."
+            f"{_suggest(key, found.settings)} It has: {have}."
         )
     where = f"{found.name}: {key}={raw}"
     if key == "dtype":

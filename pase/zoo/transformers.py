@@ -1,86 +1,33 @@
-"""Transformers with one kind of block: GPT.
-
-Attention weights keep heads as a dim of their own ([d, heads, head_dim]), so that a split over heads is an
-annotation and no reshape stands in its way. Parameters are float32 and cast where they are used.
-"""
+"""Transformers of one stack: GPT (causal), BERT (masked tokens), ViT (image patches)."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pase.errors import PaseError
+from pase.zoo.attention import attention, block_leaves, feed_forward, norm_leaves
 from pase.zoo.layers import (
     Built,
     constant,
     cross_entropy,
+    dense,
     integers,
     layer_norm,
     lookup,
     normal,
     repeat,
     run_layers,
+    token_loss,
     weight,
 )
 
-__all__ = ["attend", "gpt", "norm_leaves"]
+__all__ = ["bert", "gpt", "vit"]
 
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
-    """softmax(q kᵀ / √head_dim) v for q [b, q, h, k] and k, v [b, s, h, k]; the softmax is in float32."""
-    scores = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    if causal:
-        scores = jnp.where(causal_mask(scores.shape[-2:]), scores, -1e30)
-    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
-
-
-def causal_mask(shape: tuple[int, ...]) -> jax.Array:
-    """[queries, keys]: true where the key does not lie in the query's future."""
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 0) >= jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-
-
-def attention(x: jax.Array, p: Any, *, causal: bool) -> jax.Array:
-    """Multi-head self-attention with biases."""
-    q = jnp.einsum("bsd,dhk->bshk", x, p["wq"].astype(x.dtype)) + p["bq"].astype(x.dtype)
-    k = jnp.einsum("bsd,dhk->bshk", x, p["wk"].astype(x.dtype)) + p["bk"].astype(x.dtype)
-    v = jnp.einsum("bsd,dhk->bshk", x, p["wv"].astype(x.dtype)) + p["bv"].astype(x.dtype)
-    y = attend(q, k, v, causal=causal)
-    return jnp.einsum("bshk,hkd->bsd", y, p["wo"].astype(x.dtype)) + p["bo"].astype(x.dtype)
-
-
-def feed_forward(x: jax.Array, p: Any, *, approximate: bool) -> jax.Array:
-    """Two matrices with a GELU between them (by tanh where ``approximate``)."""
-    h = jnp.einsum("bsd,df->bsf", x, p["w1"].astype(x.dtype)) + p["b1"].astype(x.dtype)
-    h = jax.nn.gelu(h, approximate=approximate)
-    return jnp.einsum("bsf,fd->bsd", h, p["w2"].astype(x.dtype)) + p["b2"].astype(x.dtype)
-
-
-def norm_leaves(d: int) -> Any:
-    return {"scale": constant(d, value=1.0), "bias": constant(d)}
-
-
-def block_leaves(d: int, heads: int, ff: int) -> Any:
-    """One block: attention and feed-forward with biases, a layer norm each."""
-    if d % heads:
-        raise ValueError(f"{heads} heads do not divide d = {d}")
-    k = d // heads
-    return {
-        "attention": {
-            **{f"w{n}": weight(d, heads, k, fan_in=d) for n in "qkv"},
-            **{f"b{n}": constant(heads, k) for n in "qkv"},
-            "wo": weight(heads, k, d, fan_in=d),
-            "bo": constant(d),
-        },
-        "ff": {
-            "w1": weight(d, ff, fan_in=d),
-            "b1": constant(ff),
-            "w2": weight(ff, d, fan_in=ff),
-            "b2": constant(d),
-        },
-        "norm1": norm_leaves(d),
-        "norm2": norm_leaves(d),
-    }
+_gelu = partial(jax.nn.gelu, approximate=False)
 
 
 def gpt(
@@ -96,21 +43,23 @@ def gpt(
     heads: int,
     context: int,
 ) -> Built:
-    """GPT-2: pre-norm causal blocks, learned positions, the output tied to the token embedding.
+    """GPT-2 and GPT-3: pre-norm causal blocks, learned positions, the output tied to the token embedding.
 
     ``context`` positions are stored; a longer ``seq`` stores as many as it needs.
     """
 
     def block(x: jax.Array, p: Any) -> jax.Array:
-        x = x + attention(layer_norm(x, p["norm1"]), p["attention"], causal=True)
-        return x + feed_forward(layer_norm(x, p["norm2"]), p["ff"], approximate=True)
+        y = layer_norm(x, p["norm1"])
+        x = x + attention(y, y, p["attention"], causal=True)
+        return x + feed_forward(layer_norm(x, p["norm2"]), p["ff"], jax.nn.gelu)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         tokens = batch["tokens"]
         x = lookup(params["wte"], tokens, dtype) + params["wpe"][: tokens.shape[1]].astype(dtype)
         x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
         x = layer_norm(x, params["norm"])
-        logits = jnp.einsum("bsd,vd->bsv", x, params["wte"].astype(dtype), preferred_element_type=jnp.float32)
+        table = params["wte"].astype(dtype)
+        logits = jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32)
         return cross_entropy(logits, batch["labels"])
 
     params = {
@@ -121,3 +70,124 @@ def gpt(
     }
     tokens = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
     return Built(loss_fn=loss_fn, params=params, batch=tokens)
+
+
+def bert(
+    *,
+    batch: int,
+    seq: int,
+    layers: int,
+    vocab: int,
+    dtype: str,
+    scan: int,
+    remat: int,
+    d: int,
+    heads: int,
+    context: int,
+) -> Built:
+    """BERT pre-training: post-norm blocks, the masked-token loss plus the next-sentence loss.
+
+    ``batch["mask"]`` is 1 where a token is to be predicted; logits are tied to the token embedding.
+    """
+
+    def block(x: jax.Array, p: Any) -> jax.Array:
+        x = layer_norm(x + attention(x, x, p["attention"]), p["norm1"], eps=1e-12)
+        return layer_norm(x + feed_forward(x, p["ff"], _gelu), p["norm2"], eps=1e-12)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        tokens = batch["tokens"]
+        x = lookup(params["token"], tokens, dtype) + lookup(params["segment"], batch["segments"], dtype)
+        x = x + params["position"][: tokens.shape[1]].astype(dtype)
+        x = layer_norm(x, params["norm"], eps=1e-12)
+        x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
+        return masked_loss(params, x, batch) + next_loss(params, x[:, 0], batch["next"])
+
+    def masked_loss(params: Any, x: jax.Array, batch: Any) -> jax.Array:
+        p = params["masked"]
+        y = layer_norm(_gelu(dense(x, p)), p["norm"], eps=1e-12)
+        table = params["token"].astype(dtype)
+        logits = jnp.einsum("bsd,vd->bsv", y, table, preferred_element_type=jnp.float32)
+        losses = token_loss(logits + p["bias"], batch["labels"])
+        mask = batch["mask"].astype(jnp.float32)
+        return jnp.sum(losses * mask) / (jnp.sum(mask) + 1e-5)
+
+    def next_loss(params: Any, first: jax.Array, labels: jax.Array) -> jax.Array:
+        pooled = jnp.tanh(dense(first, params["pooler"]))
+        return cross_entropy(dense(pooled, params["next"]).astype(jnp.float32), labels)
+
+    params = {
+        "token": normal(vocab, d),
+        "position": normal(max(context, seq), d),
+        "segment": normal(2, d),
+        "norm": norm_leaves(d),
+        "blocks": repeat(block_leaves(d, heads, 4 * d), layers, scan=scan),
+        "pooler": {"w": weight(d, d, fan_in=d), "b": constant(d)},
+        "masked": {
+            "w": weight(d, d, fan_in=d),
+            "b": constant(d),
+            "norm": norm_leaves(d),
+            "bias": constant(vocab),
+        },
+        "next": {"w": normal(d, 2), "b": constant(2)},
+    }
+    tokens = {
+        "tokens": integers(batch, seq, below=vocab),
+        "segments": integers(batch, seq, below=2),
+        "labels": integers(batch, seq, below=vocab),
+        "mask": integers(batch, seq, below=2),
+        "next": integers(batch, below=2),
+    }
+    return Built(loss_fn=loss_fn, params=params, batch=tokens)
+
+
+def vit(
+    *,
+    batch: int,
+    image: int,
+    layers: int,
+    classes: int,
+    dtype: str,
+    scan: int,
+    remat: int,
+    d: int,
+    heads: int,
+    patch: int,
+) -> Built:
+    """Vision transformer: patches by a strided convolution, a class token, pre-norm blocks."""
+    if image % patch:
+        raise PaseError(f"image={image} is no multiple of the model's patches of {patch} pixels.")
+    patches = (image // patch) ** 2
+
+    def block(x: jax.Array, p: Any) -> jax.Array:
+        y = layer_norm(x, p["norm1"], eps=1e-6)
+        x = x + attention(y, y, p["attention"])
+        return x + feed_forward(layer_norm(x, p["norm2"], eps=1e-6), p["ff"], _gelu)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        p = params["patch"]
+        x = jax.lax.conv_general_dilated(
+            batch["images"].astype(dtype),
+            p["w"].astype(dtype),
+            (patch, patch),
+            "VALID",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        x = x.reshape(x.shape[0], patches, d) + p["b"].astype(dtype)
+        first = jnp.broadcast_to(params["class"].astype(dtype), (x.shape[0], 1, d))
+        x = jnp.concatenate([first, x], axis=1) + params["position"].astype(dtype)
+        x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
+        x = layer_norm(x[:, 0], params["norm"], eps=1e-6)
+        p = params["classifier"]
+        logits = jnp.matmul(x, p["w"].astype(dtype), preferred_element_type=jnp.float32) + p["b"]
+        return cross_entropy(logits, batch["labels"])
+
+    params = {
+        "patch": {"w": weight(patch, patch, 3, d, fan_in=patch * patch * 3), "b": constant(d)},
+        "class": normal(d),
+        "position": normal(patches + 1, d),
+        "blocks": repeat(block_leaves(d, heads, 4 * d), layers, scan=scan),
+        "norm": norm_leaves(d),
+        "classifier": {"w": normal(d, classes), "b": constant(classes)},
+    }
+    images = {"images": normal(batch, image, image, 3, std=1.0), "labels": integers(batch, below=classes)}
+    return Built(loss_fn=loss_fn, params=params, batch=images)

@@ -1,0 +1,96 @@
+"""Multi-head attention and feed-forward, as the transformers of 2017 to 2020 have them.
+
+Attention weights keep heads as a dim of their own ([d, heads, head_dim]), so that a split over heads is an
+annotation and no reshape stands in its way. Parameters are float32 and cast where they are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pase.errors import PaseError
+from pase.zoo.layers import constant, weight
+
+__all__ = [
+    "attend",
+    "attention",
+    "attention_leaves",
+    "block_leaves",
+    "causal_mask",
+    "feed_forward",
+    "feed_forward_leaves",
+    "norm_leaves",
+]
+
+
+def attention(x: jax.Array, memory: jax.Array, p: Any, *, causal: bool = False) -> jax.Array:
+    """Queries from x [b, q, d], keys and values from memory [b, s, d] (x itself: self-attention)."""
+    q = _project(x, p, "q")
+    k = _project(memory, p, "k")
+    v = _project(memory, p, "v")
+    y = jnp.einsum("bshk,hkd->bsd", attend(q, k, v, causal=causal), p["wo"].astype(x.dtype))
+    return y + p["bo"].astype(x.dtype) if "bo" in p else y
+
+
+def _project(x: jax.Array, p: Any, name: str) -> jax.Array:
+    y = jnp.einsum("bsd,dhk->bshk", x, p[f"w{name}"].astype(x.dtype))
+    return y + p[f"b{name}"].astype(x.dtype) if f"b{name}" in p else y
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """softmax(q kᵀ / √head_dim) v for q [b, q, h, k] and k, v [b, s, h, k]; the softmax is in float32."""
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    if causal:
+        scores = jnp.where(causal_mask(scores.shape[-2:]), scores, -1e30)
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
+
+
+def causal_mask(shape: tuple[int, ...]) -> jax.Array:
+    """[queries, keys]: true where the key does not lie in the query's future."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0) >= jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def feed_forward(x: jax.Array, p: Any, activation: Any) -> jax.Array:
+    """d → ff → d for x [b, s, d], with the activation between the two matrices."""
+    h = jnp.einsum("bsd,df->bsf", x, p["w1"].astype(x.dtype)) + p["b1"].astype(x.dtype)
+    return jnp.einsum("bsf,fd->bsd", activation(h), p["w2"].astype(x.dtype)) + p["b2"].astype(x.dtype)
+
+
+def norm_leaves(d: int) -> Any:
+    """A layer norm's scale and bias."""
+    return {"scale": constant(d, value=1.0), "bias": constant(d)}
+
+
+def attention_leaves(d: int, heads: int, *, biases: bool) -> Any:
+    """Four projections between d and heads x (d / heads)."""
+    if d % heads:
+        raise PaseError(f"{heads} heads do not divide a width of {d}.")
+    k = d // heads
+    leaves: dict[str, Any] = {f"w{name}": weight(d, heads, k, fan_in=d) for name in "qkv"}
+    leaves["wo"] = weight(heads, k, d, fan_in=d)
+    if biases:
+        leaves |= {f"b{name}": constant(heads, k) for name in "qkv"} | {"bo": constant(d)}
+    return leaves
+
+
+def feed_forward_leaves(d: int, ff: int) -> Any:
+    """Two matrices with their biases."""
+    return {
+        "w1": weight(d, ff, fan_in=d),
+        "b1": constant(ff),
+        "w2": weight(ff, d, fan_in=ff),
+        "b2": constant(d),
+    }
+
+
+def block_leaves(d: int, heads: int, ff: int) -> Any:
+    """One block: self-attention and feed-forward with biases, a layer norm each."""
+    return {
+        "attention": attention_leaves(d, heads, biases=True),
+        "ff": feed_forward_leaves(d, ff),
+        "norm1": norm_leaves(d),
+        "norm2": norm_leaves(d),
+    }

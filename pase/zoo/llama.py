@@ -1,0 +1,147 @@
+"""Llama-3 and Mixtral: grouped-query attention, rotary positions, RMS norms; dense or expert feed-forward.
+
+Query heads that share a key-value head are a dim of their own: the query weight is [d, kv, group, head_dim],
+so that a split over key-value heads runs through the whole attention without a reshape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pase.zoo.attention import causal_mask
+from pase.zoo.layers import (
+    Built,
+    constant,
+    cross_entropy,
+    integers,
+    lookup,
+    normal,
+    repeat,
+    run_layers,
+    weight,
+)
+from pase.zoo.moe import expert_leaves, experts_forward
+
+__all__ = ["grouped_attention", "llama", "mixtral", "rms_norm", "rotary", "rotate"]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Divide the last dim by its root mean square, in float32; then scale. Zhang & Sennrich 2019."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
+    return (y * scale).astype(x.dtype)
+
+
+def rotary(seq: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [seq, head_dim / 2] of rotary positions. Su et al. 2021."""
+    half = jnp.arange(head_dim // 2, dtype=jnp.float32)
+    angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * theta ** (-2.0 / head_dim * half)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn each pair (x[i], x[i + head_dim/2]) of x [b, s, ..., head_dim] by its position's angle."""
+    middle = tuple(range(1, x.ndim - 2))  # the head dims between sequence and head_dim
+    cos, sin = jnp.expand_dims(cos, middle), jnp.expand_dims(sin, middle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def grouped_attention(x: jax.Array, p: Any, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Causal self-attention of x [b, s, d]; letters: h key-value head, g query of its group, k head_dim."""
+    q = rotate(jnp.einsum("bsd,dhgk->bshgk", x, p["wq"].astype(x.dtype)), cos, sin)
+    k = rotate(jnp.einsum("bsd,dhk->bshk", x, p["wk"].astype(x.dtype)), cos, sin)
+    v = jnp.einsum("bsd,dhk->bshk", x, p["wv"].astype(x.dtype))
+    scores = jnp.einsum("bqhgk,bshk->bhgqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = jnp.where(causal_mask(scores.shape[-2:]), scores, -1e30)
+    y = jnp.einsum("bhgqs,bshk->bqhgk", jax.nn.softmax(scores, axis=-1).astype(x.dtype), v)
+    return jnp.einsum("bqhgk,hgkd->bqd", y, p["wo"].astype(x.dtype))
+
+
+def gated_forward(x: jax.Array, p: Any) -> jax.Array:
+    """SwiGLU: (silu(x gate) * (x up)) down. Shazeer 2020."""
+    gate = jnp.einsum("bsd,df->bsf", x, p["gate"].astype(x.dtype))
+    up = jnp.einsum("bsd,df->bsf", x, p["up"].astype(x.dtype))
+    return jnp.einsum("bsf,fd->bsd", jax.nn.silu(gate) * up, p["down"].astype(x.dtype))
+
+
+def _attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Any:
+    return {
+        "wq": weight(d, kv_heads, group, head_dim, fan_in=d),
+        "wk": weight(d, kv_heads, head_dim, fan_in=d),
+        "wv": weight(d, kv_heads, head_dim, fan_in=d),
+        "wo": weight(kv_heads, group, head_dim, d, fan_in=kv_heads * group * head_dim),
+    }
+
+
+def _language_model(
+    forward: Callable[[jax.Array, Any], jax.Array],
+    forward_leaves: Any,
+    *,
+    batch: int,
+    seq: int,
+    layers: int,
+    vocab: int,
+    dtype: str,
+    scan: int,
+    remat: int,
+    d: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    theta: float,
+) -> Built:
+    """The decoder around a feed-forward layer; embedding and output are two tables."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        tokens = batch["tokens"]
+        cos, sin = rotary(tokens.shape[1], head_dim, theta)
+
+        def block(x: jax.Array, p: Any) -> jax.Array:
+            x = x + grouped_attention(rms_norm(x, p["norm1"]), p["attention"], cos, sin)
+            return x + forward(rms_norm(x, p["norm2"]), p["ff"])
+
+        x = lookup(params["embedding"], tokens, dtype)
+        x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
+        x = rms_norm(x, params["norm"])
+        output = params["output"].astype(dtype)
+        logits = jnp.einsum("bsd,dv->bsv", x, output, preferred_element_type=jnp.float32)
+        return cross_entropy(logits, batch["labels"])
+
+    block_leaves = {
+        "attention": _attention_leaves(d, kv_heads, group, head_dim),
+        "ff": forward_leaves,
+        "norm1": constant(d, value=1.0),
+        "norm2": constant(d, value=1.0),
+    }
+    params = {
+        "embedding": normal(vocab, d),
+        "blocks": repeat(block_leaves, layers, scan=scan),
+        "norm": constant(d, value=1.0),
+        "output": normal(d, vocab),
+    }
+    tokens = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
+    return Built(loss_fn=loss_fn, params=params, batch=tokens)
+
+
+def llama(*, d: int, ff: int, **sizes: Any) -> Built:
+    """Llama-3 with a dense SwiGLU feed-forward; ``sizes`` as in `_language_model`."""
+    leaves = {
+        "gate": weight(d, ff, fan_in=d),
+        "up": weight(d, ff, fan_in=d),
+        "down": weight(ff, d, fan_in=ff),
+    }
+    return _language_model(gated_forward, leaves, d=d, **sizes)
+
+
+def mixtral(*, d: int, ff: int, experts: int, chosen: int, capacity_percent: int, **sizes: Any) -> Built:
+    """Mixtral: each token goes to ``chosen`` of the ``experts``; see `pase.zoo.moe` for the capacity."""
+
+    def forward(x: jax.Array, p: Any) -> jax.Array:
+        return experts_forward(x, p, chosen=chosen, capacity_percent=capacity_percent)
+
+    return _language_model(forward, expert_leaves(d, ff, experts), d=d, **sizes)

@@ -1,0 +1,73 @@
+"""Mixture of experts by einsum, after GShard (Lepikhin et al. 2020): route, dispatch, expert, combine.
+
+Every step is dense and of fixed shape, so that a split over the batch or over the experts is an annotation
+and the exchange of tokens between them is one all-to-all on each side of the experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pase.zoo.layers import weight
+
+__all__ = ["expert_leaves", "experts_forward", "slots"]
+
+
+def expert_leaves(d: int, ff: int, experts: int) -> Any:
+    """A router, and SwiGLU weights with a leading expert dim."""
+    return {
+        "router": weight(d, experts, fan_in=d),
+        "gate": weight(experts, d, ff, fan_in=d),
+        "up": weight(experts, d, ff, fan_in=d),
+        "down": weight(experts, ff, d, fan_in=ff),
+    }
+
+
+def slots(seq: int, experts: int, chosen: int, capacity_percent: int) -> int:
+    """Tokens of one row of the batch that one expert takes: the even share times the capacity, rounded up.
+
+    >>> slots(4096, 8, 2, 125)
+    1280
+    """
+    return -(-seq * chosen * capacity_percent // (experts * 100))
+
+
+def route(logits: jax.Array, *, chosen: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Dispatch (0 or 1) and combine (gate) weights [b, s, e, c] from router logits [b, s, e].
+
+    A token's gates are the softmax over its ``chosen`` largest logits. Within a row of the batch an expert
+    takes first choices before second ones and earlier tokens before later ones; it drops the rest.
+    """
+    experts = logits.shape[-1]
+    _, choice = jax.lax.top_k(logits, chosen)
+    picked = jax.nn.one_hot(choice, experts, dtype=jnp.float32)  # [b, s, n, e]
+    gates = jax.nn.softmax(jnp.sum(picked * logits[:, :, None, :], axis=-1), axis=-1)  # [b, s, n]
+    dispatch = combine = jnp.zeros((*logits.shape, capacity), jnp.float32)
+    taken = jnp.zeros((logits.shape[0], 1, experts), jnp.float32)
+    for n in range(chosen):
+        mask = picked[:, :, n]
+        slot = taken + jnp.cumsum(mask, axis=1) - mask
+        # A slot beyond the capacity has no column in the one-hot: the token is dropped.
+        placed = mask[..., None] * jax.nn.one_hot(slot.astype(jnp.int32), capacity, dtype=jnp.float32)
+        dispatch = dispatch + placed
+        combine = combine + gates[:, :, n, None, None] * placed
+        taken = taken + jnp.sum(mask, axis=1, keepdims=True)
+    return dispatch, combine
+
+
+def experts_forward(x: jax.Array, p: Any, *, chosen: int, capacity_percent: int) -> jax.Array:
+    """Send each token of x [b, s, d] to its experts and add up what they return, weighted by its gates.
+
+    Letters: e expert, c slot, f hidden. A dropped token gets nothing from that expert.
+    """
+    seq, experts = x.shape[1], p["router"].shape[-1]
+    logits = jnp.einsum("bsd,de->bse", x.astype(jnp.float32), p["router"])
+    dispatch, combine = route(logits, chosen=chosen, capacity=slots(seq, experts, chosen, capacity_percent))
+    inputs = jnp.einsum("bsec,bsd->ebcd", dispatch.astype(x.dtype), x)
+    gate = jnp.einsum("ebcd,edf->ebcf", inputs, p["gate"].astype(x.dtype))
+    up = jnp.einsum("ebcd,edf->ebcf", inputs, p["up"].astype(x.dtype))
+    outputs = jnp.einsum("ebcf,efd->ebcd", jax.nn.silu(gate) * up, p["down"].astype(x.dtype))
+    return jnp.einsum("bsec,ebcd->bsd", combine.astype(x.dtype), outputs)

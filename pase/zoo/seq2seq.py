@@ -1,0 +1,77 @@
+"""The encoder-decoder transformer of Vaswani et al. 2017."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pase.zoo.attention import attention, attention_leaves, feed_forward, feed_forward_leaves, norm_leaves
+from pase.zoo.layers import Built, cross_entropy, integers, layer_norm, lookup, normal, repeat, run_layers
+
+__all__ = ["positions", "seq2seq"]
+
+
+def positions(seq: int, d: int) -> jax.Array:
+    """[seq, d] sinusoids: sines in the first half of the width, cosines in the second."""
+    half = jnp.arange(d // 2, dtype=jnp.float32)
+    angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * jnp.exp(half * (-math.log(10_000.0) / (d // 2)))
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def seq2seq(
+    *,
+    batch: int,
+    seq: int,
+    layers: int,
+    vocab: int,
+    dtype: str,
+    scan: int,
+    remat: int,
+    d: int,
+    heads: int,
+    ff: int,
+) -> Built:
+    """Post-norm blocks; ``layers`` in the encoder and as many in the decoder.
+
+    One table serves both embeddings and the output (section 3.4 of the paper).
+    """
+
+    def encode(x: jax.Array, p: Any) -> jax.Array:
+        x = layer_norm(x + attention(x, x, p["attention"]), p["norm1"])
+        return layer_norm(x + feed_forward(x, p["ff"], jax.nn.relu), p["norm2"])
+
+    def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return lookup(table, tokens, dtype) * math.sqrt(d) + positions(tokens.shape[1], d).astype(dtype)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        table = params["table"]
+        memory = run_layers(encode, embed(table, batch["source"]), params["encoder"], scan=scan, remat=remat)
+
+        def decode(x: jax.Array, p: Any) -> jax.Array:
+            x = layer_norm(x + attention(x, x, p["attention"], causal=True), p["norm1"])
+            x = layer_norm(x + attention(x, memory, p["cross"]), p["norm3"])
+            return layer_norm(x + feed_forward(x, p["ff"], jax.nn.relu), p["norm2"])
+
+        x = run_layers(decode, embed(table, batch["target"]), params["decoder"], scan=scan, remat=remat)
+        logits = jnp.einsum("bsd,vd->bsv", x, table.astype(dtype), preferred_element_type=jnp.float32)
+        return cross_entropy(logits, batch["labels"])
+
+    encoder = {
+        "attention": attention_leaves(d, heads, biases=False),
+        "ff": feed_forward_leaves(d, ff),
+        "norm1": norm_leaves(d),
+        "norm2": norm_leaves(d),
+    }
+    decoder = encoder | {"cross": attention_leaves(d, heads, biases=False), "norm3": norm_leaves(d)}
+    params = {
+        "table": normal(vocab, d),
+        "encoder": repeat(encoder, layers, scan=scan),
+        "decoder": repeat(decoder, layers, scan=scan),
+    }
+    names = ("source", "target", "labels")
+    return Built(
+        loss_fn=loss_fn, params=params, batch={name: integers(batch, seq, below=vocab) for name in names}
+    )
