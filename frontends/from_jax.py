@@ -1,0 +1,364 @@
+"""JAX callables to graphs, by way of their jaxpr. Shapes suffice: nothing is run.
+
+The rules for single primitives are in ``jax_rules``; here are the traversal, calls and loops. Every equation
+gets a stable path (its index in each enclosing jaxpr), by which ``backends/to_jax`` finds it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pase.errors import PaseError
+from pase.frontends.jax_rules import RULES, ELEMENTWISE, UnknownOp
+from pase.ir import AccessMap, Graph, Size, Tensor, Walk, parse_size
+from pase.ir.sizes import is_one
+from pase.ops import GraphBuilder, Read, Write, nests
+from pase.ops.builder import _map
+
+__all__ = ["INLINED", "Traced", "UnknownOp", "from_jax", "inner_jaxpr", "trace"]
+
+Unknown = Literal["error", "replicate"]
+
+INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "jaxpr",
+}
+"""Primitives that call a jaxpr once, and the parameter that holds it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A callable's jaxpr with the names of what goes in. ``graph`` is raw: one node an equation."""
+
+    graph: Graph
+    jaxpr: Any
+    """jax ClosedJaxpr; its inputs are the leaves of params, then of the batch."""
+    param_paths: tuple[str, ...]
+    input_paths: tuple[str, ...]
+    in_tree: Any
+    """Treedef of (params, *batch)."""
+
+
+def inner_jaxpr(eqn: Any) -> Any:
+    """The jaxpr that a call equation calls: (jaxpr, consts)."""
+    from jax.extend.core import ClosedJaxpr
+
+    inner = eqn.params[INLINED[eqn.primitive.name]]
+    return (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
+
+
+def _path(keys: Any) -> str:
+    import jax
+
+    return jax.tree_util.keystr(keys, simple=True, separator=".")
+
+
+def trace(
+    fn: Callable[..., Any], params: Any, *batch: Any, name: str | None = None, unknown: Unknown = "error"
+) -> Traced:
+    """Trace ``fn(params, *batch) -> scalar loss`` (or (loss, aux)) on shapes.
+
+    params, batch: pytrees of arrays or jax.ShapeDtypeStruct; symbolic dims of jax.export.symbolic_shape stay
+    symbolic in the graph.
+    unknown: what to do at a primitive without a rule: "error", or "replicate" (it may not be split).
+    """
+    import jax
+
+    _check_leaves(params, "params")
+    _check_leaves(batch, "batch")
+    as_shapes = jax.tree.map(_shape_struct, (params, *batch))
+    try:
+        closed = jax.make_jaxpr(fn)(*as_shapes)
+    except (TypeError, ValueError, NotImplementedError) as e:
+        raise PaseError(f"JAX cannot trace {_name_of(fn)} on these shapes: {e}") from e
+    if not closed.out_avals or closed.out_avals[0].shape != ():
+        got = ", ".join(str(a) for a in closed.out_avals[:4]) or "nothing"
+        raise PaseError(
+            f"{_name_of(fn)} returns {got}: pase needs a scalar loss (or a tuple whose first leaf is the scalar loss)"
+        )
+    if "float" not in str(closed.out_avals[0].dtype):
+        raise PaseError(
+            f"{_name_of(fn)} returns a {closed.out_avals[0].dtype} scalar: a loss must be floating-point"
+        )
+    param_paths = tuple(_path(k) for k, _ in jax.tree_util.tree_flatten_with_path(params)[0])
+    input_paths = tuple(_path(k) for k, _ in jax.tree_util.tree_flatten_with_path(batch)[0])
+    if len(set(param_paths)) != len(param_paths):
+        raise PaseError("two parameters have the same path; give the pytree's keys distinct names")
+    b = GraphBuilder(name=name or _name_of(fn))
+    lower = _Lower(b=b, unknown=unknown)
+    invars = closed.jaxpr.invars
+    n = len(param_paths)
+    for var, path in zip(invars[:n], param_paths, strict=True):
+        lower.env[var] = b.parameter(path, shape_of(var.aval), dtype_of(var.aval))
+    for var, path in zip(invars[n:], input_paths, strict=True):
+        lower.env[var] = b.input(path, shape_of(var.aval), dtype_of(var.aval))
+    for var in closed.jaxpr.constvars:
+        lower.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
+    lower.eqns(closed.jaxpr.eqns, "")
+    outs = [t for v in closed.jaxpr.outvars[:1] if (t := lower.read(v)) is not None]
+    for t in outs:
+        b.output(t)
+    return Traced(
+        graph=b.finish(outs, frontend="jax"),
+        jaxpr=closed,
+        param_paths=param_paths,
+        input_paths=input_paths,
+        in_tree=jax.tree.structure(as_shapes),
+    )
+
+
+def from_jax(
+    fn: Callable[..., Any], params: Any, *batch: Any, name: str | None = None, unknown: Unknown = "error"
+) -> Graph:
+    """The raw graph of ``fn(params, *batch)``; see ``trace``."""
+    return trace(fn, params, *batch, name=name, unknown=unknown).graph
+
+
+def _name_of(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _check_leaves(tree: Any, what: str) -> None:
+    import jax
+    import numpy as np
+
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        where = f"{what}{jax.tree_util.keystr(keys)}"
+        if isinstance(leaf, (bool, int, float)):
+            continue
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if shape is None or dtype is None:
+            raise PaseError(
+                f"{where} is {type(leaf).__name__}: give an array or jax.ShapeDtypeStruct(shape, dtype)"
+            )
+        for s in shape:
+            if isinstance(s, (float, np.floating)):
+                raise PaseError(f"{where} has shape {tuple(shape)}: {s} is not a whole number")
+            if isinstance(s, (int, np.integer)) and s < 1:
+                raise PaseError(
+                    f"{where} has shape {tuple(shape)}: a dim of {s} elements cannot be parallelized"
+                )
+
+
+def _shape_struct(leaf: Any) -> Any:
+    import jax
+    import numpy as np
+
+    if isinstance(leaf, (bool, int, float)):
+        leaf = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+
+
+def shape_of(aval: Any) -> tuple[Size, ...]:
+    return tuple(int(s) if isinstance(s, int) else parse_size(str(s)) for s in aval.shape)
+
+
+def dtype_of(aval: Any) -> str:
+    text = str(aval.dtype)
+    return "key" if text.startswith("key<") else text
+
+
+@dataclass
+class _Lower:
+    b: GraphBuilder
+    unknown: Unknown
+    env: dict[Any, Tensor] = field(default_factory=dict)
+
+    def read(self, var: Any) -> Tensor | None:
+        """The tensor of a variable; None for a literal, which is part of the op."""
+        from jax.extend.core import Literal as JaxLiteral
+
+        return None if isinstance(var, JaxLiteral) else self.env[var]
+
+    def write(self, variables: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        self.env.update(zip(variables, tensors, strict=True))
+
+    def eqns(self, eqns: Sequence[Any], prefix: str) -> None:
+        for i, eqn in enumerate(eqns):
+            self.b.source = _source(eqn) or self.b.source  # a cached inner jaxpr has lost its lines
+            self.b.eqn = f"{prefix}{i}"
+            name = eqn.primitive.name
+            if name in INLINED:
+                self._call(eqn, f"{prefix}{i}.")
+            elif name == "scan":
+                self._scan(eqn, f"{prefix}{i}.")
+            elif name in ("while", "cond"):
+                self._opaque_region(eqn)
+            elif name in ELEMENTWISE or name in RULES:
+                self._primitive(eqn)
+            elif self.unknown == "replicate":
+                self._replicate(eqn, 0.0)
+            else:
+                raise UnknownOp(
+                    f"no lowering for JAX primitive '{name}' at {self.b.source or 'an unknown line'}.\n"
+                    f"Add one to frontends/jax_rules.py, or pass unknown='replicate' (the op is then not split)."
+                )
+
+    def _primitive(self, eqn: Any) -> None:
+        name = eqn.primitive.name
+        if name in ELEMENTWISE:
+            inputs = [t for v in eqn.invars if (t := self.read(v)) is not None]
+            dtypes = [dtype_of(v.aval) for v in eqn.outvars]
+            shape = shape_of(eqn.outvars[0].aval)
+            flops, differentiable = ELEMENTWISE[name]
+            out: Sequence[Tensor] = nests.elementwise(
+                self.b, name, inputs, dtypes, flops=flops, shape=shape, differentiable=differentiable
+            )
+        else:
+            out = RULES[name](self.b, eqn, [self.read(v) for v in eqn.invars])
+        self.write(eqn.outvars, out)
+
+    def _call(self, eqn: Any, prefix: str) -> None:
+        jaxpr, _ = inner_jaxpr(eqn)
+        inner = _Lower(b=self.b, unknown=self.unknown)
+        for var in jaxpr.constvars:
+            inner.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
+        self._bind(inner, jaxpr.invars, eqn.invars)
+        if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
+            with self.b.region(f"remat{prefix}", remat=not eqn.params.get("differentiated", False)):
+                inner.eqns(jaxpr.eqns, prefix)
+        else:
+            inner.eqns(jaxpr.eqns, prefix)
+        self._return(inner, jaxpr.outvars, eqn.outvars)
+
+    def _bind(self, inner: _Lower, names: Sequence[Any], values: Sequence[Any]) -> None:
+        for var, value in zip(names, values, strict=True):
+            tensor = self.read(value)
+            inner.env[var] = (
+                tensor if tensor is not None else self.b.constant(shape_of(var.aval), dtype_of(var.aval))
+            )
+
+    def _return(self, inner: _Lower, names: Sequence[Any], outs: Sequence[Any]) -> None:
+        for name, out in zip(names, outs, strict=True):
+            tensor = inner.read(name)
+            if tensor is None:
+                tensor = self.b.constant(shape_of(out.aval), dtype_of(out.aval))
+            self.env[out] = tensor
+
+    def _scan(self, eqn: Any, prefix: str) -> None:
+        """The body once, times the trip count; the carry's layout is one node, so it is equal in and out."""
+        from jax.extend.core import Literal as JaxLiteral
+
+        b, p = self.b, eqn.params
+        jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
+        nc, nk = p["num_consts"], p["num_carry"]
+        inner = _Lower(b=b, unknown=self.unknown)
+        for var in jaxpr.constvars:
+            inner.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
+        consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
+        eqn_path, source = b.eqn, b.source
+        for k, (var, value) in enumerate(zip(consts, eqn.invars[:nc], strict=True)):
+            tensor = None if isinstance(value, JaxLiteral) else self.env[value]
+            if tensor is None:
+                inner.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
+            elif tensor.role == "constant" or all(map(is_one, tensor.shape)):
+                inner.env[var] = tensor
+            else:
+                b.eqn = f"{eqn_path}:const{k}"
+                inner.env[var] = _copy(b, tensor, "loop_const")
+        carried: list[Tensor] = []
+        for k, (var, value) in enumerate(zip(carry, eqn.invars[nc : nc + nk], strict=True)):
+            init = self.read(value)
+            if init is None:
+                init = b.constant(shape_of(var.aval), dtype_of(var.aval))
+            inner.env[var] = b.carry(init, f"{eqn_path}:carry{k}")
+            carried.append(inner.env[var])
+        with b.region(f"loop{prefix}", times=length):
+            for k, (var, value) in enumerate(zip(xs, eqn.invars[nc + nk :], strict=True)):
+                b.eqn = f"{eqn_path}:x{k}"
+                stacked = self.read(value)
+                if stacked is None:
+                    stacked = b.constant(shape_of(value.aval), dtype_of(value.aval))
+                inner.env[var] = _unstack(b, stacked)
+            inner.eqns(jaxpr.eqns, prefix)
+            b.source = source
+            ys = []
+            for k, (name, out) in enumerate(zip(jaxpr.outvars[nk:], eqn.outvars[nk:], strict=True)):
+                b.eqn = f"{eqn_path}:y{k}"
+                tensor = inner.read(name)
+                if tensor is None:
+                    tensor = b.constant(shape_of(name.aval), dtype_of(name.aval))
+                ys.append(_stack(b, tensor, length, shape_of(out.aval)))
+            for name, t in zip(jaxpr.outvars[:nk], carried, strict=True):
+                tensor = inner.read(name)
+                if tensor is not None and tensor.name != t.name:
+                    b.close_carry(t, tensor)
+        self.write(eqn.outvars, carried + ys)
+
+    def _opaque_region(self, eqn: Any) -> None:
+        """while and cond, conservatively: not split; the work of their bodies, priced once (the trip count of a
+        while is unknown), the dearest branch of a cond."""
+        p = eqn.params
+        bodies = [p["body_jaxpr"]] if eqn.primitive.name == "while" else list(p["branches"])
+        self._replicate(eqn, max(self._flops(body) for body in bodies))
+
+    def _flops(self, closed: Any) -> float:
+        inner = _Lower(b=GraphBuilder(name="body"), unknown=self.unknown)
+        for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars):
+            inner.env[var] = inner.b.constant(shape_of(var.aval), dtype_of(var.aval))
+        inner.eqns(closed.jaxpr.eqns, "")
+        total = 0.0
+        for node in inner.b.nodes:
+            for op in node.ops:
+                points: Any = op.times
+                for d in op.dims if op.over is None else op.over:
+                    points = points * node.space[d].size
+                total += op.flops_per_point * float(points)
+        return total
+
+    def _replicate(self, eqn: Any, flops: float) -> None:
+        inputs = [t for v in eqn.invars if (t := self.read(v)) is not None]
+        outs = [(shape_of(v.aval), dtype_of(v.aval)) for v in eqn.outvars]
+        self.write(eqn.outvars, nests.opaque(self.b, eqn.primitive.name, inputs, outs, flops=flops))
+
+
+def _size(x: Any) -> Size:
+    return int(x) if isinstance(x, int) else parse_size(str(x))
+
+
+def _dims_and_map(shape: Sequence[Size]) -> tuple[nests.Dims, AccessMap]:
+    return {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}, _map(shape)
+
+
+def _copy(b: GraphBuilder, x: Tensor, name: str) -> Tensor:
+    dims, m = _dims_and_map(x.shape)
+    return b.nest(name, "copy", [Read(x, m)], [Write(x.shape, x.dtype, m)], dims, flops=0)[0]
+
+
+def _unstack(b: GraphBuilder, x: Tensor) -> Tensor:
+    """One layer's slice of a stacked tensor; the stacking dim may not be split."""
+    dims, m = _dims_and_map(x.shape)
+    if "d0" in dims:
+        dims["d0"] = (x.shape[0], "replicated")
+    write = Write(x.shape[1:], x.dtype, AccessMap(m.walks[1:]))
+    return b.nest("unstack", "view", [Read(x, m)], [write], dims, flops=0, over=write.map.dims)[0]
+
+
+def _stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...]) -> Tensor:
+    dims, m = _dims_and_map(x.shape)
+    if not is_one(length):
+        dims["l"] = (length, "replicated")
+    write = Write(shape, x.dtype, AccessMap((Walk(() if is_one(length) else ("l",)), *m.walks)))
+    return b.nest("stack", "view", [Read(x, m)], [write], dims, flops=0, over=m.dims)[0]
+
+
+def _source(eqn: Any) -> str:
+    """The user's line: the innermost frame that is not JAX's own."""
+    from jax.extend import source_info_util
+
+    try:
+        return source_info_util.summarize(eqn.source_info)
+    except AttributeError:
+        return ""

@@ -1,0 +1,294 @@
+"""One rule per JAX primitive: which loop nest it is. Elementwise primitives are a table of FLOPs a point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pase.errors import PaseError
+from pase.ir import Size, Tensor, parse_size
+from pase.ops import GraphBuilder, nests
+
+__all__ = ["ELEMENTWISE", "RULES", "UnknownOp", "lowers"]
+
+
+class UnknownOp(PaseError):
+    """An op for which no rule exists; the message names it and the user's line."""
+
+
+Rule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]]
+RULES: dict[str, Rule] = {}
+
+# FLOPs a point. Transcendentals are counted as on a GPU's special-function path, about ten simple operations.
+_SIMPLE = "neg abs sign not add sub mul max min and or xor add_any square real imag conj"
+_COMPARE = "eq ne lt le gt ge is_finite floor ceil round eq_to le_to lt_to nextafter"
+_MOVE = (
+    "convert_element_type copy copy_p reduce_precision sharding_constraint name pvary bitcast_convert_type"
+)
+_BITS = "shift_left shift_right_logical shift_right_arithmetic population_count clz"
+_DIVIDE = "div rem sqrt rsqrt cbrt integer_pow"
+_SPECIAL = "exp exp2 log log1p expm1 sin cos tan tanh sinh cosh asin acos atan asinh acosh atanh logistic erf erfc erf_inv pow atan2"
+_HEAVY = "lgamma digamma igamma igammac bessel_i0e bessel_i1e regularized_incomplete_beta"
+ELEMENTWISE: dict[str, tuple[float, bool]] = {
+    **{p: (1.0, True) for p in _SIMPLE.split()},
+    **{p: (1.0, False) for p in (_COMPARE + " " + _BITS).split()},
+    **{p: (0.0, True) for p in _MOVE.split()},
+    **{p: (4.0, True) for p in _DIVIDE.split()},
+    **{p: (10.0, True) for p in _SPECIAL.split()},
+    **{p: (40.0, True) for p in _HEAVY.split()},
+    "select_n": (1.0, True),
+    "clamp": (2.0, True),
+    "stop_gradient": (0.0, False),
+}
+"""primitive -> (FLOPs a point, differentiable)."""
+
+
+def lowers(*primitives: str) -> Callable[[Rule], Rule]:
+    """Register the rule for these primitives. A rule returns one tensor per result of the equation."""
+
+    def register(rule: Rule) -> Rule:
+        for p in primitives:
+            RULES[p] = rule
+        return rule
+
+    return register
+
+
+def _shape(var: Any) -> tuple[Size, ...]:
+    return tuple(int(s) if isinstance(s, int) else parse_size(str(s)) for s in var.aval.shape)
+
+
+def _dtype(var: Any) -> str:
+    text = str(var.aval.dtype)
+    return "key" if text.startswith("key<") else text
+
+
+def _tensors(ins: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in ins if t is not None]
+
+
+def _operand(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None], i: int = 0) -> Tensor:
+    """Operand i; a literal there becomes a constant."""
+    t = ins[i]
+    return t if t is not None else b.constant(_shape(eqn.invars[i]), _dtype(eqn.invars[i]))
+
+
+@lowers("dot_general")
+def _dot_general(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    contracting, batch = eqn.params["dimension_numbers"]
+    x, y = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
+    return [nests.contract(b, x, y, contracting, batch, _dtype(eqn.outvars[0]))]
+
+
+@lowers("conv_general_dilated")
+def _conv(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    p = eqn.params
+    dn = p["dimension_numbers"]
+    if p["batch_group_count"] != 1:
+        return _opaque(b, eqn, ins)
+
+    def triple(spec: Sequence[int]) -> tuple[int, int, Sequence[int]]:
+        return spec[0], spec[1], spec[2:]
+
+    return [
+        nests.conv(
+            b, _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1), _shape(eqn.outvars[0]), _dtype(eqn.outvars[0]),
+            x_dims=triple(dn.lhs_spec), w_dims=triple(dn.rhs_spec), out_dims=triple(dn.out_spec),
+            strides=p["window_strides"], dilation=p["rhs_dilation"], input_dilation=p["lhs_dilation"],
+            groups=p["feature_group_count"],
+        )
+    ]  # fmt: skip
+
+
+def _opaque(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return nests.opaque(b, eqn.primitive.name, _tensors(ins), [(_shape(v), _dtype(v)) for v in eqn.outvars])
+
+
+@lowers("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+def _reduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    name = eqn.primitive.name
+    differentiable = name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
+    return nests.reduce(
+        b,
+        name,
+        [_operand(b, eqn, ins)],
+        eqn.params["axes"],
+        [_dtype(eqn.outvars[0])],
+        differentiable=differentiable,
+    )
+
+
+@lowers("argmax", "argmin")
+def _argreduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return nests.reduce(
+        b, eqn.primitive.name, [_operand(b, eqn, ins)], eqn.params["axes"], [_dtype(eqn.outvars[0])],
+        combines=False, differentiable=False,
+    )  # fmt: skip
+
+
+@lowers("reduce")
+def _general_reduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    values = [_operand(b, eqn, ins, i) for i in range(len(eqn.outvars))]
+    dtypes = [_dtype(v) for v in eqn.outvars]
+    return nests.reduce(b, "reduce", values, eqn.params["dimensions"], dtypes, combines=False)
+
+
+@lowers("broadcast_in_dim")
+def _broadcast(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    shape = _shape(eqn.outvars[0])
+    if ins[0] is None:
+        return [b.constant(shape, _dtype(eqn.outvars[0]))]
+    return [nests.broadcast(b, ins[0], shape, eqn.params["broadcast_dimensions"])]
+
+
+@lowers("reshape", "squeeze", "expand_dims")
+def _reshape(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return [nests.reshape(b, _operand(b, eqn, ins), _shape(eqn.outvars[0]))]
+
+
+@lowers("transpose")
+def _transpose(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return [nests.transpose(b, _operand(b, eqn, ins), eqn.params["permutation"])]
+
+
+@lowers("concatenate")
+def _concatenate(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
+    return [nests.concat(b, inputs, eqn.params["dimension"])]
+
+
+def _kept(a: Sequence[Size], b: Sequence[Size]) -> list[bool]:
+    return [x == y for x, y in zip(a, b, strict=True)]
+
+
+@lowers("slice", "pad", "dynamic_slice")
+def _slice(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
+    others = [t for t in ins[1:] if t is not None]
+    kept = _kept(x.shape, shape)
+    if eqn.primitive.name == "pad":  # as many cut off on one side as added on the other keeps the size only
+        kept = [k and not any(c) for k, c in zip(kept, eqn.params["padding_config"], strict=True)]
+    return [nests.restrict(b, eqn.primitive.name, [x, *others], shape, kept)]
+
+
+@lowers("dynamic_update_slice")
+def _update(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x, update = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
+    indices = [t for t in ins[2:] if t is not None]
+    return [
+        nests.restrict(
+            b, "dynamic_update_slice", [x, update, *indices], x.shape, _kept(x.shape, update.shape)
+        )
+    ]
+
+
+@lowers("rev")
+def _rev(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x = _operand(b, eqn, ins)
+    return [
+        nests.restrict(
+            b, "rev", [x], x.shape, [i not in eqn.params["dimensions"] for i in range(len(x.shape))]
+        )
+    ]
+
+
+@lowers("split")
+def _split(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x, axis = _operand(b, eqn, ins), eqn.params["axis"]
+    kept = [i != axis for i in range(len(x.shape))]
+    return [nests.restrict(b, "split", [x], _shape(v), kept) for v in eqn.outvars]
+
+
+@lowers("reduce_window_max", "reduce_window_min", "reduce_window_sum")
+def _pool(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    p = eqn.params
+    if any(d != 1 for d in p["base_dilation"]):
+        return _opaque(b, eqn, ins)
+    return [
+        nests.window_reduce(
+            b, eqn.primitive.name, _operand(b, eqn, ins), _shape(eqn.outvars[0]), p["window_dimensions"],
+            p["window_strides"], p["window_dilation"],
+        )
+    ]  # fmt: skip
+
+
+@lowers("reduce_window")
+def _general_pool(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    if len(eqn.outvars) != 1:
+        return _opaque(b, eqn, ins)
+    return _pool(b, eqn, ins)
+
+
+@lowers("gather")
+def _gather(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    p = eqn.params
+    d = p["dimension_numbers"]
+    return [
+        nests.gather(
+            b, "gather", _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1), _shape(eqn.outvars[0]),
+            offset_dims=d.offset_dims, collapsed=d.collapsed_slice_dims, indexed=d.start_index_map,
+            slice_sizes=p["slice_sizes"], x_batch=d.operand_batching_dims, ids_batch=d.start_indices_batching_dims,
+        )
+    ]  # fmt: skip
+
+
+@lowers("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min",
+        "scatter-max", "scatter_max", "scatter-sub", "scatter_sub")  # fmt: skip
+def _scatter(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    d = eqn.params["dimension_numbers"]
+    x, ids, updates = (_operand(b, eqn, ins, i) for i in range(3))
+    return [
+        nests.scatter(
+            b, eqn.primitive.name, x, ids, updates, window_dims=d.update_window_dims, inserted=d.inserted_window_dims,
+            indexed=d.scatter_dims_to_operand_dims, x_batch=d.operand_batching_dims,
+            ids_batch=d.scatter_indices_batching_dims, combines=eqn.primitive.name != "scatter",
+        )
+    ]  # fmt: skip
+
+
+@lowers("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _cumulative(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x = _operand(b, eqn, ins)
+    return nests.sequential(b, eqn.primitive.name, [x], eqn.params["axis"], [(x.shape, x.dtype)])
+
+
+@lowers("sort")
+def _sort(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
+    outs = [(t.shape, t.dtype) for t in inputs]
+    return nests.sequential(b, "sort", inputs, eqn.params["dimension"], outs, flops=20.0)
+
+
+@lowers("top_k", "approx_top_k")
+def _top_k(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x = _operand(b, eqn, ins)
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(x.shape)
+    return nests.sequential(b, "top_k", [x], axis, outs, flops=10.0)
+
+
+@lowers("iota")
+def _iota(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return [nests.generate(b, "iota", _shape(eqn.outvars[0]), _dtype(eqn.outvars[0]))]
+
+
+@lowers("random_bits", "rng_uniform")
+def _random(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return [nests.generate(b, eqn.primitive.name, _shape(v), _dtype(v), _tensors(ins)) for v in eqn.outvars]
+
+
+@lowers("random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in", "random_clone",
+        "rng_bit_generator", "threefry2x32", "empty", "debug_callback", "create_token")  # fmt: skip
+def _small(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Key arithmetic: small, on every device alike."""
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)
+
+
+@lowers("optimization_barrier")
+def _barrier(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    out = []
+    for i, v in enumerate(eqn.outvars):
+        x = _operand(b, eqn, ins, i)
+        out += nests.elementwise(b, "optimization_barrier", [x], [_dtype(v)], flops=0.0, shape=x.shape)
+    return out

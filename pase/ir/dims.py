@@ -1,0 +1,130 @@
+"""Dims under unification: a dim is itself, another dim, or a product of finer dims."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+from pase.ir.sizes import Size, is_one, quotient
+from pase.ir.types import DimKind
+
+__all__ = ["Conflict", "DimTable"]
+
+
+class Conflict(Exception):
+    """These dims cannot be one."""
+
+
+class _Attempt:
+    def __init__(self, table: DimTable):
+        self._table = table
+        self._undo = False
+
+    def undo(self) -> None:
+        self._undo = True
+
+
+class DimTable:
+    """Union-find with refinement. Keys are anything hashable; finer dims get integer keys.
+
+    >>> t = DimTable()
+    >>> t.add("e", 12, "parallel"); t.add("h", 3, "parallel"); t.add("k", 4, "parallel")
+    >>> t.unify(["e"], ["h", "k"])
+    >>> len(t.resolve("e")), t.resolve("e") == t.resolve("h") + t.resolve("k")
+    (2, True)
+    """
+
+    def __init__(self) -> None:
+        self._into: dict[Hashable, tuple[Hashable, ...]] = {}
+        self._size: dict[Hashable, Size] = {}
+        self._kind: dict[Hashable, DimKind] = {}
+        self._log: list[tuple[str, Hashable, object]] | None = None
+
+    def add(self, key: Hashable, size: Size, kind: DimKind) -> None:
+        self._size[key], self._kind[key] = size, kind
+
+    def size(self, root: Hashable) -> Size:
+        return self._size[root]
+
+    def kind(self, root: Hashable) -> DimKind:
+        return self._kind[root]
+
+    def resolve(self, key: Hashable) -> tuple[Hashable, ...]:
+        """The finest dims that this one is made of, major to minor."""
+        into = self._into.get(key)
+        if into is None:
+            return (key,)
+        return tuple(r for k in into for r in self.resolve(k))
+
+    def _set(self, key: Hashable, into: tuple[Hashable, ...]) -> None:
+        if self._log is not None:
+            self._log.append(("into", key, None))
+        self._into[key] = into
+
+    def _restrict(self, key: Hashable, kind: DimKind) -> None:
+        if self._log is not None:
+            self._log.append(("kind", key, self._kind[key]))
+        self._kind[key] = kind
+
+    @contextmanager
+    def attempt(self) -> Iterator[_Attempt]:
+        """Changes inside are taken back when ``undo`` was called."""
+        self._log = []
+        a = _Attempt(self)
+        try:
+            yield a
+        finally:
+            log, self._log = self._log, None
+            if a._undo:
+                for what, key, old in reversed(log):
+                    if what == "into":
+                        del self._into[key]
+                    else:
+                        self._kind[key] = old  # type: ignore[assignment]
+
+    def unify(self, left: Sequence[Hashable], right: Sequence[Hashable]) -> None:
+        """Make two walks of one tensor dim the same; Conflict where their factors do not nest."""
+        a = [r for k in left for r in self.resolve(k) if not is_one(self._size[r])]
+        b = [r for k in right for r in self.resolve(k) if not is_one(self._size[r])]
+        while a and b:
+            x, y = a.pop(0), b.pop(0)
+            if x == y:
+                continue
+            sx, sy = self._size[x], self._size[y]
+            if sx == sy:
+                self._merge(x, y)
+            elif (q := quotient(sx, sy)) is not None:
+                minor = self._split(x, y, q)
+                a.insert(0, minor)
+            elif (q := quotient(sy, sx)) is not None:
+                minor = self._split(y, x, q)
+                b.insert(0, minor)
+            else:
+                raise Conflict
+        if a or b:
+            raise Conflict
+
+    def _merge(self, x: Hashable, y: Hashable) -> None:
+        kind = _joined(self._kind[x], self._kind[y])
+        if kind != self._kind[x]:
+            self._restrict(x, kind)
+        self._set(y, (x,))
+
+    def _split(self, whole: Hashable, major: Hashable, q: Size) -> Hashable:
+        """whole = major × a new minor dim of size q; returns the minor."""
+        minor = len(self._size)
+        while minor in self._size:
+            minor += 1
+        self.add(minor, q, self._kind[whole])
+        kind = _joined(self._kind[whole], self._kind[major])
+        if kind != self._kind[major]:
+            self._restrict(major, kind)
+        self._set(whole, (major, minor))
+        return minor
+
+
+def _joined(a: DimKind, b: DimKind) -> DimKind:
+    """replicated wins; a dim that is reduced by one op and kept by another is parallel: ops tell which."""
+    if "replicated" in (a, b):
+        return "replicated"
+    return a if a == b else "parallel"

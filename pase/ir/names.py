@@ -1,0 +1,129 @@
+"""Names that a person reads: dims of one meaning share a letter, nodes are called after their parameters."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+from pase.ir.types import Access, AccessMap, Graph, IterationSpace, Node, Op, Walk
+
+__all__ = ["dim_classes", "named"]
+
+_LETTERS = "dhkfevcnmpqrtuwxyzagijlo"
+DimKey = tuple[str, str]
+
+
+def dim_classes(graph: Graph) -> dict[DimKey, int]:
+    """(node, dim) -> class; dims that walk the same factor of one tensor are of one class.
+
+    Classes are numbered in order of appearance. Dims that only share a tensor's dim as part of a different
+    factoring stay apart.
+    """
+    parent: dict[DimKey, DimKey] = {(n.name, d.name): (n.name, d.name) for n in graph.nodes for d in n.space}
+
+    def find(k: DimKey) -> DimKey:
+        while parent[k] != k:
+            parent[k] = parent[parent[k]]
+            k = parent[k]
+        return k
+
+    for e in graph.edges:
+        src, dst = graph.node[e.src], graph.node[e.dst]
+        _, write = src.write_of(e.tensor)
+        for w, r in zip(write.map.walks, e.access.map.walks, strict=True):
+            if len(w.dims) == len(r.dims) and all(
+                src.space[x].size == dst.space[y].size or r.window
+                for x, y in zip(w.dims, r.dims, strict=True)
+            ):
+                for x, y in zip(w.dims, r.dims, strict=True):
+                    parent[find((e.dst, y))] = find((e.src, x))
+    numbers: dict[DimKey, int] = {}
+    return {k: numbers.setdefault(find(k), len(numbers)) for k in parent}
+
+
+def named(graph: Graph) -> Graph:
+    """The same graph with letters for dims (b: the batch's first dim, s: its second) and names for nodes."""
+    classes = dim_classes(graph)
+    letters: dict[int, str] = {}
+    for n in graph.nodes:
+        if n.kind == "input":
+            for d, letter in zip(n.space, "bs", strict=False):
+                letters.setdefault(classes[n.name, d.name], letter)
+            break
+    used = set(letters.values())
+    free = (c for c in _LETTERS if c not in used)
+    for n in graph.nodes:
+        if n.kind == "parameter":
+            for d in n.space:
+                c = classes[n.name, d.name]
+                if c not in letters and d.kind != "replicated":
+                    letters[c] = next(free, f"z{c}")
+    spare: dict[int, str] = {}
+
+    def letter(c: int) -> str:
+        if c not in letters and c not in spare:
+            spare[c] = next(free, f"z{c}")
+        return letters.get(c) or spare[c]
+
+    node_names = _node_names(graph)
+    nodes = []
+    for n in graph.nodes:
+        new: dict[str, str] = {}
+        for d in n.space:
+            base = (
+                "pending"
+                if d.kind == "pending"
+                else "l"
+                if d.kind == "replicated"
+                else letter(classes[n.name, d.name])
+            )
+            name, k = base, 2
+            while name in new.values():
+                name, k = f"{base}{k}", k + 1
+            new[d.name] = name
+        nodes.append(_renamed(n, node_names[n.name], new))
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _renamed(n: Node, name: str, dims: dict[str, str]) -> Node:
+    def access(a: Access) -> Access:
+        walks = tuple(Walk(tuple(dims[d] for d in w.dims), w.window) for w in a.map.walks)
+        return replace(a, map=AccessMap(walks))
+
+    def op(o: Op) -> Op:
+        over = None if o.over is None else tuple(dims[d] for d in o.over)
+        return replace(o, reads=tuple(map(access, o.reads)), writes=tuple(map(access, o.writes)), over=over)
+
+    space = IterationSpace(tuple(replace(d, name=dims[d.name]) for d in n.space))
+    return replace(n, name=name, space=space, ops=tuple(map(op, n.ops)))
+
+
+def _node_names(graph: Graph) -> dict[str, str]:
+    """Parameters and inputs by their path; a matmul after the parameter that it reads; else op and function."""
+    taken: Counter[str] = Counter()
+    out: dict[str, str] = {}
+    for n in graph.nodes:
+        if n.kind in ("parameter", "input"):
+            base = ("in." if n.kind == "input" else "") + (
+                graph.tensors[n.ops[0].writes[0].tensor].path or n.name
+            )
+        else:
+            params = [graph.producer[a.tensor] for _, a in n.reads if a.tensor in graph.producer]
+            weights = [p for p in params if p.kind == "parameter" and len(p.space.dims) > 1]
+            base = _function(n)
+            if n.kind in ("matmul", "conv", "gather") and weights:
+                path = graph.tensors[weights[0].ops[0].writes[0].tensor].path
+                base = f"{path}:{ {'matmul': 'dot', 'conv': 'conv', 'gather': 'take'}[n.kind] }"
+        taken[base] += 1
+        out[n.name] = base if taken[base] == 1 else f"{base}~{taken[base]}"
+    return out
+
+
+def _function(n: Node) -> str:
+    """op@function, from a source line such as ``/a/layers.py:12:3 (norm)``."""
+    ops = [op for op in n.ops if op.source] or list(n.ops)
+    counts = Counter(m[1] for op in ops if (m := re.search(r"\(([\w.<>]+)\)$", op.source)))
+    where = counts.most_common(1)[0][0].replace(".<locals>", "") if counts else ""
+    what = {"matmul": "dot", "elementwise": "map"}.get(n.kind, n.kind)
+    return f"{what}@{where}" if where else what

@@ -1,0 +1,359 @@
+"""From one node an equation to one node a layer: light ops join their neighbours by dim propagation.
+
+The raw graph has a node per equation, thousands of them. ``simplify`` gives the graph that is searched:
+
+1. what depends on no data (masks, position tables) becomes constant: any layout of it is free;
+2. views and casts of a parameter join the parameter, so that a gather moves the cast tensor;
+3. neighbouring light ops (elementwise, views, reductions) of one level join into one node: softmax, layer
+   norm, residual add. Levels count the heavy ops (matmul, conv, gather, loop carry) on the way, so that no
+   node both feeds and follows a heavy op, and no cycle can arise;
+4. a joined node without reductions that feeds one matmul joins it, on the operand's side;
+5. a tensor with several readers gets a copy node, so that one gather serves all who want the same layout.
+
+Joining unifies iteration dims through the shared tensor, splitting a dim where the other side has it split
+(reshapes). Where dims cannot be unified (x + xᵀ) the nodes stay apart, with an edge between them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from pase.ir.dims import Conflict, DimTable
+from pase.ir.sizes import is_one
+from pase.ir.types import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
+
+__all__ = ["simplify"]
+
+LIGHT = frozenset({"elementwise", "view", "reduce", "generate"})
+LEAF = frozenset({"parameter", "input", "constant"})
+
+
+def simplify(graph: Graph) -> Graph:
+    """The graph to search: about ten nodes a transformer layer, each with one config."""
+    table = DimTable()
+    groups = _Groups(graph, table)
+    groups.join_parameters()
+    groups.find_constants()
+    groups.join_light()
+    groups.join_operands()
+    return _with_copies(groups.finish())
+
+
+class _Groups:
+    """Union-find over raw nodes, and the dims that joining them identifies."""
+
+    def __init__(self, graph: Graph, table: DimTable):
+        self.graph, self.table = graph, table
+        self.parent = list(range(len(graph.nodes)))
+        self.producer = {t: i for i, n in enumerate(graph.nodes) for t in n.internal}
+        self.readers: dict[str, list[int]] = defaultdict(list)
+        for i, n in enumerate(graph.nodes):
+            for d in n.space:
+                table.add((i, d.name), d.size, d.kind)
+            for op in n.ops:
+                for a in op.reads:
+                    self.readers[a.tensor].append(i)
+        self.members: dict[int, list[int]] = {i: [i] for i in self.parent}
+
+    def find(self, i: int) -> int:
+        while self.parent[i] != i:
+            self.parent[i] = self.parent[self.parent[i]]
+            i = self.parent[i]
+        return i
+
+    def _walks(self, i: int, access: Access) -> list[list[tuple[int, str]]]:
+        return [[(i, d) for d in w.dims] for w in access.map.walks]
+
+    def join(self, i: int, j: int) -> bool:
+        """Join the groups of raw nodes i and j through every tensor that passes between them; False on conflict."""
+        a, b = self.find(i), self.find(j)
+        if a == b:
+            return True
+        pairs = []
+        for src, dst in ((a, b), (b, a)):
+            for p in self.members[src]:
+                for op in self.graph.nodes[p].ops:
+                    for w in op.writes:
+                        for q in set(self.readers[w.tensor]):
+                            if self.find(q) != dst:
+                                continue
+                            for r in (
+                                r for o in self.graph.nodes[q].ops for r in o.reads if r.tensor == w.tensor
+                            ):
+                                pairs.append((p, w, q, r))
+        with self.table.attempt() as attempt:
+            try:
+                for p, w, q, r in pairs:
+                    if any(walk.window for walk in r.map.walks):
+                        raise Conflict
+                    for left, right in zip(self._walks(p, w), self._walks(q, r), strict=True):
+                        self.table.unify(left, right)
+                for m in self.members[a] + self.members[b]:
+                    self._check(m)
+            except Conflict:
+                attempt.undo()
+                return False
+        self.parent[b] = a
+        self.members[a] += self.members.pop(b)
+        return True
+
+    def _check(self, i: int) -> None:
+        """No tensor may walk one dim twice."""
+        for op in self.graph.nodes[i].ops:
+            for access in (*op.reads, *op.writes):
+                flat = [d for w in self._walks(i, access) for x in w for d in self.table.resolve(x)]
+                if len(set(flat)) != len(flat):
+                    raise Conflict
+
+    def _op(self, i: int) -> Op:
+        return self.graph.nodes[i].ops[0]
+
+    def _inputs(self, i: int) -> list[int]:
+        return [self.producer[a.tensor] for a in self._op(i).reads if a.tensor in self.producer]
+
+    def join_parameters(self) -> None:
+        """Views and casts of one parameter are stored with it: the gather moves what is used."""
+        sizes = self.graph.tensors
+        for i, n in enumerate(self.graph.nodes):
+            op = n.ops[0]
+            if (
+                op.kind not in ("view", "elementwise")
+                or not op.reads
+                or set(op.dims) != set(op.reads[0].map.dims)
+            ):
+                continue
+            sources = {self.find(p) for p in self._inputs(i)}
+            if len(sources) != 1 or len(op.reads) != 1:
+                continue
+            (root,) = sources
+            if self._op(root).kind != "parameter":
+                continue
+            read, write = sizes[op.reads[0].tensor], sizes[op.writes[0].tensor]
+            if write.itemsize <= read.itemsize and (
+                op.flops_per_point == 0 or len(self.readers[read.name]) == 1
+            ):
+                self.join(root, i)
+
+    def find_constants(self) -> None:
+        """What depends on no data is constant: each device makes the part it needs, fused into the reader."""
+        self.constant: set[int] = set()
+        for i, n in enumerate(self.graph.nodes):
+            op = n.ops[0]
+            if op.kind == "constant" or (
+                op.kind in LIGHT | {"opaque", "sequential", "gather"}
+                and all(p in self.constant for p in self._inputs(i))
+            ):
+                self.constant.add(i)
+
+    def join_light(self) -> None:
+        """Neighbouring light ops of one level and one scope join."""
+        level: list[int] = []
+        for i, n in enumerate(self.graph.nodes):
+            op = n.ops[0]
+            before = [level[p] for p in self._inputs(i) if p < i and p not in self.constant]
+            heavy = op.kind not in LIGHT and op.kind not in LEAF
+            level.append(max(before, default=0) + (1 if heavy else 0))
+        self.level = level
+        for i in range(len(self.graph.nodes)):
+            if not self._is_light(i):
+                continue
+            for p in self._inputs(i):
+                if (
+                    p < i
+                    and self._is_light(p)
+                    and level[p] == level[i]
+                    and self._op(p).scope == self._op(i).scope
+                ):
+                    self.join(p, i)
+        for root in {self.find(i) for i in range(len(self.graph.nodes)) if self._is_light(i)}:
+            self._unify_reads(root)
+
+    def _unify_reads(self, root: int) -> None:
+        """Ops of one node that read the same outside tensor read it alike, where they can."""
+        first: dict[str, tuple[int, Access]] = {}
+        for i in sorted(self.members[root]):
+            for a in self._op(i).reads:
+                j, b = first.setdefault(a.tensor, (i, a))
+                if self.find(self.producer.get(a.tensor, i)) == root or b is a:
+                    continue
+                with self.table.attempt() as attempt:
+                    try:
+                        for left, right in zip(self._walks(j, b), self._walks(i, a), strict=True):
+                            self.table.unify(left, right)
+                        for m in self.members[root]:
+                            self._check(m)
+                    except Conflict:
+                        attempt.undo()
+
+    def _is_light(self, i: int) -> bool:
+        root = self.find(i)
+        return self._op(i).kind in LIGHT and i not in self.constant and self._op(root).kind not in LEAF
+
+    def join_operands(self) -> None:
+        """A joined node without reductions, read by one matmul or conv alone, is computed on that operand's side."""
+        roots = sorted({self.find(i) for i in range(len(self.graph.nodes)) if self._is_light(i)})
+        for root in roots:
+            group = self.members[root]
+            if any(self._op(i).kind == "reduce" for i in group):
+                continue
+            outside = {
+                self.find(q) for i in group for a in self._op(i).writes for q in self.readers[a.tensor]
+            } - {root}
+            if len(outside) != 1:
+                continue
+            (target,) = outside
+            reader = self._op(target)
+            if (
+                reader.kind in ("matmul", "gather", "scatter", "output")
+                and reader.scope == self._op(root).scope
+            ):
+                self.join(target, root)
+            elif reader.kind == "conv" and all(self._op(i).kind == "view" for i in group):
+                self.join(target, root)
+
+    def finish(self) -> Graph:
+        """One node a group, its dims renamed d0, d1, … (names that read well come later)."""
+        g = self.graph
+        tensors = dict(g.tensors)
+        for i in self.constant:
+            for op in g.nodes[i].ops:
+                for a in op.writes:
+                    tensors[a.tensor] = replace(tensors[a.tensor], role="constant", needs_grad=False)
+        roots = dict.fromkeys(self.find(i) for i in range(len(g.nodes)))
+        nodes = [self._node(root, sorted(self.members[root])) for root in roots if root not in self.constant]
+        return replace(g, nodes=_ordered(nodes), tensors=tensors)
+
+    def _node(self, root: int, members: list[int]) -> Node:
+        dims: dict[object, Dim] = {}
+
+        def names(i: int, dim: str) -> tuple[str, ...]:
+            out = []
+            for d in self.table.resolve((i, dim)):
+                size = self.table.size(d)
+                if is_one(size):
+                    continue
+                if d not in dims:
+                    dims[d] = Dim(name=f"d{len(dims)}", size=size, kind=self.table.kind(d))
+                out.append(dims[d].name)
+            return tuple(out)
+
+        def renamed(i: int, access: Access) -> Access:
+            walks = tuple(
+                Walk(tuple(n for d in w.dims for n in names(i, d)), w.window) for w in access.map.walks
+            )
+            return replace(access, map=AccessMap(walks))
+
+        ops = []
+        for i in members:
+            for op in self.graph.nodes[i].ops:
+                ops.append(
+                    replace(
+                        op,
+                        reads=tuple(renamed(i, a) for a in op.reads),
+                        writes=tuple(renamed(i, a) for a in op.writes),
+                        over=None if op.over is None else tuple(n for d in op.over for n in names(i, d)),
+                    )
+                )
+            for d in self.graph.nodes[i].space:  # a dim that no map walks (pending) stays
+                names(i, d.name)
+        return Node(
+            name=self.graph.nodes[root].name, space=IterationSpace(tuple(dims.values())), ops=tuple(ops)
+        )
+
+
+def _ordered(nodes: list[Node]) -> tuple[Node, ...]:
+    """Producers before consumers; a loop's carry stands before its body."""
+    import heapq
+
+    position = {n.name: i for i, n in enumerate(nodes)}
+    producer = {t: n.name for n in nodes for t in n.internal}
+    waits: dict[str, set[str]] = {}
+    feeds: dict[str, list[str]] = defaultdict(list)
+    for n in nodes:
+        reads = (
+            [a.tensor for op in n.ops[:1] for a in op.reads]
+            if n.ops[0].kind == "carry"
+            else [a.tensor for _, a in n.reads]
+        )
+        waits[n.name] = {producer[t] for t in reads if t in producer} - {n.name}
+        for p in waits[n.name]:
+            feeds[p].append(n.name)
+    ready = [position[k] for k, w in waits.items() if not w]
+    heapq.heapify(ready)
+    out: list[Node] = []
+    while ready:
+        n = nodes[heapq.heappop(ready)]
+        out.append(n)
+        for f in feeds[n.name]:
+            waits[f].discard(n.name)
+            if not waits[f]:
+                heapq.heappush(ready, position[f])
+    if len(out) != len(nodes):
+        stuck = [k for k, w in waits.items() if w and k not in {n.name for n in out}][:5]
+        raise AssertionError(f"joining made a cycle through {stuck}; this is a defect of pase.ir.simplify")
+    return tuple(out)
+
+
+def _with_copies(graph: Graph) -> Graph:
+    """A copy node behind every tensor with several readers; its 'pending' dim lets their gradients be summed once.
+
+    Readers in different loops get copies of their own: a gather inside a loop happens at every turn.
+    """
+    readers: dict[tuple[str, tuple[str, ...]], dict[str, Op]] = defaultdict(dict)
+    for n in graph.nodes:
+        for op, a in n.reads:
+            readers[a.tensor, op.scope].setdefault(n.name, op)
+    copies: dict[str, list[Node]] = defaultdict(list)
+    renames: dict[tuple[str, tuple[str, ...]], str] = {}
+    tensors = dict(graph.tensors)
+    for (t, scope), who in readers.items():
+        tensor, producer = graph.tensors[t], graph.producer.get(t)
+        if len(who) < 2 or producer is None or producer.kind in LEAF or all(map(is_one, tensor.shape)):
+            continue
+        op, write = producer.write_of(t)
+        inside = next(iter(who.values()))
+        new = f"{t}c{len(scope)}" if (f"{t}c") in tensors else f"{t}c"
+        tensors[new] = replace(tensor, name=new)
+        walks, dims = _factored(producer, write)
+        m = AccessMap(tuple(walks))
+        copy = Op(
+            name="copy", kind="copy", reads=(Access(t, m),), writes=(Access(new, m),), flops_per_point=0, over=(),
+            source=op.source, eqn=op.eqn, scope=scope, times=inside.times, remat=inside.remat,
+        )  # fmt: skip
+        pending = [Dim(name="pending", size=0, kind="pending")] if tensor.needs_grad else []
+        copies[producer.name].append(
+            Node(name=f"copy.{new}", space=IterationSpace((*dims, *pending)), ops=(copy,))
+        )
+        renames[t, scope] = new
+    nodes: list[Node] = []
+    for n in graph.nodes:
+        nodes.append(_reading(n, renames))
+        nodes += copies[n.name]
+    return replace(graph, nodes=tuple(nodes), tensors=tensors)
+
+
+def _factored(producer: Node, write: Access) -> tuple[list[Walk], list[Dim]]:
+    """The written tensor's own dims; a merged tensor dim keeps its factors, to be split as its readers split it."""
+    dims: list[Dim] = []
+    walks: list[Walk] = []
+    for w in write.map.walks:
+        first = len(dims)
+        for d in w.dims:
+            kind = "replicated" if producer.space[d].kind == "replicated" else "parallel"
+            dims.append(Dim(name=f"d{len(dims)}", size=producer.space[d].size, kind=kind))  # type: ignore[arg-type]
+        walks.append(Walk(tuple(f"d{i}" for i in range(first, len(dims)))))
+    return walks, dims
+
+
+def _reading(n: Node, renames: dict[tuple[str, tuple[str, ...]], str]) -> Node:
+    internal = n.internal
+
+    def renamed(op: Op) -> tuple[Access, ...]:
+        return tuple(
+            replace(a, tensor=renames[a.tensor, op.scope])
+            if (a.tensor, op.scope) in renames and a.tensor not in internal else a
+            for a in op.reads
+        )  # fmt: skip
+
+    return replace(n, ops=tuple(replace(op, reads=renamed(op)) for op in n.ops))

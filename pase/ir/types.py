@@ -1,0 +1,408 @@
+"""Iteration spaces, access maps, ops, nodes, tensors, graph.
+
+A node is a loop nest: named iteration dims, and ops that read and write tensors through access maps over
+those dims. All that the compiler derives (work, collectives, layouts) is derived from these maps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from pase.errors import PaseError
+from pase.ir.sizes import Size, bind_size, free_symbols, is_one, product
+
+__all__ = [
+    "Access",
+    "AccessMap",
+    "Dim",
+    "DimKind",
+    "Edge",
+    "Graph",
+    "IterationSpace",
+    "Node",
+    "Op",
+    "OpKind",
+    "Role",
+    "Tensor",
+    "Walk",
+    "Window",
+]
+
+DimKind = Literal["parallel", "reduction", "window", "replicated", "pending"]
+"""parallel: may be split. reduction: may be split, leaving partial sums. window: a filter's extent, not split.
+replicated: may not be split. pending (copy nodes only): mesh axes over which gradients arrive partial."""
+
+Role = Literal["parameter", "input", "activation", "constant"]
+
+OpKind = Literal[
+    "matmul",
+    "conv",
+    "gather",
+    "scatter",
+    "window",
+    "elementwise",
+    "reduce",
+    "view",
+    "generate",
+    "sequential",
+    "opaque",
+    "parameter",
+    "input",
+    "constant",
+    "copy",
+    "carry",
+    "output",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dim:
+    name: str
+    size: Size
+    kind: DimKind = "parallel"
+
+
+@dataclass(frozen=True)
+class IterationSpace:
+    """Named iteration dims.
+
+    >>> s = IterationSpace((Dim(name="b", size=8), Dim(name="k", size=4, kind="reduction")))
+    >>> s.points, s["k"].kind
+    (32, 'reduction')
+    """
+
+    dims: tuple[Dim, ...]
+
+    def __getitem__(self, name: str) -> Dim:
+        return self._by_name[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[Dim]:
+        return iter(self.dims)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Dim]:
+        return {d.name: d for d in self.dims}
+
+    @property
+    def points(self) -> Size:
+        return product(d.size for d in self.dims)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A sliding window over a tensor dim: ``extent`` elements (dilation included), moved by ``stride``."""
+
+    extent: int
+    stride: int = 1
+
+    @property
+    def halo(self) -> int:
+        """Elements that neighbouring shards must exchange."""
+        return max(self.extent - self.stride, 0)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How one tensor dim is walked: iteration dims, major to minor, perhaps under a window."""
+
+    dims: tuple[str, ...] = ()
+    window: Window | None = None
+
+    def __str__(self) -> str:
+        body = self.dims[0] if len(self.dims) == 1 else f"({' '.join(self.dims)})" if self.dims else "1"
+        if self.window is None:
+            return body
+        return f"{body}@{self.window.extent}" + (f"/{self.window.stride}" if self.window.stride != 1 else "")
+
+
+@dataclass(frozen=True)
+class AccessMap:
+    """One walk per tensor dim.
+
+    >>> m = AccessMap.parse("b (h k) x@3/2 1")
+    >>> m.walks[1].dims, m.walks[2].window.halo, str(m)
+    (('h', 'k'), 1, 'b (h k) x@3/2 1')
+    """
+
+    walks: tuple[Walk, ...]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.walks)) if self.walks else "."
+
+    @cached_property
+    def dims(self) -> tuple[str, ...]:
+        """All iteration dims that the map walks, in order."""
+        return tuple(d for w in self.walks for d in w.dims)
+
+    @classmethod
+    def of(cls, *names: str | tuple[str, ...]) -> AccessMap:
+        """One walk per argument: a dim, or a tuple of dims."""
+        return cls(tuple(Walk(n if isinstance(n, tuple) else (n,)) for n in names))
+
+    @classmethod
+    def parse(cls, text: str) -> AccessMap:
+        walks: list[Walk] = []
+        if text.strip() == ".":
+            return cls(())
+        rest = text.split()
+        i = 0
+        while i < len(rest):
+            token = rest[i]
+            if token.startswith("("):
+                j = i
+                while j < len(rest) and ")" not in rest[j]:
+                    j += 1
+                if j == len(rest):
+                    raise PaseError(f"access map '{text}': '(' is not closed")
+                token = " ".join(rest[i : j + 1])
+                i = j
+            body, _, window = token.partition("@")
+            names = tuple(body.strip("()").split())
+            if names == ("1",):
+                names = ()
+            for n in names:
+                if not n.replace("_", "a").isalnum() or n[0].isdecimal():
+                    raise PaseError(f"access map '{text}': '{n}' is not a dim name")
+            win = None
+            if window:
+                extent, _, stride = window.partition("/")
+                if not extent.isdecimal() or (stride and not stride.isdecimal()):
+                    raise PaseError(
+                        f"access map '{text}': write a window as @EXTENT or @EXTENT/STRIDE, not '@{window}'"
+                    )
+                win = Window(extent=int(extent), stride=int(stride or 1))
+            walks.append(Walk(names, win))
+            i += 1
+        return cls(tuple(walks))
+
+
+@dataclass(frozen=True)
+class Access:
+    """A tensor read or written through a map.
+
+    sparse: only as many elements are touched as the op writes (an embedding lookup), not the whole tensor.
+    """
+
+    tensor: str
+    map: AccessMap
+    sparse: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation of a node's loop nest.
+
+    flops_per_point: FLOPs (a multiply-add is two) per point of the dims in ``over``.
+    over: the dims whose points are worked on; None: all dims of the maps.
+    eqn: where the frontend found it, so that a backend finds it again.
+    scope: the loops and rematerialised regions that enclose it, outermost first.
+    times: how often it runs in a step (the product of the trip counts of its scope).
+    remat: its forward runs again during backward.
+    """
+
+    name: str
+    kind: OpKind
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    flops_per_point: float = 1.0
+    over: tuple[str, ...] | None = None
+    differentiable: bool = True
+    source: str = ""
+    eqn: str = ""
+    scope: tuple[str, ...] = ()
+    times: Size = 1
+    remat: bool = False
+
+    @cached_property
+    def dims(self) -> tuple[str, ...]:
+        """Every iteration dim that the op touches, in order of appearance."""
+        maps = [a.map.dims for a in (*self.reads, *self.writes)] + [self.over or ()]
+        return tuple(dict.fromkeys(itertools.chain(*maps)))
+
+    @property
+    def einsum(self) -> str:
+        """``b m k, k n -> b m n``"""
+        return f"{', '.join(str(a.map) for a in self.reads)} -> {', '.join(str(a.map) for a in self.writes)}".strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """Ops that share one iteration space, hence one config."""
+
+    name: str
+    space: IterationSpace
+    ops: tuple[Op, ...]
+
+    @cached_property
+    def main(self) -> Op:
+        """The op that gives the node its character: a matmul before an elementwise op."""
+        rank = {"matmul": 0, "conv": 0, "gather": 1, "scatter": 1, "window": 1, "sequential": 1, "opaque": 1}
+        light = {"reduce": 3, "elementwise": 4, "generate": 5, "view": 6}
+        return min(self.ops, key=lambda op: rank.get(op.kind, light.get(op.kind, 2)))
+
+    @property
+    def kind(self) -> OpKind:
+        return self.main.kind
+
+    @property
+    def source(self) -> str:
+        return self.main.source
+
+    @property
+    def times(self) -> Size:
+        """How often the main op runs in a step."""
+        return self.main.times
+
+    @cached_property
+    def internal(self) -> frozenset[str]:
+        """Tensors written by the node's own ops."""
+        return frozenset(a.tensor for op in self.ops for a in op.writes)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[Op, Access], ...]:
+        """Reads of tensors that other nodes write."""
+        return tuple((op, a) for op in self.ops for a in op.reads if a.tensor not in self.internal)
+
+    def write_of(self, tensor: str) -> tuple[Op, Access]:
+        return next((op, a) for op in self.ops for a in op.writes if a.tensor == tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    name: str
+    shape: tuple[Size, ...]
+    dtype: str
+    role: Role = "activation"
+    path: str = ""
+    """The user's name: a parameter's path in the pytree, an input's argument name."""
+    needs_grad: bool = False
+
+    @property
+    def elements(self) -> Size:
+        return product(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype)
+
+    @property
+    def nbytes(self) -> Size:
+        return self.elements * self.itemsize
+
+
+_ITEMSIZE = {
+    "bool": 1,
+    "bfloat16": 2,
+    "float16": 2,
+    "int4": 1,
+    "uint4": 1,
+    "key": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element.
+
+    >>> itemsize("bfloat16"), itemsize("float32"), itemsize("float8_e4m3fn")
+    (2, 4, 1)
+    """
+    if dtype in _ITEMSIZE:
+        return _ITEMSIZE[dtype]
+    if dtype.startswith("float8"):
+        return 1
+    bits = dtype.lstrip("abcdefghijklmnopqrstuvwxyz")
+    if not bits.isdecimal():
+        raise PaseError(
+            f"dtype '{dtype}' is not known; known are bool, (u)int*, float*, bfloat16, float8_*, complex*"
+        )
+    return max(int(bits) // 8, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """``tensor`` flows from ``src`` to the read ``access`` of op ``op`` in ``dst``."""
+
+    src: str
+    dst: str
+    tensor: str
+    op: Op
+    access: Access
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Nodes in an order in which every tensor but a loop's carry is written before it is read."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...] = ()
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def node(self) -> dict[str, Node]:
+        return {n.name: n for n in self.nodes}
+
+    @cached_property
+    def producer(self) -> dict[str, Node]:
+        """tensor -> the node that writes it."""
+        return {t: n for n in self.nodes for t in n.internal}
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Every flow of a tensor between two nodes; parallel edges are kept."""
+        return tuple(
+            Edge(src=self.producer[a.tensor].name, dst=n.name, tensor=a.tensor, op=op, access=a)
+            for n in self.nodes
+            for op, a in n.reads
+            if a.tensor in self.producer
+        )
+
+    @cached_property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in self.tensors.values() if t.role == "parameter")
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in self.tensors.values() if t.role == "input")
+
+    @cached_property
+    def symbols(self) -> tuple[str, ...]:
+        """Names of the sizes that are still symbolic, sorted."""
+        sizes = [s for t in self.tensors.values() for s in t.shape]
+        sizes += [d.size for n in self.nodes for d in n.space]
+        sizes += [op.times for n in self.nodes for op in n.ops]
+        return tuple(sorted(free_symbols(sizes)))
+
+    def bind(self, **values: int) -> Graph:
+        """The same graph with integers for some symbols: re-priced without tracing again."""
+        unknown = set(values) - set(self.symbols)
+        if unknown:
+            have = ", ".join(self.symbols) or "none"
+            raise PaseError(
+                f"graph '{self.name}' has no symbolic size {', '.join(sorted(unknown))}; it has: {have}"
+            )
+
+        def bound(n: Node) -> Node:
+            dims = tuple(replace(d, size=bind_size(d.size, values)) for d in n.space)
+            ops = tuple(replace(op, times=bind_size(op.times, values)) for op in n.ops)
+            return replace(n, space=IterationSpace(dims), ops=ops)
+
+        tensors = {
+            k: replace(t, shape=tuple(bind_size(s, values) for s in t.shape)) for k, t in self.tensors.items()
+        }
+        return replace(self, tensors=tensors, nodes=tuple(map(bound, self.nodes)))
+
+
+def trivial(size: Size) -> bool:
+    """A dim of one element has no iteration dim."""
+    return is_one(size)

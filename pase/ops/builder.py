@@ -1,0 +1,206 @@
+"""A graph under construction: every frontend's loop nests go through ``GraphBuilder.nest``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from pase.errors import PaseError
+from pase.ir import (
+    Access,
+    AccessMap,
+    Dim,
+    DimKind,
+    Graph,
+    IterationSpace,
+    Node,
+    Op,
+    OpKind,
+    Role,
+    Size,
+    Tensor,
+)
+from pase.ir.sizes import is_one
+
+__all__ = ["GraphBuilder", "Read", "Write"]
+
+_MAX_NODES = 2_000_000
+
+
+@dataclass(frozen=True)
+class Read:
+    """A tensor read through a map. sparse: see ``pase.ir.Access``."""
+
+    tensor: Tensor
+    map: AccessMap
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Write:
+    """A new tensor of this shape and dtype, written through a map."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+    map: AccessMap
+    differentiable: bool = True
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype or "complex" in dtype
+
+
+@dataclass
+class GraphBuilder:
+    name: str
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    source: str = ""
+    """Source line that the next nests come from."""
+    eqn: str = ""
+    """Where the frontend found the next nests."""
+    _scope: tuple[str, ...] = ()
+    _times: Size = 1
+    _remat: bool = False
+    _count: int = 0
+
+    @contextmanager
+    def region(self, name: str, *, times: Size = 1, remat: bool = False) -> Iterator[None]:
+        """A loop body (times = its trip count) or a rematerialised region."""
+        saved = self._scope, self._times, self._remat
+        self._scope, self._times, self._remat = (*saved[0], name), saved[1] * times, saved[2] or remat
+        try:
+            yield
+        finally:
+            self._scope, self._times, self._remat = saved
+
+    def parameter(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
+        """A parameter: a node whose config is the layout it is stored in."""
+        return self._leaf("parameter", path, shape, dtype, needs_grad=_is_float(dtype))
+
+    def input(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
+        """A batch input: it arrives in whatever layout suits."""
+        return self._leaf("input", path, shape, dtype)
+
+    def constant(self, shape: Sequence[Size], dtype: str) -> Tensor:
+        """A value known without data (a mask, a table): every device has all of it."""
+        return self._leaf("constant", f"const{self._count}", shape, dtype)
+
+    def output(self, tensor: Tensor) -> None:
+        """Mark what the model returns: every device gets all of a scalar; other outputs keep their layout."""
+        dims = _dims(tensor.shape)
+        self.nest(
+            "output", "output", [Read(tensor, AccessMap.of(*[()] * len(tensor.shape)))] if not dims else
+            [Read(tensor, _map(tensor.shape))], [], {n: (s, "parallel") for n, s in dims}, flops=0,
+        )  # fmt: skip
+
+    def nest(
+        self,
+        name: str,
+        kind: OpKind,
+        reads: Sequence[Read],
+        writes: Sequence[Write],
+        dims: Mapping[str, tuple[Size, DimKind]],
+        *,
+        flops: float = 1.0,
+        over: Sequence[str] | None = None,
+        differentiable: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Add one loop nest over ``dims`` and return the tensors it writes.
+
+        flops: per point of ``over`` (all dims when None); a multiply-add is two.
+        """
+        if len(self.nodes) >= _MAX_NODES:
+            raise PaseError(
+                f"graph '{self.name}' has more than {_MAX_NODES} ops: roll its loops (scan) instead"
+            )
+        grad = differentiable and any(r.tensor.needs_grad for r in reads)
+        out = tuple(
+            self._tensor(
+                w.shape, w.dtype, "activation", needs_grad=grad and w.differentiable and _is_float(w.dtype)
+            )
+            for w in writes
+        )
+        node_name = f"{name}.{self._count}"
+        op = Op(
+            name=name,
+            kind=kind,
+            reads=tuple(Access(r.tensor.name, r.map, r.sparse) for r in reads),
+            writes=tuple(Access(t.name, w.map) for t, w in zip(out, writes, strict=True)),
+            flops_per_point=flops,
+            over=None if over is None else tuple(over),
+            differentiable=differentiable,
+            source=self.source,
+            eqn=self.eqn,
+            scope=self._scope,
+            times=self._times,
+            remat=self._remat,
+        )
+        space = IterationSpace(tuple(Dim(name=n, size=s, kind=k) for n, (s, k) in dims.items()))
+        self.nodes.append(Node(name=node_name, space=space, ops=(op,)))
+        return out
+
+    def carry(self, init: Tensor, eqn: str) -> Tensor:
+        """A loop's carry, made before its body: one node, hence one layout, for what comes in and goes out."""
+        self.eqn = eqn
+        dims, m = {n: (s, "parallel") for n, s in _dims(init.shape)}, _map(init.shape)
+        (t,) = self.nest("carry", "carry", [Read(init, m)], [Write(init.shape, init.dtype, m)], dims, flops=0)  # type: ignore[arg-type]
+        if _is_float(t.dtype):  # the body may add a gradient that the initial value lacks
+            t = self.tensors[t.name] = replace(t, needs_grad=True)
+        return t
+
+    def close_carry(self, carried: Tensor, value: Tensor) -> None:
+        """Inside the loop's region: the body's result goes back into the carry."""
+        at = next(i for i in reversed(range(len(self.nodes))) if carried.name in self.nodes[i].internal)
+        node = self.nodes[at]
+        back = Op(
+            name="carry", kind="carry", reads=(Access(value.name, _map(value.shape)),), writes=(), flops_per_point=0,
+            eqn=node.ops[0].eqn, scope=self._scope, times=self._times, remat=self._remat,
+        )  # fmt: skip
+        self.nodes[at] = replace(node, ops=(*node.ops, back))
+
+    def finish(self, outputs: Sequence[Tensor] = (), **meta: str) -> Graph:
+        return Graph(
+            name=self.name,
+            tensors=dict(self.tensors),
+            nodes=tuple(self.nodes),
+            outputs=tuple(t.name for t in outputs),
+            meta=meta,
+        )
+
+    def _tensor(
+        self, shape: Sequence[Size], dtype: str, role: Role, *, path: str = "", needs_grad: bool = False
+    ) -> Tensor:
+        self._count += 1
+        t = Tensor(
+            name=f"t{self._count}",
+            shape=tuple(shape),
+            dtype=dtype,
+            role=role,
+            path=path,
+            needs_grad=needs_grad,
+        )
+        self.tensors[t.name] = t
+        return t
+
+    def _leaf(
+        self, role: Role, path: str, shape: Sequence[Size], dtype: str, needs_grad: bool = False
+    ) -> Tensor:
+        t = self._tensor(shape, dtype, role, path=path, needs_grad=needs_grad)
+        kind: DimKind = "replicated" if role == "constant" else "parallel"
+        op = Op(
+            name=role, kind=role, reads=(), writes=(Access(t.name, _map(shape)),), flops_per_point=0, eqn=path
+        )  # type: ignore[arg-type]
+        space = IterationSpace(tuple(Dim(name=n, size=s, kind=kind) for n, s in _dims(shape)))
+        self.nodes.append(Node(name=f"{role}.{self._count}", space=space, ops=(op,)))
+        return t
+
+
+def _dims(shape: Sequence[Size]) -> list[tuple[str, Size]]:
+    return [(f"d{i}", s) for i, s in enumerate(shape) if not is_one(s)]
+
+
+def _map(shape: Sequence[Size]) -> AccessMap:
+    """Dim di walks tensor dim i; a dim of one element is walked by none."""
+    return AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])

@@ -1,0 +1,455 @@
+"""The loop nests that every frontend lowers into. One function a kind; each states its access maps once.
+
+Shapes are sequences of sizes (ints or sympy expressions). Every function adds one nest to the builder and
+returns the tensor, or tensors, that it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pase.errors import PaseError
+from pase.ir import AccessMap, DimKind, Size, Tensor, Walk, Window
+from pase.ir.sizes import is_one, product, quotient
+from pase.ops.builder import GraphBuilder, Read, Write, _map
+
+__all__ = [
+    "broadcast",
+    "concat",
+    "contract",
+    "conv",
+    "elementwise",
+    "gather",
+    "generate",
+    "opaque",
+    "reduce",
+    "reshape",
+    "restrict",
+    "scatter",
+    "sequential",
+    "transpose",
+    "window_reduce",
+]
+
+Dims = dict[str, tuple[Size, DimKind]]
+
+
+def _parallel(shape: Sequence[Size]) -> Dims:
+    return {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}
+
+
+def elementwise(
+    b: GraphBuilder, name: str, inputs: Sequence[Tensor], dtypes: Sequence[str], *, flops: float = 1.0,
+    shape: Sequence[Size] | None = None, differentiable: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Outputs of one shape; inputs broadcast as numpy's do (scalars and dims of one element)."""
+    if shape is None:
+        rank = max((len(t.shape) for t in inputs), default=0)
+        shape = [1] * rank
+        for t in inputs:
+            for i, s in enumerate(t.shape, start=rank - len(t.shape)):
+                if is_one(shape[i]):
+                    shape[i] = s
+                elif not is_one(s) and s != shape[i]:
+                    raise PaseError(
+                        f"{name} at {b.source}: shapes {[t.shape for t in inputs]} do not broadcast"
+                    )
+    reads = []
+    for t in inputs:
+        lead = len(shape) - len(t.shape)
+        walks = tuple(Walk(() if is_one(s) else (f"d{i + lead}",)) for i, s in enumerate(t.shape))
+        reads.append(Read(t, AccessMap(walks)))
+    writes = [Write(tuple(shape), d, _map(shape)) for d in dtypes]
+    return b.nest(
+        name, "elementwise", reads, writes, _parallel(shape), flops=flops, differentiable=differentiable
+    )
+
+
+def broadcast(b: GraphBuilder, x: Tensor, shape: Sequence[Size], into: Sequence[int]) -> Tensor:
+    """Dim i of x becomes dim into[i] of the result; the other dims are new."""
+    walks = tuple(Walk(() if is_one(s) else (f"d{j}",)) for s, j in zip(x.shape, into, strict=True))
+    write = Write(tuple(shape), x.dtype, _map(shape))
+    return b.nest("broadcast", "view", [Read(x, AccessMap(walks))], [write], _parallel(shape), flops=0)[0]
+
+
+def transpose(b: GraphBuilder, x: Tensor, order: Sequence[int]) -> Tensor:
+    full = _map(x.shape)
+    write = Write(tuple(x.shape[i] for i in order), x.dtype, AccessMap(tuple(full.walks[i] for i in order)))
+    return b.nest("transpose", "view", [Read(x, full)], [write], _parallel(x.shape), flops=0)[0]
+
+
+def common_factors(
+    a: Sequence[Size], b: Sequence[Size]
+) -> tuple[list[Size], list[list[int]], list[list[int]]] | None:
+    """Factor two shapes of equal size into common sub-dims, major to minor; None where they do not nest.
+
+    Returns the factors, and for each dim of a and of b the indices of the factors it is made of.
+
+    >>> common_factors([6, 4], [2, 3, 4])
+    ([2, 3, 4], [[0, 1], [2]], [[0], [1], [2]])
+    >>> common_factors([4, 3], [3, 4]) is None
+    True
+    """
+    factors: list[Size] = []
+    of_a: list[list[int]] = [[] for _ in a]
+    of_b: list[list[int]] = [[] for _ in b]
+    i = j = 0
+    left: Size = 1
+    right: Size = 1
+    while True:
+        while is_one(left) and i < len(a):
+            left, i = a[i], i + 1
+        while is_one(right) and j < len(b):
+            right, j = b[j], j + 1
+        if is_one(left) and is_one(right):
+            return factors, of_a, of_b
+        if left == right:
+            f, left, right = left, 1, 1
+        elif (q := quotient(left, right)) is not None:
+            f, left, right = right, q, 1
+        elif (q := quotient(right, left)) is not None:
+            f, left, right = left, 1, q
+        else:
+            return None
+        of_a[i - 1].append(len(factors))
+        of_b[j - 1].append(len(factors))
+        factors.append(f)
+
+
+def reshape(b: GraphBuilder, x: Tensor, shape: Sequence[Size]) -> Tensor:
+    """Split and merge dims; where the shapes do not nest (12 = 3·4 to 4·3), the dims may not be split."""
+    common = common_factors(x.shape, shape)
+    if common is None:
+        dims: Dims = {f"r{i}": (s, "replicated") for i, s in enumerate(x.shape) if not is_one(s)}
+        dims |= {f"w{i}": (s, "replicated") for i, s in enumerate(shape) if not is_one(s)}
+        read = AccessMap.of(*[() if is_one(s) else (f"r{i}",) for i, s in enumerate(x.shape)])
+        write = AccessMap.of(*[() if is_one(s) else (f"w{i}",) for i, s in enumerate(shape)])
+    else:
+        factors, of_x, of_out = common
+        dims = {f"d{i}": (s, "parallel") for i, s in enumerate(factors)}
+        read = AccessMap.of(*[tuple(f"d{i}" for i in f) for f in of_x])
+        write = AccessMap.of(*[tuple(f"d{i}" for i in f) for f in of_out])
+    return b.nest("reshape", "view", [Read(x, read)], [Write(tuple(shape), x.dtype, write)], dims, flops=0)[0]
+
+
+def reduce(
+    b: GraphBuilder, name: str, inputs: Sequence[Tensor], axes: Sequence[int], dtypes: Sequence[str], *,
+    keepdims: bool = False, combines: bool = True, differentiable: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """combines: partial results of the shards can be combined by an all-reduce (sum, max; not argmax)."""
+    shape = inputs[0].shape
+    kind: DimKind = "reduction" if combines else "replicated"
+    dims: Dims = {
+        f"d{i}": (s, kind if i in axes else "parallel") for i, s in enumerate(shape) if not is_one(s)
+    }
+    full = _map(shape).walks
+    kept = [Walk() if i in axes else full[i] for i in range(len(shape)) if keepdims or i not in axes]
+    out = tuple(1 if i in axes else s for i, s in enumerate(shape) if keepdims or i not in axes)
+    writes = [Write(out, d, AccessMap(tuple(kept))) for d in dtypes]
+    return b.nest(
+        name, "reduce", [Read(t, _map(shape)) for t in inputs], writes, dims, differentiable=differentiable
+    )
+
+
+def contract(
+    b: GraphBuilder, x: Tensor, y: Tensor, contracting: tuple[Sequence[int], Sequence[int]],
+    batch: tuple[Sequence[int], Sequence[int]] = ((), ()), dtype: str | None = None, name: str = "dot_general",
+) -> Tensor:  # fmt: skip
+    """A batched matrix product; result dims are batch, then x's free dims, then y's free dims."""
+    names_x: dict[int, str] = {}
+    names_y: dict[int, str] = {}
+    dims: Dims = {}
+    out: list[tuple[str, Size]] = []
+
+    def new(name: str, size: Size, kind: DimKind) -> str:
+        if not is_one(size):
+            dims[name] = (size, kind)
+        return name
+
+    for k, (i, j) in enumerate(zip(*batch, strict=True)):
+        names_x[i] = names_y[j] = new(f"b{k}", x.shape[i], "parallel")
+        out.append((names_x[i], x.shape[i]))
+    for k, (i, j) in enumerate(zip(*contracting, strict=True)):
+        names_x[i] = names_y[j] = new(f"k{k}", x.shape[i], "reduction")
+    for letter, t, names in (("m", x, names_x), ("n", y, names_y)):
+        for i, s in enumerate(t.shape):
+            if i not in names:
+                names[i] = new(f"{letter}{i}", s, "parallel")
+                out.append((names[i], s))
+
+    def walk(names: Sequence[str]) -> AccessMap:
+        return AccessMap.of(*[(n,) if n in dims else () for n in names])
+
+    reads = [Read(t, walk([n[i] for i in range(len(t.shape))])) for t, n in ((x, names_x), (y, names_y))]
+    write = Write(tuple(s for _, s in out), dtype or x.dtype, walk([n for n, _ in out]))
+    return b.nest(name, "matmul", reads, [write], dims, flops=2.0)[0]
+
+
+def _windowed(
+    name: str, size_in: Size, size_out: Size, extent: int, stride: int, dims: Dims, dilated: bool
+) -> Walk:
+    """A spatial dim: split only where blocks of the output sit over blocks of the input."""
+    if is_one(size_out) and is_one(size_in):
+        return Walk()
+    aligned = not dilated and size_in == size_out * stride
+    dims[name] = (size_out, "parallel" if aligned else "replicated")
+    return Walk((name,), Window(extent=extent, stride=stride) if extent > 1 or stride > 1 else None)
+
+
+def conv(
+    b: GraphBuilder, x: Tensor, w: Tensor, shape: Sequence[Size], dtype: str, *,
+    x_dims: tuple[int, int, Sequence[int]], w_dims: tuple[int, int, Sequence[int]],
+    out_dims: tuple[int, int, Sequence[int]], strides: Sequence[int], dilation: Sequence[int],
+    input_dilation: Sequence[int] = (), groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """Convolution. Dim triples: x (batch, channel, spatial), w (out-channel, in-channel, spatial), out as x."""
+    xb, xc, xs = x_dims
+    wn, wc, ws = w_dims
+    ob, on, os = out_dims
+    dims: Dims = {}
+
+    def dim(name: str, size: Size, kind: DimKind) -> tuple[str, ...]:
+        if is_one(size):
+            return ()
+        dims[name] = (size, kind)
+        return (name,)
+
+    batch = dim("b", x.shape[xb], "parallel")
+    g = dim("g", groups, "parallel") if groups > 1 else ()
+    per_group = quotient(w.shape[wn], groups)
+    if per_group is None:
+        raise PaseError(f"convolution at {b.source}: {w.shape[wn]} output channels in {groups} groups")
+    c = dim("c", w.shape[wc], "reduction")
+    n = dim("n", per_group, "parallel")
+    walks_x: list[Walk] = [Walk()] * len(x.shape)
+    walks_w: list[Walk] = [Walk()] * len(w.shape)
+    walks_o: list[Walk] = [Walk()] * len(shape)
+    walks_x[xb] = walks_o[ob] = Walk(batch)
+    walks_x[xc], walks_w[wc] = Walk(g + c), Walk(c)
+    walks_w[wn], walks_o[on] = Walk(g + n), Walk(g + n)
+    for k, (i, j, o) in enumerate(zip(xs, ws, os, strict=True)):
+        extent = w.shape[j]
+        if not isinstance(extent, int):
+            raise PaseError(f"convolution at {b.source}: a filter's extent must be a number, got {extent}")
+        up = bool(input_dilation) and input_dilation[k] != 1
+        reach = (extent - 1) * dilation[k] + 1
+        walks_x[i] = _windowed(f"h{k}", x.shape[i], shape[o], reach, strides[k], dims, up)
+        walks_o[o] = Walk((f"h{k}",)) if f"h{k}" in dims and not is_one(shape[o]) else Walk()
+        if not is_one(extent):
+            dims[f"r{k}"] = (extent, "window")
+            walks_w[j] = Walk((f"r{k}",))
+    reads = [Read(x, AccessMap(tuple(walks_x))), Read(w, AccessMap(tuple(walks_w)))]
+    return b.nest(
+        "conv", "conv", reads, [Write(tuple(shape), dtype, AccessMap(tuple(walks_o)))], dims, flops=2.0
+    )[0]
+
+
+def window_reduce(
+    b: GraphBuilder, name: str, x: Tensor, shape: Sequence[Size], window: Sequence[int], strides: Sequence[int],
+    dilation: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """Pooling over every dim whose window is larger than one."""
+    dims: Dims = {}
+    walks: list[Walk] = []
+    points = 1
+    for i, (s_in, s_out) in enumerate(zip(x.shape, shape, strict=True)):
+        reach = (window[i] - 1) * (dilation[i] if dilation else 1) + 1
+        if window[i] == 1 and strides[i] == 1 and s_in == s_out:
+            walks.append(Walk(() if is_one(s_in) else (f"d{i}",)))
+            if not is_one(s_in):
+                dims[f"d{i}"] = (s_in, "parallel")
+        else:
+            walks.append(_windowed(f"d{i}", s_in, s_out, reach, strides[i], dims, False))
+            points *= window[i]
+    out = AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])
+    write = Write(tuple(shape), x.dtype, out)
+    return b.nest(name, "window", [Read(x, AccessMap(tuple(walks)))], [write], dims, flops=float(points))[0]
+
+
+def gather(
+    b: GraphBuilder, name: str, x: Tensor, ids: Tensor, shape: Sequence[Size], *, offset_dims: Sequence[int],
+    collapsed: Sequence[int], indexed: Sequence[int], slice_sizes: Sequence[Size],
+    x_batch: Sequence[int] = (), ids_batch: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """XLA's gather; ids' last dim is the index vector. An indexed dim taken one element at a time may be
+    split: each shard looks up what it has, and the rows are summed."""
+    dims: Dims = {}
+    walks_x: list[Walk] = [Walk()] * len(x.shape)
+    walks_i: list[Walk] = [Walk()] * len(ids.shape)
+    walks_o: list[Walk] = [Walk()] * len(shape)
+
+    def dim(name: str, size: Size, kind: DimKind = "parallel") -> Walk:
+        if is_one(size):
+            return Walk()
+        dims[name] = (size, kind)
+        return Walk((name,))
+
+    batch_out = [i for i in range(len(shape)) if i not in offset_dims]
+    for i, o in zip(range(len(ids.shape) - 1), batch_out, strict=True):
+        walks_i[i] = walks_o[o] = dim(f"i{i}", ids.shape[i])
+    if not is_one(ids.shape[-1]):
+        walks_i[-1] = dim("iv", ids.shape[-1], "replicated")
+    for xd, idd in zip(x_batch, ids_batch, strict=True):
+        walks_x[xd] = walks_i[idd]
+    kept = [d for d in range(len(x.shape)) if d not in collapsed and d not in x_batch]
+    for o, d in zip(offset_dims, kept, strict=True):
+        if slice_sizes[d] == x.shape[d] and d not in indexed:
+            walks_x[d] = walks_o[o] = dim(f"x{d}", x.shape[d])
+        else:
+            walks_x[d] = dim(f"x{d}", x.shape[d], "replicated")
+            walks_o[o] = dim(f"o{o}", shape[o], "replicated")
+    for d in collapsed:
+        walks_x[d] = dim(f"x{d}", x.shape[d], "reduction")
+    out = AccessMap(tuple(walks_o))
+    reads = [Read(x, AccessMap(tuple(walks_x)), sparse=True), Read(ids, AccessMap(tuple(walks_i)))]
+    return b.nest(name, "gather", reads, [Write(tuple(shape), x.dtype, out)], dims, over=out.dims)[0]
+
+
+def scatter(
+    b: GraphBuilder, name: str, x: Tensor, ids: Tensor, updates: Tensor, *, window_dims: Sequence[int],
+    inserted: Sequence[int], indexed: Sequence[int], x_batch: Sequence[int] = (), ids_batch: Sequence[int] = (),
+    combines: bool = True,
+) -> Tensor:  # fmt: skip
+    """XLA's scatter. combines: updates add up (or take a maximum), so that shards of them give partial results."""
+    dims: Dims = {}
+    walks_x: list[Walk] = [Walk()] * len(x.shape)
+    walks_i: list[Walk] = [Walk()] * len(ids.shape)
+    walks_u: list[Walk] = [Walk()] * len(updates.shape)
+
+    def dim(name: str, size: Size, kind: DimKind = "parallel") -> Walk:
+        if is_one(size):
+            return Walk()
+        dims[name] = (size, kind)
+        return Walk((name,))
+
+    batch_u = [i for i in range(len(updates.shape)) if i not in window_dims]
+    for i, u in zip(range(len(ids.shape) - 1), batch_u, strict=True):
+        kind: DimKind = "parallel" if i in ids_batch else "reduction" if combines else "replicated"
+        walks_i[i] = walks_u[u] = dim(f"i{i}", ids.shape[i], kind)
+    if not is_one(ids.shape[-1]):
+        walks_i[-1] = dim("iv", ids.shape[-1], "replicated")
+    for xd, idd in zip(x_batch, ids_batch, strict=True):
+        walks_x[xd] = walks_i[idd]
+    kept = [d for d in range(len(x.shape)) if d not in inserted and d not in x_batch]
+    for u, d in zip(window_dims, kept, strict=True):
+        if updates.shape[u] == x.shape[d] and d not in indexed:
+            walks_x[d] = walks_u[u] = dim(f"x{d}", x.shape[d])
+        else:
+            walks_x[d] = dim(f"x{d}", x.shape[d], "replicated")
+            walks_u[u] = dim(f"u{u}", updates.shape[u], "replicated")
+    for d in inserted:
+        walks_x[d] = dim(f"x{d}", x.shape[d])
+    access = AccessMap(tuple(walks_x))
+    reads = [Read(x, access), Read(ids, AccessMap(tuple(walks_i))), Read(updates, AccessMap(tuple(walks_u)))]
+    over = AccessMap(tuple(walks_u)).dims
+    return b.nest(name, "scatter", reads, [Write(tuple(x.shape), x.dtype, access)], dims, over=over)[0]
+
+
+def restrict(
+    b: GraphBuilder, name: str, inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool],
+) -> Tensor:  # fmt: skip
+    """Slice, pad, roll and the like: a dim that is kept whole may be split, one that changes may not."""
+    dims: Dims = {}
+    reads = []
+    for k, t in enumerate(inputs):
+        if len(t.shape) != len(shape):  # an index or a padding value: a scalar
+            reads.append(Read(t, AccessMap.of(*[()] * len(t.shape))))
+            continue
+        walks = []
+        for i, s in enumerate(t.shape):
+            if is_one(s):
+                walks.append(Walk())
+            elif dims_kept[i]:
+                dims[f"d{i}"] = (s, "parallel")
+                walks.append(Walk((f"d{i}",)))
+            else:
+                dims[f"r{k}_{i}"] = (s, "replicated")
+                walks.append(Walk((f"r{k}_{i}",)))
+        reads.append(Read(t, AccessMap(tuple(walks))))
+    out = []
+    for i, s in enumerate(shape):
+        if is_one(s):
+            out.append(Walk())
+        else:
+            key = f"d{i}" if dims_kept[i] else f"w{i}"
+            dims.setdefault(key, (s, "parallel" if dims_kept[i] else "replicated"))
+            out.append(Walk((key,)))
+    m = AccessMap(tuple(out))
+    return b.nest(
+        name, "view", reads, [Write(tuple(shape), inputs[0].dtype, m)], dims, flops=1.0, over=m.dims
+    )[0]
+
+
+def concat(b: GraphBuilder, inputs: Sequence[Tensor], axis: int) -> Tensor:
+    """The joined dim may not be split."""
+    shape = list(inputs[0].shape)
+    total: Size = 0
+    for t in inputs:
+        total = total + t.shape[axis]  # type: ignore[operator]
+    shape[axis] = total
+    return restrict(b, "concatenate", inputs, shape, [i != axis for i in range(len(shape))])
+
+
+def sequential(
+    b: GraphBuilder, name: str, inputs: Sequence[Tensor], axis: int, outs: Sequence[tuple[tuple[Size, ...], str]], *,
+    flops: float = 1.0, differentiable: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Cumulative sums, sorts, top-k: every dim but ``axis`` may be split."""
+    shape = inputs[0].shape
+    dims: Dims = {
+        f"d{i}": (s, "replicated" if i == axis else "parallel") for i, s in enumerate(shape) if not is_one(s)
+    }
+    writes = []
+    for out, dtype in outs:
+        walks = []
+        for i, s in enumerate(out):
+            key = f"d{i}" if i != axis or s == shape[axis] else "w"
+            if is_one(s):
+                walks.append(Walk())
+                continue
+            dims.setdefault(key, (s, "replicated"))
+            walks.append(Walk((key,)))
+        writes.append(Write(tuple(out), dtype, AccessMap(tuple(walks))))
+    reads = [Read(t, _map(t.shape)) for t in inputs]
+    return b.nest(name, "sequential", reads, writes, dims, flops=flops, differentiable=differentiable)
+
+
+def generate(
+    b: GraphBuilder, name: str, shape: Sequence[Size], dtype: str, inputs: Sequence[Tensor] = ()
+) -> Tensor:
+    """Values made on the spot (iota, random bits): every dim may be split; inputs are small and whole."""
+    dims = _parallel(shape)
+    reads = []
+    for k, t in enumerate(inputs):
+        walks = [() if is_one(s) else (f"r{k}_{i}",) for i, s in enumerate(t.shape)]
+        dims |= {f"r{k}_{i}": (s, "replicated") for i, s in enumerate(t.shape) if not is_one(s)}
+        reads.append(Read(t, AccessMap.of(*walks)))
+    m = _map(shape)
+    return b.nest(
+        name, "generate", reads, [Write(tuple(shape), dtype, m)], dims, over=m.dims, differentiable=False
+    )[0]
+
+
+def opaque(
+    b: GraphBuilder, name: str, inputs: Sequence[Tensor], outs: Sequence[tuple[tuple[Size, ...], str]], *,
+    flops: float = 0.0, differentiable: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """An op that may not be split: every device computes all of it.
+
+    flops: of the whole op; with 0 its memory traffic alone is priced.
+    """
+    dims: Dims = {}
+    reads, writes = [], []
+    for k, t in enumerate(inputs):
+        walks = [() if is_one(s) else (f"r{k}_{i}",) for i, s in enumerate(t.shape)]
+        dims |= {f"r{k}_{i}": (s, "replicated") for i, s in enumerate(t.shape) if not is_one(s)}
+        reads.append(Read(t, AccessMap.of(*walks)))
+    for k, (shape, dtype) in enumerate(outs):
+        walks = [() if is_one(s) else (f"w{k}_{i}",) for i, s in enumerate(shape)]
+        dims |= {f"w{k}_{i}": (s, "replicated") for i, s in enumerate(shape) if not is_one(s)}
+        writes.append(Write(tuple(shape), dtype, AccessMap.of(*walks)))
+    return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=(), differentiable=differentiable)
+
+
+def elements(shape: Sequence[Size]) -> Size:
+    return product(shape)
