@@ -63,8 +63,9 @@ def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
 def _seconds_per_byte(machine: Machine, g: Group, fraction: float) -> list[float]:
     """By level: seconds for a device to send one byte at this level while all others do."""
     out = []
-    for level, stretch, ring in zip(machine.levels, g.stretch, g.ring, strict=True):
-        rate = level.bandwidth_bytes_per_s * level.efficiency * fraction
+    for level, w, stretch, ring in zip(machine.levels, g.ways, g.stretch, g.ring, strict=True):
+        bandwidth = level.bandwidth_at_ways.get(w, level.bandwidth_bytes_per_s)
+        rate = bandwidth * level.efficiency * fraction
         if level.topology == "torus":
             rate *= (2 if ring else 1) / stretch
         out.append(1 / rate)

@@ -179,6 +179,13 @@ def _device(r: _Reader) -> Device:
     return device
 
 
+def _at_ways(r: _Reader) -> dict[int, float]:
+    for key in r.table:
+        if not key.isdigit() or int(key) < 2:
+            raise r.error(key, "must be a number of ways, 2 or more")
+    return {int(key): r.number(key) for key in list(r.table)}
+
+
 def _level(r: _Reader, last: bool) -> LinkLevel:
     level = LinkLevel(
         name=r.text("name"),
@@ -188,6 +195,7 @@ def _level(r: _Reader, last: bool) -> LinkLevel:
         efficiency=r.number("efficiency", 1.0, high=1.0),
         topology=r.text("topology", "switch", one_of=("switch", "torus")),  # type: ignore[arg-type]
         wrap_ways=r.integer("wrap_ways", 0),
+        bandwidth_at_ways=_at_ways(r.sub("bandwidth_at_ways")),
     )
     r.done(_keys(LinkLevel))
     if level.ways == 0 and not last:

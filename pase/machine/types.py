@@ -121,6 +121,7 @@ class LinkLevel:
     ``efficiency`` of it. The last level has ``ways = 0``: as many as are asked for.
     topology: "switch": every pair at full speed; "torus": a line of neighbours, closed to a ring
     (both directions usable, so twice the bandwidth) once ``wrap_ways`` are in use (0: never).
+    bandwidth_at_ways: where wires join only some pairs: what a group of so many devices gets instead.
     """
 
     name: str
@@ -130,6 +131,7 @@ class LinkLevel:
     efficiency: float = 1.0
     topology: Literal["switch", "torus"] = "switch"
     wrap_ways: int = 0
+    bandwidth_at_ways: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
