@@ -3,7 +3,7 @@
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := dev,jax,ortools
+EXTRAS := dev,jax,ortools,traces
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Processes that run tests side by side, and what else to tell pytest: make test ARGS="-k search"
 JOBS   ?= 2

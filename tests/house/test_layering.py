@@ -1,0 +1,184 @@
+"""Which module may import which: the table of the design, read off the code by ast."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {name: ROOT / name for name in ("frontends", "backends", "costmodels")}
+
+FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "equinox", "tensorflow", "mesh_tensorflow", "onnx", "torch"}
+SOLVERS = {"ortools", "highspy", "cvxpy"}
+
+# layer -> the other layers of pase that it may import. pase.errors, and a layer's own modules, always.
+MAY_IMPORT: dict[str, set[str]] = {
+    "pase.ir": set(),
+    "pase.ops": {"pase.ir"},
+    "pase.machine": {"pase.ir"},
+    "pase.tables": {"pase.ir", "pase.machine", "pase.ops"},
+    "pase.search": {"pase.tables"},
+    "pase.schedule": {"pase.ir", "pase.machine"},
+    "pase.replay": {"pase.ir", "pase.machine"},
+    "pase.costmodels": {"pase.ir", "pase.machine"},
+    "pase.frontends": {"pase.ir", "pase.ops"},
+    "pase.backends": {"pase.ir", "pase.machine", "pase.plan"},
+    "pase.zoo": {"pase.ir"},
+}
+
+# layer -> the packages that it may import at the top of a file (the standard library and numpy always).
+OUTSIDE: dict[str, set[str]] = {
+    "pase.ir": {"sympy", "networkx"},
+    "pase.ops": {"sympy"},
+    "pase.machine": set(),
+    "pase.tables": set(),
+    "pase.search": {"numba"},
+    "pase.schedule": {"networkx", "scipy"},
+    "pase.replay": {"numba", "networkx", "scipy"},
+    "pase.costmodels": set(),
+    "pase.frontends": {"sympy", "networkx"},
+    "pase.backends": set(),
+    "pase.zoo": {"jax"},  # the models themselves, each loaded when it is asked for
+    "pase.commands": {"typer"},
+    "pase": {"typer"},
+}
+
+MAY_USE_FRAMEWORKS = {"pase.frontends", "pase.backends", "pase.zoo", "pase.commands", "pase"}
+
+# Files that may import numba: the loops that need it.
+KERNELS = {
+    *(ROOT / "pase" / "search").glob("*kernel*.py"),
+    *(ROOT / "pase" / "replay").glob("*kernel*.py"),
+    ROOT / "pase" / "schedule" / "engine.py",
+}
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(dotted name, file) of every module of pase; the linked folders once each."""
+    found = []
+    for base, prefix in [
+        (ROOT / "pase", "pase"),
+        *((path, f"pase.{name}") for name, path in FOLDERS.items()),
+    ]:
+        for file in sorted(base.rglob("*.py")):
+            inside = file.relative_to(base)
+            if "__pycache__" in inside.parts or (prefix == "pase" and inside.parts[0] in FOLDERS):
+                continue
+            parts = [prefix, *inside.with_suffix("").parts]
+            found.append((".".join(p for p in parts if p != "__init__"), file))
+    return found
+
+
+def layer(name: str) -> str:
+    """The layer a module belongs to: its package under pase, or the module directly under pase."""
+    return ".".join(name.split(".")[:2])
+
+
+def imports(tree: ast.Module, name: str, package: bool) -> list[tuple[str, bool, int]]:
+    """(module, at the top of the file, line) of each import; those for type checkers alone are left out."""
+    found: list[tuple[str, bool, int]] = []
+
+    def visit(node: ast.AST, top: bool) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                visit(other, top)
+            return
+        if isinstance(node, ast.Import):
+            found.extend((a.name, top, node.lineno) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = name.split(".")[: len(name.split(".")) - node.level + package]
+                base = ".".join([*up, *([base] if base else [])])
+            # "from pase import search" imports pase.search.
+            found.extend(
+                (f"{base}.{a.name}" if base == "pase" else base, top, node.lineno) for a in node.names
+            )
+        inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inner)
+
+    visit(tree, True)
+    return found
+
+
+ALL = [
+    (name, file, imports(ast.parse(file.read_text()), name, file.stem == "__init__"))
+    for name, file in modules()
+]
+
+
+def test_the_reader_of_imports_sees_them():
+    source = (
+        "from typing import TYPE_CHECKING\nimport a.b\nfrom . import c\nfrom .d import e\n"
+        "from pase import search\n"
+        "if TYPE_CHECKING:\n    import f\ndef g():\n    import h\n"
+    )
+    found = imports(ast.parse(source), "pase.x.y", False)
+    assert found == [
+        ("typing", True, 1),
+        ("a.b", True, 2),
+        ("pase.x", True, 3),
+        ("pase.x.d", True, 4),
+        ("pase.search", True, 5),
+        ("h", False, 9),
+    ]
+    assert len(ALL) > 30
+
+
+@pytest.mark.parametrize("upper", sorted(MAY_IMPORT))
+def test_layers_import_downwards_only(upper):
+    wrong = []
+    for name, file, found in ALL:
+        if layer(name) != upper:
+            continue
+        for target, _, line in found:
+            if target == "pase" or not target.startswith("pase."):
+                continue
+            if layer(target) not in MAY_IMPORT[upper] | {upper, "pase.errors"}:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("upper", sorted(OUTSIDE))
+def test_heavy_packages_are_imported_where_they_are_needed(upper):
+    """At the top of a file: what the layer's row names. In functions: frameworks, in the layers for them."""
+    wrong = []
+    for name, file, found in ALL:
+        if (layer(name) if layer(name) in OUTSIDE else "pase") != upper:
+            continue
+        for target, top, line in found:
+            package = target.split(".")[0]
+            if package in sys.stdlib_module_names or package in ("pase", "numpy"):
+                continue
+            if top and package not in OUTSIDE[upper]:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {package} when it is loaded")
+            if package in FRAMEWORKS and upper not in MAY_USE_FRAMEWORKS:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {package}")
+            if package == "numba" and file not in KERNELS:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports numba outside of a kernel file")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "heavy"),
+    [
+        (
+            "pase",
+            FRAMEWORKS
+            | SOLVERS
+            | {"numba", "sympy", "scipy", "networkx", "typer", "rich", "plotly", "pandas"},
+        ),
+        ("pase.cli", FRAMEWORKS | SOLVERS | {"numba", "sympy", "scipy", "networkx", "plotly", "pandas"}),
+        *((layer, FRAMEWORKS | SOLVERS | {"plotly", "pandas"}) for layer in MAY_IMPORT),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_importing_loads_nothing_heavy(loaded, heavy):
+    program = f"import sys, {loaded}; print(sorted(m for m in {sorted(heavy)!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

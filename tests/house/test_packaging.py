@@ -1,0 +1,123 @@
+"""What a user installs: a wheel that holds the packages and their data, and names nothing else's."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINKED = ("frontends", "backends", "costmodels")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy: setuptools leaves a build folder behind."""
+    source = tmp_path_factory.mktemp("source")
+    skipped = shutil.ignore_patterns("__pycache__", "*.nbi", "*.nbc")
+    for name in ("pase", *LINKED):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skipped)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    out = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
+    built = subprocess.run([*pip, "-w", str(out), str(source)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def test_the_wheel_holds_every_module_and_data_file(wheel):
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    tops = {name.split("/")[0] for name in packed}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"pase"}
+    wanted = set()
+    for folder in [ROOT / "pase", *(ROOT / name for name in LINKED)]:
+        inside = "pase" if folder.name == "pase" else f"pase/{folder.name}"
+        for pattern in ("*.py", "*.toml", "*.json", "py.typed"):
+            wanted |= {
+                f"{inside}/{p.relative_to(folder)}"
+                for p in folder.rglob(pattern)
+                if "__pycache__" not in p.parts
+            }
+    assert len(wanted) > 30
+    assert wanted <= packed, f"left out of the wheel: {sorted(wanted - packed)}"
+    assert any(name.endswith("licenses/LICENSE") for name in packed)
+
+
+def test_the_wheel_imports_from_a_folder_of_its_own(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import pase, pase.frontends, pase.backends, pase.costmodels, pase.backends.hlo, pase.cli\n"
+        "modules = pase, pase.frontends, pase.backends, pase.costmodels, pase.backends.hlo, pase.cli\n"
+        "print('\\n'.join(m.__file__ for m in modules))\n"
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, cwd=elsewhere
+    )
+    assert done.returncode == 0, done.stderr
+    files = done.stdout.split()
+    assert len(files) == 6 and all(Path(f).is_relative_to(tmp_path) for f in files), files
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_bare_import_of_a_top_level_folder_is_refused(name):
+    done = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert f"import pase.{name}, not {name}" in done.stderr
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_the_links_are_relative(name):
+    link = ROOT / "pase" / name
+    assert link.is_symlink() and str(link.readlink()) == f"../{name}"
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_constraints_are_plain_pins_of_all_that_is_asked_for():
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        assert re.fullmatch(r"#.*|[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line), line
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    asked = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    for extra in project["project"]["optional-dependencies"].values():
+        asked += extra
+    names = {canonical(re.match(r"[A-Za-z0-9._-]+", a)[0]) for a in asked}  # type: ignore[index]
+    assert names <= {canonical(n) for n in pins()}
+
+
+def test_this_environment_is_the_pinned_one():
+    from importlib.metadata import PackageNotFoundError, version
+
+    wrong = {}
+    for name, pinned in pins().items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue  # of an extra that is not installed here
+        if found != pinned:
+            wrong[name] = f"{found}, pinned {pinned}"
+    assert not wrong
+
+
+def test_no_file_names_a_package_index():
+    names = ("constraints.txt", "pyproject.toml", "Makefile", ".ci/run", ".pre-commit-config.yaml")
+    for name in names:
+        text = (ROOT / name).read_text()
+        assert not re.search(r"https?://|file://|--index|--find-links|index-url", text), name
