@@ -1,0 +1,112 @@
+"""``pase machines``: what machines are known, and where each of their numbers is from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["machines"]
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def _si(value: float, unit: str) -> str:
+    for scale, prefix in _PREFIXES:
+        if value >= scale:
+            return f"{value / scale:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def _as_json(machine: Any) -> dict[str, Any]:
+    return {**dataclasses.asdict(machine), "digest": machine.digest}
+
+
+def _table(all_machines: list[Any]) -> Any:
+    from rich.table import Table
+
+    from pase.machine import DEFAULT
+
+    table = Table(title="Machines (--machine NAME, or the path of a .toml file)")
+    for column in ("name", "device", "memory", "memory bandwidth", "16-bit matmul", "links, innermost first"):
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    for m in all_machines:
+        links = []
+        for level in m.levels:
+            ways = "" if level.ways == 0 else f"×{level.ways} "
+            links.append(f"{level.name} {ways}{_si(level.bandwidth_bytes_per_s, 'B/s')}")
+        table.add_row(
+            m.name + (" (default)" if m.name == DEFAULT else ""),
+            m.device.name,
+            _si(m.device.memory_bytes, "B"),
+            _si(m.device.memory_bandwidth_bytes_per_s, "B/s"),
+            _si(max(m.device.peak("bfloat16"), m.device.peak("float16")), "FLOP/s"),
+            "; ".join(links),
+        )
+    return table
+
+
+def _details(m: Any) -> Any:
+    """Tables of one machine's numbers, and of their sources."""
+    from rich.console import Group
+    from rich.table import Table
+
+    device = m.device
+    numbers = Table(title=f"{m.name}: {m.title}", show_header=False)
+    numbers.add_row("digest", m.digest)
+    numbers.add_row("device", device.name)
+    numbers.add_row("memory", _si(device.memory_bytes, "B"))
+    numbers.add_row("memory bandwidth", _si(device.memory_bandwidth_bytes_per_s, "B/s"))
+    for dtype, peak in device.peak_flops.items():
+        numbers.add_row(f"peak {dtype}", _si(peak, "FLOP/s"))
+    for kind, part in device.efficiency.items():
+        numbers.add_row(f"efficiency, {kind}", f"{part:.0%}")
+    numbers.add_row("launch", f"{device.launch_s * 1e6:g} µs")
+    for level in m.levels:
+        ways = "any number" if level.ways == 0 else f"{level.ways} ways"
+        rate = f"{_si(level.bandwidth_bytes_per_s, 'B/s')} a device and direction × {level.efficiency:.3g}"
+        numbers.add_row(
+            f"link {level.name}", f"{ways}, {level.topology}, {rate}, {level.latency_s * 1e6:g} µs a step"
+        )
+    for a in m.algorithms:
+        steps = ", ".join(f"{s * 1e6:g}" for s in a.step_s)
+        numbers.add_row(
+            f"{a.algorithm}, {a.protocol}",
+            f"{a.launch_s * 1e6:g} µs + {steps} µs a step, {a.bandwidth_fraction:.3g} of the bandwidth",
+        )
+    measured = len(device.matmul_tables) + (device.memory_curve is not None) + len(m.collectives)
+    numbers.add_row(
+        "measured tables", str(measured) if measured else "none: figures of vendors and libraries"
+    )
+    for key, value in m.provenance.items():
+        numbers.add_row(key, value)
+    sources = Table(title="Sources")
+    sources.add_column("number", no_wrap=True)
+    sources.add_column("from", overflow="fold")
+    for key, value in sorted(m.sources.items()):
+        sources.add_row(key, value)
+    return Group(numbers, sources)
+
+
+def machines(
+    name: Annotated[
+        str | None, typer.Argument(help="Show this one: a name, or the path of a .toml file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """The machines that come with pase; or one of them, or a file of your own, with every source.
+
+    A copy of a machine file with other figures, or one from pase calibrate, is given as --machine FILE.
+    """
+    from pase.machine import load, names
+
+    shown = [load(name)] if name else [load(n) for n in names()]
+    if as_json:
+        found = [_as_json(m) for m in shown]
+        print(json.dumps(found[0] if name else {"machines": found}))
+        return
+    from rich.console import Console
+
+    Console().print(_details(shown[0]) if name else _table(shown))
