@@ -1,0 +1,201 @@
+"""Fills timeline columns event by event, within limits, and counts what had to be left out."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from pase.replay.reader import LIMITS, Limits
+from pase.replay.types import COLUMNS, Group, Lane, Mark, Problem, Timeline
+
+__all__ = ["Builder", "combine", "split_devices"]
+
+_FAR_NS = 1 << 61
+_JUMP_NS = 600 * 10**9
+"""Ten minutes without any event: the clock was set, or two runs share the file."""
+
+
+class Builder:
+    """Columns of one rank under construction."""
+
+    def __init__(self, where: str, rank: int, limits: Limits = LIMITS) -> None:
+        self.where, self.rank, self.limits = where, rank, limits
+        self._columns = {k: array("q") for k in COLUMNS}
+        self._append = tuple(c.append for c in self._columns.values())
+        self.names: dict[str, int] = {}
+        self.lanes: dict[tuple[object, bool], int] = {}
+        self.lane_names: list[str] = []
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.marks: list[Mark] = []
+        self.left_out: Counter[str] = Counter()
+        self.dataflow: dict[str, tuple[str, ...]] = {}
+        self.host = ""
+
+    def name(self, text: str) -> int:
+        """The number of a name."""
+        known = self.names.get(text)
+        if known is not None:
+            return known
+        if len(self.names) >= self.limits.names:
+            self.left_out[f"names past {self.limits.names} were filed under one"] += 1
+            text = "(other names)"
+        elif len(text) > self.limits.name_chars:
+            text = text[: self.limits.name_chars]
+        return self.names.setdefault(text, len(self.names))
+
+    def lane(self, key: object, device: bool, label: str) -> int:
+        """The number of a lane; −1 once the limit of lanes is reached."""
+        known = self.lanes.get((key, device))
+        if known is not None:
+            return known
+        if len(self.lanes) >= self.limits.lanes:
+            return -1
+        self.lanes[(key, device)] = len(self.lane_names)
+        self.lane_names.append(label[:100])
+        return len(self.lane_names) - 1
+
+    def group(self, name: str, ranks: tuple[int, ...] = ()) -> int:
+        if name not in self.groups or (ranks and not self.groups[name]):
+            self.groups[name] = ranks
+        return list(self.groups).index(name)
+
+    def add(
+        self,
+        lane: int,
+        kind: int,
+        name: int,
+        start_ns: int,
+        duration_ns: int,
+        correlation: int = -1,
+        nbytes: int = -1,
+        operation: int = 0,
+        group: int = -1,
+        iteration: int = -1,
+    ) -> None:
+        """Append one event, or count why it cannot be used."""
+        if lane < 0:
+            self.left_out[f"events on threads beyond the first {self.limits.lanes} of this rank"] += 1
+        elif not 0 <= duration_ns < _FAR_NS or not -_FAR_NS < start_ns < _FAR_NS:
+            self.left_out["events with a negative or absurd time or duration"] += 1
+        elif len(self) >= self.limits.events:
+            self.left_out[f"events past the first {self.limits.events}"] += 1
+        else:
+            if not -1 <= correlation < _FAR_NS:
+                correlation = -1
+            if not -1 <= nbytes < _FAR_NS:
+                nbytes = -1
+            row = (lane, kind, name, start_ns, duration_ns, correlation, nbytes, operation, group, iteration)
+            for append, value in zip(self._append, row, strict=True):
+                append(value)
+
+    def __len__(self) -> int:
+        return len(self._columns["lane"])
+
+    def finish(self) -> Timeline:
+        """The rank's timeline: sorted, clock jumps removed, problems listed."""
+        columns = {k: np.frombuffer(self._columns[k], dtype=np.int64).astype(t) for k, t in COLUMNS.items()}
+        problems = [
+            Problem(where=self.where, what=f"{n} {what}, left out") for what, n in self.left_out.items()
+        ]
+        keep = _largest_cluster(columns["start_ns"])
+        if keep is not None:
+            lost = len(keep) - int(keep.sum())
+            columns = {k: v[keep] for k, v in columns.items()}
+            problems.append(
+                Problem(
+                    where=self.where,
+                    what=f"the clock jumps by more than ten minutes; {lost} events outside the longest stretch left out",
+                )
+            )
+        # An enclosing event sorts before the events inside it.
+        order = np.lexsort((-columns["duration_ns"], columns["start_ns"], columns["lane"]))
+        device = {i: dev for (_, dev), i in self.lanes.items()}
+        return Timeline(
+            columns={k: v[order] for k, v in columns.items()},
+            names=tuple(self.names),
+            lanes=tuple(
+                Lane(rank=self.rank, name=n, device=device[i]) for i, n in enumerate(self.lane_names)
+            ),
+            groups=tuple(Group(name=n, ranks=r) for n, r in self.groups.items()),
+            marks=tuple(sorted(self.marks, key=lambda m: m.start_ns)),
+            problems=tuple(problems),
+            hosts={self.rank: self.host} if self.host else {},
+            dataflow=self.dataflow,
+        )
+
+
+def _largest_cluster(starts: np.ndarray) -> np.ndarray | None:
+    """Mask of the events in the most populous stretch without a ten-minute hole, None where there is no hole."""
+    if len(starts) < 2:
+        return None
+    order = np.argsort(starts, kind="stable")
+    cuts = np.flatnonzero(np.diff(starts[order]) > _JUMP_NS) + 1
+    if not len(cuts):
+        return None
+    edges = np.concatenate(([0], cuts, [len(starts)]))
+    best = int(np.diff(edges).argmax())
+    keep = np.zeros(len(starts), dtype=bool)
+    keep[order[edges[best] : edges[best + 1]]] = True
+    return keep
+
+
+def split_devices(t: Timeline) -> Timeline:
+    """One rank per device where a process drives several (XLA lanes are named "device:stream").
+
+    Device d of process p becomes rank p · devices + d. The CPU threads stay with the first; every rank
+    gets the process's iterations, as they share its clock.
+    """
+    parsed = [lane.name.partition(":") if lane.device else ("", "", "") for lane in t.lanes]
+    numbers = sorted({int(p[0]) for p in parsed if p[1] and p[0].isdigit()})
+    if not numbers:
+        return t
+    base = t.lanes[0].rank * len(numbers)
+    lanes = [
+        Lane(
+            rank=base + (numbers.index(int(p[0])) if p[1] else 0), name=p[2] or lane.name, device=lane.device
+        )
+        for lane, p in zip(t.lanes, parsed, strict=True)
+    ]
+    ranks = range(base, base + len(numbers))
+    marks = tuple(replace(m, rank=r) for r in ranks for m in t.marks)
+    host = next(iter(t.hosts.values()), "")
+    everyone = tuple(Group(name=g.name, ranks=g.ranks or tuple(ranks) * (len(numbers) > 1)) for g in t.groups)
+    return replace(
+        t, lanes=tuple(lanes), marks=marks, groups=everyone, hosts=dict.fromkeys(ranks, host) if host else {}
+    )
+
+
+def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Timeline:
+    """One timeline from the ranks' timelines; names and groups are merged."""
+    names: dict[str, int] = {}
+    groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    lanes: list[Lane] = []
+    columns: dict[str, list[np.ndarray]] = {k: [] for k in COLUMNS}
+    for t in parts:
+        name_map = np.array([names.setdefault(n, len(names)) for n in t.names], dtype=np.int32)
+        # Groups known by name alone are one group for all ranks; equal names with other ranks are others.
+        keys = [(g.name, g.ranks) for g in t.groups]
+        group_map = np.array([groups.setdefault(k, len(groups)) for k in keys] + [-1], dtype=np.int32)
+        for k, v in t.columns.items():
+            if k == "name":
+                v = name_map[v] if len(name_map) else v
+            elif k == "group":
+                v = group_map[v]
+            elif k == "lane":
+                v = v + np.int32(len(lanes))
+            columns[k].append(v)
+        lanes.extend(t.lanes)
+    return Timeline(
+        columns={k: np.concatenate(v) if v else np.zeros(0, COLUMNS[k]) for k, v in columns.items()},
+        names=tuple(names),
+        lanes=tuple(lanes),
+        groups=tuple(Group(name=n, ranks=r) for n, r in groups),
+        clocks=tuple(c for t in parts for c in t.clocks),
+        marks=tuple(m for t in parts for m in t.marks),
+        problems=tuple(p for t in parts for p in t.problems) + tuple(problems or ()),
+        hosts={r: h for t in parts for r, h in t.hosts.items()},
+        dataflow={k: v for t in parts for k, v in t.dataflow.items()},
+    )

@@ -1,0 +1,389 @@
+"""Chrome-format traces, one rank a file: PyTorch (Kineto) and JAX/XLA profiler. Streamed, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pase.errors import PaseError
+from pase.replay.builder import Builder, split_devices
+from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
+from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Mark, Problem, Timeline
+
+__all__ = ["DEVICE_LINES", "collective_operation", "hlo_collective", "read_chrome", "step_marks", "xla_lane"]
+
+_K = {k: i for i, k in enumerate(KINDS)}
+_CATEGORIES = {
+    "kernel": _K["kernel"],
+    "gpu_memcpy": _K["memcpy"],
+    "gpu_memset": _K["memset"],
+    "cuda_runtime": _K["runtime"],
+    "cuda_driver": _K["runtime"],
+    "hip_runtime": _K["runtime"],
+    "xpu_runtime": _K["runtime"],
+    "runtime": _K["runtime"],
+    "cpu_op": _K["host"],
+    "operator": _K["host"],
+    "python_function": _K["annotation"],
+    "user_annotation": _K["annotation"],
+}
+_SKIPPED = {"gpu_user_annotation", "Trace", "ac2g", "async_cpu_to_gpu", "fwdbwd", "overhead"}
+_DTYPE_BYTES = {
+    **dict.fromkeys(("float", "float32", "int", "int32", "uint32", "c10::float32", "f32", "s32"), 4),
+    **dict.fromkeys(("double", "float64", "long", "int64", "long int", "uint64"), 8),
+    **dict.fromkeys(("half", "float16", "bfloat16", "c10::half", "c10::bfloat16", "short", "bf16", "f16"), 2),
+    **dict.fromkeys(("byte", "char", "int8", "uint8", "bool", "signed char", "unsigned char"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "c10::float8_e4m3fn", "c10::float8_e5m2"), 1),
+}
+_WORDS = (
+    ("allreduce", "all_reduce"),
+    ("reducescatter", "reduce_scatter"),
+    ("allgather", "all_gather"),
+    ("alltoall", "all_to_all"),
+    ("collectivepermute", "permute"),
+    ("collectivebroadcast", "broadcast"),
+    ("broadcast", "broadcast"),
+    ("sendrecv", "send_recv"),
+    ("barrier", "barrier"),
+)
+_STEP = re.compile(r"^ProfilerStep\s?#(\d+)$")
+_RANKS = re.compile(r"^\s*\[([\d,\s]*)\]\s*$")
+
+
+def collective_operation(text: str) -> int:
+    """Index in OPERATIONS of what an NCCL kernel, an annotation or an HLO op does; 0 for none.
+
+    >>> OPERATIONS[collective_operation("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)")]
+    'reduce_scatter'
+    >>> OPERATIONS[collective_operation("_reduce_scatter_base")], collective_operation("gemm")
+    ('reduce_scatter', 0)
+    """
+    flat = re.sub(r"[^a-z]", "", text.lower())
+    for word, operation in _WORDS:
+        if word in flat:
+            return OPERATIONS.index(operation)
+    if "reduce" in flat:
+        return OPERATIONS.index("reduce")
+    return OPERATIONS.index("send_recv") if flat in ("send", "recv", "ncclsend", "ncclrecv") else 0
+
+
+def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) -> Timeline:
+    """One rank's events from a Chrome-format trace (.json, .json.gz).
+
+    rank: overrides what the file says of itself; 0 where neither says.
+    A file that stops short gives the events before the cut, and a Problem. PaseError where nothing is usable.
+    """
+    header = _header(path, limits)
+    info = header.get("distributedInfo") if isinstance(header.get("distributedInfo"), dict) else {}
+    if rank is None:
+        rank = _whole(info.get("rank"), 0)
+    b = Builder(str(path), rank, limits)
+    for pg in info.get("pg_config") or ():
+        if isinstance(pg, dict) and isinstance(pg.get("ranks"), list):
+            b.groups[str(pg.get("pg_name"))] = tuple(int(r) for r in pg["ranks"] if isinstance(r, int))
+    stream = open_stream(path, limits)
+    feed = _Feed(b, world=_whole(info.get("world_size"), 0))
+    cut = _pump(stream, header["prefix"], feed)
+    problems = []
+    if stream.broken or cut:
+        what = (
+            f"the file is cut or damaged after {len(b)} events ({stream.broken or cut}); the rest is missing"
+        )
+        problems.append(Problem(where=str(path), what=what))
+    if stream.not_numbers:
+        problems.append(
+            Problem(where=str(path), what=f"{stream.not_numbers} bare NaN or Infinity values read as null")
+        )
+    if not len(b):
+        why = str(problems[0]) if problems else "; ".join(b.left_out) or "traceEvents is empty"
+        raise PaseError(f"{path}: no usable event ({why})")
+    feed.finish(bool(stream.broken or cut))
+    t = b.finish()
+    return split_devices(replace(t, problems=(*t.problems, *problems)))
+
+
+def _whole(x: Any, default: int) -> int:
+    return x if isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 1 << 31 else default
+
+
+def _header(path: Path, limits: Limits) -> dict[str, Any]:
+    """Top-level values that stand before the events, and the ijson prefix of the events."""
+    import ijson
+
+    stream = open_stream(path, limits)
+    out: dict[str, Any] = {}
+    builder: Any = None
+    try:
+        for prefix, event, value in ijson.parse(stream, use_float=True):
+            if event == "start_array" and prefix == "":
+                return {"prefix": "item"}
+            if event == "start_array" and prefix == "traceEvents":
+                return {**out, "prefix": "traceEvents.item"}
+            if prefix == "" and event == "map_key":
+                key, builder = value, ijson.ObjectBuilder()
+            elif builder is not None and prefix.split(".", 1)[0] == key and key == "distributedInfo":
+                builder.event(event, value)
+                if prefix == key and event == "end_map":
+                    out[key], builder = builder.value, None
+    except ijson.JSONError as e:
+        raise PaseError(f"{path}: not a JSON trace: {_short(e)}") from e
+    if not stream.total:
+        raise PaseError(f"{path}: the file is empty or not readable ({stream.broken or 'no bytes'})")
+    raise PaseError(f'{path}: no "traceEvents" in it, so not a Chrome-format trace')
+
+
+def _short(e: Exception) -> str:
+    text = e.args[0] if e.args else ""
+    text = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+    return " ".join(text.split())[:160]
+
+
+def _pump(stream: BoundedReader, prefix: str, feed: _Feed) -> str:
+    """Hand every event to ``feed``; the reason where the JSON breaks off, else an empty string."""
+    import ijson
+
+    try:
+        for e in ijson.items(stream, prefix, use_float=True, buf_size=BoundedReader.CHUNK):
+            stream.event_done()
+            feed.take(e)
+    except (ijson.JSONError, UnicodeDecodeError, ValueError, OverflowError) as e:
+        if isinstance(e, PaseError):
+            raise
+        return _short(e)
+    return ""
+
+
+class _Feed:
+    """Turns trace events into columns; holds what has to be known across events."""
+
+    def __init__(self, b: Builder, world: int) -> None:
+        self.b = b
+        self.default_group = tuple(range(world)) if 1 < world <= 1 << 16 else ()
+        self.steps: list[tuple[int, int, int]] = []
+        self.thread_names: dict[tuple[object, object], str] = {}
+        self.process_names: dict[object, str] = {}
+        self.open: dict[int, list[tuple[int, int, int]]] = {}
+
+    def take(self, e: Any) -> None:
+        if not isinstance(e, dict):
+            self.b.left_out["entries that are not events"] += 1
+            return
+        ph = e.get("ph")
+        if ph == "X":
+            if e.get("cat") not in _SKIPPED:
+                self._span(e)
+        elif ph == "M":
+            self._metadata(e)
+        elif ph == "B" or ph == "E":
+            self._begin_end(e, ph)
+        elif ph == "i" and e.get("name") == "[memory]":
+            self._memory(e)
+
+    def _span(self, e: dict[str, Any]) -> None:
+        b, args = self.b, e.get("args")
+        if not isinstance(args, dict):
+            args = {}
+        start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
+        if start is None or duration is None:
+            b.left_out["events whose time is no finite number"] += 1
+            return
+        text = e.get("name")
+        text = text if isinstance(text, str) else str(text)[:80]
+        cat = e.get("cat")
+        kind = _CATEGORIES.get(cat, -1) if isinstance(cat, str) else -1
+        device = kind in (_K["kernel"], _K["memcpy"], _K["memset"])
+        if kind < 0:
+            kind, device = self._jax_kind(e, args)
+        lane = self._lane(e, args, device)
+        correlation = args.get("correlation", -1)
+        correlation = correlation if isinstance(correlation, int) else -1
+        nbytes, operation, group = -1, 0, -1
+        if device or kind == _K["host"]:
+            if "ccl" in text and device and kind == _K["kernel"]:
+                kind, operation = COLLECTIVE, collective_operation(str(args.get("Collective name") or text))
+                nbytes, group = self._collective(args)
+            elif "hlo_op" in args:
+                text = str(args["hlo_op"])
+                operation = hlo_collective(text)
+                if operation:
+                    kind, group = COLLECTIVE, b.group("", self.default_group)
+                correlation = _whole(args.get("correlation_id"), -1)
+            if isinstance(args.get("bytes"), int):
+                nbytes = args["bytes"]
+        elif kind == _K["annotation"]:
+            if text.startswith("nccl:") or text.startswith("c10d::"):
+                operation, nbytes = collective_operation(text.split(":", 1)[1]), _dims_bytes(args)
+            else:
+                m = _STEP.match(text)
+                number = int(m.group(1)) if m else _step_number(args)
+                if number >= 0:
+                    self.steps.append((start, start + duration, number))
+        b.add(lane, kind, b.name(text), start, duration, correlation, nbytes, operation, group)
+
+    def _jax_kind(self, e: dict[str, Any], args: dict[str, Any]) -> tuple[int, bool]:
+        """Kind of an event without a Kineto category: XLA ops run on a device, the rest on the host."""
+        process = self.process_names.get(_key(e.get("pid")), "")
+        if process.startswith("/device:"):
+            thread = self.thread_names.get((_key(e.get("pid")), _key(e.get("tid"))), "")
+            runs = thread.startswith(DEVICE_LINES)
+            return (_K["kernel"], True) if runs else (_K["annotation"], False)
+        # On the CPU backend a thunk runs on a pool thread; its device is its queue.
+        return (_K["kernel"], True) if "hlo_op" in args else (_K["annotation"], False)
+
+    def _lane(self, e: dict[str, Any], args: dict[str, Any], device: bool) -> int:
+        if device and "stream" not in args:
+            label = self.thread_names.get((_key(e.get("pid")), _key(e.get("tid"))), "")
+            name, ordinal = xla_lane(
+                self.process_names.get(_key(e.get("pid")), ""), label, args.get("device_ordinal")
+            )
+            if name:
+                return self.b.lane((name, ordinal), True, f"{ordinal}:{name}")
+        if device:
+            stream = args.get("stream", e.get("tid"))
+            key = (args.get("device", e.get("pid")), stream)
+            return self.b.lane(_key(key), True, str(stream))
+        key = (e.get("pid"), e.get("tid"))
+        return self.b.lane(_key(key), False, str(e.get("tid")))
+
+    def _collective(self, args: dict[str, Any]) -> tuple[int, int]:
+        sizes = [args.get(k) for k in ("In msg nelems", "Out msg nelems")]
+        count = max((s for s in sizes if isinstance(s, int) and not isinstance(s, bool)), default=-1)
+        width = _DTYPE_BYTES.get(str(args.get("dtype", "")).lower(), 0)
+        name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
+        m = _RANKS.match(str(args.get("Process Group Ranks", "")))
+        ranks = (
+            tuple(int(r) for r in m.group(1).split(",") if r.strip()) if m else self.b.groups.get(name, ())
+        )
+        if not name and not ranks:
+            ranks = self.default_group
+        return (count * width if count >= 0 and width else -1), self.b.group(name[:100], ranks)
+
+    def _metadata(self, e: dict[str, Any]) -> None:
+        args = e.get("args")
+        label = args.get("name") if isinstance(args, dict) else None
+        if not isinstance(label, str) or len(self.thread_names) > self.b.limits.lanes:
+            return
+        if e.get("name") == "process_name":
+            self.process_names[_key(e.get("pid"))] = label[:100]
+        elif e.get("name") == "thread_name":
+            self.thread_names[(_key(e.get("pid")), _key(e.get("tid")))] = label[:100]
+
+    def _begin_end(self, e: dict[str, Any], ph: str) -> None:
+        start = _ns(e.get("ts"))
+        lane = self._lane(e, {}, False)
+        if start is None or lane < 0:
+            self.b.left_out["events whose time is no finite number"] += 1
+            return
+        stack = self.open.setdefault(lane, [])
+        if ph == "B":
+            if len(stack) < 10_000:
+                stack.append((start, self.b.name(str(e.get("name"))), _K["host"]))
+        elif stack:
+            begun, name, kind = stack.pop()
+            self.b.add(lane, kind, name, begun, start - begun)
+        else:
+            self.b.left_out["ends without a begin"] += 1
+
+    def _memory(self, e: dict[str, Any]) -> None:
+        args, start = e.get("args"), _ns(e.get("ts"))
+        if isinstance(args, dict) and args.get("Device Type") == 1 and start is not None:
+            total = args.get("Total Allocated")
+            lane = self.b.lane("memory", False, "memory")
+            self.b.add(
+                lane,
+                _K["memory"],
+                self.b.name("[memory]"),
+                start,
+                0,
+                nbytes=total if isinstance(total, int) else -1,
+            )
+
+    def finish(self, cut: bool) -> None:
+        unclosed = sum(len(stack) for stack in self.open.values())
+        if unclosed:
+            self.b.left_out["begins without an end"] += unclosed
+        self.b.marks.extend(step_marks(self.steps, self.b.rank, cut))
+
+
+def step_marks(steps: list[tuple[int, int, int]], rank: int, cut: bool) -> list[Mark]:
+    """Marks from (start, end, number) of steps: one runs to the start of the next, the last to its own end."""
+    steps = sorted(set(steps))
+    out = []
+    for i, (start, end, number) in enumerate(steps):
+        last = i + 1 == len(steps)
+        follows = not last and steps[i + 1][2] == number + 1
+        end = steps[i + 1][0] if follows else end
+        out.append(Mark(rank=rank, iteration=number, start_ns=start, end_ns=end, complete=not (cut and last)))
+    return out
+
+
+def _key(x: Any) -> Any:
+    """A hashable stand-in for whatever a trace puts where an id belongs."""
+    if isinstance(x, tuple):
+        return tuple(_key(y) for y in x)
+    return x if isinstance(x, (int, str, float, type(None))) else str(x)[:80]
+
+
+DEVICE_LINES = ("Stream", "XLA Ops", "XLA Async Ops")
+"""Names of the lines of a device's plane that hold what ran; other lines repeat it by module or by name."""
+
+
+def hlo_collective(op: str) -> int:
+    """Index in OPERATIONS of an HLO op by its name; a done op moves nothing."""
+    base = op.partition(".")[0]
+    prefixes = (
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+        "collective-",
+        "ragged-all-to-all",
+    )
+    return collective_operation(base) if base.startswith(prefixes) and not base.endswith("-done") else 0
+
+
+def xla_lane(process: str, line: str, ordinal: Any) -> tuple[str, int]:
+    """Stream name and device number of an XLA op; an empty name where the trace does not say."""
+    if process.startswith("/device:"):
+        number = process.rpartition(":")[2]
+        return line.partition("(")[0].strip() or "stream", int(number) if number.isdigit() else 0
+    if str(ordinal).isdigit():
+        return "XLA ops", int(ordinal)
+    return "", 0
+
+
+def _step_number(args: dict[str, Any]) -> int:
+    """The step that jax.profiler.StepTraceAnnotation states, −1 where there is none."""
+    text = args.get("step_num", args.get("_r") and args.get("step"))
+    return int(text) if isinstance(text, (int, str)) and str(text).isdigit() and len(str(text)) < 12 else -1
+
+
+def _dims_bytes(args: dict[str, Any]) -> int:
+    """Bytes of the first operands of a collective's annotation, −1 where the trace does not say."""
+    dims, types = args.get("Input Dims"), args.get("Input type")
+    if not isinstance(dims, list) or not isinstance(types, list):
+        return -1
+    total = 0
+    for d, t in zip(dims, types, strict=False):
+        width = _DTYPE_BYTES.get(str(t).lower(), 0)
+        if isinstance(d, list) and width and all(isinstance(x, int) and x >= 0 for x in d):
+            total += width * math.prod(d)
+    return total or -1
+
+
+def _ns(us: Any) -> int | None:
+    """Whole nanoseconds from microseconds, without the rounding that float·1000 brings at 10¹⁵ µs."""
+    if isinstance(us, int):
+        return us * 1000
+    if isinstance(us, float) and math.isfinite(us):
+        whole = math.floor(us)
+        return whole * 1000 + round((us - whole) * 1000)
+    if isinstance(us, str) and len(us) < 40:
+        try:
+            return _ns(float(us))
+        except ValueError:
+            return None
+    return None

@@ -1,0 +1,203 @@
+"""A folder of traces, one or several per rank, as one Timeline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.replay.builder import combine
+from pase.replay.chrome import read_chrome
+from pase.replay.nsys_jax import is_nsys_jax, read_nsys_jax
+from pase.replay.reader import LIMITS, Limits, open_stream
+from pase.replay.timeline_io import load_timeline
+from pase.replay.types import GPU_KINDS, KINDS, Mark, Problem, Timeline
+from pase.replay.xplane import read_xplane
+
+__all__ = ["load"]
+
+_SUFFIXES = (".json", ".json.gz", ".zip", ".pb")
+_IGNORED = ("manifest.json", "config.json", "tools.json")
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|proc|process|worker|gpu|node)[-_ =]?(\d{1,6})(?!\d)", re.IGNORECASE)
+
+
+def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> Timeline:
+    """All ranks' events from files or a folder (searched recursively), whatever their formats.
+
+    Formats: PyTorch (Kineto) and JAX Chrome traces, XLA .xplane.pb, nsys-jax archives, our own timeline.
+    A file that cannot be used is a Problem where others can; PaseError where none can.
+    """
+    paths = [Path(source)] if isinstance(source, (str, Path)) else [Path(p) for p in source]
+    files, problems = _files(paths)
+    parts: list[Timeline] = []
+    by_rank: dict[int, Path] = {}
+    failures: list[PaseError] = []
+    for path in files:
+        try:
+            t = _read(path, limits)
+        except PaseError as e:
+            failures.append(e)
+            problems.append(Problem(where=str(path), what=f"left out: {e}"))
+            continue
+        t, clash = _settle_rank(t, path, by_rank)
+        if clash:
+            problems.append(clash)
+        if t is not None:
+            by_rank.update(dict.fromkeys(t.ranks, path))
+            parts.append(t)
+    if not parts:
+        if failures:
+            raise (
+                failures[0]
+                if len(failures) == 1
+                else PaseError(
+                    f"{paths[0]}: none of {len(failures)} files can be used; the first: {failures[0]}"
+                )
+            )
+        raise PaseError(f"{paths[0]}: no trace found; expected files ending in {', '.join(_SUFFIXES)}")
+    t = combine(parts, problems)
+    return _label_iterations(replace(t, problems=(*t.problems, *_missing(t))))
+
+
+def _files(paths: list[Path]) -> tuple[list[Path], list[Problem]]:
+    files: list[Path] = []
+    for p in paths:
+        if not p.exists():
+            raise PaseError(f"{p}: no such file or folder")
+        if p.is_dir():
+            found = sorted(f for f in p.rglob("*") if f.is_file() and f.name.endswith(_SUFFIXES))
+            files.extend(f for f in found if f.name not in _IGNORED)
+        else:
+            files.append(p)
+    # jax.profiler writes the same events twice; the planes are complete, the Chrome form stops at 10⁶ events.
+    planes = {f.parent for f in files if f.name.endswith(".xplane.pb")}
+    kept = [f for f in files if not (f.name.endswith(".trace.json.gz") and f.parent in planes)]
+    problems = []
+    if len(kept) > 4096:
+        problems.append(Problem(where=str(paths[0]), what=f"{len(kept)} files; the first 4096 are read"))
+    return kept[:4096], problems
+
+
+def _read(path: Path, limits: Limits) -> Timeline:
+    if path.name.endswith(".pb"):
+        return read_xplane(path, _rank_in_name(path), limits)
+    with path.open("rb") as f:
+        magic = f.read(4)
+    if magic.startswith(b"PK"):
+        if not is_nsys_jax(path):
+            raise PaseError(
+                f"{path}: a zip archive without nvtx_gpu_proj_trace/trace.parquet; only nsys-jax ones are read"
+            )
+        return read_nsys_jax(path, limits=limits)
+    head = open_stream(path, limits).read()[:400]
+    if b"pase.timeline/" in head:
+        return load_timeline(path)
+    return read_chrome(path, None, limits)
+
+
+def _rank_in_name(path: Path) -> int | None:
+    """The rank that a file's name, or the nearest folder's, states."""
+    for part in (path.name, *(p.name for p in path.parents[:4])):
+        m = _RANK.search(part)
+        if m:
+            return int(m.group(1))
+    return None
+
+
+def _settle_rank(t: Timeline, path: Path, taken: dict[int, Path]) -> tuple[Timeline | None, Problem | None]:
+    """Keep ranks apart: where a rank is taken, believe the file's name, else leave the file out."""
+    clash = [r for r in t.ranks if r in taken]
+    if not clash:
+        return t, None
+    named = _rank_in_name(path)
+    if named is not None and named not in taken and len(t.ranks) == 1:
+        moved = replace(
+            t,
+            lanes=tuple(replace(lane, rank=named) for lane in t.lanes),
+            marks=tuple(replace(m, rank=named) for m in t.marks),
+            hosts={named: h for h in t.hosts.values()},
+        )
+        if t.ranks == (0,):
+            return moved, None
+        what = (
+            f"says it is rank {t.ranks[0]}, as {taken[clash[0]].name} does; taken as rank {named} by its name"
+        )
+        return moved, Problem(where=str(path), what=what)
+    what = f"left out: rank {clash[0]} is already taken by {taken[clash[0]]}"
+    return None, Problem(where=str(path), what=what)
+
+
+def _missing(t: Timeline) -> list[Problem]:
+    """Ranks that take part in collectives but left no trace, and ids used twice."""
+    out = []
+    wanted = {r for g in t.groups for r in g.ranks}
+    absent = sorted(wanted - set(t.ranks))
+    if absent:
+        shown = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
+        what = f"{len(absent)} of {len(wanted)} ranks left no trace ({shown}): waiting for them cannot be told from work"
+        out.append(Problem(where="ranks", what=what))
+    gpu = np.isin(t["kind"], GPU_KINDS) & (t["correlation"] >= 0)
+    rank = t.rank_of
+    for r in t.ranks:
+        ids = t["correlation"][gpu & (rank == r)]
+        twice = len(ids) - len(np.unique(ids))
+        if twice:
+            out.append(
+                Problem(where=f"rank {r}", what=f"{twice} correlation ids stand on more than one device op")
+            )
+    return out
+
+
+def _label_iterations(t: Timeline) -> Timeline:
+    """Give every event the iteration that it belongs to, and every rank marks.
+
+    A device op belongs to the iteration of the call that launched it; a CPU event to the one it starts in.
+    """
+    marks = list(t.marks)
+    rank = t.rank_of
+    problems: list[Problem] = []
+    iteration = t["iteration"].copy()
+    gpu = np.isin(t["kind"], GPU_KINDS)
+    launch = t["kind"] == KINDS.index("runtime")
+    for r in t.ranks:
+        here = rank == r
+        mine = [m for m in marks if m.rank == r]
+        if not mine and here.any():
+            start, end = int(t["start_ns"][here].min()), int(t.end_ns[here].max())
+            mine = [Mark(rank=r, iteration=0, start_ns=start, end_ns=end)]
+            marks.extend(mine)
+            problems.append(
+                Problem(
+                    where=f"rank {r}",
+                    what="no step is marked; the whole trace is taken for one iteration "
+                    "(mark steps with torch.profiler's step() or jax.profiler.StepTraceAnnotation)",
+                )
+            )
+        if (iteration[here] >= 0).any():
+            continue
+        edges = np.array([m.start_ns for m in mine] + [mine[-1].end_ns], dtype=np.int64)
+        numbers = np.array([m.iteration for m in mine] + [-1], dtype=np.int32)
+        at = np.searchsorted(edges, t["start_ns"][here], side="right") - 1
+        labels = np.where((at >= 0) & (at < len(mine)), numbers[np.clip(at, 0, len(mine))], -1).astype(
+            np.int32
+        )
+        iteration[here] = labels
+        # Device ops follow their launch.
+        calls = np.flatnonzero(here & launch & (t["correlation"] >= 0))
+        ops = np.flatnonzero(here & gpu & (t["correlation"] >= 0))
+        if len(calls) and len(ops):
+            order = calls[np.argsort(t["correlation"][calls], kind="stable")]
+            keys = t["correlation"][order]
+            spot = np.clip(np.searchsorted(keys, t["correlation"][ops]), 0, len(keys) - 1)
+            found = keys[spot] == t["correlation"][ops]
+            iteration[ops[found]] = iteration[order[spot[found]]]
+    return replace(
+        t,
+        columns={**t.columns, "iteration": iteration},
+        marks=tuple(sorted(marks, key=lambda m: (m.rank, m.start_ns))),
+        problems=(*t.problems, *problems),
+    )

@@ -1,0 +1,129 @@
+"""The few protobuf messages of XLA that traces come in, declared by field number; other fields are skipped.
+
+Field numbers: openxla/xla, xla/service/hlo.proto, xla/xla_data.proto, xla/tsl/profiler/protobuf/xplane.proto.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pase.errors import PaseError
+
+__all__ = ["parse"]
+
+# message → {field: (number, type)}; "*" marks repeated, "{}" a map from int64, a capital letter a message.
+_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "HloProto": {"hlo_module": (1, "HloModuleProto")},
+    "HloModuleProto": {
+        "name": (1, "string"),
+        "computations": (3, "*HloComputationProto"),
+        "entry_computation_id": (6, "int64"),
+        "schedule": (7, "HloScheduleProto"),
+    },
+    "HloComputationProto": {
+        "name": (1, "string"),
+        "instructions": (2, "*HloInstructionProto"),
+        "id": (5, "int64"),
+    },
+    "HloInstructionProto": {
+        "name": (1, "string"),
+        "opcode": (2, "string"),
+        "shape": (3, "ShapeProto"),
+        "id": (35, "int64"),
+        "operand_ids": (36, "*int64"),
+        "control_predecessor_ids": (37, "*int64"),
+        "called_computation_ids": (38, "*int64"),
+        "replica_groups": (49, "*ReplicaGroup"),
+    },
+    "ReplicaGroup": {"replica_ids": (1, "*int64")},
+    "ShapeProto": {
+        "element_type": (2, "int64"),
+        "dimensions": (3, "*int64"),
+        "tuple_shapes": (4, "*ShapeProto"),
+    },
+    "HloScheduleProto": {"sequences": (1, "{}InstructionSequence")},
+    "InstructionSequence": {"instruction_ids": (1, "*int64")},
+    "XSpace": {"planes": (1, "*XPlane"), "hostnames": (4, "*string")},
+    "XPlane": {
+        "name": (2, "string"),
+        "lines": (3, "*XLine"),
+        "event_metadata": (4, "{}XEventMetadata"),
+        "stat_metadata": (5, "{}XStatMetadata"),
+        "stats": (6, "*XStat"),
+    },
+    "XLine": {
+        "id": (1, "int64"),
+        "name": (2, "string"),
+        "timestamp_ns": (3, "int64"),
+        "events": (4, "*XEvent"),
+        "display_name": (11, "string"),
+    },
+    "XEvent": {
+        "metadata_id": (1, "int64"),
+        "offset_ps": (2, "int64"),
+        "duration_ps": (3, "int64"),
+        "stats": (4, "*XStat"),
+    },
+    "XStat": {
+        "metadata_id": (1, "int64"),
+        "double_value": (2, "double"),
+        "uint64_value": (3, "uint64"),
+        "int64_value": (4, "int64"),
+        "str_value": (5, "string"),
+        "ref_value": (7, "uint64"),
+    },
+    "XEventMetadata": {"name": (2, "string"), "display_name": (4, "string")},
+    "XStatMetadata": {"name": (2, "string")},
+}
+
+
+@cache
+def _classes() -> dict[str, Any]:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    fd = descriptor_pb2.FieldDescriptorProto
+    types = {
+        "string": fd.TYPE_STRING,
+        "int64": fd.TYPE_INT64,
+        "uint64": fd.TYPE_UINT64,
+        "double": fd.TYPE_DOUBLE,
+    }
+    # proto2: strings are not checked to be UTF-8, and presence is known.
+    f = descriptor_pb2.FileDescriptorProto(name="pase/traces.proto", package="pase.traces", syntax="proto2")
+    for message, fields in _MESSAGES.items():
+        m = f.message_type.add(name=message)
+        for name, (number, kind) in fields.items():
+            repeated, is_map = kind.startswith("*"), kind.startswith("{}")
+            kind = kind.lstrip("*{}")
+            label = fd.LABEL_REPEATED if repeated or is_map else fd.LABEL_OPTIONAL
+            field = m.field.add(name=name, number=number, label=label)
+            if kind in types:
+                field.type = types[kind]
+                continue
+            field.type, field.type_name = fd.TYPE_MESSAGE, f".pase.traces.{kind}"
+            if is_map:
+                entry = name.title().replace("_", "") + "Entry"
+                nested = m.nested_type.add(name=entry)
+                nested.options.map_entry = True
+                nested.field.add(name="key", number=1, label=fd.LABEL_OPTIONAL, type=fd.TYPE_INT64)
+                value = nested.field.add(
+                    name="value", number=2, label=fd.LABEL_OPTIONAL, type=fd.TYPE_MESSAGE
+                )
+                value.type_name = f".pase.traces.{kind}"
+                field.type_name = f".pase.traces.{message}.{entry}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(f)
+    return {
+        m: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"pase.traces.{m}")) for m in _MESSAGES
+    }
+
+
+def parse(message: str, data: bytes, where: str) -> Any:
+    """A parsed message of the kind named. PaseError where the bytes are not one."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        return _classes()[message].FromString(data)
+    except (DecodeError, RecursionError) as e:
+        raise PaseError(f"{where}: not a readable {message} ({e})") from e

@@ -1,0 +1,171 @@
+"""Open trace files without trusting them: every read is bounded, and what goes wrong is said plainly."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from pase.errors import PaseError
+
+__all__ = ["LIMITS", "BoundedReader", "Limits", "open_stream", "read_member", "read_small_json"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a trace may ask of the machine before it is refused or cut."""
+
+    file_bytes: int = 16 << 30
+    """Bytes of one file after decompression."""
+    ratio: float = 250.0
+    """Decompressed over compressed bytes past the first 64 MiB: real traces reach 30, zip bombs 1000."""
+    header_bytes: int = 256 << 20
+    """Bytes before the first event."""
+    event_bytes: int = 4 << 20
+    """Bytes between two complete events: a longer stretch is one giant string or nest. It bounds depth, too."""
+    lanes: int = 20_000
+    """Distinct threads and streams of one rank."""
+    names: int = 1_000_000
+    """Distinct event names of one rank; more are filed under one name."""
+    name_chars: int = 400
+    events: int = 50_000_000
+    archive_members: int = 20_000
+
+
+LIMITS = Limits()
+
+_BAD_NUMBER = re.compile(rb"(\A|[:\[,]\s*)-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
+
+_DEEP = b"[" * 100
+
+
+class _Source(Protocol):
+    def read(self, n: int, /) -> bytes: ...
+
+
+class BoundedReader:
+    """A byte stream with limits, for an incremental parser.
+
+    Reads past a limit raise PaseError. Bytes that stop short (a cut gzip, say) end the stream and set
+    ``broken``. Bare NaN and Infinity, which PyTorch is known to write, become null and are counted.
+    """
+
+    CHUNK = 1 << 18
+
+    def __init__(self, source: _Source, where: str, compressed: int | None, limits: Limits) -> None:
+        self.source, self.where, self.compressed, self.limits = source, where, compressed, limits
+        self.total = 0
+        self.since_event = 0
+        self.events = 0
+        self.broken = ""
+        self.not_numbers = 0
+        self.tail = b""
+        self._rest = b""
+
+    def read(self, n: int = -1) -> bytes:
+        if n == 0:
+            return b""
+        chunk = self._raw()
+        low = chunk.lower()
+        if b"nan" in low or b"inf" in low:
+            # Hold back the last bytes: a literal may straddle two chunks.
+            chunk, count = _BAD_NUMBER.subn(rb"\1null", chunk)
+            self.not_numbers += count
+        return chunk
+
+    def _raw(self) -> bytes:
+        try:
+            chunk = self.source.read(self.CHUNK)
+        except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, OSError) as e:
+            self.broken = self.broken or f"{type(e).__name__}: {e}"
+            chunk = b""
+        self.total += len(chunk)
+        self.since_event += len(chunk)
+        if self.total > self.limits.file_bytes:
+            raise PaseError(
+                f"{self.where}: more than {self.limits.file_bytes >> 20} MiB of JSON; raise the limit"
+            )
+        if self.compressed and self.total > max(64 << 20, self.limits.ratio * self.compressed):
+            raise PaseError(
+                f"{self.where}: {self.compressed} compressed bytes grew past {self.total}: a compression bomb, "
+                f"or a trace of one repeated event; decompress it first if you trust it"
+            )
+        if self.since_event > (self.limits.event_bytes if self.events else self.limits.header_bytes):
+            raise PaseError(
+                f"{self.where}: {self.since_event >> 20} MiB without a complete event near byte {self.total}: "
+                "one huge value, not a trace"
+            )
+        if _DEEP in chunk:
+            raise PaseError(f"{self.where}: lists nested more than {len(_DEEP)} deep near byte {self.total}")
+        # Cut after the last separator, so that no token that NaN-repair looks for is split.
+        data = self._rest + chunk
+        cut = max(data.rfind(b","), data.rfind(b"}")) + 1
+        if not chunk or cut < len(data) - 4096 or cut < 1:
+            cut = len(data)
+        out, self._rest = data[:cut], data[cut:]
+        self.tail = (self.tail + out)[-4096:]
+        return out
+
+    def event_done(self) -> None:
+        self.events += 1
+        self.since_event = 0
+
+
+def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
+    """A bounded stream of the file's JSON bytes; .gz is recognised by content, not by name."""
+    try:
+        raw: IO[bytes] = path.open("rb")
+    except OSError as e:
+        raise PaseError(f"{path}: cannot be read ({e.strerror or e})") from e
+    magic = raw.read(2)
+    raw.seek(0)
+    if magic == b"\x1f\x8b":
+        return BoundedReader(gzip.GzipFile(fileobj=raw), str(path), path.stat().st_size, limits)
+    return BoundedReader(raw, str(path), None, limits)
+
+
+def read_small_json(path: Path, limit: int = 1 << 30) -> Any:
+    """A whole JSON document of our own making, gzipped or not. PaseError names the file and the place."""
+    stream = open_stream(path, Limits(header_bytes=limit, file_bytes=limit))
+    parts: list[bytes] = []
+    while chunk := stream.read():
+        parts.append(chunk)
+    if stream.broken:
+        raise PaseError(f"{path}: the file is cut or damaged ({stream.broken})")
+    try:
+        return json.loads(b"".join(parts))
+    except json.JSONDecodeError as e:
+        raise PaseError(f"{path}: not JSON at line {e.lineno} column {e.colno}: {e.msg}") from e
+    except (RecursionError, UnicodeDecodeError) as e:
+        raise PaseError(f"{path}: not usable JSON ({type(e).__name__})") from e
+
+
+def read_member(archive: zipfile.ZipFile, name: str, limit: int = 512 << 20) -> bytes:
+    """One member of a zip archive, at most ``limit`` bytes whatever its header claims."""
+    where = f"{archive.filename}:{name}"
+    try:
+        info = archive.getinfo(name)
+        if info.file_size > limit:
+            raise PaseError(
+                f"{where}: {info.file_size >> 20} MiB unpacked, more than {limit >> 20} are allowed"
+            )
+        with archive.open(info) as f:
+            data = f.read(limit + 1)
+    except (
+        KeyError,
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        OSError,
+    ) as e:
+        raise PaseError(f"{where}: cannot be unpacked ({type(e).__name__}: {e})") from e
+    if len(data) > limit:
+        raise PaseError(f"{where}: unpacks to more than {limit >> 20} MiB")
+    return data

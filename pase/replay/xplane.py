@@ -1,0 +1,116 @@
+"""XLA profiler planes (.xplane.pb): what jax.profiler writes, for GPU, TPU and CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pase.errors import PaseError
+from pase.replay.builder import Builder, split_devices
+from pase.replay.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
+from pase.replay.protos import parse
+from pase.replay.reader import LIMITS, Limits
+from pase.replay.types import COLLECTIVE, KINDS, Timeline
+
+__all__ = ["read_xplane"]
+
+_LAUNCH = re.compile(r"^(cu|hip|cuda)[A-Z]\w*")
+_SYNTHETIC = ("ThreadpoolListener::", "end: ")
+
+
+def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) -> Timeline:
+    """Events of one process; one rank for each device. Steps are StepTraceAnnotations.
+
+    PaseError where the file is no XSpace or holds no event.
+    """
+    size = path.stat().st_size
+    if size > 2 << 30:
+        raise PaseError(f"{path}: {size >> 20} MiB; protobuf messages end at 2 GiB: profile fewer steps")
+    space = parse("XSpace", path.read_bytes(), str(path))
+    b = Builder(str(path), rank or 0, limits)
+    b.host = space.hostnames[0] if space.hostnames else ""
+    steps: list[tuple[int, int, int]] = []
+    for plane in space.planes:
+        _plane(plane, b, steps)
+    if not len(b):
+        raise PaseError(
+            f"{path}: no usable event in {len(space.planes)} planes ({'; '.join(b.left_out) or 'empty'})"
+        )
+    b.marks.extend(step_marks(steps, b.rank, False))
+    return split_devices(b.finish())
+
+
+def _plane(plane: Any, b: Builder, steps: list[tuple[int, int, int]]) -> None:
+    stat_names = {k: v.name for k, v in plane.stat_metadata.items()}
+    device_plane = plane.name.startswith("/device:")
+    if not device_plane and not plane.name.startswith("/host:CPU"):
+        return
+    for line in plane.lines:
+        label = line.display_name or line.name
+        if device_plane and not label.startswith(DEVICE_LINES):
+            continue
+        for e in line.events:
+            stats = {stat_names.get(s.metadata_id, ""): s for s in e.stats}
+            meta = plane.event_metadata[e.metadata_id] if e.metadata_id in plane.event_metadata else None
+            text = (meta.display_name or meta.name) if meta else "(unnamed)"
+            if text.startswith(_SYNTHETIC):
+                continue
+            start = line.timestamp_ns + e.offset_ps // 1000
+            _event(
+                b,
+                plane.name,
+                (line.id, label),
+                text,
+                start,
+                max(0, e.duration_ps) // 1000,
+                stats,
+                stat_names,
+                steps,
+            )
+
+
+def _event(
+    b: Builder,
+    plane: str,
+    line: tuple[int, str],
+    text: str,
+    start: int,
+    duration: int,
+    stats: dict[str, Any],
+    stat_names: dict[int, str],
+    steps: list[tuple[int, int, int]],
+) -> None:
+    op = _text(stats.get("hlo_op"), stat_names)
+    correlation = _number(stats.get("correlation_id"))
+    name, ordinal = xla_lane(
+        plane, line[1], _number(stats.get("device_ordinal")) if "device_ordinal" in stats else None
+    )
+    if name and (op or plane.startswith("/device:")):
+        lane = b.lane((name, ordinal), True, f"{ordinal}:{name}")
+        operation = hlo_collective(op or text)
+        group = b.group("") if operation else -1
+        kind = COLLECTIVE if operation else KINDS.index("kernel")
+        b.add(lane, kind, b.name(op or text), start, duration, correlation, -1, operation, group)
+        return
+    lane = b.lane(line, False, line[1] or str(line[0]))
+    step = _number(stats.get("step_num"))
+    if step >= 0:
+        steps.append((start, start + duration, step))
+    kind = "runtime" if correlation >= 0 and _LAUNCH.match(text) else "annotation"
+    b.add(lane, KINDS.index(kind), b.name(text), start, duration, correlation)
+
+
+def _number(stat: Any) -> int:
+    if stat is None:
+        return -1
+    value = stat.int64_value or stat.uint64_value
+    if not value and stat.str_value.isdigit() and len(stat.str_value) < 19:
+        value = int(stat.str_value)
+    return value if 0 <= value < 1 << 60 else -1
+
+
+def _text(stat: Any, stat_names: dict[int, str]) -> str:
+    if stat is None:
+        return ""
+    return stat.str_value or (stat_names.get(stat.ref_value, "") if stat.ref_value else "")
