@@ -253,24 +253,27 @@ def _shapes(r: _Reader, levels: int) -> dict[int, tuple[int, ...]]:
     return out
 
 
-def _sourced(table: object, path: str, where: str, sources: dict[str, str]) -> None:
-    """Every number must have a source, at its own path or at a table above it."""
+def _sourced(table: object, path: str, where: str, sources: dict[str, str]) -> set[str]:
+    """Every number must have a source, at its own path or at a table above it. Returns those used."""
+    used: set[str] = set()
     if isinstance(table, dict):
         for key, value in table.items():
-            _sourced(value, f"{path}.{key}" if path else key, where, sources)
+            used |= _sourced(value, f"{path}.{key}" if path else key, where, sources)
     elif isinstance(table, list):
         for i, value in enumerate(table):
-            _sourced(value, f"{path}.{i}", where, sources)
+            used |= _sourced(value, f"{path}.{i}", where, sources)
     elif isinstance(table, int | float) and not isinstance(table, bool):
         parts = path.split(".")
         prefixes = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
         # [[levels]] entries may be sourced as a whole: levels.latency_s stands for levels.0.latency_s.
         prefixes |= {re.sub(r"\.\d+(?=\.|$)", "", p) for p in prefixes}
-        if not prefixes & sources.keys():
+        used = prefixes & sources.keys()
+        if not used:
             raise PaseError(
                 f'{where}: {path} has no source; add it to [sources], e.g. "{path}" = "vendor datasheet, '
                 f'figure" (or "assumed: why")'
             )
+    return used
 
 
 def parse(text: str, where: str) -> Machine:
@@ -317,7 +320,10 @@ def parse(text: str, where: str) -> Machine:
     for pair in seen:
         if seen.count(pair) > 1:
             raise PaseError(f"{where}: collectives gives {pair[0]} over ways {list(pair[1])} twice; keep one")
-    _sourced({k: v for k, v in raw.items() if k not in ("sources", "provenance")}, "", where, sources)
+    numbers = {k: v for k, v in raw.items() if k not in ("sources", "provenance")}
+    idle = sorted(sources.keys() - _sourced(numbers, "", where, sources))
+    if idle:
+        raise PaseError(f"{where}: sources.{idle[0]} is the source of no number in the file")
     return machine
 
 

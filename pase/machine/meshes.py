@@ -59,7 +59,7 @@ def axis_levels(mesh: Mesh, machine: Machine) -> tuple[tuple[int, ...], ...]:
     """Per axis, the ways it has at each link level (innermost first); their product is its size.
 
     An axis that does not cover whole factors of the levels (3 devices of an 8-way node) is taken to
-    have all its ways at the outermost level it touches, which is never too cheap.
+    have all its ways at the outermost level that any of its groups crosses.
 
     >>> from pase.machine import load
     >>> axis_levels(Mesh(names=("data", "model"), sizes=(8, 4)), load("h100x8"))
@@ -70,7 +70,13 @@ def axis_levels(mesh: Mesh, machine: Machine) -> tuple[tuple[int, ...], ...]:
     for stride, size in zip(mesh.strides, mesh.sizes, strict=True):
         row, aligned = _split(stride, size, ways)
         if not aligned:
-            touched = max(level for level in range(len(ways)) if math.prod(ways[:level]) < stride * size)
+            # Some group has a level's boundary in it unless whole groups fit below that boundary.
+            below = [math.prod(ways[:level]) for level in range(len(ways))]
+            touched = max(
+                level
+                for level in range(len(ways))
+                if level == 0 or (ways[level] > 1 and below[level] % (stride * size))
+            )
             row = tuple(size if level == touched else 1 for level in range(len(ways)))
         rows.append(row)
     return tuple(rows)
@@ -151,16 +157,18 @@ def mesh_from(text: str, devices: int) -> Mesh:
     ...
     pase.errors.PaseError: mesh '4x8' has 4 x 8 = 32 devices, but 64 were asked for
     """
-    plain = re.fullmatch(r"\s*\d+(\s*[x×*]\s*\d+)*\s*", text)
-    named = re.fullmatch(r"\s*[^\W\d]\w*\s*=\s*\d+(\s*,\s*[^\W\d]\w*\s*=\s*\d+)*\s*", text)
-    if not plain and not named:
+    parts = re.split(r"[,;]" if "=" in text else r"[x×*]", text)
+    pattern = r"\s*(?:(?P<name>[^\W\d]\w*)\s*=\s*)?(?P<size>\d+)\s*"
+    read = [re.fullmatch(pattern, part) for part in parts]
+    named = [m is not None and m["name"] is not None for m in read]
+    if not all(read) or any(named) != all(named):
         raise PaseError(
             f"cannot read mesh '{text}': write sizes as '4x8', outermost first, or names and sizes as "
             f"'data=4,model=8'"
         )
-    sizes = tuple(int(s) for s in re.findall(r"(?<![^\W\d_])\d+(?=\s*(?:$|[,x×*]))", text))
-    names = tuple(re.findall(r"([^\W\d]\w*)\s*=", text)) if named else _named(sizes).names
-    if named and len(set(names)) != len(names):
+    sizes = tuple(int(m["size"]) for m in read if m)
+    names = tuple(m["name"] for m in read if m) if all(named) else _named(sizes).names
+    if len(set(names)) != len(names):
         raise PaseError(f"mesh '{text}' names an axis twice: each axis needs a name of its own")
     if 0 in sizes:
         raise PaseError(f"mesh '{text}' has an axis of size 0: sizes start at 1")

@@ -1,0 +1,240 @@
+"""Machine files: those of the package, and what is said of broken ones."""
+
+import math
+
+import pytest
+
+from pase.errors import PaseError
+from pase.machine import load, names, parse
+
+GOOD = """
+schema = "pase.machine/1"
+name = "mine"
+[device]
+name = "d"
+memory_bytes = 16_000_000_000
+memory_bandwidth_bytes_per_s = 900e9
+[device.peak_flops]
+float32 = 15.7e12
+[[levels]]
+name = "link"
+ways = 4
+latency_s = 3e-6
+bandwidth_bytes_per_s = 100e9
+[[levels]]
+name = "net"
+latency_s = 1e-5
+bandwidth_bytes_per_s = 10e9
+[sources]
+device = "datasheet"
+levels = "datasheet"
+"""
+
+
+def test_the_machines_that_were_asked_for():
+    wanted = {"1080tix8", "2080tix8", "v100x8", "a100x8", "h100x8", "h200x8", "tpu_v5e", "cpu_host"}
+    assert wanted <= set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_package_machine_is_sound_and_named_after_its_file(name):
+    m = load(name)
+    assert m.name == name
+    assert m.title
+    assert all(source.strip() for source in m.sources.values())
+
+
+@pytest.mark.parametrize("spelling", ["h100x8", "h100_x8", "H100-x8", "h100 x8"])
+def test_names_as_people_type_them(spelling):
+    assert load(spelling) == load("h100x8")
+
+
+def test_default_machine():
+    assert load().name == "h100x8"
+
+
+def test_paper_machines_carry_the_papers_figures():
+    for name in ("1080tix8", "2080tix8"):
+        p = load(name).paper
+        assert p is not None
+        assert p.flop_per_byte * p.word_bytes == 5000
+
+
+def test_a_file_of_ones_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD)
+    m = load(path)
+    assert m == load(str(path))
+    assert (m.name, m.levels[0].ways, m.levels[1].ways, m.paper) == ("mine", 4, 0, None)
+
+
+def test_digest_follows_what_prices_and_nothing_else():
+    base = parse(GOOD, "f").digest
+    assert len(base) == 64
+    assert parse(GOOD.replace('"mine"', '"other"').replace('"datasheet"', '"elsewhere"'), "f").digest == base
+    assert parse(GOOD.replace("900e9", "901e9"), "f").digest != base
+    assert parse(GOOD.replace("ways = 4", "ways = 8"), "f").digest != base
+    # The order of keys in the file is no content.
+    swapped = GOOD.replace(
+        'name = "d"\nmemory_bytes = 16_000_000_000', 'memory_bytes = 16_000_000_000\nname = "d"'
+    )
+    assert swapped != GOOD
+    assert parse(swapped, "f").digest == base
+
+
+CURVE = """
+[[collectives]]
+kind = "all_reduce"
+ways = [4, 1]
+nbytes = [1e3, 1e6, 1e9]
+seconds = [1e-5, 2e-5, 1e-2]
+"""
+MATMUL = """
+[[device.matmul_tables]]
+dtype = "float32"
+m = [128, 1024]
+n = [128]
+k = [64, 512]
+flops_per_s = [1e12, 2e12, 3e12, 4e12]
+"""
+SOURCES = '[sources]\ncollectives = "measured"\n'
+
+
+def with_tables(tables: str) -> str:
+    return GOOD.replace("[sources]\n", tables + SOURCES)
+
+
+def test_measured_tables_are_read():
+    m = parse(with_tables(CURVE + MATMUL), "f")
+    assert m.collectives[0].curve.seconds == (1e-5, 2e-5, 1e-2)
+    assert m.collectives[0].ways == (4, 1)
+    assert m.device.matmul_tables[0].k == (64, 512)
+
+
+BROKEN = [
+    ("[device]", "[device", "f.toml: not TOML"),
+    (
+        'schema = "pase.machine/1"',
+        'schema = "pase.machine/9"',
+        "schema is 'pase.machine/9', this version reads",
+    ),
+    ('schema = "pase.machine/1"\n', "", "schema is missing"),
+    ("memory_bytes = 16_000_000_000\n", "", "device.memory_bytes is missing"),
+    ("900e9", "-900e9", "device.memory_bandwidth_bytes_per_s must be above 0, got -9e+11"),
+    ("900e9", "nan", "device.memory_bandwidth_bytes_per_s must be finite, got nan"),
+    ("900e9", "inf", "device.memory_bandwidth_bytes_per_s must be finite, got inf"),
+    ("900e9", '"fast"', "device.memory_bandwidth_bytes_per_s must be a number, got 'fast'"),
+    ("900e9", "true", "device.memory_bandwidth_bytes_per_s must be a number, got True"),
+    ("16_000_000_000", "16e9", "device.memory_bytes must be a whole number, got 16000000000.0"),
+    ("float32 = 15.7e12\n", "", "device.peak_flops needs at least one dtype"),
+    ("float32 = 15.7e12", "float32 = 0.0", "device.peak_flops.float32 must be above 0, got 0"),
+    (
+        'name = "d"\n',
+        'name = "d"\ncolour = "red"\n',
+        "device.colour is not known; device takes: name, peak_flops",
+    ),
+    ('name = "mine"', 'name = "mine"\nspeed = 3', "speed is not known; the top level takes: schema, name"),
+    ("ways = 4\n", "", "levels[0].ways may be 0 (as many as are asked for) at the last level alone"),
+    ("ways = 4", "ways = -4", "levels[0].ways must be at least 0, got -4"),
+    ("latency_s = 3e-6", "latency_s = -3e-6", "levels[0].latency_s must be at least 0, got -3e-06"),
+    (
+        "bandwidth_bytes_per_s = 10e9",
+        "bandwidth_bytes_per_s = 10e9\nefficiency = 1.2",
+        "levels[1].efficiency must be above 0 and at most 1, got 1.2",
+    ),
+    (
+        "latency_s = 3e-6",
+        'latency_s = 3e-6\ntopology = "star"',
+        "levels[0].topology must be one of switch, torus, got 'star'",
+    ),
+    ('device = "datasheet"\n', "", "device.memory_bytes has no source; add it to [sources]"),
+    (
+        'levels = "datasheet"',
+        'levels = "a"\nlevel = "b"',
+        "sources.level is the source of no number in the file",
+    ),
+    ('levels = "datasheet"', "levels = 3", "sources.levels must be text, got 3"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), BROKEN, ids=[b[2][:40] for b in BROKEN])
+def test_a_broken_file_gets_one_clear_error(old, new, message):
+    assert old in GOOD
+    with pytest.raises(PaseError) as e:
+        parse(GOOD.replace(old, new, 1), "f.toml")
+    assert str(e.value).startswith("f.toml: ")
+    assert message in str(e.value)
+
+
+BROKEN_TABLES = [
+    ("[1e3, 1e6, 1e9]", "[1e3, 1e9, 1e6]", "collectives[0] is not monotone: nbytes 1e+06 follows 1e+09"),
+    (
+        "[1e-5, 2e-5, 1e-2]",
+        "[1e-5, 5e-6, 1e-2]",
+        "is not monotone: 5e-06 s at 1e+06 bytes, less than 1e-05 s",
+    ),
+    (
+        "[1e-5, 2e-5, 1e-2]",
+        "[1e-5, 2e-5]",
+        "collectives[0] needs as many seconds as nbytes, two or more; got 2 and 3",
+    ),
+    ("[1e-5, 2e-5, 1e-2]", "[0.0, 2e-5, 1e-2]", "must have nbytes and seconds above 0"),
+    (
+        "[1e-5, 2e-5, 1e-2]",
+        "[nan, 2e-5, 1e-2]",
+        "collectives[0].seconds[0] must be finite and at least 0, got nan",
+    ),
+    ('"all_reduce"', '"gossip"', "collectives[0].kind must be one of all_gather, all_reduce"),
+    ("ways = [4, 1]", "ways = [4]", "collectives[0].ways needs one number per link level (2)"),
+    ("ways = [4, 1]", "ways = [1, 1]", "one of them 2 or more; got [1, 1]"),
+    ("[128, 1024]", "[1024, 128]", "device.matmul_tables[0] is not monotone: m = 128 follows 1024"),
+    ("[1e12, 2e12, 3e12, 4e12]", "[1e12, 2e12, 3e12]", "needs 2 x 1 x 2 flops_per_s (m, n, k), got 3"),
+    ("[1e12, 2e12, 3e12, 4e12]", "[1e12, 2e12, 3e12, 4e13]", "a larger m takes less time; measure again"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), BROKEN_TABLES, ids=[b[2][-40:] for b in BROKEN_TABLES])
+def test_a_nonsensical_measurement_is_refused(old, new, message):
+    text = with_tables(CURVE + MATMUL)
+    assert old in text
+    with pytest.raises(PaseError) as e:
+        parse(text.replace(old, new, 1), "f.toml")
+    assert message in str(e.value)
+
+
+def test_the_same_measurement_twice_is_refused():
+    with pytest.raises(PaseError, match=r"collectives gives all_reduce over ways \[4, 1\] twice; keep one"):
+        parse(with_tables(CURVE + CURVE + MATMUL), "f.toml")
+
+
+def test_shapes_and_algorithms_are_checked_against_the_levels():
+    for extra, message in (
+        (
+            "[shapes]\n8 = [4, 3]\n",
+            "shapes.8 needs one number of ways per link level (2) with product 8, got [4, 3]",
+        ),
+        ("[shapes]\nmany = [4, 2]\n", "shapes.many must be a number of devices"),
+        (
+            '[[algorithms]]\nalgorithm = "ring"\nprotocol = "p"\nlaunch_s = 0\nstep_s = [1e-6]\n',
+            "algorithms[0].step_s needs one number per link level (2), got 1",
+        ),
+        (
+            '[[algorithms]]\nalgorithm = "ring"\nprotocol = "p"\nlaunch_s = 0\nstep_s = [0, 0]\n'
+            'kinds = ["all"]\n',
+            "algorithms[0].kinds must be a list of",
+        ),
+        ("levels_ = 3\n", "levels_ is not known"),
+    ):
+        where = "[device]\n" if extra.startswith("levels_") else "[sources]\n"
+        text = GOOD.replace(where, extra + where, 1) if where == "[sources]\n" else extra + GOOD
+        with pytest.raises(PaseError) as e:
+            parse(text, "f.toml")
+        assert message in str(e.value)
+
+
+def test_what_is_not_there():
+    with pytest.raises(PaseError, match="no machine named 'dgx'; known: 1080tix8"):
+        load("dgx")
+    with pytest.raises(PaseError, match=r"cannot read machine file no/such\.toml"):
+        load("no/such.toml")
+    assert math.isclose(load("h100x8").device.peak("complex64"), 66.9e12)
