@@ -107,7 +107,7 @@ _ALL = (
     Entry(
         name="rnnlm",
         description="Language model of two LSTM layers of 2048 over 100,000 words; no dropout",
-        source="PaSE (arXiv 2407.04001), after Jozefowicz et al. 2016; no count published: "
+        source="PaSE (Elango 2021), section IV, after Mikolov et al. 2010; no count published: "
         "2·100000·2048 + 100000 + 2·4·(2·2048² + 2048) from the sizes",
         builder="rnn:rnnlm",
         published_parameters=2 * 100_000 * 2048 + 100_000 + 2 * 4 * (2 * 2048**2 + 2048),
@@ -189,7 +189,7 @@ _ALL = (
         context=2048,
         parameters=1_315_723_264,
         source="Brown et al. 2020, table 2.1 (GPT-3 XL, '1.3B'), 16 heads as in GPT-Neo 1.3B, whose "
-        "1,315,575,808 lack the 147,456 biases of queries, keys and values",
+        "1,315,575,808 lack the 24·3·2048 biases of queries, keys and values",
     ),
     _llama3("llama3_8b", 32, 4096, 14336, 4, 8_030_261_248),
     _llama3("llama3_70b", 80, 8192, 28672, 8, 70_553_706_496),

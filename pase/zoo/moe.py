@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pase.zoo.layers import weight
 
-__all__ = ["expert_leaves", "experts_forward", "slots"]
+__all__ = ["expert_leaves", "experts_forward", "route", "slots"]
 
 
 def expert_leaves(d: int, ff: int, experts: int) -> Any:
@@ -39,23 +39,16 @@ def route(logits: jax.Array, *, chosen: int, capacity: int) -> tuple[jax.Array, 
     """Dispatch (0 or 1) and combine (gate) weights [b, s, e, c] from router logits [b, s, e].
 
     A token's gates are the softmax over its ``chosen`` largest logits. Within a row of the batch an expert
-    takes first choices before second ones and earlier tokens before later ones; it drops the rest.
+    takes tokens in their order and drops those beyond its slots. (GShard takes all first choices first; then
+    a later token can push out an earlier one, and a causal model sees its future.)
     """
-    experts = logits.shape[-1]
     _, choice = jax.lax.top_k(logits, chosen)
-    picked = jax.nn.one_hot(choice, experts, dtype=jnp.float32)  # [b, s, n, e]
-    gates = jax.nn.softmax(jnp.sum(picked * logits[:, :, None, :], axis=-1), axis=-1)  # [b, s, n]
-    dispatch = combine = jnp.zeros((*logits.shape, capacity), jnp.float32)
-    taken = jnp.zeros((logits.shape[0], 1, experts), jnp.float32)
-    for n in range(chosen):
-        mask = picked[:, :, n]
-        slot = taken + jnp.cumsum(mask, axis=1) - mask
-        # A slot beyond the capacity has no column in the one-hot: the token is dropped.
-        placed = mask[..., None] * jax.nn.one_hot(slot.astype(jnp.int32), capacity, dtype=jnp.float32)
-        dispatch = dispatch + placed
-        combine = combine + gates[:, :, n, None, None] * placed
-        taken = taken + jnp.sum(mask, axis=1, keepdims=True)
-    return dispatch, combine
+    mask = jnp.sum(jax.nn.one_hot(choice, logits.shape[-1], dtype=jnp.float32), axis=2)
+    gates = jax.nn.softmax(jnp.where(mask > 0, logits, -1e30), axis=-1)
+    slot = (jnp.cumsum(mask, axis=1) - mask).astype(jnp.int32)
+    # A slot beyond the capacity has no column in the one-hot: the token is dropped.
+    dispatch = mask[..., None] * jax.nn.one_hot(slot, capacity, dtype=jnp.float32)
+    return dispatch, gates[..., None] * dispatch
 
 
 def experts_forward(x: jax.Array, p: Any, *, chosen: int, capacity_percent: int) -> jax.Array:
