@@ -1,0 +1,1 @@
+"""One file per policy or small family; each registers itself with `pase.schedule.registry.register`."""

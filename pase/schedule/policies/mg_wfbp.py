@@ -1,0 +1,43 @@
+"""MG-WFBP: merge a gradient into the next where the startup saved outweighs the wait. Shi et al., 2019."""
+
+from __future__ import annotations
+
+from pase.schedule.plan import BucketPlan, whole
+from pase.schedule.registry import Options, register
+from pase.schedule.types import Problem
+from pase.schedule.view import can_fuse, fastest_link, ready_order, ready_s
+
+__all__ = ["mg_wfbp"]
+
+
+@register("mg_wfbp", "MG-WFBP: merge gradients where a startup saved outweighs the wait")
+def mg_wfbp(problem: Problem, options: Options) -> BucketPlan:
+    """Walk the tensors in ready order with the link's clock; merge the pending bucket into the next tensor when
+    that is ready before the bucket could start, or less than a startup after. Any cost curve serves: its value
+    at no bytes is alpha.
+    """
+    ready = ready_s(problem)
+    buckets: list[list[int]] = []
+    link_free = 0.0
+    members: list[int] = []
+    size = 0
+    for t in ready_order(problem):
+        if members:
+            link = fastest_link(problem, members[0])
+            # start: when the pending bucket could begin; it is merged, or sent and the clock moves on.
+            start = max(link_free, float(ready[members[-1]]))
+            seconds = problem.message_s(link, members[0], size)
+            alpha = problem.links[link].curve_for(problem.tensors[members[0]].axes).startup_s
+            wait = float(ready[t]) - start
+            merge = wait < seconds and wait < alpha and can_fuse(problem, members, t)
+            if not merge:
+                buckets.append(members)
+                link_free = start + seconds
+                members, size = [], 0
+        members = [*members, t]
+        size += problem.tensors[t].nbytes
+    if members:
+        buckets.append(members)
+    messages = [whole(problem, b, link=fastest_link(problem, b[0])) for b in buckets]
+    barrier = not any(t.follows for t in problem.tensors)
+    return BucketPlan(policy="mg_wfbp", messages=tuple(messages), barrier=barrier)

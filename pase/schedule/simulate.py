@@ -1,0 +1,355 @@
+"""The one evaluator every policy is judged by: a discrete-event run of several iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.schedule.engine import run_jobs
+from pase.schedule.plan import BucketPlan, Message, check_plan
+from pase.schedule.types import Problem
+
+__all__ = ["Evaluation", "Interval", "as_sequence", "evaluate", "message_seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """One block or message in the steady period, seconds from the period's start.
+
+    resource: "compute" or a link's name; iteration: within the run, for telling periods apart.
+    """
+
+    resource: str
+    name: str
+    start_s: float
+    end_s: float
+    iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a plan costs in the steady state, per iteration.
+
+    exposed_s: a link is busy while compute waits; bubble_s: compute waits, for whatever reason.
+    efficiency, speedup: TicTac's E and S, with U the sum of all work and L the busiest resource.
+    """
+
+    policy: str
+    iteration_s: float
+    compute_s: float
+    exposed_s: float
+    bubble_s: float
+    link_busy_s: dict[str, float]
+    updates_per_iteration: float
+    staleness: int
+    messages: int
+    efficiency: float
+    speedup: float
+    timeline: tuple[Interval, ...] = field(default=(), repr=False)
+    starts_s: np.ndarray | None = field(default=None, repr=False, compare=False)
+    """Start of each message of the steady period, on the run's clock: float64 [messages]."""
+
+
+def message_seconds(problem: Problem, messages: tuple[Message, ...]) -> np.ndarray:
+    """Seconds each message holds its link, float64 [M]."""
+    out = np.zeros(len(messages))
+    by_curve: dict[tuple[int, str], list[int]] = {}
+    for i, m in enumerate(messages):
+        by_curve.setdefault((m.link, problem.tensors[m.pieces[0].tensor].axes), []).append(i)
+    for (link, axes), which in by_curve.items():
+        sizes = np.asarray([messages[i].nbytes for i in which], float)
+        out[which] = problem.links[link].curve_for(axes).seconds_of(sizes)
+    return out
+
+
+def evaluate(
+    problem: Problem,
+    plan: BucketPlan,
+    *,
+    kernel: str = "auto",
+    timeline: bool = True,
+    check: bool = True,
+    seconds: np.ndarray | None = None,
+) -> Evaluation:
+    """Run the plan until its period settles and report the steady iteration.
+
+    seconds: per-message times to use in place of the links' curves, float64 [M].
+    Raises PaseError where the plan does not cover the problem, or deadlocks.
+    """
+    if check:
+        check_plan(problem, plan)
+    delayed = plan.period > 1 or plan.staleness > 0
+    if delayed and any(t.lag == 0 or t.follows for t in problem.tensors):
+        raise PaseError(
+            f"plan '{plan.policy}' delays updates, but problem '{problem.name}' has tensors needed within their "
+            f"own iteration; delayed updates are for plain gradients"
+        )
+    periods = 3 if problem.is_plain and not delayed else 6
+    while True:
+        run = _Run(problem, plan, periods, seconds)
+        start, end = run_jobs(kernel=kernel, **run.arrays)
+        if np.isnan(end).any():
+            stuck = int(np.flatnonzero(np.isnan(end))[0])
+            raise PaseError(
+                f"plan '{plan.policy}' deadlocks on problem '{problem.name}': {run.name(stuck)} never starts. "
+                f"Its order asks for something that waits for what comes later"
+            )
+        marks = end[run.iteration_ends()][plan.period - 1 :: plan.period]
+        steps = np.diff(np.concatenate(([0.0], marks)))
+        if abs(steps[-1] - steps[-2]) <= 1e-9 * max(steps[-1], 1e-30) or periods >= 48:
+            break
+        periods *= 2
+    # A plan that never settles alternates between a few step times: take their mean over the second half.
+    settled = abs(steps[-1] - steps[-2]) <= 1e-9 * max(steps[-1], 1e-30)
+    half = len(marks) // 2
+    period_s = float(steps[-1]) if settled else float((marks[-1] - marks[half - 1]) / (len(marks) - half))
+    return _report(problem, plan, run, start, end, period_s, timeline)
+
+
+class _Run:
+    """The jobs of several periods, as the arrays `run_jobs` takes."""
+
+    def __init__(self, problem: Problem, plan: BucketPlan, periods: int, seconds: np.ndarray | None) -> None:
+        self.problem, self.plan, self.periods = problem, plan, periods
+        self.nb = nb = len(problem.blocks) + 1  # one marker closes each iteration
+        self.iterations = periods * plan.period
+        self.base = self.iterations * nb
+        self.message_ids = list(self._instances())
+        self.seconds_m = message_seconds(problem, plan.messages) if seconds is None else seconds
+        pred, succ = self._edges()
+        jobs = self.base + len(self.message_ids)
+        m_of = np.asarray([m for _, m in self.message_ids], int)
+        block_s = np.asarray([*(b.seconds for b in problem.blocks), 0.0])
+        sizes = np.asarray([m.nbytes for m in plan.messages], float)
+        order = np.argsort(succ_key := np.asarray(pred, int), kind="stable")
+        strict_links = plan.dispatch == "sequence"
+        links = len(problem.links)
+        self.arrays = {
+            "seconds": np.concatenate((np.tile(block_s, self.iterations), self.seconds_m[m_of])),
+            "resource": np.concatenate(
+                (np.zeros(self.base), [1.0 + plan.messages[m].link for m in m_of])
+            ).astype(np.int64),
+            "rank": np.concatenate((np.arange(self.base), self.base + self._ranks())).astype(np.int64),
+            "npred": np.bincount(np.asarray(succ, int), minlength=jobs).astype(np.int64),
+            "succ_ptr": np.searchsorted(succ_key[order], np.arange(jobs + 1)).astype(np.int64),
+            "succ": np.asarray(succ, np.int64)[order],
+            "hold": np.concatenate((np.zeros(self.base), [plan.messages[m].hold_s for m in m_of])),
+            "size": np.concatenate((np.ones(self.base), sizes[m_of])),
+            "credit": np.asarray([0.5] + [float(plan.credit_bytes)] * links),
+            "strict": np.asarray([not problem.dataflow] + [strict_links] * links),
+        }
+
+    def _instances(self) -> Iterator[tuple[int, int]]:
+        for p in range(self.periods):
+            for m, message in enumerate(self.plan.messages):
+                if p * self.plan.period + self.plan.updates[message.update].last < self.iterations:
+                    yield p, m
+
+    def _issue(self, p: int, m: int) -> tuple[int, int]:
+        """(iteration, 0 forward | 1 backward) in which the message may be issued at the earliest."""
+        message = self.plan.messages[m]
+        at = p * self.plan.period + self.plan.updates[message.update].last + message.iteration
+        return at, 0 if message.phase == "forward" else 1
+
+    def _ranks(self) -> np.ndarray:
+        keys = np.asarray([(*self._issue(p, m), p, m) for p, m in self.message_ids]).reshape(-1, 4)
+        ranks = np.empty(len(keys), int)
+        ranks[np.lexsort(keys.T[::-1])] = np.arange(len(keys))
+        return ranks
+
+    def _edges(self) -> tuple[list[int], list[int]]:
+        """(before, after) job pairs."""
+        problem, plan, nb, base = self.problem, self.plan, self.nb, self.base
+        blocks = problem.blocks
+        first_of = {
+            phase: next((i for i, b in enumerate(blocks) if b.phase == phase), 0)
+            for phase in ("forward", "backward")
+        }
+        pred: list[int] = []
+        succ: list[int] = []
+
+        def edge(a: int, b: int) -> None:
+            pred.append(a)
+            succ.append(b)
+
+        if problem.dataflow:
+            for it in range(self.iterations):
+                for b in range(nb - 1):
+                    after = blocks[b].after
+                    waits = after if after is not None else ((b - 1,) if b else ())
+                    for a in waits:
+                        edge(it * nb + a, it * nb + b)
+                    if not waits and it:
+                        edge(it * nb - 1, it * nb + b)
+                    edge(it * nb + b, it * nb + nb - 1)
+
+        holders = _holders(problem, plan)
+        for j, (p, m) in enumerate(self.message_ids):
+            job, message = base + j, plan.messages[m]
+            update = plan.updates[message.update]
+            it = p * plan.period + update.last
+            waits_for: set[int] = set()
+            for piece in message.pieces:
+                t = problem.tensors[piece.tensor]
+                if t.ready_after is not None:
+                    waits_for.add(it * nb + t.ready_after)
+                elif not t.follows and it:
+                    waits_for.add(it * nb - 1)
+                for f in t.follows:
+                    share = problem.tensors[f].nbytes / t.nbytes
+                    a, b = piece.offset * share, (piece.offset + piece.nbytes) * share
+                    for other, lo, hi in holders.get((message.update, f), ()):
+                        if lo < b - 1e-6 and hi > a + 1e-6:
+                            waits_for.add(base + j - m + other)  # same period: nothing is delayed here
+                at = p * plan.period + update.at + 1 if t.lag else it
+                if at < self.iterations:
+                    block = nb - 1 if t.needed_before is None else t.needed_before
+                    edge(job, at * nb + block)
+                    if plan.barrier and t.lag:
+                        edge(job, at * nb)
+            if message.phase is not None:
+                at, _ = self._issue(p, m)
+                if at < self.iterations and at * nb + first_of[message.phase] > 0:
+                    waits_for.add(at * nb + first_of[message.phase] - 1)
+            compute = [w for w in waits_for if 0 <= w < base]
+            if compute and not problem.dataflow:
+                waits_for = {w for w in waits_for if w >= base} | {max(compute)}
+            for w in waits_for:
+                edge(w, job)
+        return pred, succ
+
+    def iteration_ends(self) -> np.ndarray:
+        return np.arange(self.iterations) * self.nb + self.nb - 1
+
+    def name(self, job: int) -> str:
+        if job >= self.base:
+            p, m = self.message_ids[job - self.base]
+            return f"message {m} ({message_name(self.problem, self.plan.messages[m])}) of period {p}"
+        it, b = divmod(job, self.nb)
+        return (
+            f"block '{self.problem.blocks[b].name}' of iteration {it}" if b < self.nb - 1 else f"end of {it}"
+        )
+
+
+def _holders(problem: Problem, plan: BucketPlan) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+    """(update, tensor) -> (message, from byte, to byte), for tensors that something follows."""
+    followed = {f for t in problem.tensors for f in t.follows}
+    out: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    if followed:
+        for m, message in enumerate(plan.messages):
+            for p in message.pieces:
+                if p.tensor in followed:
+                    out.setdefault((message.update, p.tensor), []).append((m, p.offset, p.offset + p.nbytes))
+    return out
+
+
+def message_name(problem: Problem, message: Message) -> str:
+    """A short name for tables and drawings."""
+    first, n = message.pieces[0], len(message.pieces)
+    name = problem.tensors[first.tensor].name
+    if n > 1:
+        return f"{name} +{n - 1}"
+    return name if first.nbytes == problem.tensors[first.tensor].nbytes else f"{name}[{first.offset}:]"
+
+
+def _report(
+    problem: Problem,
+    plan: BucketPlan,
+    run: _Run,
+    start: np.ndarray,
+    end: np.ndarray,
+    period_s: float,
+    timeline: bool,
+) -> Evaluation:
+    seconds = np.asarray(run.seconds_m, float)
+    iteration_s = period_s / plan.period
+    compute_s = problem.compute_s
+    busy = {
+        link.name: float(seconds[[m.link == i for m in plan.messages]].sum()) / plan.period
+        for i, link in enumerate(problem.links)
+    }
+    marks = end[run.iteration_ends()]
+    # The last period but one: nothing of it is cut off by the end of the run.
+    last = run.iterations - plan.period
+    t1 = float(marks[last - 1])
+    t0 = float(marks[last - plan.period - 1]) if last > plan.period else 0.0
+    exposed_s = _exposed(run, start, end, t0, t1) / plan.period if t1 > t0 else 0.0
+    upper, lower = compute_s + sum(busy.values()), max(compute_s, *busy.values())
+    shown: tuple[Interval, ...] = ()
+    if timeline:
+        shown = tuple(_timeline(run, start, end, t0, t1))
+    steady = run.periods - 2
+    starts = np.full(len(plan.messages), np.nan)
+    for j, (p, m) in enumerate(run.message_ids):
+        if p == steady:
+            starts[m] = start[run.base + j]
+    return Evaluation(
+        policy=plan.policy,
+        iteration_s=iteration_s,
+        compute_s=compute_s,
+        exposed_s=exposed_s,
+        bubble_s=max(0.0, iteration_s - compute_s),
+        link_busy_s=busy,
+        updates_per_iteration=plan.updates_per_iteration,
+        staleness=plan.staleness,
+        messages=len(plan.messages),
+        efficiency=(upper - iteration_s) / (upper - lower) if upper > lower else 1.0,
+        speedup=(upper - lower) / lower if lower > 0 else 0.0,
+        timeline=shown,
+        starts_s=starts,
+    )
+
+
+def _exposed(run: _Run, start: np.ndarray, end: np.ndarray, t0: float, t1: float) -> float:
+    """Seconds in [t0, t1] in which some link is busy and compute is not."""
+    b0, b1 = np.clip(start[run.base :], t0, t1), np.clip(end[run.base :], t0, t1)
+    c0, c1 = np.clip(start[: run.base], t0, t1), np.clip(end[: run.base], t0, t1)
+    return _union(np.concatenate((b0, c0)), np.concatenate((b1, c1))) - _union(c0, c1)
+
+
+def _union(lo: np.ndarray, hi: np.ndarray) -> float:
+    """Length of the union of intervals."""
+    order = np.argsort(lo, kind="stable")
+    lo, hi = lo[order], np.maximum.accumulate(hi[order])
+    before = np.concatenate(([lo[0] if lo.size else 0.0], hi[:-1]))
+    return float(np.maximum(0.0, hi - np.maximum(lo, before)).sum())
+
+
+def _timeline(run: _Run, start: np.ndarray, end: np.ndarray, t0: float, t1: float) -> Iterator[Interval]:
+    problem = run.problem
+    shown = np.flatnonzero((end > t0) & (start < t1) & (end > start))
+    for job in shown[np.argsort(start[shown], kind="stable")].tolist():
+        if job < run.base:
+            it, b = divmod(job, run.nb)
+            resource, name = "compute", problem.blocks[b].name
+        else:
+            p, m = run.message_ids[job - run.base]
+            message = run.plan.messages[m]
+            it = p * run.plan.period + run.plan.updates[message.update].last
+            resource, name = problem.links[message.link].name, message_name(problem, message)
+        yield Interval(
+            resource=resource,
+            name=name,
+            start_s=float(start[job]) - t0,
+            end_s=float(end[job]) - t0,
+            iteration=it,
+        )
+
+
+def as_sequence(problem: Problem, plan: BucketPlan, *, kernel: str = "auto") -> BucketPlan:
+    """The same plan as one fixed order for all ranks: the order in which its messages start.
+
+    Ranks that choose by what happens to be ready may issue overlapping collectives in different orders and
+    deadlock; a plan that is to run has one order.
+    """
+    from dataclasses import replace
+
+    if plan.dispatch == "sequence":
+        return plan
+    starts = evaluate(problem, plan, kernel=kernel, timeline=False).starts_s
+    assert starts is not None
+    order = np.argsort(starts, kind="stable")
+    return replace(plan, messages=tuple(plan.messages[i] for i in order), dispatch="sequence", credit_bytes=1)

@@ -1,0 +1,323 @@
+"""The scheduling problem: compute blocks, tensors to communicate, links that carry them.
+
+Everything a policy may look at is here; nothing a policy decides is (that is `plan.BucketPlan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from pase.errors import PaseError
+
+__all__ = ["Block", "Curve", "Link", "Phase", "Problem", "Tensor", "problem_from_times"]
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Seconds to send one message, by its bytes: piecewise linear, never falling.
+
+    ``bytes_`` and ``seconds`` are the corners (at least one, bytes ascending); before the first corner
+    the curve is flat, after the last it rises by ``tail_s_per_byte``. A startup of alpha and an inverse
+    bandwidth of beta is one corner at 0 bytes. One alpha-beta fit is 31-50% wrong on measured NCCL
+    tables up to 32 MB, hence the table.
+
+    >>> c = Curve.alpha_beta(alpha_s=1.0, beta_s_per_byte=0.5)
+    >>> c.seconds_for(4)
+    3.0
+    >>> Curve.table([1, 3], [2.0, 6.0]).seconds_for(5)
+    10.0
+    """
+
+    bytes_: tuple[float, ...]
+    seconds: tuple[float, ...]
+    tail_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        if len(self.bytes_) != len(self.seconds) or not self.bytes_:
+            raise PaseError(
+                f"a cost curve needs as many seconds as bytes, at least one; got {len(self.bytes_)} bytes, "
+                f"{len(self.seconds)} seconds"
+            )
+        xs, ys = np.asarray(self.bytes_, float), np.asarray(self.seconds, float)
+        if not (np.isfinite(xs).all() and np.isfinite(ys).all() and np.isfinite(self.tail_s_per_byte)):
+            raise PaseError("a cost curve holds a number that is not finite")
+        if (np.diff(xs) <= 0).any() or xs[0] < 0:
+            raise PaseError(f"the bytes of a cost curve must rise from 0 or more, got {self.bytes_}")
+        if (np.diff(ys) < 0).any() or ys[0] < 0 or self.tail_s_per_byte < 0:
+            raise PaseError(
+                f"the seconds of a cost curve may not fall, got {self.seconds} and then "
+                f"{self.tail_s_per_byte} s/byte; Curve.table() smooths a measured table"
+            )
+
+    @staticmethod
+    def alpha_beta(*, alpha_s: float, beta_s_per_byte: float) -> Curve:
+        """alpha + beta * bytes."""
+        return Curve(bytes_=(0.0,), seconds=(float(alpha_s),), tail_s_per_byte=float(beta_s_per_byte))
+
+    @staticmethod
+    def table(nbytes: Sequence[float], seconds: Sequence[float]) -> Curve:
+        """From measured points; noise that makes time fall with size is lifted to the running maximum."""
+        order = np.argsort(np.asarray(nbytes, float), kind="stable")
+        xs = np.asarray(nbytes, float)[order]
+        ys = np.maximum.accumulate(np.asarray(seconds, float)[order])
+        if xs.size > 1:
+            tail = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
+            tail = tail if tail > 0 else ys[-1] / xs[-1]
+        else:
+            tail = ys[-1] / xs[-1] if xs.size and xs[-1] > 0 else 0.0
+        return Curve(bytes_=tuple(xs.tolist()), seconds=tuple(ys.tolist()), tail_s_per_byte=float(tail))
+
+    def seconds_for(self, nbytes: float) -> float:
+        """Seconds for one message of that many bytes; 0 for an empty one."""
+        return float(self.seconds_of(np.asarray([nbytes], float))[0])
+
+    def seconds_of(self, nbytes: np.ndarray) -> np.ndarray:
+        """Seconds of each message; nbytes float64, any shape."""
+        n = np.asarray(nbytes, float)
+        s = np.interp(n, self.bytes_, self.seconds)
+        s = s + np.maximum(n - self.bytes_[-1], 0.0) * self.tail_s_per_byte
+        return np.where(n > 0, s, 0.0)
+
+    @property
+    def startup_s(self) -> float:
+        """What even the smallest message costs."""
+        return self.seconds[0]
+
+    def best_s_per_byte(self, most_bytes: float) -> float:
+        """The least seconds per byte of any message of at most that many bytes."""
+        xs = [x for x in self.bytes_ if 0 < x < most_bytes] + [most_bytes]
+        return min(self.seconds_for(x) / x for x in xs) if most_bytes > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Something that carries one message at a time: a NCCL stream, a gloo NIC, a level of the network.
+
+    ``by_axes`` overrides the curve for tensors synchronised over those mesh axes (names joined by ",").
+    ``axes``: the axis groups it can carry; None = any.
+    """
+
+    name: str
+    curve: Curve
+    by_axes: dict[str, Curve] = field(default_factory=dict)
+    axes: tuple[str, ...] | None = None
+
+    def carries(self, group: str) -> bool:
+        """Whether tensors of that axis group may go here."""
+        return self.axes is None or group in self.axes
+
+    def curve_for(self, group: str) -> Curve:
+        return self.by_axes.get(group, self.curve)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A stretch of compute on the one compute stream. Blocks stand in execution order.
+
+    after: indices of blocks it waits for, used only where the problem is ``dataflow``;
+    None = the block before it.
+    """
+
+    name: str
+    phase: Phase
+    seconds: float
+    after: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """Something to communicate once per iteration.
+
+    ready_after: the block whose end makes it ready; None = ready when the iteration starts (or when what it
+    follows has arrived).
+    needed_before: the block that waits for it, ``lag`` iterations later; None = the end of that iteration.
+    A gradient has lag 1: made in backward, needed by the next forward. A parameter gathered for use has lag 0.
+    follows: tensors (by index) of the same iteration that must have arrived first: an all-gather after its
+    reduce-scatter, a pull after its push.
+    axes: mesh axes it is synchronised over, joined by ","; only equal (kind, axes, dtype) may be fused.
+    """
+
+    name: str
+    nbytes: int
+    ready_after: int | None
+    needed_before: int | None
+    lag: int = 1
+    axes: str = ""
+    kind: str = "all_reduce"
+    dtype: str = "float32"
+    follows: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Tensors of one group may share a message."""
+        return (self.kind, self.axes, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One training iteration, repeated: blocks in execution order, tensors, links.
+
+    dataflow: the compute stream may run any block whose inputs are there (TensorFlow's executor); otherwise
+    blocks run in the order given (PyTorch, JAX).
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    tensors: tuple[Tensor, ...]
+    links: tuple[Link, ...]
+    dataflow: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def compute_s(self) -> float:
+        return sum(b.seconds for b in self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def is_plain(self) -> bool:
+        """Gradients only, all made after the last one needed: in-order compute, lag 1, nothing follows.
+
+        Then an iteration can be cut between the last need and the first release, nothing crosses the cut, and
+        the steady iteration is a makespan with heads (release) and tails (compute still to come).
+        """
+        ts = self.tensors
+        return (
+            not self.dataflow
+            and all(
+                t.lag == 1 and not t.follows and t.ready_after is not None and t.needed_before is not None
+                for t in ts
+            )
+            and max((t.needed_before or 0 for t in ts), default=0)
+            <= min((t.ready_after or 0 for t in ts), default=0)
+        )
+
+    def links_for(self, tensor: int) -> list[int]:
+        """Indices of the links that may carry that tensor."""
+        axes = self.tensors[tensor].axes
+        return [i for i, link in enumerate(self.links) if link.carries(axes)]
+
+    def message_s(self, link: int, tensor: int, nbytes: float) -> float:
+        """Seconds for one message of that many bytes of that tensor's group on that link."""
+        return self.links[link].curve_for(self.tensors[tensor].axes).seconds_for(nbytes)
+
+
+def _check(p: Problem) -> None:
+    """Refuse what cannot be scheduled, naming the place."""
+    where = f"problem '{p.name}'"
+    if not p.blocks:
+        raise PaseError(f"{where} has no compute blocks; give at least one forward and one backward block")
+    if not p.links:
+        raise PaseError(f"{where} has no links; give at least one with its cost curve")
+    for i, b in enumerate(p.blocks):
+        if not (np.isfinite(b.seconds) and b.seconds >= 0):
+            raise PaseError(f"{where}, blocks[{i}] '{b.name}': seconds = {b.seconds}; it must be 0 or more")
+        for j in b.after or ():
+            if not 0 <= j < i:
+                raise PaseError(
+                    f"{where}, blocks[{i}] '{b.name}' waits for block {j}, which does not stand before it; "
+                    f"list the blocks in an order in which they can run"
+                )
+    n = len(p.blocks)
+    for i, t in enumerate(p.tensors):
+        here = f"{where}, tensors[{i}] '{t.name}'"
+        if t.nbytes <= 0:
+            raise PaseError(f"{here}: nbytes = {t.nbytes}; leave out tensors that need no communication")
+        for key, block in (("ready_after", t.ready_after), ("needed_before", t.needed_before)):
+            if block is not None and not 0 <= block < n:
+                raise PaseError(f"{here}: {key} = {block}; there are {n} blocks")
+        if t.lag not in (0, 1):
+            raise PaseError(
+                f"{here}: lag = {t.lag}; it is 1 (needed in the next iteration) or 0 (in the same)"
+            )
+        if t.lag == 0 and t.needed_before is not None and (t.ready_after or -1) >= t.needed_before:
+            raise PaseError(
+                f"{here} is ready after block {t.ready_after} but needed before block {t.needed_before} of the "
+                f"same iteration, which would never start; a gradient has lag 1"
+            )
+        for f in t.follows:
+            if not 0 <= f < i:
+                raise PaseError(f"{here} follows tensor {f}; it may only follow one listed before it")
+        if not p.links_for(i):
+            raise PaseError(
+                f"{here} is synchronised over axes '{t.axes}', which no link carries "
+                f"(links: {', '.join(link.name for link in p.links)})"
+            )
+    _check_lag0_chains(p)
+
+
+def _check_lag0_chains(p: Problem) -> None:
+    """A lag-0 tensor that follows another must still be able to arrive in time."""
+    latest: list[int] = []
+    for i, t in enumerate(p.tensors):
+        ready = max([-1 if t.ready_after is None else t.ready_after, *(latest[f] for f in t.follows)])
+        latest.append(ready)
+        if t.lag == 0 and t.needed_before is not None and ready >= t.needed_before:
+            raise PaseError(
+                f"problem '{p.name}', tensors[{i}] '{t.name}' follows a tensor that is ready only after block "
+                f"{ready}, but is needed before block {t.needed_before} of the same iteration"
+            )
+
+
+def problem_from_times(
+    *,
+    name: str,
+    forward_s: float,
+    backward_s: float,
+    tensors: Sequence[tuple[str, int, float, float]],
+    links: Sequence[Link],
+    axes: str = "",
+    source: str = "",
+) -> Problem:
+    """A problem from absolute times: tensors are (name, bytes, ready_s, next_use_s).
+
+    Both times count from the start of an iteration whose forward takes forward_s and whose backward follows
+    at once; next_use_s is the moment of the next iteration's forward that needs the tensor.
+
+    >>> p = problem_from_times(name="toy", forward_s=2.0, backward_s=4.0,
+    ...     tensors=[("a", 8, 6.0, 0.0), ("b", 8, 4.0, 1.0)],
+    ...     links=[Link(name="net", curve=Curve.alpha_beta(alpha_s=0.0, beta_s_per_byte=1.0))])
+    >>> [(b.phase, b.seconds) for b in p.blocks]
+    [('forward', 1.0), ('forward', 1.0), ('backward', 2.0), ('backward', 2.0)]
+    """
+    total = forward_s + backward_s
+    for tname, _, ready_s, next_use_s in tensors:
+        if not forward_s - 1e-12 <= ready_s <= total + 1e-12:
+            raise PaseError(
+                f"problem '{name}', tensor '{tname}': ready_s = {ready_s} lies outside backward, which runs from "
+                f"{forward_s} to {total}"
+            )
+        if not -1e-12 <= next_use_s <= forward_s + 1e-12:
+            raise PaseError(
+                f"problem '{name}', tensor '{tname}': next_use_s = {next_use_s} lies outside forward, which runs "
+                f"from 0 to {forward_s}"
+            )
+    starts = sorted({0.0, *(min(max(t[3], 0.0), forward_s) for t in tensors)} - {forward_s})
+    ends = sorted({total, *(min(max(t[2], forward_s), total) for t in tensors)} - {forward_s})
+    blocks = [
+        Block(name=f"forward {i}", phase="forward", seconds=b - a)
+        for i, (a, b) in enumerate(zip(starts, [*starts[1:], forward_s], strict=True))
+    ]
+    forward_blocks = len(blocks)
+    blocks += [
+        Block(name=f"backward {i}", phase="backward", seconds=b - a)
+        for i, (a, b) in enumerate(zip([forward_s, *ends[:-1]], ends, strict=True))
+    ]
+    made = []
+    for tname, nbytes, ready_s, next_use_s in tensors:
+        ready_s, next_use_s = min(max(ready_s, forward_s), total), min(max(next_use_s, 0.0), forward_s)
+        after = forward_blocks - 1 if ready_s == forward_s else forward_blocks + ends.index(ready_s)
+        before = forward_blocks if next_use_s == forward_s else starts.index(next_use_s)
+        made.append(Tensor(name=tname, nbytes=nbytes, ready_after=after, needed_before=before, axes=axes))
+    return Problem(name=name, blocks=tuple(blocks), tensors=tuple(made), links=tuple(links), source=source)

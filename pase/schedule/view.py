@@ -1,0 +1,113 @@
+"""What policies read off a problem: when each tensor is ready, how much compute waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.schedule.types import Problem
+
+__all__ = ["PlainView", "can_fuse", "fastest_link", "need_order", "plain_view", "ready_order", "ready_s"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainView:
+    """A plain problem as heads and tails, seconds.
+
+    Time 0 is the start of the first block that makes a gradient. ready: float64 [T]; tail: float64 [T], compute
+    from the block that needs the tensor to the end of the iteration so cut. An iteration takes
+    max(compute, max over messages of end + tail).
+    """
+
+    ready: np.ndarray
+    tail: np.ndarray
+    compute: float
+    nbytes: np.ndarray
+
+
+def plain_view(problem: Problem) -> PlainView:
+    """Heads and tails of a plain problem; raises for any other."""
+    if not problem.is_plain:
+        raise PaseError(
+            f"problem '{problem.name}' is not plain gradient synchronisation; it has no heads and tails"
+        )
+    seconds = np.asarray([b.seconds for b in problem.blocks])
+    after = np.asarray([t.ready_after for t in problem.tensors], int)
+    before = np.asarray([t.needed_before for t in problem.tensors], int)
+    cut = int(after.min()) if after.size else 0
+    upto = np.concatenate(([0.0], np.cumsum(seconds)))
+    return PlainView(
+        ready=upto[after + 1] - upto[cut],
+        tail=upto[cut] - upto[before],
+        compute=float(seconds.sum()),
+        nbytes=np.asarray([t.nbytes for t in problem.tensors], float),
+    )
+
+
+def ready_s(problem: Problem) -> np.ndarray:
+    """When each tensor could be ready at the earliest if compute never waited, from the iteration's start."""
+    upto = np.cumsum([b.seconds for b in problem.blocks])
+    out = np.zeros(len(problem.tensors))
+    for i, t in enumerate(problem.tensors):
+        out[i] = max(
+            [
+                0.0 if t.ready_after is None else float(upto[t.ready_after]),
+                *(float(out[f]) for f in t.follows),
+            ]
+        )
+    return out
+
+
+def _positions(problem: Problem) -> tuple[list[int], list[int]]:
+    """Per tensor: the block it is ready after (-1: the start) and the absolute block it is needed before."""
+    n = len(problem.blocks)
+    ready: list[int] = []
+    for t in problem.tensors:
+        ready.append(max([-1 if t.ready_after is None else t.ready_after, *(ready[f] for f in t.follows)]))
+    need = [t.lag * n + (n if t.needed_before is None else t.needed_before) for t in problem.tensors]
+    for i in reversed(range(len(need))):
+        for f in problem.tensors[i].follows:
+            need[f] = min(need[f], need[i])
+    return ready, need
+
+
+def ready_order(problem: Problem) -> list[int]:
+    """Tensors in the order in which they become ready; ties: the one made later in the list first (as autograd
+    visits parameters backwards), but never before what it follows.
+    """
+    ready, need = _positions(problem)
+    depth: list[int] = []
+    for t in problem.tensors:
+        depth.append(max((depth[f] + 1 for f in t.follows), default=0))
+    return sorted(range(len(ready)), key=lambda i: (ready[i], depth[i], -need[i], -i))
+
+
+def need_order(problem: Problem) -> list[int]:
+    """Tensors in the order in which compute waits for them; ties in list order, followers after the followed."""
+    ready, need = _positions(problem)
+    depth: list[int] = []
+    for t in problem.tensors:
+        depth.append(max((depth[f] + 1 for f in t.follows), default=0))
+    return sorted(range(len(need)), key=lambda i: (need[i], depth[i], i))
+
+
+def can_fuse(problem: Problem, tensors: list[int], more: int) -> bool:
+    """Whether `more` may join: one group, and no tensor needed before another is ready in the same iteration."""
+    if problem.tensors[tensors[0]].group != problem.tensors[more].group:
+        return False
+    if problem.tensors[more].lag == 1 and all(problem.tensors[t].lag == 1 for t in tensors):
+        return True
+    ready, need = _positions(problem)
+    members = [*tensors, more]
+    if len({problem.tensors[t].lag for t in members}) > 1:
+        return False
+    return max(ready[t] for t in members) < min(need[t] for t in members)
+
+
+def fastest_link(problem: Problem, tensor: int) -> int:
+    """The link on which the whole tensor takes least time."""
+    return min(
+        problem.links_for(tensor), key=lambda k: problem.message_s(k, tensor, problem.tensors[tensor].nbytes)
+    )
