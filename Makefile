@@ -38,7 +38,7 @@ clean: ## remove .venv and all that was built
 
 # The stamp is touched last: an install that broke off is done again. uv is quicker than pip, but not everywhere to be had.
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "no python3 found; install Python 3.11 or newer, or say make PYTHON=/path/to/python3" >&2; exit 2; }
+	@command -v "$(PYTHON)" >/dev/null || { echo "no Python at '$(PYTHON)'; install Python 3.11 or newer, or say make PYTHON=/path/to/python3" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; say make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed; on Debian and Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 2; }
 	@echo "installing into $(VENV) from constraints.txt"

@@ -82,6 +82,12 @@ def test_the_links_are_relative(name):
     assert link.is_symlink() and str(link.readlink()) == f"../{name}"
 
 
+def test_folders_of_tests_are_packages():
+    """Otherwise two files of one name in different folders stop pytest."""
+    folders = {p.parent for p in (ROOT / "tests").rglob("test_*.py")}
+    assert [f for f in sorted(folders) if not (f / "__init__.py").exists()] == []
+
+
 def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))

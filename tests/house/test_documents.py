@@ -1,0 +1,96 @@
+"""What the documents say is run, or at least looked up: code, commands, and the files that they name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from pase import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *(ROOT / n for n in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PRESENT = [d for d in DOCUMENTS if d.exists()]
+
+# A fenced block, and the comment on the line before it, where there is one.
+BLOCK = re.compile(r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+# Written in code quotes, with a slash, and with an ending that this repository has.
+PATH = re.compile(r"`([\w.\-]+(?:/[\w.\-*<>]+)+/?)`")
+
+
+def blocks(kind: str) -> list[tuple[str, str, str]]:
+    """(document, note, body) of the fenced blocks of a kind in all documents."""
+    return [
+        (d.name, m["note"] or "", m["body"])
+        for d in PRESENT
+        for m in BLOCK.finditer(d.read_text())
+        if m["kind"] == kind
+    ]
+
+
+def test_there_are_documents_to_look_at():
+    assert {d.name for d in PRESENT} >= {"README.md"}
+    assert blocks("sh")
+
+
+@pytest.mark.parametrize("document", PRESENT, ids=lambda d: d.name)
+def test_python_in_documents_runs(document, tmp_path, monkeypatch):
+    """Top to bottom in one namespace; a block with ``<!-- not run: why -->`` before it is only compiled."""
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, object] = {"__name__": "document"}
+    for name, note, body in blocks("python"):
+        if name != document.name:
+            continue
+        code = compile(body, f"{name}: {body.splitlines()[0]}", "exec")
+        if not note.startswith("not run:"):
+            exec(code, space)
+
+
+def commands() -> list[str]:
+    """The lines of sh blocks, comments off and continued lines joined."""
+    lines = []
+    for _, _, body in blocks("sh"):
+        for line in body.replace("\\\n", " ").splitlines():
+            bare = line.split("  #")[0].split(" # ")[0].strip().removeprefix("$ ")
+            if bare and not bare.startswith("#"):
+                lines.append(bare)
+    return list(dict.fromkeys(lines))
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_in_documents_exist(line):
+    program, *args = shlex.split(line)
+    if program == "make":
+        assert {a for a in args if "=" not in a} <= TARGETS, f"no such target; there are {sorted(TARGETS)}"
+        return
+    if program.removeprefix(".venv/bin/") != "pase":
+        assert (
+            program in ("git", "cd", "pip", "python")
+            or (Path(sys.executable).parent / Path(program).name).exists()
+        )
+        return
+    group = cli.command_group()
+    context = group.make_context("pase", list(args))
+    name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+    command.make_context(name, rest, parent=context)  # parses and checks the options; runs nothing
+
+
+def named() -> list[tuple[str, str]]:
+    return sorted({(d.name, path) for d in PRESENT for path in PATH.findall(d.read_text())})
+
+
+@pytest.mark.parametrize(("document", "path"), named())
+def test_files_named_in_documents_exist(document, path):
+    if "<" in path:
+        pytest.skip("a pattern for names that a contributor chooses")
+    top = path.split("/")[0]
+    if not (ROOT / top).exists():
+        pytest.skip("not of this repository")
+    assert list(ROOT.glob(path.rstrip("/"))), f"{document} names {path}"
