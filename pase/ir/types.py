@@ -368,6 +368,18 @@ class Graph:
         )
 
     @cached_property
+    def _readers(self) -> dict[str, frozenset[str]]:
+        out: dict[str, set[str]] = {}
+        for n in self.nodes:
+            for _, a in n.reads:
+                out.setdefault(a.tensor, set()).add(n.name)
+        return {t: frozenset(who) for t, who in out.items()}
+
+    def read_outside(self, node: Node, tensor: str) -> bool:
+        """Does another node read this tensor?"""
+        return bool(self._readers.get(tensor, frozenset()) - {node.name})
+
+    @cached_property
     def parameters(self) -> tuple[Tensor, ...]:
         return tuple(t for t in self.tensors.values() if t.role == "parameter")
 

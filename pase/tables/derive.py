@@ -1,0 +1,232 @@
+"""One rule gives all work and all collectives, forward and backward, from (node, config).
+
+- Local work is the op's points over the shards of the dims it works on; backward has one product for each
+  differentiable operand of a matmul or conv, and as much traffic again for the rest.
+- A tensor written by an op that sums over a split dim is partial over that dim's axes. Within a node it is
+  summed at once (softmax's maximum, a norm's mean); between nodes the edge settles it.
+- The gradient of a tensor read is partial over the axes of the split dims of which its map knows nothing:
+  for a parameter that is the gradient synchronisation.
+- A windowed dim exchanges halos; an edge pays to go from the layout written to the layout read, and back
+  for the gradient.
+
+Everything is an array over configs (or pairs of layouts); with one config it is the plan's own list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from pase.ir import Edge, Graph, Node, Op, Tensor
+from pase.machine import CollectiveKind, Mesh
+from pase.tables.layouts import PARTIAL, PENDING, REPLICATED, axis_bits, dim_index, number, shards
+from pase.tables.reshard import reshard
+
+__all__ = ["OPTIMIZERS", "Charge", "Phase", "Work", "edge_charges", "node_charges", "node_work"]
+
+Phase = Literal["forward", "backward", "update"]
+
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "lion": 1, "adafactor": 0}
+"""Optimizer -> float32 values of state it keeps per parameter (adafactor's factored rows are below a percent)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charge:
+    """Collectives, one per config or pair of layouts.
+
+    axes, nbytes: as CostModel.collective has them; times: how often in a step.
+    """
+
+    kind: CollectiveKind
+    axes: np.ndarray
+    nbytes: np.ndarray
+    tensor: str
+    phase: Phase
+    times: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Local work of one op (or of all light ops of a node together), one entry per config; see CostModel.compute."""
+
+    kind: Literal["matmul", "conv", "memory"]
+    dtype: str
+    flops: np.ndarray
+    nbytes: np.ndarray
+    mnk: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    phase: Phase
+    times: float
+
+
+def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+    index = dim_index(node, dims)
+    points = 1.0
+    for i in index:
+        points *= number(node.space.dims[i].size, node.name)
+    return points / shards(cfg, index, mesh)
+
+
+def _local_bytes(node: Node, tensor: Tensor, walked: tuple[str, ...], cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+    return number(tensor.nbytes, tensor.name) / shards(cfg, dim_index(node, walked), mesh)
+
+
+def _grad(graph: Graph, op: Op, tensor: str) -> bool:
+    return op.differentiable and graph.tensors[tensor].needs_grad
+
+
+def node_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Work]:
+    """The node's local work under each config."""
+    if node.kind == "parameter":
+        yield from _parameter_work(graph, node, cfg, mesh, optimizer)
+        return
+    internal = node.internal
+    zero = np.zeros(len(cfg))
+    light_flops, light_bytes, back_flops, back_bytes = zero, zero, zero, zero
+    seen: set[str] = set()
+    for op in node.ops:
+        over = op.dims if op.over is None else op.over
+        flops = op.flops_per_point * _local_points(node, over, cfg, mesh)
+        heavy = op.kind in ("matmul", "conv", "gather", "scatter")
+        nbytes, wrote = zero, zero
+        for a in op.writes:
+            if heavy or graph.read_outside(node, a.tensor):
+                wrote = wrote + _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
+        for a in op.reads:
+            t = graph.tensors[a.tensor]
+            outside = a.tensor not in internal and a.tensor in graph.producer
+            if outside and (heavy or a.tensor not in seen):
+                seen.add(a.tensor)
+                nbytes = nbytes + (wrote if a.sparse else _local_bytes(node, t, a.map.dims, cfg, mesh))
+        nbytes = nbytes + wrote
+        grads = [a for a in op.reads if _grad(graph, op, a.tensor)]
+        if op.kind in ("matmul", "conv"):
+            yield from _products(graph, node, op, flops, nbytes, cfg, mesh)
+        elif op.kind == "gather":
+            light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
+            for a in grads:  # a scatter-add into zeros of the table's local size
+                back_bytes = back_bytes + 2 * wrote + _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
+        elif op.kind not in ("carry", "copy", "output", "input", "constant"):
+            light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
+            if grads:
+                back_flops, back_bytes = back_flops + 2 * flops, back_bytes + 2 * nbytes
+    main = node.main
+    times = float(number(main.times, node.name))
+    if light_flops.any() or light_bytes.any():
+        dtype = graph.tensors[(main.writes or main.reads)[0].tensor].dtype
+        yield Work(
+            kind="memory", dtype=dtype, flops=light_flops, nbytes=light_bytes, mnk=None, phase="forward",
+            times=times * (2 if main.remat else 1),
+        )  # fmt: skip
+        if back_flops.any() or back_bytes.any():
+            yield Work(
+                kind="memory", dtype=dtype, flops=back_flops, nbytes=back_bytes, mnk=None, phase="backward", times=times
+            )
+
+
+def _products(
+    graph: Graph, node: Node, op: Op, flops: np.ndarray, nbytes: np.ndarray, cfg: np.ndarray, mesh: Mesh
+) -> Iterator[Work]:
+    """A matmul or conv forward, and one product for each operand that has a gradient."""
+    x, w = (set(a.map.dims) for a in op.reads)
+    out = set(op.writes[0].map.dims)
+
+    def extent(dims: set[str]) -> np.ndarray:
+        return _local_points(node, tuple(dims), cfg, mesh)
+
+    m, n, k = extent(out - w), extent(out - x), extent(set(op.dims) - out)
+    times = float(number(op.times, node.name))
+    kind: Literal["matmul", "conv"] = "conv" if op.kind == "conv" else "matmul"
+    dtype = graph.tensors[op.reads[0].tensor].dtype
+    runs = times * (2 if op.remat else 1)
+    yield Work(kind=kind, dtype=dtype, flops=flops, nbytes=nbytes, mnk=(m, n, k), phase="forward", times=runs)
+    for a, mnk in zip(op.reads, ((m, k, n), (k, n, m)), strict=True):
+        if _grad(graph, op, a.tensor):
+            yield Work(kind=kind, dtype=dtype, flops=flops, nbytes=nbytes, mnk=mnk, phase="backward", times=times)
+
+
+def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Work]:
+    """Casts at each use, and the optimizer's reads and writes of what this device stores."""
+    for op in node.ops[1:]:
+        if op.kind == "elementwise":
+            moved = sum(
+                _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh) for a in (*op.reads, *op.writes)
+            )
+            yield Work(
+                kind="memory", dtype=graph.tensors[op.writes[0].tensor].dtype, flops=np.zeros(len(cfg)),
+                nbytes=np.asarray(moved), mnk=None, phase="forward",
+                times=float(number(op.times, node.name)) * (2 if op.remat else 1),
+            )  # fmt: skip
+    write = node.ops[0].writes[0]
+    tensor = graph.tensors[write.tensor]
+    if not tensor.needs_grad:
+        return
+    stored = _local_bytes(node, tensor, write.map.dims, cfg, mesh)
+    state = stored / tensor.itemsize * 4 * OPTIMIZERS[optimizer]
+    elements = stored / tensor.itemsize
+    yield Work(
+        kind="memory", dtype=tensor.dtype, flops=(2 + 5 * OPTIMIZERS[optimizer]) * elements,
+        nbytes=3 * stored + 2 * state, mnk=None, phase="update", times=1.0,
+    )  # fmt: skip
+
+
+def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
+    """Collectives inside the node: sums that its own ops need at once, and halos."""
+    internal = node.internal
+    consumed = {a.tensor for op in node.ops for a in op.reads}
+    for op in node.ops:
+        times = float(number(op.times, node.name))
+        runs = times * (2 if op.remat else 1)
+        for a in op.writes:
+            summed = [d for d in op.dims if d not in set(a.map.dims)]
+            if a.tensor in consumed and summed:
+                axes = axis_bits(cfg, dim_index(node, summed), mesh)
+                size = _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
+                yield Charge(
+                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase="forward", times=runs
+                )
+        for a in op.reads:
+            t = graph.tensors[a.tensor]
+            other = [d for d in op.dims if d not in set(a.map.dims)]
+            if a.tensor in internal and other and _grad(graph, op, a.tensor):
+                axes = axis_bits(cfg, dim_index(node, other), mesh)
+                size = _local_bytes(node, t, a.map.dims, cfg, mesh)
+                yield Charge(
+                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times
+                )
+            for walk, extent in zip(a.map.walks, t.shape, strict=True):
+                if walk.window is None or not walk.window.halo or len(walk.dims) != 1:
+                    continue
+                index = dim_index(node, walk.dims)
+                ways = shards(cfg, index, mesh)
+                part = walk.window.halo * ways / number(extent, t.name)
+                size = _local_bytes(node, t, a.map.dims, cfg, mesh) * part
+                axes = axis_bits(cfg, index, mesh)
+                yield Charge(kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="forward", times=runs)
+                if _grad(graph, op, a.tensor):
+                    yield Charge(
+                        kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times
+                    )
+
+
+def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
+    """Collectives of an edge for every pair of layouts; src from write_states, dst from read_states."""
+    tensor = graph.tensors[edge.tensor]
+    total = number(tensor.nbytes, tensor.name)
+    times = float(number(edge.op.times, edge.dst))
+    written = np.where(src == PENDING, REPLICATED, src)
+    wanted = np.where(dst == PARTIAL, REPLICATED, dst)
+    for step in reshard(written, wanted, mesh):
+        yield Charge(
+            kind=step.kind, axes=step.axes, nbytes=step.fraction * total, tensor=edge.tensor, phase="forward",
+            times=times * (2 if edge.op.remat else 1),
+        )  # fmt: skip
+    if tensor.needs_grad and edge.op.differentiable:
+        back = np.where(src == PENDING, PARTIAL, np.where(src == PARTIAL, REPLICATED, src))
+        for step in reshard(dst, back, mesh):
+            yield Charge(
+                kind=step.kind, axes=step.axes.T, nbytes=step.fraction.T * total, tensor=edge.tensor,
+                phase="backward", times=times,
+            )  # fmt: skip
