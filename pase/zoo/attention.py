@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pase.errors import PaseError
-from pase.zoo.layers import constant, weight
+from pase.zoo.layers import bias, ones, weight
 
 __all__ = [
     "attend",
@@ -61,7 +61,7 @@ def feed_forward(x: jax.Array, p: Any, activation: Any) -> jax.Array:
 
 def norm_leaves(d: int) -> Any:
     """A layer norm's scale and bias."""
-    return {"scale": constant(d, value=1.0), "bias": constant(d)}
+    return {"scale": ones(d), "bias": bias(d)}
 
 
 def attention_leaves(d: int, heads: int, *, biases: bool) -> Any:
@@ -72,7 +72,7 @@ def attention_leaves(d: int, heads: int, *, biases: bool) -> Any:
     leaves: dict[str, Any] = {f"w{name}": weight(d, heads, k, fan_in=d) for name in "qkv"}
     leaves["wo"] = weight(heads, k, d, fan_in=d)
     if biases:
-        leaves |= {f"b{name}": constant(heads, k) for name in "qkv"} | {"bo": constant(d)}
+        leaves |= {f"b{name}": bias(heads, k) for name in "qkv"} | {"bo": bias(d)}
     return leaves
 
 
@@ -80,9 +80,9 @@ def feed_forward_leaves(d: int, ff: int) -> Any:
     """Two matrices with their biases."""
     return {
         "w1": weight(d, ff, fan_in=d),
-        "b1": constant(ff),
+        "b1": bias(ff),
         "w2": weight(ff, d, fan_in=ff),
-        "b2": constant(d),
+        "b2": bias(d),
     }
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pase.zoo.convolution import average_over_space, conv, images, linear_loss, max_pool, unit, unit_leaves
-from pase.zoo.layers import Built, constant, cross_entropy, normal, weight
+from pase.zoo.layers import Built, bias, cross_entropy, normal, weight
 
 __all__ = ["alexnet", "resnet", "vgg"]
 
@@ -118,7 +118,7 @@ def resnet(
         ],
         "classifier": {
             "w": normal(stages[-1][1] * expansion, classes),
-            "b": constant(classes),
+            "b": bias(classes),
         },
     }
     return Built(loss_fn=loss_fn, params=params, batch=images(batch, image, classes))
@@ -138,12 +138,12 @@ def _fully_connected_loss(x: jax.Array, layers: Any, labels: jax.Array) -> jax.A
 
 def _fully_connected_leaves(size: int, c: int, hidden: int, classes: int) -> list[Any]:
     return [
-        {"w": weight(size, size, c, hidden, fan_in=size * size * c, gain=2), "b": constant(hidden)},
-        {"w": weight(hidden, hidden, fan_in=hidden, gain=2), "b": constant(hidden)},
-        {"w": normal(hidden, classes), "b": constant(classes)},
+        {"w": weight(size, size, c, hidden, fan_in=size * size * c, gain=2), "b": bias(hidden)},
+        {"w": weight(hidden, hidden, fan_in=hidden, gain=2), "b": bias(hidden)},
+        {"w": normal(hidden, classes), "b": bias(classes)},
     ]
 
 
 def _conv_leaves(window: int, c: int, n: int, gain: float = 1.0) -> Any:
     # Gain 1 where a max-pool follows or nothing came before: taking maxima raises the variance by itself.
-    return {"w": weight(window, window, c, n, fan_in=window * window * c, gain=gain), "b": constant(n)}
+    return {"w": weight(window, window, c, n, fan_in=window * window * c, gain=gain), "b": bias(n)}

@@ -18,7 +18,7 @@ from pase.zoo.convolution import (
     unit,
     unit_leaves,
 )
-from pase.zoo.layers import Built, constant, normal, weight
+from pase.zoo.layers import Built, bias, normal, ones, weight
 
 __all__ = ["densenet", "inception"]
 
@@ -171,7 +171,7 @@ def inception(
             "7x7": units(c6_mixed, (1, 1, 192), (1, 7, 192), (7, 1, 192), (3, 3, 192)),
         },
         "mixed7": [mixed_7(c7_mixed if i else c7) for i in range(blocks[2])],
-        "classifier": {"w": normal(c7_mixed, classes), "b": constant(classes)},
+        "classifier": {"w": normal(c7_mixed, classes), "b": bias(classes)},
     }
     return Built(loss_fn=loss_fn, params=params, batch=images(batch, image, classes))
 
@@ -213,7 +213,7 @@ def densenet(
         return linear_loss(x, params["classifier"], batch["labels"])
 
     def norm_leaves(c: int) -> Any:
-        return {"scale": constant(c, value=1.0), "bias": constant(c)}
+        return {"scale": ones(c), "bias": bias(c)}
 
     def layer_leaves(c: int) -> Any:
         return {
@@ -235,6 +235,6 @@ def densenet(
         "stem": unit_leaves(7, 7, 3, stem),
         "blocks": tree,
         "norm": norm_leaves(c),
-        "classifier": {"w": normal(c, classes), "b": constant(classes)},
+        "classifier": {"w": normal(c, classes), "b": bias(classes)},
     }
     return Built(loss_fn=loss_fn, params=params, batch=images(batch, image, classes))

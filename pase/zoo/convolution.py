@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import Leaf, constant, cross_entropy, integers, normal, weight
+from pase.zoo.layers import Leaf, bias, cross_entropy, integers, normal, ones, weight
 
 __all__ = [
     "average_over_space",
@@ -64,8 +64,8 @@ def unit_leaves(kh: int, kw: int, c: int, n: int) -> dict[str, Leaf]:
     """The kernel of a `unit` and its batch norm."""
     return {
         "w": weight(kh, kw, c, n, fan_in=kh * kw * c, gain=2),
-        "scale": constant(n, value=1.0),
-        "bias": constant(n),
+        "scale": ones(n),
+        "bias": bias(n),
     }
 
 

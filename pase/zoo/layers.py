@@ -19,13 +19,14 @@ __all__ = [
     "Built",
     "Leaf",
     "arrays",
-    "constant",
+    "bias",
     "cross_entropy",
     "dense",
     "integers",
     "layer_norm",
     "lookup",
     "normal",
+    "ones",
     "repeat",
     "run_layers",
     "shapes",
@@ -36,10 +37,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array to be: normal with deviation ``scale``, ``scale`` everywhere, or integers below ``scale``."""
+    """One array to be: normal with deviation ``scale``, ones, or integers below ``scale``."""
 
     shape: tuple[int, ...]
-    kind: Literal["normal", "constant", "integers"]
+    kind: Literal["normal", "ones", "integers"]
     scale: float
 
 
@@ -62,9 +63,14 @@ def weight(*shape: int, fan_in: int, gain: float = 1.0) -> Leaf:
     return Leaf(shape=shape, kind="normal", scale=math.sqrt(gain / fan_in))
 
 
-def constant(*shape: int, value: float = 0.0) -> Leaf:
-    """Biases (0) and norm scales (1)."""
-    return Leaf(shape=shape, kind="constant", scale=value)
+def bias(*shape: int) -> Leaf:
+    """A bias. Small numbers and not zeros: an error in the layout of zeros would show nowhere."""
+    return normal(*shape)
+
+
+def ones(*shape: int) -> Leaf:
+    """The scale of a norm."""
+    return Leaf(shape=shape, kind="ones", scale=1.0)
 
 
 def integers(*shape: int, below: int) -> Leaf:
@@ -91,8 +97,8 @@ def arrays(tree: Any, seed: int) -> Any:
     def draw(leaf: Leaf) -> jax.Array:
         if leaf.kind == "integers":
             return jnp.asarray(rng.integers(0, int(leaf.scale), leaf.shape, dtype=np.int32))
-        if leaf.kind == "constant":
-            return jnp.full(leaf.shape, leaf.scale, jnp.float32)
+        if leaf.kind == "ones":
+            return jnp.asarray(np.ones(leaf.shape, np.float32))
         return jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * np.float32(leaf.scale))
 
     return jax.tree.map(draw, tree)

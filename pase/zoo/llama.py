@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from pase.zoo.attention import causal_mask
 from pase.zoo.layers import (
     Built,
-    constant,
     cross_entropy,
     integers,
     lookup,
     normal,
+    ones,
     repeat,
     run_layers,
     weight,
@@ -115,13 +115,13 @@ def _language_model(
     block_leaves = {
         "attention": _attention_leaves(d, kv_heads, group, head_dim),
         "ff": forward_leaves,
-        "norm1": constant(d, value=1.0),
-        "norm2": constant(d, value=1.0),
+        "norm1": ones(d),
+        "norm2": ones(d),
     }
     params = {
         "embedding": normal(vocab, d),
         "blocks": repeat(block_leaves, layers, scan=scan),
-        "norm": constant(d, value=1.0),
+        "norm": ones(d),
         "output": normal(d, vocab),
     }
     tokens = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import Built, constant, cross_entropy, integers, normal, weight
+from pase.zoo.layers import Built, bias, cross_entropy, integers, normal, weight
 
 __all__ = ["mlp"]
 
@@ -26,8 +26,8 @@ def mlp(*, batch: int, layers: int, features: int, hidden: int, classes: int, dt
 
     widths = [features] + [hidden] * layers
     params = {
-        "hidden": [{"w": weight(n, m, fan_in=n, gain=2), "b": constant(m)} for n, m in pairwise(widths)],
-        "classifier": {"w": normal(hidden, classes), "b": constant(classes)},
+        "hidden": [{"w": weight(n, m, fan_in=n, gain=2), "b": bias(m)} for n, m in pairwise(widths)],
+        "classifier": {"w": normal(hidden, classes), "b": bias(classes)},
     }
     inputs = {"inputs": normal(batch, features, std=1.0), "labels": integers(batch, below=classes)}
     return Built(loss_fn=loss_fn, params=params, batch=inputs)

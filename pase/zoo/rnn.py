@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import Built, constant, cross_entropy, integers, lookup, normal, weight
+from pase.zoo.layers import Built, bias, cross_entropy, integers, lookup, normal, weight
 
 __all__ = ["lstm", "rnnlm"]
 
@@ -51,11 +51,11 @@ def rnnlm(*, batch: int, seq: int, layers: int, vocab: int, dtype: str, d: int, 
             {
                 "wx": weight(n, 4, hidden, fan_in=n),
                 "wh": weight(hidden, 4, hidden, fan_in=hidden),
-                "b": constant(4, hidden),
+                "b": bias(4, hidden),
             }
             for n in [d] + [hidden] * (layers - 1)
         ],
-        "classifier": {"w": normal(hidden, vocab), "b": constant(vocab)},
+        "classifier": {"w": normal(hidden, vocab), "b": bias(vocab)},
     }
     tokens = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
     return Built(loss_fn=loss_fn, params=params, batch=tokens)

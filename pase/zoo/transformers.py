@@ -12,7 +12,7 @@ from pase.errors import PaseError
 from pase.zoo.attention import attention, block_leaves, feed_forward, norm_leaves
 from pase.zoo.layers import (
     Built,
-    constant,
+    bias,
     cross_entropy,
     dense,
     integers,
@@ -121,14 +121,14 @@ def bert(
         "segment": normal(2, d),
         "norm": norm_leaves(d),
         "blocks": repeat(block_leaves(d, heads, 4 * d), layers, scan=scan),
-        "pooler": {"w": weight(d, d, fan_in=d), "b": constant(d)},
+        "pooler": {"w": weight(d, d, fan_in=d), "b": bias(d)},
         "masked": {
             "w": weight(d, d, fan_in=d),
-            "b": constant(d),
+            "b": bias(d),
             "norm": norm_leaves(d),
-            "bias": constant(vocab),
+            "bias": bias(vocab),
         },
-        "next": {"w": normal(d, 2), "b": constant(2)},
+        "next": {"w": normal(d, 2), "b": bias(2)},
     }
     tokens = {
         "tokens": integers(batch, seq, below=vocab),
@@ -182,12 +182,12 @@ def vit(
         return cross_entropy(logits, batch["labels"])
 
     params = {
-        "patch": {"w": weight(patch, patch, 3, d, fan_in=patch * patch * 3), "b": constant(d)},
+        "patch": {"w": weight(patch, patch, 3, d, fan_in=patch * patch * 3), "b": bias(d)},
         "class": normal(d),
         "position": normal(patches + 1, d),
         "blocks": repeat(block_leaves(d, heads, 4 * d), layers, scan=scan),
         "norm": norm_leaves(d),
-        "classifier": {"w": normal(d, classes), "b": constant(classes)},
+        "classifier": {"w": normal(d, classes), "b": bias(classes)},
     }
     images = {"images": normal(batch, image, image, 3, std=1.0), "labels": integers(batch, below=classes)}
     return Built(loss_fn=loss_fn, params=params, batch=images)
