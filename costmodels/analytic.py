@@ -101,7 +101,8 @@ class Analytic:
             tiles = batch * np.ceil(m / tile.m) * np.ceil(n / tile.n)
             for split in _SPLITS_OF_K:
                 waves = np.ceil(tiles * split / device.compute_units)
-                work = 2.0 * tile.m * tile.n * (k / split) * device.compute_units
+                depth = np.ceil(k / (split * tile.k)) * tile.k
+                work = 2.0 * tile.m * tile.n * depth * device.compute_units
                 partial = 0.0 if split == 1 else 2 * 4 * split * batch * m * n
                 seconds = waves * work / (rate * tile.rate) + partial / device.memory_bandwidth_bytes_per_s
                 best = seconds if best is None else np.minimum(best, seconds)
@@ -121,8 +122,8 @@ class Analytic:
             np.minimum(out, a[axes] + b[axes] * nbytes, out=out)
         for axis_set in self._measured_sets(kind, mesh):
             out = np.where(axes == axis_set, self._measured_s(kind, mesh, axis_set, nbytes), out)
-        joins = np.array([math.prod(g.ways) > 1 for g in self._of_mesh(mesh)])
-        return np.where(joins[axes] & (nbytes > 0), out, 0.0)
+        # Sets that join nothing have the line 0 + 0 * bytes.
+        return np.where(nbytes > 0, out, 0.0)
 
     def _of_mesh(self, mesh: Mesh) -> list[Group]:
         if mesh.sizes not in self._groups:

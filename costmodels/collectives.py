@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -17,6 +18,14 @@ from pase.errors import PaseError
 from pase.machine import Algorithm, CollectiveKind, Machine, Mesh, axis_levels, level_ways
 
 __all__ = ["Group", "algorithms", "group", "lines"]
+
+# One-shot for all-reduce alone: libraries run the other kinds as rings.
+_DEFAULTS: tuple[tuple[Literal["ring", "tree", "one_shot", "direct"], tuple[CollectiveKind, ...]], ...] = (
+    ("ring", ()),
+    ("tree", ()),
+    ("one_shot", ("all_reduce",)),
+    ("direct", ()),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +64,8 @@ def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
         return machine.algorithms
     steps = tuple(level.latency_s for level in machine.levels)
     return tuple(
-        Algorithm(algorithm=name, protocol="default", launch_s=0.0, step_s=steps)
-        for name in ("ring", "tree", "one_shot", "direct")
+        Algorithm(algorithm=name, protocol="default", launch_s=0.0, step_s=steps, kinds=kinds)
+        for name, kinds in _DEFAULTS
     )
 
 
@@ -183,12 +192,16 @@ def _of(a: Algorithm, kind: CollectiveKind, machine: Machine, g: Group) -> list[
     return []
 
 
-def _undominated(found: list[tuple[float, float]]) -> np.ndarray:
+def _found(kind: CollectiveKind, machine: Machine, g: Group) -> list[tuple[float, float]]:
+    return _undominated([line for a in algorithms(machine) for line in _of(a, kind, machine, g)])
+
+
+def _undominated(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
     kept: list[tuple[float, float]] = []
     for alpha, beta in sorted(set(found)):
         if not kept or beta < kept[-1][1]:
             kept.append((alpha, beta))
-    return np.array(kept)
+    return kept
 
 
 def lines(kind: CollectiveKind, machine: Machine, g: Group) -> np.ndarray:
@@ -198,14 +211,14 @@ def lines(kind: CollectiveKind, machine: Machine, g: Group) -> np.ndarray:
     """
     if math.prod(g.ways) == 1:
         return np.zeros((1, 2))
-    found = [line for a in algorithms(machine) for line in _of(a, kind, machine, g)]
+    found = _found(kind, machine, g)
     if kind == "all_reduce":
         # A reduce-scatter and an all-gather do the same: never dearer than those two.
-        first, second = (lines(k, machine, g) for k in ("reduce_scatter", "all_gather"))
-        found += [(a1 + a2, b1 + b2) for a1, b1 in first.tolist() for a2, b2 in second.tolist()]
+        first, second = (_found(k, machine, g) for k in ("reduce_scatter", "all_gather"))
+        found += [(a1 + a2, b1 + b2) for a1, b1 in first for a2, b2 in second]
     if not found:
         raise PaseError(
             f"machine {machine.name} lists no algorithm for {kind} over ways {list(g.ways)}; add an "
             f"[[algorithms]] entry that serves it, or drop them all for the default ones"
         )
-    return _undominated(found)
+    return np.array(_undominated(found))

@@ -155,7 +155,8 @@ def _device(r: _Reader) -> Device:
     eff.done(", ".join(_EFFICIENCIES))
     tiles = []
     for t in r.subs("tiles"):
-        tiles.append(Tile(m=t.integer("m", low=1), n=t.integer("n", low=1), rate=t.number("rate", high=1.0)))
+        m, n, k = t.integer("m", low=1), t.integer("n", low=1), t.integer("k", 1, low=1)
+        tiles.append(Tile(m=m, n=n, k=k, rate=t.number("rate", high=1.0)))
         t.done(_keys(Tile))
     curve = None
     if "memory_curve" in r.table:

@@ -167,11 +167,11 @@ def mesh_from(text: str, devices: int) -> Mesh:
             f"'data=4,model=8'"
         )
     sizes = tuple(int(m["size"]) for m in read if m)
+    if 0 in sizes:
+        raise PaseError(f"mesh '{text}' has an axis of size 0: sizes start at 1")
     names = tuple(m["name"] for m in read if m) if all(named) else _named(sizes).names
     if len(set(names)) != len(names):
         raise PaseError(f"mesh '{text}' names an axis twice: each axis needs a name of its own")
-    if 0 in sizes:
-        raise PaseError(f"mesh '{text}' has an axis of size 0: sizes start at 1")
     if math.prod(sizes) != devices:
         product = " x ".join(map(str, sizes))
         shown = product if len(sizes) == 1 else f"{product} = {math.prod(sizes)}"

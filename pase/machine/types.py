@@ -74,14 +74,16 @@ class CollectiveCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """An output tile of a matmul kernel: one compute unit works on m x n of the output.
+    """An output tile of a matmul kernel: one compute unit works on m x n of the output, k at a time.
 
-    rate: what the tile reaches of the device's matmul efficiency once it is busy.
+    Ragged extents are padded to it. rate: what the tile reaches of the device's matmul efficiency
+    once it is busy.
     """
 
     m: int
     n: int
     rate: float
+    k: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,265 @@
+"""Prices of collectives: closed forms on small machines, and laws on all of them."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pase.costmodels import get
+from pase.costmodels.analytic import Analytic
+from pase.errors import PaseError
+from pase.machine import Algorithm, CostModel, load, meshes, names
+from tests.costmodels.machines import KINDS, axes, flat, kinds, nested, sizes_of_buffers, torus
+
+MACHINES = {name: load(name) for name in names()}
+MODELS = {name: Analytic(m) for name, m in MACHINES.items()} | {
+    name: Analytic(m)
+    for name, m in (("flat", flat()), ("nested", nested()), ("torus", torus(latency_s=1e-6)))
+}
+models = st.sampled_from(sorted(MODELS))
+counts = st.sampled_from([2, 3, 4, 6, 7, 8, 12, 16, 24, 32, 64])
+
+
+def draw_mesh(data, model, devices=None):
+    n = devices or data.draw(counts)
+    return data.draw(st.sampled_from(meshes(n, model.machine, 3)))
+
+
+# -- closed forms --
+
+
+@pytest.mark.parametrize("ways", [2, 3, 7, 8, 32])
+def test_ring_is_its_closed_form_on_a_flat_machine(ways):
+    """Patarasuk & Yuan 2009: 2(P-1) steps of n/P bytes."""
+    model = Analytic(flat(latency_s=2e-6, bandwidth=1e11, algorithms=("ring",)))
+    for n in (1.0, 1e3, 1e6, 1e9):
+        half = (ways - 1) * (2e-6 + n / ways / 1e11)
+        got = {kind: float(model.collective(kind, axes(ways), 1, n)) for kind in KINDS[:3]}
+        assert got["reduce_scatter"] == pytest.approx(half, rel=1e-12)
+        assert got["all_gather"] == pytest.approx(half, rel=1e-12)
+        assert got["all_reduce"] == pytest.approx(2 * half, rel=1e-12)
+
+
+def test_small_goes_by_one_shot_middling_by_tree_large_by_ring():
+    def s(n, *algorithms):
+        return float(Analytic(flat(algorithms=algorithms)).collective("all_reduce", axes(16), 1, n))
+
+    every = ("ring", "tree", "one_shot")
+    crossings = []
+    for n in np.logspace(1, 10, 40):
+        apart = {a: s(n, a) for a in every}
+        assert s(n, *every) == pytest.approx(min(apart.values()), rel=1e-12)
+        crossings.append(min(apart, key=apart.get))
+    assert list(dict.fromkeys(crossings)) == ["one_shot", "tree", "ring"]
+    # One step of all bytes to 15 peers; log2(16) steps up and down; 15 steps twice.
+    assert s(1e3, "one_shot") == pytest.approx(2e-6 + 15 * 1e3 / 1e11)
+    assert s(1e3, "tree") == pytest.approx(2 * 4 * 2e-6 + 2 * 1e3 / 1e11)
+
+
+def test_all_to_all_and_permute_on_a_flat_machine():
+    model = Analytic(flat(latency_s=2e-6, bandwidth=1e11, algorithms=("direct",)))
+    assert float(model.collective("all_to_all", axes(8), 1, 8e6)) == pytest.approx(7 * 2e-6 + 7e6 / 1e11)
+    assert float(model.collective("permute", axes(8), 1, 8e6)) == pytest.approx(2e-6 + 8e6 / 1e11)
+
+
+RING = Algorithm(algorithm="ring", protocol="p", launch_s=0.0, step_s=(0.0, 0.0))
+DIRECT = Algorithm(algorithm="direct", protocol="p", launch_s=0.0, step_s=(0.0, 0.0))
+
+
+def test_contention_is_in_the_bandwidth_of_a_level():
+    """bandwidth is what one device gets when all talk at once.
+
+    4 nodes of 4: over the outer axis alone, 4 groups at once cross the nodes, each device with
+    bytes of its own and its share of the wire. Over both axes the 4 devices of a node carry one
+    tensor across together, a quarter each.
+    """
+    model = Analytic(nested(4, inner=1e11, outer=1e10, algorithms=(RING, DIRECT)))
+    mesh, n = axes(4, 4), 1e9
+
+    def s(kind, axis_set):
+        return float(model.collective(kind, mesh, axis_set, n))
+
+    outer, inner, both = 1, 2, 3
+    assert s("all_reduce", inner) == pytest.approx(2 * 3 / 4 * n / 1e11)
+    assert s("all_reduce", outer) == pytest.approx(2 * 3 / 4 * n / 1e10)
+    # Inside, reduce-scatter and all-gather of n; across, an all-reduce of n/4 (18.75 ms + 37.5 ms);
+    # or 4 pipelined rings through all 16 devices, each n/4 at 1e10: 2 * 15/16 * n / 4e10 = 46.9 ms.
+    assert s("all_reduce", both) == pytest.approx(2 * 15 / 16 * n / 4 / 1e10)
+    assert s("reduce_scatter", both) == pytest.approx(15 / 16 * n / 4 / 1e10)
+    # 12 of 16 parts leave the node through each device's own share of the wire.
+    assert s("all_to_all", both) == pytest.approx(12 / 16 * n / 1e10)
+    assert s("permute", both) == pytest.approx(n / 1e10)
+
+
+def test_level_by_level_wins_where_inner_links_are_no_faster_for_the_ring():
+    """With latency, 2 x 3 + 2 x 3 steps beat the flat ring's 2 x 15 for small tensors."""
+    ring = Algorithm(algorithm="ring", protocol="p", launch_s=0.0, step_s=(1e-6, 1e-5))
+    model = Analytic(nested(4, algorithms=(ring,)))
+    got = float(model.collective("all_reduce", axes(4, 4), 3, 1.0))
+    assert got == pytest.approx(2 * 3 * 1e-6 + 2 * 3 * 1e-5, rel=1e-4)
+
+
+def test_torus_uses_both_dims_at_once_and_closes_rings():
+    n = 1e9
+    line, ring = Analytic(torus(ways=4)), Analytic(torus(ways=4, wrap_ways=4))
+    mesh = axes(4, 4)
+    one = 3 / 4 * n / 1e11
+    assert float(line.collective("all_gather", mesh, 2, n)) == pytest.approx(one)
+    assert float(ring.collective("all_gather", mesh, 2, n)) == pytest.approx(one / 2)
+    # Two halves, each first along another dim: 3/4 + 3/16 of half the bytes.
+    assert float(line.collective("all_gather", mesh, 3, n)) == pytest.approx(15 / 16 * n / 2 / 1e11)
+    # The middle link carries half of the line's tensors, to the half behind it.
+    assert float(line.collective("all_to_all", mesh, 2, n)) == pytest.approx(n / 1e11)
+
+
+def test_interleaved_groups_share_the_links_of_a_torus():
+    """16 in a line as 4 x 4: neighbours of the outer axis are 4 links apart, and 4 groups use each."""
+    model = Analytic(torus())
+    near, far = (float(model.collective("all_gather", axes(4, 4, 4), s, 1e9)) for s in (4, 2))
+    assert far == pytest.approx(4 * near)
+
+
+def test_tpu_all_gather_of_a_pod_row_is_the_books():
+    """How To Scale Your Model: bytes / 9e10 bytes/s (both directions) on a closed axis of 16."""
+    v5e = MODELS["tpu_v5e"]
+    got = float(v5e.collective("all_gather", axes(16, 16), 2, 1e10))
+    assert got == pytest.approx(15 / 16 * 1e10 / 9e10, rel=1e-3)
+
+
+def test_nccl_bus_bandwidth_of_a_node():
+    """NCCL's own model: 8 A100 at 235 GB/s, 8 H100 at 370.8."""
+    for name, bus in (("a100x8", 235e9), ("h100x8", 370.8e9)):
+        n = 4e9
+        got = float(MODELS[name].collective("all_reduce", axes(8), 1, n))
+        assert 2 * 7 / 8 * n / got == pytest.approx(bus, rel=0.01)
+
+
+def test_a_partial_mesh_of_wires_gives_a_pair_one_link():
+    """DGX-1V: one link of 25 GB/s joins GPUs 0 and 1."""
+    got = float(MODELS["v100x8"].collective("all_gather", axes(4, 2), 2, 1e9))
+    assert got == pytest.approx(1e9 / 2 / (25e9 * 0.88), rel=0.01)
+
+
+# -- laws --
+
+
+@given(models, kinds, sizes_of_buffers, sizes_of_buffers, st.data())
+def test_more_bytes_never_cost_less(name, kind, a, b, data):
+    model = MODELS[name]
+    mesh = draw_mesh(data, model)
+    axis_set = data.draw(st.integers(0, (1 << len(mesh.sizes)) - 1))
+    low, high = model.collective(kind, mesh, axis_set, sorted([a, b]))
+    assert 0 <= low <= high < math.inf
+
+
+@given(models, kinds, sizes_of_buffers, st.data())
+def test_nothing_to_join_or_to_send_is_free(name, kind, n, data):
+    model = MODELS[name]
+    mesh = draw_mesh(data, model)
+    every = np.arange(1 << len(mesh.sizes))
+    assert model.collective(kind, mesh, 0, n) == 0
+    assert not model.collective(kind, mesh, every, 0.0).any()
+    if n > 0:
+        assert (model.collective(kind, mesh, every[1:], n) > 0).all()
+    assert model.collective(kind, axes(1), 1, n) == 0
+
+
+@given(models, sizes_of_buffers, st.data())
+def test_all_reduce_is_never_dearer_than_its_two_halves(name, n, data):
+    model = MODELS[name]
+    mesh = draw_mesh(data, model)
+    every = np.arange(1 << len(mesh.sizes))
+    whole, first, second = (model.collective(k, mesh, every, n) for k in KINDS[:3])
+    assert (whole <= (first + second) * (1 + 1e-12)).all()
+
+
+@given(kinds, sizes_of_buffers, st.integers(2, 64), st.integers(2, 64))
+def test_more_ways_never_cost_less_on_one_switch(kind, n, a, b):
+    for model in (MODELS["flat"], MODELS["cpu_host"]):
+        few, many = (float(model.collective(kind, axes(p), 1, n)) for p in sorted([a, b]))
+        assert few <= many * (1 + 1e-12)
+
+
+@given(kinds, sizes_of_buffers, st.integers(1, 32), st.integers(1, 32))
+def test_more_nodes_never_cost_less(kind, n, a, b):
+    """Ways at the outermost level; more ways inside can pay, as more wires leave the node."""
+    for name in ("nested", "h100x8", "1080tix8"):
+        model = MODELS[name]
+        node = model.machine.levels[0].ways
+        few, many = (float(model.collective(kind, axes(p, node), 3, n)) for p in sorted([a, b]))
+        assert few <= many * (1 + 1e-12)
+
+
+@given(models, sizes_of_buffers, st.data())
+def test_never_worse_than_a_flat_ring_over_the_slowest_level(name, n, data):
+    model = MODELS[name]
+    machine = model.machine
+    mesh = draw_mesh(data, model)
+    if any(level.topology == "torus" for level in machine.levels):
+        mesh = axes(mesh.devices)  # interleaved groups share links: they have no such bound
+    axis_set = data.draw(st.integers(1, (1 << len(mesh.sizes)) - 1))
+    ways = mesh.ways(axis_set)
+    rates = [
+        bandwidth * level.efficiency
+        for level in machine.levels
+        for bandwidth in (level.bandwidth_bytes_per_s, *level.bandwidth_at_ways.values())
+    ]
+    rings = [a for a in machine.algorithms if a.algorithm == "ring"] or [
+        Algorithm(
+            algorithm="ring",
+            protocol="p",
+            launch_s=0.0,
+            step_s=tuple(level.latency_s for level in machine.levels),
+        )
+    ]
+    bound = min(
+        a.launch_s + 2 * (ways - 1) * (max(a.step_s) + n / ways / (min(rates) * a.bandwidth_fraction))
+        for a in rings
+    )
+    assert float(model.collective("all_reduce", mesh, axis_set, n)) <= bound * (1 + 1e-12)
+
+
+@given(
+    st.sampled_from([*sorted(MODELS), "paper"]),
+    kinds,
+    st.lists(sizes_of_buffers, min_size=1, max_size=6),
+    st.data(),
+)
+def test_arrays_are_priced_as_their_elements(name, kind, buffers, data):
+    model: CostModel = get("paper", MACHINES["1080tix8"]) if name == "paper" else MODELS[name]
+    mesh = data.draw(st.sampled_from(meshes(8, MACHINES["h100x8"], 3)))
+    every = np.arange(1 << len(mesh.sizes))
+    got = model.collective(kind, mesh, every[:, None], np.array(buffers)[None, :])
+    assert got.shape == (len(every), len(buffers))
+    assert got.dtype == np.float64
+    for s in every:
+        for j, n in enumerate(buffers):
+            assert got[s, j] == model.collective(kind, mesh, int(s), n)
+
+
+@settings(max_examples=30)
+@given(kinds, sizes_of_buffers, st.data())
+def test_axis_order_within_a_switch_changes_no_price(kind, n, data):
+    """What ``meshes(distinct=True)`` rests on."""
+    model = MODELS["h100x8"]
+    a, b = data.draw(st.sampled_from([(2, 4), (4, 2), (2, 2)]))
+    there, back = axes(4, a, b), axes(4, b, a)
+    sets = np.arange(8)
+    swapped = (sets & 1) | (sets & 2) << 1 | (sets & 4) >> 1
+    assert (model.collective(kind, there, sets, n) == model.collective(kind, back, swapped, n)).all()
+
+
+# -- refusals --
+
+
+def test_axis_sets_outside_of_the_mesh_are_refused():
+    with pytest.raises(ValueError, match=r"axis sets of mesh \('x', 'y'\) lie in 0\.\.3"):
+        MODELS["flat"].collective("all_reduce", axes(2, 2), 4, 1.0)
+
+
+def test_a_machine_whose_algorithms_serve_no_all_to_all_says_so():
+    model = Analytic(flat(algorithms=("ring",)))
+    with pytest.raises(PaseError, match="machine flat lists no algorithm for all_to_all over ways"):
+        model.collective("all_to_all", axes(4), 1, 1.0)

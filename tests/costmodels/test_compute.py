@@ -1,0 +1,256 @@
+"""Prices of local work, measured tables, and PaSE's own model."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pase.costmodels import get, names
+from pase.costmodels.analytic import Analytic
+from pase.errors import PaseError
+from pase.machine import (
+    CollectiveCurve,
+    CostModel,
+    Curve,
+    MatmulTable,
+    load,
+    mesh_from,
+)
+from pase.machine import names as machine_names
+from pase.machine.tables import curve_s, matmul_flops_per_s
+from tests.costmodels.machines import axes, device, flat, nested
+
+GPUS = ["1080tix8", "2080tix8", "v100x8", "a100x8", "h100x8", "h200x8"]
+work = st.floats(0, 16).map(lambda e: 10.0**e)
+extents = st.integers(1, 20000)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("machine", machine_names())
+def test_every_model_answers_the_protocol_on_every_machine(name, machine):
+    model = get(name, load(machine))
+    assert isinstance(model, CostModel)
+    assert (model.name, model.unit) in {("analytic", "s"), ("paper", "FLOP")}
+    got = model.compute("matmul", "bfloat16", np.array([0.0, 1e12]), np.array([0.0, 1e9]))
+    assert got[0] == 0 < got[1]
+    assert model.collective("all_reduce", mesh_from("2x4", 8), np.arange(4), 1e6).shape == (4,)
+
+
+def test_an_unknown_model_names_those_there_are():
+    with pytest.raises(PaseError, match="no cost model named 'guess'; known: analytic, paper"):
+        get("guess", flat())
+
+
+# -- roofline --
+
+
+def test_roofline_is_the_slower_of_two_plus_a_launch():
+    d = replace(device(), efficiency={"matmul": 0.5, "memory": 0.8}, launch_s=3e-6, vector_flops=1e12)
+    model = Analytic(replace(flat(), device=d))
+    got = model.compute("matmul", "bfloat16", [1e12, 1e6, 0.0], [1e6, 1e9, 0.0])
+    assert got == pytest.approx([1e12 / 5e13 + 3e-6, 1e9 / 8e11 + 3e-6, 0.0])
+    assert float(model.compute("memory", "float32", 1e9, 1e6)) == pytest.approx(1e-3 + 3e-6)
+    # conv: no figure in this machine, so the peak.
+    assert float(model.compute("conv", "float32", 1e13, 0)) == pytest.approx(1.0 + 3e-6)
+
+
+def test_a_dtype_that_is_not_listed_is_slow_but_never_free():
+    model = Analytic(flat())
+    assert model.compute("matmul", "int4", 1e12, 0) == model.compute("matmul", "float32", 1e12, 0)
+
+
+@pytest.mark.parametrize("name", names())
+def test_an_unknown_kind_of_work_is_refused(name):
+    with pytest.raises(ValueError, match="compute kind must be 'matmul', 'conv' or 'memory', got 'sort'"):
+        get(name, flat()).compute("sort", "float32", 1.0, 1.0)
+
+
+@given(
+    st.sampled_from([*machine_names(), "measured"]),
+    st.sampled_from(["matmul", "conv", "memory"]),
+    work,
+    work,
+    work,
+    work,
+)
+def test_more_work_never_takes_less_time(name, kind, f1, f2, b1, b2):
+    model = MEASURED if name == "measured" else Analytic(load(name))
+    flops, nbytes = sorted([f1, f2]), sorted([b1, b2])
+    low, high = model.compute(kind, "bfloat16", flops, nbytes)
+    assert 0 < low <= high * (1 + 1e-12)
+
+
+@given(
+    st.sampled_from(GPUS),
+    st.tuples(extents, extents),
+    st.tuples(extents, extents),
+    st.tuples(extents, extents),
+)
+def test_larger_matmuls_never_take_less_time(name, m, n, k):
+    model = Analytic(load(name))
+    both = [np.array(sorted(x), dtype=float) for x in (m, n, k)]
+    flops = 2 * both[0] * both[1] * both[2]
+    low, high = model.compute("matmul", "bfloat16", flops, 0.0, mnk=tuple(both))
+    assert low <= high * (1 + 1e-12)
+
+
+@given(st.sampled_from(GPUS), extents, extents, extents)
+def test_ragged_and_small_matmuls_are_never_faster_than_the_peak(name, m, n, k):
+    model = Analytic(load(name))
+    flops = 2.0 * m * n * k
+    plain = float(model.compute("matmul", "bfloat16", flops, 0.0))
+    assert float(model.compute("matmul", "bfloat16", flops, 0.0, mnk=(m, n, k))) >= plain * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_large_matmuls_reach_the_stated_efficiency_and_slivers_do_not(name):
+    model = Analytic(load(name))
+
+    def rate(m, n, k):
+        flops = 2.0 * m * n * k
+        return flops / float(model.compute("matmul", "float32", flops, 0.0, mnk=(m, n, k)))
+
+    stated = model.machine.device.peak("float32") * model.machine.device.efficiency["matmul"]
+    assert rate(16384, 16384, 16384) == pytest.approx(stated, rel=0.05)
+    assert rate(16384, 8, 16384) < 0.3 * stated
+    assert rate(64, 64, 64) < 0.1 * stated
+
+
+def test_a_wave_too_many_shows():
+    """One tile more than there are units takes a second wave (tile and wave quantization)."""
+    model = Analytic(load("a100x8"))
+    k = 64 * 1024
+
+    def s(tiles):
+        m, n = 256 * tiles, 128
+        return float(model.compute("matmul", "bfloat16", 2.0 * m * n * k, 0.0, mnk=(m, n, k)))
+
+    assert s(108) == pytest.approx(s(100), rel=0.1)
+    assert s(109) > 1.05 * s(108)
+
+
+def test_a_batch_of_matmuls_fills_the_device():
+    model = Analytic(load("h100x8"))
+    one = float(model.compute("matmul", "bfloat16", 2.0 * 128**3, 0.0, mnk=(128, 128, 128)))
+    many = float(model.compute("matmul", "bfloat16", 132 * 2.0 * 128**3, 0.0, mnk=(128, 128, 128)))
+    assert many < 10 * one
+
+
+def test_a_head_of_64_half_fills_the_tpus_128_rows():
+    model = Analytic(load("tpu_v5e"))
+    deep, shallow = (
+        float(model.compute("matmul", "bfloat16", 2.0 * 8192 * 8192 * k, 0.0, mnk=(8192, 8192, k)))
+        for k in (128, 64)
+    )
+    assert shallow == deep
+
+
+# -- measured tables --
+
+TABLE = MatmulTable(
+    dtype="bfloat16",
+    m=(128, 1024, 8192),
+    n=(128, 1024),
+    k=(64, 1024),
+    flops_per_s=tuple(1e12 * x for x in (1, 3, 4, 9, 5, 12, 20, 40, 8, 20, 30, 60)),
+)
+CURVES = (
+    CollectiveCurve(
+        kind="all_reduce", ways=(4, 1), curve=Curve(nbytes=(1e3, 1e6, 1e9), seconds=(2e-5, 5e-5, 2e-2))
+    ),
+    CollectiveCurve(kind="all_gather", ways=(1, 4), curve=Curve(nbytes=(1e3, 1e9), seconds=(4e-5, 1e-1))),
+)
+MEASURED = Analytic(
+    replace(
+        nested(8),
+        device=replace(
+            device(),
+            launch_s=2e-6,
+            matmul_tables=(TABLE,),
+            memory_curve=Curve(nbytes=(1e3, 1e6, 1e9), seconds=(3e-6, 5e-6, 1e-3)),
+        ),
+        collectives=CURVES,
+    )
+)
+
+
+def test_measured_points_come_back_as_measured():
+    for c in CURVES:
+        mesh = axes(4, 8) if c.ways == (1, 4) else axes(8, 2, 4)
+        axis_set = 1 if c.ways == (1, 4) else 4
+        got = MEASURED.collective(c.kind, mesh, axis_set, np.array(c.curve.nbytes))
+        assert got == pytest.approx(c.curve.seconds)
+    got = MEASURED.compute("memory", "bfloat16", 0.0, [1e3, 1e6, 1e9])
+    assert got == pytest.approx([3e-6, 5e-6, 1e-3])
+    for i, m in enumerate(TABLE.m):
+        for j, n in enumerate(TABLE.n):
+            for l, k in enumerate(TABLE.k):
+                rate = TABLE.flops_per_s[(i * 2 + j) * 2 + l]
+                s = float(MEASURED.compute("matmul", "bfloat16", 2.0 * m * n * k, 0.0, mnk=(m, n, k)))
+                assert s == pytest.approx(max(2.0 * m * n * k / rate, 2e-6))
+
+
+def test_between_points_straight_in_the_logarithms():
+    c = CURVES[0].curve
+    mid = float(curve_s(c, np.array(10**4.5)))
+    assert mid == pytest.approx((2e-5 * 5e-5) ** 0.5)
+    # Below: the floor. Above: the last rate.
+    assert curve_s(c, np.array([1.0, 4e9])) == pytest.approx([2e-5, 8e-2])
+    rate = matmul_flops_per_s(TABLE, np.array(128.0 * 8**0.5), np.array(128.0), np.array(64.0))
+    assert float(rate) == pytest.approx((1e12 * 5e12) ** 0.5)
+    assert float(matmul_flops_per_s(TABLE, np.array(1e9), np.array(1.0), np.array(1.0))) == pytest.approx(
+        8e12
+    )
+
+
+def test_unmeasured_ways_follow_the_nearest_measured_ones():
+    """8 in a node, measured for 4: scaled as the formulas scale large tensors, 7/8 over 3/4."""
+    n = np.array([1e3, 1e6, 1e9])
+    four, eight = (MEASURED.collective("all_reduce", axes(2, p), 2, n) for p in (4, 8))
+    assert eight / four == pytest.approx([7 / 6] * 3, rel=1e-3)
+    # Across nodes nothing was measured for all_reduce: the formulas stand.
+    plain = Analytic(replace(nested(8), device=MEASURED.machine.device))
+    assert MEASURED.collective("all_reduce", axes(4, 8), 1, n) == pytest.approx(
+        plain.collective("all_reduce", axes(4, 8), 1, n)
+    )
+
+
+# -- PaSE's model --
+
+
+def test_paper_model_prices_the_prototypes_gemm():
+    """B'(3m'n'k' + AR(m'n',P_k) + AR(m'k',P_n) + AR(n'k',P_m)), AR(w,P) = r 2(P-1)/P w, r = 5000."""
+    model = get("paper", load("1080tix8"))
+    mesh = mesh_from("m=4,n=2,k=4", 32)
+    m, n, k = 64, 32, 128
+    lm, ln, lk = m / 4, n / 2, k / 4
+
+    def reduce(words, axis_set):
+        return float(model.collective("all_reduce", mesh, axis_set, 8 * words))
+
+    forward = float(model.compute("matmul", "float32", 2 * lm * ln * lk, 1e9))
+    got = 3 * forward + reduce(lm * ln, 4) + reduce(lm * lk, 2) + reduce(ln * lk, 1)
+
+    def ar(words, p):
+        return 5000 * 2 * (p - 1) / p * words
+
+    assert got == pytest.approx(3 * lm * ln * lk + ar(lm * ln, 4) + ar(lm * lk, 2) + ar(ln * lk, 4))
+
+
+def test_paper_model_knows_no_hierarchy_and_halves_the_all_reduce():
+    model = get("paper", load("1080tix8"))
+    inner, outer = (float(model.collective("all_reduce", mesh_from("8x8", 64), s, 1e6)) for s in (2, 1))
+    assert inner == outer
+    for kind in ("reduce_scatter", "all_gather"):
+        assert 2 * float(model.collective(kind, mesh_from("8x8", 64), 1, 1e6)) == outer
+
+
+def test_paper_model_takes_its_ratio_from_the_machine():
+    def r(name):
+        model = get("paper", load(name))
+        return float(model.collective("permute", mesh_from("2", 2), 1, 8.0))
+
+    assert r("1080tix8") == r("2080tix8") == 5000
+    assert r("h100x8") == pytest.approx(8 * 494.7e12 / 50e9)
