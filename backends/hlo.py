@@ -9,8 +9,9 @@
 [('all_reduce', 32, 2, 1)]
 
 Sizes follow ``CostModel.collective``: the larger local buffer on one device. They are the sizes in
-the compiled program: the CPU backend widens bf16 to f32 before it sends (see ``promoted``), and
-turns an annotated reduce-scatter into an all-reduce and a slice.
+the compiled program: the CPU backend widens 16-bit floats to f32 before it sends (``promoted`` marks
+the sums; gathers are not marked, compare ``dtypes``), and turns an annotated reduce-scatter into an
+all-reduce and a slice. Compare predictions with float32 programs there.
 """
 
 from __future__ import annotations
@@ -192,7 +193,8 @@ def _goes_on(computation: Computation, i: Instruction) -> bool:
     TPU fuses a collective with the products that hide it: the same collective then stands in the
     fusion that starts it, in each fusion that it runs beside, and in the one that ends it.
     """
-    calls = {c.attribute("custom_call_target") for c in computation.instructions.values()}
+    others = computation.instructions.values()
+    calls = {c.attribute("custom_call_target") for c in others if c.opcode == "custom-call"}
     beside = '"async_collective_fusion_config"' in i.attributes and '"AsyncCollectiveStart"' not in calls
     return beside or '"AsyncCollectiveDone"' in calls
 

@@ -30,19 +30,19 @@ INFEASIBLE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 1, 2, 70, 130
 COMMANDS: dict[str, tuple[str, str]] = {
     "compile": (
         "pase.commands.compile:compile",
-        "Find the best strategy of a model, print it, write layout.json.",
+        "Find a model's best strategy, print it, write layout.json.",
     ),
     "compare": (
         "pase.commands.compare:compare",
         "Data parallel, the experts' strategies and ours, side by side.",
     ),
-    "run": ("pase.commands.run:run", "Run a sharded training step of a layout on this machine's devices."),
+    "run": ("pase.commands.run:run", "Run one sharded training step of a layout on devices here."),
     "explain": ("pase.commands.explain:explain", "Where every second and byte of a layout comes from."),
     "report": ("pase.commands.report:report", "A layout as one page of HTML."),
     "zoo": ("pase.commands.zoo:zoo", "The models that come with pase."),
     "machines": (
         "pase.commands.machines:machines",
-        "The machines that come with pase, and where their numbers are from.",
+        "The machines that come with pase, each number with its source.",
     ),
     "ops": ("pase.commands.ops:ops", "The framework ops that pase can read."),
     "calibrate": ("pase.commands.calibrate:calibrate", "Measure this machine and write a machine file."),
