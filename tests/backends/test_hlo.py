@@ -363,7 +363,7 @@ def test_tpus_fused_reduce_scatter_is_one():
     before = """\
 %all-reduce-scatter.1 (input: f32[16]) -> f32[4] {
   %input = f32[16]{0:T(128)} parameter(0)
-  %ar = f32[16]{0:T(128)} all-reduce(%input), channel_id=9, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %ar = f32[16]{0:T(128)} all-reduce(%input), channel_id=9, replica_groups=[2,4]<=[8], to_apply=%add
   ROOT %ds = f32[4]{0:T(128)} dynamic-slice(%ar, %input), dynamic_slice_sizes={4}
 }"""
     lines = (
