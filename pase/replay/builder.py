@@ -107,7 +107,7 @@ class Builder:
             problems.append(
                 Problem(
                     where=self.where,
-                    what=f"the clock jumps by more than ten minutes; {lost} events outside the longest stretch left out",
+                    what=f"the clock jumps by over ten minutes; {lost} events outside the longest stretch left out",
                 )
             )
         # An enclosing event sorts before the events inside it.
@@ -128,7 +128,7 @@ class Builder:
 
 
 def _largest_cluster(starts: np.ndarray) -> np.ndarray | None:
-    """Mask of the events in the most populous stretch without a ten-minute hole, None where there is no hole."""
+    """Mask of the events in the most populous stretch without a ten-minute hole; None without a hole."""
     if len(starts) < 2:
         return None
     order = np.argsort(starts, kind="stable")

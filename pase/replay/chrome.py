@@ -1,4 +1,4 @@
-"""Chrome-format traces, one rank a file: PyTorch (Kineto) and JAX/XLA profiler. Streamed, in bounded memory."""
+"""Chrome-format traces of PyTorch (Kineto) and the JAX/XLA profiler, streamed in bounded memory."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ class _Feed:
 
 
 def step_marks(steps: list[tuple[int, int, int]], rank: int, cut: bool) -> list[Mark]:
-    """Marks from (start, end, number) of steps: one runs to the start of the next, the last to its own end."""
+    """Marks from (start, end, number) of steps: one runs to the start of the next, the last to its end."""
     steps = sorted(set(steps))
     out = []
     for i, (start, end, number) in enumerate(steps):

@@ -12,7 +12,7 @@ from pase.replay.protos import parse
 __all__ = ["HloFacts", "read_hlo"]
 
 _BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
-"""Bytes of xla.PrimitiveType: pred, s8…s64, u8…u64, f16, f32, f64, c64, bf16, c128; the 8-bit floats are 19 up."""
+"""Bytes of xla.PrimitiveType: pred, s8…s64, u8…u64, f16, f32, f64, c64, bf16, c128; 8-bit floats: 19 up."""
 
 _FREE = {
     "parameter",

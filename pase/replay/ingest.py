@@ -89,9 +89,7 @@ def _read(path: Path, limits: Limits) -> Timeline:
         magic = f.read(4)
     if magic.startswith(b"PK"):
         if not is_nsys_jax(path):
-            raise PaseError(
-                f"{path}: a zip archive without nvtx_gpu_proj_trace/trace.parquet; only nsys-jax ones are read"
-            )
+            raise PaseError(f"{path}: not an nsys-jax archive (no nvtx_gpu_proj_trace/trace.parquet in it)")
         return read_nsys_jax(path, limits=limits)
     head = open_stream(path, limits).read()[:400]
     if b"pase.timeline/" in head:
@@ -119,7 +117,7 @@ def _settle_rank(t: Timeline, path: Path, taken: dict[int, Path]) -> tuple[Timel
             t,
             lanes=tuple(replace(lane, rank=named) for lane in t.lanes),
             marks=tuple(replace(m, rank=named) for m in t.marks),
-            hosts={named: h for h in t.hosts.values()},
+            hosts={named: next(iter(t.hosts.values()))} if t.hosts else {},
         )
         if t.ranks == (0,):
             return moved, None
@@ -138,7 +136,9 @@ def _missing(t: Timeline) -> list[Problem]:
     absent = sorted(wanted - set(t.ranks))
     if absent:
         shown = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
-        what = f"{len(absent)} of {len(wanted)} ranks left no trace ({shown}): waiting for them cannot be told from work"
+        what = (
+            f"{len(absent)} of {len(wanted)} ranks left no trace ({shown}): waiting for them counts as work"
+        )
         out.append(Problem(where="ranks", what=what))
     gpu = np.isin(t["kind"], GPU_KINDS) & (t["correlation"] >= 0)
     rank = t.rank_of

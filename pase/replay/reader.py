@@ -27,7 +27,7 @@ class Limits:
     header_bytes: int = 256 << 20
     """Bytes before the first event."""
     event_bytes: int = 4 << 20
-    """Bytes between two complete events: a longer stretch is one giant string or nest. It bounds depth, too."""
+    """Bytes between two complete events: a longer stretch is one giant string or nest."""
     lanes: int = 20_000
     """Distinct threads and streams of one rank."""
     names: int = 1_000_000
@@ -92,13 +92,13 @@ class BoundedReader:
             )
         if self.compressed and self.total > max(64 << 20, self.limits.ratio * self.compressed):
             raise PaseError(
-                f"{self.where}: {self.compressed} compressed bytes grew past {self.total}: a compression bomb, "
-                f"or a trace of one repeated event; decompress it first if you trust it"
+                f"{self.where}: {self.compressed} compressed bytes grew past {self.total}: a compression bomb "
+                "or one event repeated; decompress it first if you trust it"
             )
         if self.since_event > (self.limits.event_bytes if self.events else self.limits.header_bytes):
             raise PaseError(
-                f"{self.where}: {self.since_event >> 20} MiB without a complete event near byte {self.total}: "
-                "one huge value, not a trace"
+                f"{self.where}: {self.since_event >> 20} MiB without a complete event near byte {self.total}; "
+                "one huge value is no trace"
             )
         if _DEEP in chunk:
             raise PaseError(f"{self.where}: lists nested more than {len(_DEEP)} deep near byte {self.total}")

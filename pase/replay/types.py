@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 KINDS = ("host", "runtime", "kernel", "memcpy", "memset", "collective", "annotation", "memory")
-"""host: an op on a CPU thread; runtime: a driver call (launch, sync); the next four run on a device stream."""
+"""host: an op on a CPU thread; runtime: a driver call (launch, sync); the next four run on a stream."""
 
 COLLECTIVE = KINDS.index("collective")
 GPU_KINDS = tuple(KINDS.index(k) for k in ("kernel", "memcpy", "memset", "collective"))

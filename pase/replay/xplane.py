@@ -52,7 +52,7 @@ def _plane(plane: Any, b: Builder, steps: list[tuple[int, int, int]]) -> None:
             continue
         for e in line.events:
             stats = {stat_names.get(s.metadata_id, ""): s for s in e.stats}
-            meta = plane.event_metadata[e.metadata_id] if e.metadata_id in plane.event_metadata else None
+            meta = plane.event_metadata.get(e.metadata_id)
             text = (meta.display_name or meta.name) if meta else "(unnamed)"
             if text.startswith(_SYNTHETIC):
                 continue

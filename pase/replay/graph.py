@@ -1,0 +1,133 @@
+"""The global data-flow graph: tasks of all ranks on their devices, and what each waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pase.errors import PaseError
+
+__all__ = ["EDGES", "DataflowGraph", "Device", "build_graph", "csr"]
+
+EDGES = ("program", "launch", "stream", "wait", "sync", "handoff", "depth", "data")
+"""Why an edge is there: CPU program order; launch of a device op; order on a stream; a stream waiting for
+another; a call that blocks until the device is done; one thread starting or awaiting another; a full launch
+queue; data flow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Something that runs one task at a time."""
+
+    rank: int
+    name: str
+    kind: str
+    """"thread", "stream" or "link"."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DataflowGraph:
+    """Tasks as columns [tasks], edges as columns [edges]. Times in nanoseconds, float64.
+
+    gang: number of the collective that a task is a member of, −1 for none; its members run on different
+    devices, and each ends its ``duration_ns`` after the last of them has started.
+    priority: smaller runs first among the ready tasks of a device. release_ns: earliest start.
+    key: what the task is, the same in every iteration; event: its event in the timeline, −1 for none.
+    """
+
+    devices: tuple[Device, ...]
+    names: tuple[str, ...]
+    name: np.ndarray
+    kind: np.ndarray
+    device: np.ndarray
+    duration_ns: np.ndarray
+    src: np.ndarray
+    dst: np.ndarray
+    lag_ns: np.ndarray
+    edge_kind: np.ndarray
+    gang: np.ndarray
+    priority: np.ndarray
+    release_ns: np.ndarray
+    nbytes: np.ndarray
+    operation: np.ndarray
+    event: np.ndarray
+    device_free_ns: np.ndarray
+    key: tuple[object, ...] = ()
+    root: dict[int, int] = field(default_factory=dict)
+    """rank → task whose start begins the rank's iteration, where that is not its first device op."""
+    tail: dict[int, int] = field(default_factory=dict)
+    """rank → task whose end ends it, likewise."""
+    group_ranks: tuple[int, ...] = ()
+    """Ranks of each gang, [gangs], including those that left no trace; 0 where unknown."""
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+    @property
+    def rank(self) -> np.ndarray:
+        """The rank of each task, int32."""
+        return np.array([d.rank for d in self.devices], dtype=np.int32)[self.device]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({d.rank for d in self.devices}))
+
+    def task_name(self, i: int) -> str:
+        return self.names[int(self.name[i])]
+
+
+def build_graph(
+    tasks: list[dict[str, object]], edges: list[tuple[int, int, float]] | list[tuple[int, int]]
+) -> DataflowGraph:
+    """A graph from plain dicts, for plans and tests.
+
+    Each task: ``device`` (rank, name) and ``duration_ns``; optional name, kind, gang, priority, release_ns,
+    nbytes, operation (an index in types.OPERATIONS). Edges: (source, destination[, lag in ns]).
+    """
+    devices: dict[tuple[int, str], int] = {}
+    names: dict[str, int] = {}
+    for t in tasks:
+        devices.setdefault(t["device"], len(devices))  # type: ignore[arg-type]
+        names.setdefault(str(t.get("name", "")), len(names))
+    m = len(edges)
+    column = {k: np.array([t.get(k, d) for t in tasks]) for k, d in _DEFAULTS.items()}
+    return DataflowGraph(
+        devices=tuple(Device(rank=r, name=n, kind=_device_kind(n)) for r, n in devices),
+        names=tuple(names),
+        name=np.array([names[str(t.get("name", ""))] for t in tasks], dtype=np.int32),
+        kind=column["kind"].astype(np.uint8),
+        device=np.array([devices[t["device"]] for t in tasks], dtype=np.int64),  # type: ignore[index]
+        duration_ns=np.array([t["duration_ns"] for t in tasks], dtype=np.float64),
+        src=np.array([e[0] for e in edges], dtype=np.int64),
+        dst=np.array([e[1] for e in edges], dtype=np.int64),
+        lag_ns=np.array([e[2] if len(e) > 2 else 0.0 for e in edges], dtype=np.float64),
+        edge_kind=np.full(m, EDGES.index("data"), dtype=np.uint8),
+        gang=column["gang"].astype(np.int64),
+        priority=column["priority"].astype(np.int64),
+        release_ns=column["release_ns"].astype(np.float64),
+        nbytes=column["nbytes"].astype(np.int64),
+        operation=column["operation"].astype(np.uint8),
+        event=np.full(len(tasks), -1, dtype=np.int64),
+        device_free_ns=np.zeros(len(devices)),
+        key=tuple(range(len(tasks))),
+        group_ranks=tuple(np.bincount(column["gang"][column["gang"] >= 0].astype(np.int64)).tolist()),
+    )
+
+
+_DEFAULTS = {"kind": 2, "gang": -1, "priority": 0, "release_ns": 0.0, "nbytes": -1, "operation": 0}
+
+
+def _device_kind(name: str) -> str:
+    return next((k for k in ("thread", "link") if name.startswith(k)), "stream")
+
+
+def csr(g: DataflowGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ptr [tasks + 1], dst, lag) with edges ordered by source. PaseError where an edge leaves the graph."""
+    n = len(g)
+    if len(g.src) and (min(g.src.min(), g.dst.min()) < 0 or max(g.src.max(), g.dst.max()) >= n):
+        raise PaseError(f"an edge of the graph points outside its {n} tasks")
+    order = np.argsort(g.src, kind="stable")
+    ptr = np.zeros(n + 1, dtype=np.int64)
+    np.cumsum(np.bincount(g.src, minlength=n), out=ptr[1:])
+    return ptr, g.dst[order], g.lag_ns[order]
