@@ -1,0 +1,108 @@
+"""pase solve: the search engine alone, on an instance file."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["solve"]
+
+
+def solve(
+    instance: Annotated[
+        Path,
+        typer.Argument(help="IOPDDL .json or .json.gz, or an index .json with its .npz beside it."),
+    ],
+    time_limit: Annotated[
+        float | None,
+        typer.Option("--time-limit", min=0.0, help="Seconds; the best answer so far is given then."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the answer: a JSON list, one index per node.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answer, time limits aside.")] = 0,
+    kernel: Annotated[str, typer.Option(help="numba (fast) or numpy (to check it).")] = "numba",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Minimise node costs + edge costs, under the instance's memory limit if it has one.
+
+    Exact where an elimination order fits in memory; otherwise the best found within the time limit,
+    with a lower bound. Ctrl-C gives the best so far.
+    """
+    from rich.console import Console
+
+    from pase import search
+    from pase.errors import Infeasible, PaseError
+    from pase.search.readers import read_instance, write_solution
+
+    if kernel not in ("numba", "numpy"):
+        raise PaseError(f"--kernel {kernel}: there are numba and numpy")
+    tables, memory = read_instance(instance)
+    console = Console(stderr=True)
+    counts = {"nodes": len(tables.node_costs), "edges": len(tables.edges)}
+
+    with console.status(f"{instance.name}: {counts['nodes']} nodes, {counts['edges']} edges") as status:
+
+        def progress(phase: str, cost: float, bound: float, seconds: float) -> None:
+            status.update(f"{phase} · best {cost:,.6g} · bound {bound:,.6g} · {seconds:.0f} s")
+
+        try:
+            found = search.solve(
+                tables,
+                memory=memory,
+                time_limit=time_limit,
+                seed=seed,
+                kernel=kernel,  # type: ignore[arg-type]
+                progress=progress if sys.stderr.isatty() else None,
+            )
+        except Infeasible:
+            if as_json:
+                none = {"cost": None, "bound": None, "optimal": False, "feasible": False, "seconds": 0.0}
+                print(json.dumps(none | counts))
+            raise
+    if output is not None:
+        write_solution(output, found.choice)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "cost": _number(found.cost),
+                    "bound": _number(found.bound),
+                    "optimal": found.optimal,
+                    "feasible": found.feasible,
+                    "seconds": found.seconds,
+                    **counts,
+                    "gap": _number(found.gap),
+                    "method": found.method,
+                    "certificate": found.certificate,
+                    "peak_mb": round(peak_mb, 1),
+                }
+            )
+        )
+    else:
+        if found.optimal:
+            verdict = f"optimal, proven by {found.certificate}"
+        elif found.feasible:
+            verdict = f"lower bound {found.bound:,.12g} ({found.certificate}), gap {found.gap:.3%}"
+        else:
+            verdict = "no choice within the memory limit was found; none was proven impossible"
+        out = Console(soft_wrap=True, highlight=False)
+        out.print(f"cost {found.cost:,.12g}   {verdict}")
+        out.print(f"{counts['nodes']} nodes, {counts['edges']} edges, {found.seconds:.3f} s by {found.method}")
+        if output is not None:
+            out.print(f"written to {output}")
+    if not found.feasible:
+        raise typer.Exit(1)
+
+
+def _number(x: float) -> float | int | None:
+    """JSON has no infinity; whole numbers print whole."""
+    if x != x or x in (float("inf"), float("-inf")):
+        return None
+    return int(x) if x == int(x) and abs(x) < 2**63 else x

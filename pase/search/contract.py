@@ -1,0 +1,302 @@
+"""Exact shrinking of large sparse problems, safe under a memory limit.
+
+- arc consistency: configs without a finite partner at some neighbour go;
+- a node with one config left is folded into its neighbours;
+- edges that are a sum of a row part and a column part are folded into the ends;
+- functional edges: where every config of u leaves v exactly one finite config, v is substituted by u
+  (v's memory stays with u: ``members``);
+- dominated configs go (Goldstein's dead-end elimination, bytes compared at every point);
+- a node of at most two neighbours whose memory does not depend on its config is eliminated.
+
+On the contest's graphs the forbidden pairs tie long runs of operations to one another, and substitution
+takes tens of thousands of nodes to hundreds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.errors import Infeasible
+from pase.search.types import MemoryProfile
+from pase.tables.types import CostTables
+
+__all__ = ["Contracted", "contract"]
+
+_MAX_ELIMINATED_ENTRIES = 1 << 16
+_MAX_DOMINANCE_WORK = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Contracted:
+    """A smaller problem over ``nodes`` (original indices), and the way back.
+
+    costs: float64 [K] per kept node; pairs: (a, b) positions in ``nodes``; matrices: float64 [K_a, K_b].
+    constant: cost that every choice pays. members: per kept node, (original node, int array [K]: its
+    original config under each config of the kept node). fixed: (original node, config) decided.
+    eliminated: in order, (original node, costs, [(original neighbour, matrix [K, K_neighbour])]).
+    """
+
+    nodes: list[int]
+    costs: list[np.ndarray]
+    pairs: list[tuple[int, int]]
+    matrices: list[np.ndarray]
+    constant: float
+    members: list[list[tuple[int, np.ndarray]]]
+    fixed: list[tuple[int, int]]
+    _work: _Work
+
+    def expand(self, choice: np.ndarray) -> np.ndarray:
+        """The original choice, int64 [original nodes], of a choice over ``nodes``."""
+        return self._work.expand(self.nodes, choice)
+
+
+class _Work:
+    def __init__(self, tables: CostTables, memory: MemoryProfile | None) -> None:
+        n = len(tables.node_costs)
+        self.tables = tables
+        self.costs = [np.asarray(c, dtype=np.float64) for c in tables.node_costs]
+        self.original = [np.arange(c.size) for c in self.costs]  # current config -> original config
+        self.near: list[dict[int, np.ndarray]] = [{} for _ in range(n)]
+        self.children: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(n)]
+        self.gone = [False] * n
+        self.constant = 0.0
+        self.eliminated: list[tuple[int, np.ndarray, list[tuple[int, np.ndarray]]]] = []
+        self.fixed: list[int] = []
+        # less[v][i, j]: config i holds no more memory than j, at any point; None: memory plays no part.
+        self.less: list[np.ndarray | None] = [None] * n
+        if memory is not None:
+            for v in np.flatnonzero(memory.stop > memory.start):
+                held = memory.bytes[v]
+                if held.max() > held.min():
+                    self.less[v] = held[:, None] <= held[None, :]
+        for e in tables.edges:
+            self.join(e.src, e.dst, e.dense())
+        self.queue: deque[int] = deque(range(n))
+        self.queued = [True] * n
+
+    def push(self, v: int) -> None:
+        if not self.queued[v] and not self.gone[v]:
+            self.queued[v] = True
+            self.queue.append(v)
+
+    def join(self, a: int, b: int, matrix: np.ndarray) -> None:
+        have = self.near[a].get(b)
+        total = matrix if have is None else have + matrix
+        self.near[a][b] = total
+        self.near[b][a] = total.T
+
+    def cut(self, a: int, b: int) -> None:
+        del self.near[a][b], self.near[b][a]
+
+    def restrict(self, v: int, keep: np.ndarray) -> None:
+        """Keep the configs ``keep`` (bool [K]) of v."""
+        if not keep.any():
+            raise Infeasible(
+                f"node {self.tables.name(v)}: every config meets a forbidden config or pair; "
+                "no choice of configs has a finite cost"
+            )
+        self.costs[v] = self.costs[v][keep]
+        self.original[v] = self.original[v][keep]
+        less = self.less[v]
+        if less is not None:
+            less = less[np.ix_(keep, keep)]
+            self.less[v] = None if less.all() else less
+        self.children[v] = [(w, f[keep]) for w, f in self.children[v]]
+        for u, m in self.near[v].items():
+            kept = m[keep]
+            self.near[v][u] = kept
+            self.near[u][v] = kept.T
+            self.push(u)
+        self.push(v)
+
+    def prune(self, v: int) -> None:
+        """Drop configs of infinite cost or without a finite partner."""
+        keep = np.isfinite(self.costs[v])
+        for m in self.near[v].values():
+            best = m.min(axis=1)
+            if not (best < np.inf).all():
+                keep &= best < np.inf
+        if not keep.all():
+            self.restrict(v, keep)
+
+    def fold(self, v: int) -> None:
+        """v has one config: its edges are node costs of its neighbours."""
+        for u in list(self.near[v]):
+            self.costs[u] = self.costs[u] + self.near[v][u][0]
+            self.cut(u, v)
+            self.push(u)
+        self.constant += float(self.costs[v][0])
+        self.gone[v] = True
+        self.fixed.append(v)
+
+    def substitute(self, v: int, u: int, f: np.ndarray) -> None:
+        """v's config is f[u's config]; u takes over v's costs, edges and memory."""
+        self.costs[u] = self.costs[u] + self.costs[v][f] + self.near[u][v][np.arange(f.size), f]
+        self.cut(u, v)
+        self.children[u].append((v, f))
+        theirs, mine = self.less[v], self.less[u]
+        if theirs is not None:
+            theirs = theirs[np.ix_(f, f)]
+            theirs = theirs if mine is None else theirs & mine
+            self.less[u] = None if theirs.all() else theirs
+        for w in list(self.near[v]):
+            m = self.near[v][w]
+            self.cut(v, w)
+            self.join(u, w, m[f])
+            self.push(w)
+        self.gone[v] = True
+        self.push(u)
+
+    def eliminate(self, v: int) -> None:
+        """v has at most two neighbours and holds the same memory in all configs."""
+        near = list(self.near[v].items())
+        self.eliminated.append((v, self.costs[v], near))
+        if not near:
+            self.constant += float(self.costs[v].min())
+        elif len(near) == 1:
+            u, m = near[0]
+            self.costs[u] = self.costs[u] + (self.costs[v][:, None] + m).min(axis=0)
+        else:
+            (a, ma), (b, mb) = near
+            left = self.costs[v][:, None] + ma
+            self.join(a, b, np.stack([(left[:, i, None] + mb).min(axis=0) for i in range(ma.shape[1])]))
+        for u, _ in near:
+            self.cut(u, v)
+            self.push(u)
+        self.gone[v] = True
+
+    def visit(self, v: int) -> None:
+        self.prune(v)
+        if self.costs[v].size == 1:
+            self.fold(v)
+            return
+        for u, m in list(self.near[v].items()):
+            finite = m < np.inf
+            if finite.all():
+                row, col = m[:, 0], m[0] - m[0, 0]
+                if np.array_equal(row[:, None] + col, m):
+                    self.costs[v] = self.costs[v] + row
+                    self.costs[u] = self.costs[u] + col
+                    self.cut(u, v)
+                    self.push(u)
+                continue
+            per_u = finite.sum(axis=0)
+            per_v = finite.sum(axis=1)
+            v_by_u, u_by_v = bool((per_u == 1).all()), bool((per_v == 1).all())
+            if v_by_u and u_by_v and len(self.near[u]) < len(self.near[v]):
+                v_by_u = False  # either could go; the one of fewer edges does
+            if v_by_u:
+                self.substitute(v, u, finite.argmax(axis=0))
+                return
+            if u_by_v:
+                self.substitute(u, v, finite.argmax(axis=1))
+                self.push(v)
+                return
+        degree = len(self.near[v])
+        if degree <= 2 and self.less[v] is None:
+            entries = 1
+            for u in self.near[v]:
+                entries *= self.costs[u].size
+            if entries <= _MAX_ELIMINATED_ENTRIES:
+                self.eliminate(v)
+                return
+        self.dominate(v)
+
+    def dominate(self, v: int) -> None:
+        """Goldstein: drop config i where some j is no dearer whatever the neighbours do, and holds no more."""
+        k = self.costs[v].size
+        if k * k * sum(m.shape[1] for m in self.near[v].values()) > _MAX_DOMINANCE_WORK:
+            return
+        worse = self.costs[v][:, None] - self.costs[v][None, :]  # [j, i]: how much dearer j is than i at most
+        with np.errstate(invalid="ignore"):
+            for m in self.near[v].values():
+                # inf - inf is NaN: a pair that neither may use, which fmax passes over.
+                worse = worse + np.fmax.reduce(m[:, None, :] - m[None, :, :], axis=2)
+        better = worse <= 0
+        less = self.less[v]
+        if less is not None:
+            better &= less
+        np.fill_diagonal(better, False)
+        if not better.any():
+            return
+        keep = np.ones(k, bool)
+        for i in np.flatnonzero(better.any(axis=0)):
+            # Of configs that dominate one another, one stays.
+            keep[i] = not (better[:, i] & keep).any()
+        self.restrict(v, keep)
+
+    def run(self) -> None:
+        while self.queue:
+            v = self.queue.popleft()
+            self.queued[v] = False
+            if not self.gone[v]:
+                self.visit(v)
+
+    def members(self, v: int) -> list[tuple[int, np.ndarray]]:
+        out = []
+        todo = [(v, np.arange(self.costs[v].size))]
+        while todo:
+            w, f = todo.pop()
+            out.append((w, self.original[w][f]))
+            todo.extend((c, g[f]) for c, g in self.children[w])
+        return out
+
+    def expand(self, nodes: list[int], choice: np.ndarray) -> np.ndarray:
+        now = np.full(len(self.costs), -1, np.int64)  # current config of roots and eliminated nodes
+        out = np.full(len(self.costs), -1, np.int64)
+
+        def settle(v: int, k: int) -> None:
+            todo = [(v, k)]
+            while todo:
+                w, i = todo.pop()
+                now[w] = i
+                out[w] = self.original[w][i]
+                todo.extend((c, int(g[i])) for c, g in self.children[w])
+
+        for v, k in zip(nodes, choice, strict=True):
+            settle(v, int(k))
+        for v in self.fixed:
+            settle(v, 0)
+        for v, costs, near in reversed(self.eliminated):
+            total = costs
+            for u, m in near:
+                total = total + m[:, now[u]]
+            settle(v, int(total.argmin()))
+        return out
+
+
+def contract(tables: CostTables, memory: MemoryProfile | None = None) -> Contracted:
+    """Apply the reductions until none applies. Raises Infeasible where they leave nothing."""
+    work = _Work(tables, memory)
+    work.run()
+    nodes = [v for v in range(len(work.costs)) if not work.gone[v]]
+    at = {v: i for i, v in enumerate(nodes)}
+    pairs, matrices = [], []
+    for v in nodes:
+        for u, m in work.near[v].items():
+            if v < u:
+                pairs.append((at[v], at[u]))
+                matrices.append(np.ascontiguousarray(m))
+    fixed = [m for v in work.fixed for m in work.members(v)]
+    return Contracted(
+        nodes=nodes,
+        costs=[work.costs[v] for v in nodes],
+        pairs=pairs,
+        matrices=matrices,
+        constant=work.constant,
+        members=[work.members(v) for v in nodes],
+        fixed=[(w, int(f[0])) for w, f in fixed],
+        _work=work,
+    )
+
+
+def fixed_bytes(contracted: Contracted, memory: MemoryProfile) -> list[tuple[int, float]]:
+    """(original node, bytes) of every node whose bytes no choice over the kept nodes changes."""
+    held = [(v, float(memory.bytes[v][k])) for v, k in contracted.fixed]
+    work = contracted._work
+    for v, _, _ in work.eliminated:
+        held += [(w, float(memory.bytes[w][f[0]])) for w, f in work.members(v)]
+    return held

@@ -1,0 +1,313 @@
+"""Compiled kernels of the bounded search, over the arrays of ``Flat``.
+
+trws_pass: one sweep of sequential tree-reweighted message passing (Kolmogorov, PAMI 2006): a lower bound
+and a rounded choice. forest_move: the best choice on an induced forest, the rest held.
+Infinite entries are allowed as long as every config keeps a finite partner along every edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+__all__ = ["forest_move", "grow_tree", "node_costs_given", "trws_pass"]
+
+
+def jit(f: Callable[..., Any]) -> Any:
+    """njit, cached on disk where a folder is writable."""
+    try:
+        return numba.njit(cache=True, nogil=True)(f)
+    except RuntimeError:
+        return numba.njit(nogil=True)(f)
+
+
+@jit
+def trws_pass(graph, cost, msg, choice, reduced, forward, decode):  # type: ignore[no-untyped-def]
+    """Sweep the nodes up (forward) or down; returns the lower bound that the sweep proves.
+
+    msg: float64 messages, updated. reduced: float64 [slots], set to each config's excess over the best of
+    its node at its visit: the bound grows by at least that much if the config is forced.
+    choice: int64 [n], set if ``decode``: each node's best given the nodes visited before it.
+    """
+    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    n = slot.shape[0] - 1
+    bound = 0.0
+    for step in range(n):
+        v = step if forward else n - 1 - step
+        s0 = slot[v]
+        k = slot[v + 1] - s0
+        ahead = 0
+        behind = 0
+        for i in range(k):
+            reduced[s0 + i] = cost[s0 + i]
+        for q in range(ptr[v], ptr[v + 1]):
+            e = edge[q]
+            later = (head[e] == v) == forward
+            if later:
+                ahead += 1
+            else:
+                behind += 1
+            at = to_head[e] if head[e] == v else to_tail[e]
+            for i in range(k):
+                reduced[s0 + i] += msg[at + i]
+        if decode:
+            best = np.inf
+            pick = 0
+            for i in range(k):
+                t = cost[s0 + i]
+                for q in range(ptr[v], ptr[v + 1]):
+                    e = edge[q]
+                    if head[e] == v:
+                        u = tail[e]
+                        if forward:
+                            t += msg[to_head[e] + i]
+                        else:
+                            t += entries[matrix[e] + i * (slot[u + 1] - slot[u]) + choice[u]]
+                    else:
+                        u = head[e]
+                        if forward:
+                            t += entries[matrix[e] + choice[u] * k + i]
+                        else:
+                            t += msg[to_tail[e] + i]
+                if t < best:
+                    best = t
+                    pick = i
+            choice[v] = pick
+        least = np.inf
+        for i in range(k):
+            if reduced[s0 + i] < least:
+                least = reduced[s0 + i]
+        bound += least
+        for i in range(k):
+            reduced[s0 + i] -= least
+        share = 1.0 / max(ahead, behind, 1)
+        for q in range(ptr[v], ptr[v + 1]):
+            e = edge[q]
+            if (head[e] == v) != forward:
+                continue
+            base = matrix[e]
+            least = np.inf
+            if head[e] == v:
+                u = tail[e]
+                ku = slot[u + 1] - slot[u]
+                out = msg[to_tail[e] : to_tail[e] + ku]
+                out[:] = np.inf
+                for i in range(k):
+                    h = share * reduced[s0 + i] - msg[to_head[e] + i]
+                    row = entries[base + i * ku : base + (i + 1) * ku]
+                    for j in range(ku):
+                        t = h + row[j]
+                        out[j] = t if t < out[j] else out[j]
+            else:
+                u = head[e]
+                ku = slot[u + 1] - slot[u]
+                out = msg[to_head[e] : to_head[e] + ku]
+                for j in range(ku):
+                    best = np.inf
+                    row = entries[base + j * k : base + (j + 1) * k]
+                    for i in range(k):
+                        t = share * reduced[s0 + i] - msg[to_tail[e] + i] + row[i]
+                        best = t if t < best else best
+                    out[j] = best
+            for j in range(ku):
+                least = out[j] if out[j] < least else least
+            for j in range(ku):
+                out[j] -= least
+            bound += least
+    return bound
+
+
+@jit
+def node_costs_given(graph, cost, choice, v, skip, out):  # type: ignore[no-untyped-def]
+    """out[i] = cost of v's config i with its neighbours at ``choice``, those with skip[u] > 0 left out."""
+    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    s0 = slot[v]
+    k = slot[v + 1] - s0
+    for i in range(k):
+        out[s0 + i] = cost[s0 + i]
+    for q in range(ptr[v], ptr[v + 1]):
+        e = edge[q]
+        if head[e] == v:
+            u = tail[e]
+            if skip[u] > 0:
+                continue
+            ku = slot[u + 1] - slot[u]
+            at = matrix[e] + choice[u]
+            for i in range(k):
+                out[s0 + i] += entries[at + i * ku]
+        else:
+            u = head[e]
+            if skip[u] > 0:
+                continue
+            at = matrix[e] + choice[u] * k
+            for i in range(k):
+                out[s0 + i] += entries[at + i]
+
+
+@jit
+def _find(root, v):  # type: ignore[no-untyped-def]
+    while root[v] != v:
+        root[v] = root[root[v]]
+        v = root[v]
+    return v
+
+
+@jit
+def choose_forest(graph, candidates, picked, root, stamp):  # type: ignore[no-untyped-def]
+    """Greedily take candidates (in order) that keep the taken nodes a forest; picked[v] = 1 if taken.
+
+    picked int64 [n] zeros on entry; root, stamp: int64 [n] scratch. Returns the number taken.
+    """
+    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    for i in range(candidates.shape[0]):
+        root[candidates[i]] = candidates[i]
+        stamp[candidates[i]] = -1
+    count = 0
+    for i in range(candidates.shape[0]):
+        v = candidates[i]
+        ok = True
+        for q in range(ptr[v], ptr[v + 1]):
+            e = edge[q]
+            u = tail[e] if head[e] == v else head[e]
+            if picked[u] > 0:
+                r = _find(root, u)
+                if stamp[r] == v:
+                    ok = False
+                    break
+                stamp[r] = v
+        if not ok:
+            continue
+        picked[v] = 1
+        count += 1
+        for q in range(ptr[v], ptr[v + 1]):
+            e = edge[q]
+            u = tail[e] if head[e] == v else head[e]
+            if picked[u] > 0 and u != v:
+                root[_find(root, u)] = v
+    return count
+
+
+@jit
+def grow_tree(graph, start, limit, picked, seen, queue, noise):  # type: ignore[no-untyped-def]
+    """Grow an induced tree from ``start``: up to ``limit`` nodes, each next to exactly one taken before.
+
+    picked, seen: int64 [n], zeros on entry; queue: int64 [n] scratch. noise: floats in [0, 1) that steer the
+    growth. Returns (taken, touched): queue[:touched] lists the nodes whose seen is set; picked ones have 1.
+    """
+    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    queue[0] = start
+    seen[start] = 1
+    touched = 1
+    at = 0
+    count = 0
+    draws = 0
+    while at < touched and count < limit:
+        # A random one of the waiting nodes, so that neighbourhoods differ from call to call.
+        swap = at + int(noise[draws % noise.shape[0]] * (touched - at))
+        draws += 1
+        v = queue[swap]
+        queue[swap] = queue[at]
+        queue[at] = v
+        at += 1
+        near = 0
+        for q in range(ptr[v], ptr[v + 1]):
+            e = edge[q]
+            u = tail[e] if head[e] == v else head[e]
+            if picked[u] > 0:
+                near += 1
+        if near > 1 or (near == 0 and count > 0):
+            continue
+        picked[v] = 1
+        count += 1
+        for q in range(ptr[v], ptr[v + 1]):
+            e = edge[q]
+            u = tail[e] if head[e] == v else head[e]
+            if seen[u] == 0:
+                seen[u] = 1
+                queue[touched] = u
+                touched += 1
+    return count, touched
+
+
+@jit
+def forest_move(graph, cost, choice, nodes, picked, order, up, table):  # type: ignore[no-untyped-def]
+    """Best configs of the picked nodes (an induced forest) with all others held; writes ``choice``.
+
+    nodes: the picked nodes, int64. picked: int64 [n], 1 where picked, 0 elsewhere; left at 0.
+    order, up: int64 [n] scratch; table: float64 [slots] scratch. (The way down recomputes its argmins.)
+    """
+    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    for i in range(nodes.shape[0]):
+        node_costs_given(graph, cost, choice, nodes[i], picked, table)
+    count = 0
+    for i in range(nodes.shape[0]):
+        if picked[nodes[i]] != 1:
+            continue
+        picked[nodes[i]] = 2
+        up[nodes[i]] = -1
+        order[count] = nodes[i]
+        at = count
+        count += 1
+        while at < count:
+            v = order[at]
+            at += 1
+            for q in range(ptr[v], ptr[v + 1]):
+                e = edge[q]
+                u = tail[e] if head[e] == v else head[e]
+                if picked[u] == 1:
+                    picked[u] = 2
+                    up[u] = e
+                    order[count] = u
+                    count += 1
+    for i in range(count - 1, -1, -1):
+        v = order[i]
+        e = up[v]
+        if e < 0:
+            continue
+        sv = slot[v]
+        kv = slot[v + 1] - sv
+        base = matrix[e]
+        if head[e] == v:
+            p = tail[e]
+            sp = slot[p]
+            kp = slot[p + 1] - sp
+            for j in range(kp):
+                best = np.inf
+                for k in range(kv):
+                    t = table[sv + k] + entries[base + k * kp + j]
+                    best = t if t < best else best
+                table[sp + j] += best
+        else:
+            p = head[e]
+            sp = slot[p]
+            kp = slot[p + 1] - sp
+            for j in range(kp):
+                best = np.inf
+                for k in range(kv):
+                    t = table[sv + k] + entries[base + j * kv + k]
+                    best = t if t < best else best
+                table[sp + j] += best
+    for i in range(count):
+        v = order[i]
+        e = up[v]
+        sv = slot[v]
+        kv = slot[v + 1] - sv
+        best = np.inf
+        pick = choice[v]
+        for k in range(kv):
+            t = table[sv + k]
+            if e >= 0:
+                if head[e] == v:
+                    p = tail[e]
+                    t += entries[matrix[e] + k * (slot[p + 1] - slot[p]) + choice[p]]
+                else:
+                    p = head[e]
+                    t += entries[matrix[e] + choice[p] * kv + k]
+            if t < best:
+                best = t
+                pick = k
+        choice[v] = pick
+        picked[v] = 0

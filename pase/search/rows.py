@@ -1,0 +1,161 @@
+"""The memory limit over a contracted problem: capacity per point, events per config.
+
+Bytes that are held whatever is chosen are taken off the limit; points that another point implies are
+dropped. What remains is, per kept node and config, a list of (point, change) events: the bytes in use are
+the cumulative sum of the events of the chosen configs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.search.types import MemoryProfile
+
+__all__ = ["Rows", "memory_rows"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Constraints ``cumsum(events of the chosen configs)[t] <= capacity[t]``.
+
+    capacity: float64 [points], bytes. slot: int64 [kept nodes + 1]: configs of node r are rows
+    slot[r] … slot[r+1]. ptr: int64 [rows + 1] into point (int64) and change (float64 bytes).
+    """
+
+    capacity: np.ndarray
+    slot: np.ndarray
+    ptr: np.ndarray
+    point: np.ndarray
+    change: np.ndarray
+
+    @property
+    def points(self) -> int:
+        return self.capacity.size
+
+    def usage(self, choice: np.ndarray) -> np.ndarray:
+        """Bytes above the fixed ones at each point, float64 [points]."""
+        delta = np.zeros(self.points + 1)
+        for row in self.slot[:-1] + choice:
+            at = slice(self.ptr[row], self.ptr[row + 1])
+            np.add.at(delta, self.point[at], self.change[at])
+        return np.cumsum(delta)[: self.points]
+
+    def priced(self, price: np.ndarray) -> np.ndarray:
+        """float64 [rows]: bytes of each config times ``price`` (per byte, at each point), summed."""
+        suffix = np.append(np.cumsum(price[::-1])[::-1], 0.0)
+        terms = np.append(self.change * suffix[self.point], 0.0)
+        return np.where(self.ptr[1:] > self.ptr[:-1], np.add.reduceat(terms, self.ptr[:-1]), 0.0)
+
+    def dense(self, points: np.ndarray) -> np.ndarray:
+        """float64 [rows, len(points)]: bytes of each config at the given points."""
+        out = np.zeros((self.ptr.size - 1, points.size))
+        row_of = np.repeat(np.arange(self.ptr.size - 1), np.diff(self.ptr))
+        at = np.searchsorted(points, self.point)  # an event at t counts at every point >= t
+        ok = at < points.size
+        np.add.at(out, (row_of[ok], at[ok]), self.change[ok])
+        return np.cumsum(out, axis=1)
+
+
+def memory_rows(
+    memory: MemoryProfile,
+    sizes: list[int],
+    members: list[list[tuple[int, np.ndarray]]],
+    fixed_bytes: list[tuple[int, float]],
+) -> Rows:
+    """Constraints over kept nodes of ``sizes`` configs.
+
+    members: per kept node (original node, original config under each config [K]);
+    fixed_bytes: (original node, bytes it holds whatever is chosen).
+    """
+    points = int(memory.stop.max(initial=0))
+    base = np.zeros(points + 1)
+
+    def hold(v: int, nbytes: float) -> None:
+        base[memory.start[v]] += nbytes
+        base[memory.stop[v]] -= nbytes
+
+    for v, nbytes in fixed_bytes:
+        if memory.stop[v] > memory.start[v]:
+            hold(v, nbytes)
+    spans: list[dict[tuple[int, int], np.ndarray]] = []  # per kept node: interval -> excess bytes [K]
+    for group in members:
+        mine: dict[tuple[int, int], np.ndarray] = {}
+        for v, configs in group:
+            if memory.stop[v] <= memory.start[v]:
+                continue
+            nbytes = memory.bytes[v][configs]
+            least = float(nbytes.min())
+            hold(v, least)
+            if nbytes.max() > least:
+                span = (int(memory.start[v]), int(memory.stop[v]))
+                excess = nbytes - least
+                mine[span] = mine[span] + excess if span in mine else excess
+        spans.append(mine)
+    capacity = memory.limit_bytes - np.cumsum(base)[:points]
+    # Points between two events of the variable bytes share their live set: the tightest one speaks.
+    times = sorted({t for mine in spans for span in mine for t in span})
+    slot = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    if not times:
+        tight = np.array([capacity.min(initial=np.inf)])
+        tight = tight if np.isfinite(tight[0]) else np.zeros(1)
+        empty = np.zeros(int(slot[-1]) + 1, np.int64)
+        return Rows(capacity=tight, slot=slot, ptr=empty, point=np.zeros(0, np.int64), change=np.zeros(0))
+    outside = np.concatenate([capacity[: times[0]], capacity[times[-1] :]]).min(initial=np.inf)
+    number = {t: i for i, t in enumerate(times)}
+    cuts = np.array(times[:-1])
+    tight = np.minimum.reduceat(capacity[: times[-1]], cuts) if cuts.size else np.zeros(0)
+    peak = np.zeros(len(times))
+    for mine in spans:
+        for (a, b), excess in mine.items():
+            peak[number[a]] += excess.max()
+            peak[number[b]] -= excess.max()
+    peak = np.cumsum(peak)[: cuts.size]
+    starts = np.zeros(len(times), bool)
+    ends = np.zeros(len(times), bool)
+    for mine in spans:
+        for a, b in mine:
+            starts[number[a]] = True
+            ends[number[b]] = True
+    keep = np.zeros(cuts.size, bool)
+    for i in range(cuts.size):
+        # Dropped where it cannot bind, or where a neighbour with all its bytes has no more room.
+        if peak[i] <= tight[i]:
+            continue
+        if not ends[i + 1] and i + 1 < cuts.size and tight[i + 1] <= tight[i]:
+            continue
+        if not starts[i] and i > 0 and tight[i - 1] <= tight[i]:
+            continue
+        keep[i] = True
+    extra = outside < 0 or bool((tight[~keep] < 0).any())
+    rank = np.concatenate([[0], np.cumsum(keep)]).astype(np.int64)  # interval index -> kept point
+    kept = tight[keep]
+    if extra:  # a point that no choice can satisfy: keep its shortage visible as a point of its own
+        kept = np.append(kept, min(outside, float(tight[~keep].min(initial=0.0))))
+    ptr = [0]
+    point: list[np.ndarray] = []
+    change: list[np.ndarray] = []
+    for r, mine in enumerate(spans):
+        at = np.array([(rank[number[a]], rank[number[b]]) for a, b in mine], np.int64).reshape(-1, 2)
+        table = np.array(list(mine.values())).reshape(-1, sizes[r])
+        live = at[:, 1] > at[:, 0]
+        at, table = at[live], table[live]
+        for k in range(sizes[r]):
+            has = table[:, k] > 0
+            where = at[has].reshape(-1)
+            what = np.stack([table[has, k], -table[has, k]], axis=1).reshape(-1)
+            times_k, inverse = np.unique(where, return_inverse=True)
+            total = np.zeros(times_k.size)
+            np.add.at(total, inverse.reshape(-1), what)
+            nonzero = total != 0
+            point.append(times_k[nonzero])
+            change.append(total[nonzero])
+            ptr.append(ptr[-1] + int(nonzero.sum()))
+    return Rows(
+        capacity=kept,
+        slot=slot,
+        ptr=np.array(ptr, np.int64),
+        point=np.concatenate(point) if point else np.zeros(0, np.int64),
+        change=np.concatenate(change) if change else np.zeros(0),
+    )
