@@ -4,7 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 EXTRAS := dev,jax,ortools,traces
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first of these that runs and is new enough.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 # Processes that run tests side by side, and what else to tell pytest: make test ARGS="-k search"
 JOBS   ?= 2
 ARGS   ?=
@@ -38,8 +40,8 @@ clean: ## remove .venv and all that was built
 
 # The stamp is touched last: an install that broke off is done again. uv is quicker than pip, but not everywhere to be had.
 $(STAMP): pyproject.toml constraints.txt
-	@command -v "$(PYTHON)" >/dev/null || { echo "no Python at '$(PYTHON)'; install Python 3.11 or newer, or say make PYTHON=/path/to/python3" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; say make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(BIN)/python || command -v "$(PYTHON)" >/dev/null || { echo "no Python 3.11 or newer found; install one, or say make PYTHON=/path/to/python3" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; say make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed; on Debian and Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 2; }
 	@echo "installing into $(VENV) from constraints.txt"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools uv 2>/dev/null \

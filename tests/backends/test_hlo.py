@@ -183,6 +183,26 @@ def test_annotated_matmuls():
     assert hlo.summary(hlo.collectives(program)) == {}
 
 
+@pytest.mark.parametrize(
+    "axes", [axes for k in (1, 2, 3) for axes in itertools.permutations("abc", k)], ids="".join
+)
+def test_a_gather_over_any_axes_of_a_cube_is_found_on_them(axes):
+    """The partitioner names the groups in whatever form it likes, with meshes of its own."""
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    cube = jax.sharding.Mesh(jax_mesh().devices.reshape(2, 2, 2), ("a", "b", "c"))
+    x = jax.ShapeDtypeStruct((64, 3), "float32", sharding=NamedSharding(cube, P(axes)))
+    program = jax.jit(lambda x: x, out_shardings=NamedSharding(cube, P())).lower(x).compile()
+    found = hlo.collectives(program, Mesh(names=("a", "b", "c"), sizes=(2, 2, 2)))
+    # Dim 0 may be gathered in steps; together they cover the axes, and the last one is of all of it.
+    assert {c.kind for c in found} <= {"all_gather", "permute"}
+    gathers = [c for c in found if c.kind == "all_gather"]
+    assert gathers[-1].bytes == 64 * 3 * 4
+    assert sum(c.axes for c in gathers) == sum(1 << "abc".index(a) for a in axes)
+
+
 def test_sixteen_bits_are_widened_on_the_host_and_marked():
     import jax
     from jax.sharding import PartitionSpec as P

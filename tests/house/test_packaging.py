@@ -88,6 +88,14 @@ def test_folders_of_tests_are_packages():
     assert [f for f in sorted(folders) if not (f / "__init__.py").exists()] == []
 
 
+def test_make_tells_what_it_can_do():
+    makefile = (ROOT / "Makefile").read_text()
+    told = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    targets = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
+    assert targets is not None
+    assert [line.split()[1] for line in told.splitlines()] == targets[1].split()
+
+
 def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
