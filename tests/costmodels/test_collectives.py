@@ -1,6 +1,7 @@
 """Prices of collectives: closed forms on small machines, and laws on all of them."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,12 +94,37 @@ def test_contention_is_in_the_bandwidth_of_a_level():
     assert s("permute", both) == pytest.approx(n / 1e10)
 
 
-def test_level_by_level_wins_where_inner_links_are_no_faster_for_the_ring():
-    """With latency, 2 x 3 + 2 x 3 steps beat the flat ring's 2 x 15 for small tensors."""
-    ring = Algorithm(algorithm="ring", protocol="p", launch_s=0.0, step_s=(1e-6, 1e-5))
+def test_level_by_level_takes_fewer_steps_and_more_calls():
+    """A tiny tensor: 2 x 3 + 2 x 3 steps instead of the flat ring's 2 x 15, for 3 launches."""
+    ring = Algorithm(algorithm="ring", protocol="p", launch_s=2e-6, step_s=(1e-5, 1e-5))
     model = Analytic(nested(4, algorithms=(ring,)))
     got = float(model.collective("all_reduce", axes(4, 4), 3, 1.0))
-    assert got == pytest.approx(2 * 3 * 1e-6 + 2 * 3 * 1e-5, rel=1e-4)
+    assert got == pytest.approx(3 * 2e-6 + 2 * 3 * 1e-5 + 2 * 3 * 1e-5, rel=1e-4)
+    got = float(model.collective("all_gather", axes(4, 4), 3, 1.0))
+    assert got == pytest.approx(2 * 2e-6 + 3 * 1e-5 + 3 * 1e-5, rel=1e-4)
+
+
+def test_all_reduce_can_be_run_as_its_two_halves():
+    """A library whose halves are one-shot while its all-reduce is a ring."""
+    shot = Algorithm(
+        algorithm="one_shot",
+        protocol="p",
+        launch_s=0.0,
+        step_s=(1e-6,),
+        kinds=("reduce_scatter", "all_gather"),
+    )
+    ring = Algorithm(algorithm="ring", protocol="p", launch_s=0.0, step_s=(1e-6,))
+    model = Analytic(replace(flat(), algorithms=(shot, ring)))
+    got = float(model.collective("all_reduce", axes(8), 1, 8e5))
+    assert got == pytest.approx(2 * (1e-6 + 7e5 / 1e11))
+
+
+def test_all_to_all_waits_for_as_many_messages_as_it_cannot_keep_in_flight():
+    """4 nodes of 4: 3 peers inside, 12 across, 2 at once."""
+    direct = Algorithm(algorithm="direct", protocol="p", launch_s=1e-3, step_s=(1e-6, 1e-4), peers_at_once=2)
+    model = Analytic(nested(4, algorithms=(direct, RING)))
+    got = float(model.collective("all_to_all", axes(4, 4), 3, 1e-3))
+    assert got == pytest.approx(1e-3 + 2 * 1e-6 + 6 * 1e-4)
 
 
 def test_torus_uses_both_dims_at_once_and_closes_rings():
@@ -119,6 +145,15 @@ def test_interleaved_groups_share_the_links_of_a_torus():
     model = Analytic(torus())
     near, far = (float(model.collective("all_gather", axes(4, 4, 4), s, 1e9)) for s in (4, 2))
     assert far == pytest.approx(4 * near)
+
+
+def test_a_part_of_a_closed_dim_is_a_line():
+    """16 closed, as 4 x 4: the inner 4 are neighbours on a line, the outer 4 go all the way around."""
+    model = Analytic(torus(wrap_ways=16))
+    one = 3 / 4 * 1e9 / 1e11
+    inner, outer = (float(model.collective("all_gather", axes(4, 4), s, 1e9)) for s in (2, 1))
+    assert inner == pytest.approx(one)
+    assert outer == pytest.approx(one * 4 / 2)
 
 
 def test_tpu_all_gather_of_a_pod_row_is_the_books():

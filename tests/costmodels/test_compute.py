@@ -15,6 +15,7 @@ from pase.machine import (
     CostModel,
     Curve,
     MatmulTable,
+    Tile,
     load,
     mesh_from,
 )
@@ -138,6 +139,21 @@ def test_a_batch_of_matmuls_fills_the_device():
     assert many < 10 * one
 
 
+def test_a_split_of_k_pays_for_its_partial_sums():
+    """One 128 x 128 tile on 4 units: split 2 ways, half the depth and 2 float32 partials to and fro."""
+    d = replace(
+        device(),
+        memory_bandwidth_bytes_per_s=1e9,
+        compute_units=4,
+        tiles=(Tile(m=128, n=128, rate=1.0),),
+        peak_flops={"float32": 1e12},
+    )
+    model = Analytic(replace(flat(), device=d))
+    got = float(model.compute("matmul", "float32", 2.0 * 128 * 128 * 4096, 0.0, mnk=(128, 128, 4096)))
+    arithmetic = 2 * 128 * 128 * (4096 / 2) * 4 / 1e12
+    assert got == pytest.approx(arithmetic + 2 * 4 * 2 * 128 * 128 / 1e9)
+
+
 def test_a_head_of_64_half_fills_the_tpus_128_rows():
     model = Analytic(load("tpu_v5e"))
     deep, shallow = (
@@ -192,6 +208,15 @@ def test_measured_points_come_back_as_measured():
                 assert s == pytest.approx(max(2.0 * m * n * k / rate, 2e-6))
 
 
+def test_a_measured_batch_counts_as_rows():
+    one, batch = (
+        float(MEASURED.compute("matmul", "bfloat16", b * 2.0 * 128**2 * 64, 0.0, mnk=(128, 128, 64)))
+        for b in (1, 8)
+    )
+    assert batch == pytest.approx(max(2.0 * 1024 * 128 * 64 / 5e12, 2e-6))
+    assert batch < 8 * one
+
+
 def test_between_points_straight_in_the_logarithms():
     c = CURVES[0].curve
     mid = float(curve_s(c, np.array(10**4.5)))
@@ -237,6 +262,15 @@ def test_paper_model_prices_the_prototypes_gemm():
         return 5000 * 2 * (p - 1) / p * words
 
     assert got == pytest.approx(3 * lm * ln * lk + ar(lm * ln, 4) + ar(lm * lk, 2) + ar(ln * lk, 4))
+
+
+def test_paper_model_counts_a_multiply_add_once():
+    model = get("paper", load("1080tix8"))
+    assert [float(model.compute(kind, "float32", 100.0, 1e9)) for kind in ("matmul", "conv", "memory")] == [
+        50.0,
+        50.0,
+        100.0,
+    ]
 
 
 def test_paper_model_knows_no_hierarchy_and_halves_the_all_reduce():

@@ -1,6 +1,8 @@
 """Machine files: those of the package, and what is said of broken ones."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +74,7 @@ def test_digest_follows_what_prices_and_nothing_else():
     base = parse(GOOD, "f").digest
     assert len(base) == 64
     assert parse(GOOD.replace('"mine"', '"other"').replace('"datasheet"', '"elsewhere"'), "f").digest == base
+    assert parse(GOOD + '[provenance]\ndate = "today"\n', "f").digest == base
     assert parse(GOOD.replace("900e9", "901e9"), "f").digest != base
     assert parse(GOOD.replace("ways = 4", "ways = 8"), "f").digest != base
     # The order of keys in the file is no content.
@@ -238,3 +241,13 @@ def test_what_is_not_there():
     with pytest.raises(PaseError, match=r"cannot read machine file no/such\.toml"):
         load("no/such.toml")
     assert math.isclose(load("h100x8").device.peak("complex64"), 66.9e12)
+
+
+def test_the_examples_of_the_documentation_load():
+    page = Path(__file__).parents[2] / "docs" / "cost-model.md"
+    examples = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) == 1
+    text = GOOD.replace("ways = 4", "ways = 8").replace("[sources]\n", examples[0] + SOURCES)
+    m = parse(text, "docs")
+    assert (len(m.collectives), len(m.device.matmul_tables)) == (1, 1)
+    assert m.device.memory_curve is not None
