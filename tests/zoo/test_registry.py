@@ -1,0 +1,134 @@
+"""Names, settings and their errors; nothing here imports JAX before a model is asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pase import zoo
+from pase.commands.zoo import zoo as zoo_command
+from pase.errors import PaseError
+
+CONTRACT = {
+    *("alexnet", "inception_v3", "rnnlm", "transformer", "resnet101", "vgg19", "densenet121", "bert_base"),
+    *("gpt2", "gpt2_xl", "gpt_1_3b", "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "vit_l16"),
+}
+
+
+def test_names_are_a_contract() -> None:
+    assert set(zoo.names()) >= CONTRACT
+
+
+def test_settings_in_the_name_and_as_keywords() -> None:
+    model = zoo.get("gpt2?batch=16&seq=256", layers=3)
+    assert model.batch["tokens"].shape == (16, 256)
+    assert model.params["blocks"]["norm1"]["scale"].shape == (3, 768)
+    assert model.settings["vocab"] == 50257
+    assert zoo.get("zoo:gpt2?batch=16").settings["batch"] == 16
+    assert zoo.reduced("gpt2?seq=32").batch["labels"].shape == (8, 32)
+    assert zoo.get("gpt2", scan=False).settings["scan"] == 0
+
+
+def test_longer_sequences_have_more_positions_and_shorter_ones_do_not_have_fewer() -> None:
+    assert zoo.get("gpt2?seq=2048").params["wpe"].shape == (2048, 768)
+    assert zoo.get("gpt2?seq=512").params["wpe"].shape == (1024, 768)
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_setting_takes_effect(name: str) -> None:
+    """Changing any setting changes the shapes or the traced program."""
+    import jax
+
+    def program(**settings: zoo.registry.Setting) -> str:
+        model = zoo.reduced(name, **settings)
+        return str(jax.make_jaxpr(model.loss_fn)(model.params, model.batch))
+
+    before = zoo.reduced(name).settings
+    same = program()
+    for key, value in before.items():
+        if key == "dtype":
+            other: zoo.registry.Setting = "bfloat16"
+        elif key in ("scan", "remat"):
+            other = 0
+        else:
+            other = 2 * int(value)
+        assert program(**{key: other}) != same, key
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gtp2", r"no zoo model 'gtp2'. Did you mean 'gpt2'\? The zoo has: mlp, alexnet, .*vit_l16\."),
+        ("qqq", r"no zoo model 'qqq'. The zoo has: mlp, alexnet, "),
+        (
+            "gpt2?bacth=3",
+            r"'gpt2' has no setting 'bacth'. Did you mean 'batch'\? It has: batch=128, ",
+        ),
+        ("gpt2?batch=0", r"gpt2: batch=0 is out of range; it must lie between 1 and 2147483647\."),
+        ("gpt2?seq=-1", r"gpt2: seq=-1 is out of range"),
+        ("gpt2?seq=1.5", r"gpt2: seq=1.5 is not an integer\."),
+        ("gpt2?seq=", r"gpt2: seq= is not an integer\."),
+        ("gpt2?seq", r"'seq' in 'gpt2\?seq' is not a setting; write gpt2\?key=value&key=value\."),
+        ("gpt2?seq=1&seq=2", r"the setting 'seq' stands twice in 'gpt2\?seq=1&seq=2'\."),
+        ("gpt2?scan=2", r"gpt2: scan=2 is out of range; it must lie between 0 and 1\."),
+        ("gpt2?dtype=int8", r"dtype=int8 is no compute dtype .* bfloat16, float16, float32\."),
+        ("inception_v3?image=74", r"image=74 is out of range; it must lie between 75 and"),
+        ("vit_l16?image=100", r"image=100 is no multiple of the model's patches of 16 pixels\."),
+    ],
+)
+def test_bad_requests(model: str, message: str) -> None:
+    with pytest.raises(PaseError, match=message):
+        zoo.get(model)
+
+
+@pytest.mark.parametrize("value", [1.0, None, [1], "one"])
+def test_settings_are_integers(value: object) -> None:
+    with pytest.raises(PaseError, match=r"gpt2: batch=.* is not an integer"):
+        zoo.get("gpt2", batch=value)  # type: ignore[arg-type]
+
+
+def test_a_setting_given_twice() -> None:
+    with pytest.raises(PaseError, match=r"the setting 'batch' is given in 'gpt2\?batch=3' and as a keyword"):
+        zoo.get("gpt2?batch=3", batch=4)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "inception_v3", "vgg19", "densenet121"])
+def test_the_smallest_image_still_traces(name: str) -> None:
+    import jax
+
+    model = zoo.get(name, image=zoo.entry(name).minimum["image"], batch=2)
+    jax.make_jaxpr(model.loss_fn)(model.params, model.batch)
+    assert all(min(leaf.shape, default=1) > 0 for leaf in jax.tree.leaves(model.params))
+
+
+def test_models_are_frozen() -> None:
+    model = zoo.get("mlp")
+    with pytest.raises(AttributeError):
+        model.name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        model.settings["batch"] = 1  # type: ignore[index]
+
+
+def test_the_catalogue_does_not_import_jax() -> None:
+    program = (
+        "import sys; from pase import zoo; from pase.commands.zoo import zoo as command; "
+        "command(json=True); zoo.entry('gpt2'); assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    zoo_command(json=True)
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert [model["name"] for model in models] == list(zoo.names())
+    gpt2 = next(model for model in models if model["name"] == "gpt2")
+    assert gpt2["parameters"] == 124_439_808 and gpt2["settings"]["seq"] == 1024 and gpt2["source"]
+
+
+def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    zoo_command()
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in zoo.names()) and "124,439,808" in printed
