@@ -6,7 +6,7 @@ gets a stable path (its index in each enclosing jaxpr), by which ``backends/to_j
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from pase.ir.sizes import is_one
 from pase.ops import GraphBuilder, Read, Write, nests
 from pase.ops.builder import _map
 
-__all__ = ["INLINED", "Traced", "UnknownOp", "from_jax", "inner_jaxpr", "trace"]
+__all__ = ["INLINED", "KEPT_WHOLE", "Traced", "UnknownOp", "from_jax", "inner_jaxpr", "trace"]
 
 Unknown = Literal["error", "replicate"]
 
@@ -37,6 +37,10 @@ INLINED = {
 """Primitives that call a jaxpr once, and the parameter that holds it."""
 
 
+KEPT_WHOLE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"})
+"""Calls with a derivative rule of their own, which a backend must not inline."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """A callable's jaxpr with the names of what goes in. ``graph`` is raw: one node an equation."""
@@ -48,6 +52,10 @@ class Traced:
     input_paths: tuple[str, ...]
     in_tree: Any
     """Treedef of (params, *batch)."""
+    operands: Mapping[str, tuple[str | None, ...]]
+    """Equation path -> tensor name of each input (None: a literal)."""
+    results: Mapping[str, tuple[str, ...]]
+    """Equation path -> tensor name of each output; "PATH:carryK" and the like -> a loop's tensors."""
 
 
 def inner_jaxpr(eqn: Any) -> Any:
@@ -115,6 +123,8 @@ def trace(
         param_paths=param_paths,
         input_paths=input_paths,
         in_tree=jax.tree.structure(as_shapes),
+        operands=lower.operands,
+        results=lower.results,
     )
 
 
@@ -175,6 +185,15 @@ class _Lower:
     b: GraphBuilder
     unknown: Unknown
     env: dict[Any, Tensor] = field(default_factory=dict)
+    operands: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
+    results: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    inside: str = ""
+    """Path of the enclosing custom-derivative call, which a backend keeps whole."""
+
+    def inner(self) -> _Lower:
+        return _Lower(
+            b=self.b, unknown=self.unknown, operands=self.operands, results=self.results, inside=self.inside
+        )
 
     def read(self, var: Any) -> Tensor | None:
         """The tensor of a variable; None for a literal, which is part of the op."""
@@ -188,7 +207,9 @@ class _Lower:
     def eqns(self, eqns: Sequence[Any], prefix: str) -> None:
         for i, eqn in enumerate(eqns):
             self.b.source = _source(eqn) or self.b.source  # a cached inner jaxpr has lost its lines
-            self.b.eqn = f"{prefix}{i}"
+            path = self.b.eqn = self.inside or f"{prefix}{i}"
+            if not self.inside:
+                self.operands[path] = tuple(None if (t := self.read(v)) is None else t.name for v in eqn.invars)
             name = eqn.primitive.name
             if name in INLINED:
                 self._call(eqn, f"{prefix}{i}.")
@@ -205,6 +226,8 @@ class _Lower:
                     f"no lowering for JAX primitive '{name}' at {self.b.source or 'an unknown line'}.\n"
                     f"Add one to frontends/jax_rules.py, or pass unknown='replicate' (the op is then not split)."
                 )
+            if not self.inside:
+                self.results[path] = tuple(self.env[v].name for v in eqn.outvars)
 
     def _primitive(self, eqn: Any) -> None:
         name = eqn.primitive.name
@@ -222,10 +245,12 @@ class _Lower:
 
     def _call(self, eqn: Any, prefix: str) -> None:
         jaxpr, _ = inner_jaxpr(eqn)
-        inner = _Lower(b=self.b, unknown=self.unknown)
+        inner = self.inner()
         for var in jaxpr.constvars:
             inner.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
         self._bind(inner, jaxpr.invars, eqn.invars)
+        if eqn.primitive.name in KEPT_WHOLE and not self.inside:
+            inner.inside = self.b.eqn
         if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
             with self.b.region(f"remat{prefix}", remat=not eqn.params.get("differentiated", False)):
                 inner.eqns(jaxpr.eqns, prefix)
@@ -254,7 +279,7 @@ class _Lower:
         b, p = self.b, eqn.params
         jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
         nc, nk = p["num_consts"], p["num_carry"]
-        inner = _Lower(b=b, unknown=self.unknown)
+        inner = self.inner()
         for var in jaxpr.constvars:
             inner.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
         consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
@@ -268,20 +293,30 @@ class _Lower:
             else:
                 b.eqn = f"{eqn_path}:const{k}"
                 inner.env[var] = _copy(b, tensor, "loop_const")
+                self.results[b.eqn] = (inner.env[var].name,)
         carried: list[Tensor] = []
         for k, (var, value) in enumerate(zip(carry, eqn.invars[nc : nc + nk], strict=True)):
             init = self.read(value)
             if init is None:
                 init = b.constant(shape_of(var.aval), dtype_of(var.aval))
             inner.env[var] = b.carry(init, f"{eqn_path}:carry{k}")
+            self.results[b.eqn] = (inner.env[var].name,)
             carried.append(inner.env[var])
+        stacks: list[Tensor] = []
+        for k, value in enumerate(eqn.invars[nc + nk :]):
+            b.eqn = f"{eqn_path}:xs{k}"
+            stacked = self.read(value)
+            if stacked is None:
+                stacked = b.constant(shape_of(value.aval), dtype_of(value.aval))
+            elif stacked.role == "activation":  # settle its layout once, before the loop
+                stacked = _copy(b, stacked, "loop_xs")
+                self.results[b.eqn] = (stacked.name,)
+            stacks.append(stacked)
         with b.region(f"loop{prefix}", times=length):
-            for k, (var, value) in enumerate(zip(xs, eqn.invars[nc + nk :], strict=True)):
+            for k, (var, stacked) in enumerate(zip(xs, stacks, strict=True)):
                 b.eqn = f"{eqn_path}:x{k}"
-                stacked = self.read(value)
-                if stacked is None:
-                    stacked = b.constant(shape_of(value.aval), dtype_of(value.aval))
                 inner.env[var] = _unstack(b, stacked)
+                self.results[b.eqn] = (inner.env[var].name,)
             inner.eqns(jaxpr.eqns, prefix)
             b.source = source
             ys = []
@@ -343,14 +378,14 @@ def _unstack(b: GraphBuilder, x: Tensor) -> Tensor:
     if "d0" in dims:
         dims["d0"] = (x.shape[0], "replicated")
     write = Write(x.shape[1:], x.dtype, AccessMap(m.walks[1:]))
-    return b.nest("unstack", "view", [Read(x, m)], [write], dims, flops=0, over=write.map.dims)[0]
+    return b.nest("unstack", "view", [Read(x, m, sparse=True)], [write], dims, flops=0, over=write.map.dims)[0]
 
 
 def _stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...]) -> Tensor:
     dims, m = _dims_and_map(x.shape)
     if not is_one(length):
         dims["l"] = (length, "replicated")
-    write = Write(shape, x.dtype, AccessMap((Walk(() if is_one(length) else ("l",)), *m.walks)))
+    write = Write(shape, x.dtype, AccessMap((Walk(() if is_one(length) else ("l",)), *m.walks)), sparse=True)
     return b.nest("stack", "view", [Read(x, m)], [write], dims, flops=0, over=m.dims)[0]
 
 

@@ -187,7 +187,8 @@ class AccessMap:
 class Access:
     """A tensor read or written through a map.
 
-    sparse: only as many elements are touched as the op writes (an embedding lookup), not the whole tensor.
+    sparse: only as many elements are touched as the op has points (an embedding lookup, one layer's slice of a
+    stack), not the whole tensor.
     """
 
     tensor: str

@@ -45,6 +45,7 @@ class Write:
     dtype: str
     map: AccessMap
     differentiable: bool = True
+    sparse: bool = False
 
 
 def _is_float(dtype: str) -> bool:
@@ -127,7 +128,7 @@ class GraphBuilder:
             name=name,
             kind=kind,
             reads=tuple(Access(r.tensor.name, r.map, r.sparse) for r in reads),
-            writes=tuple(Access(t.name, w.map) for t, w in zip(out, writes, strict=True)),
+            writes=tuple(Access(t.name, w.map, w.sparse) for t, w in zip(out, writes, strict=True)),
             flops_per_point=flops,
             over=None if over is None else tuple(over),
             differentiable=differentiable,

@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from pase.ir import Edge, Graph, Node, Op, Tensor
+from pase.ir import Access, Edge, Graph, Node, Op, Tensor
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import PARTIAL, PENDING, REPLICATED, axis_bits, dim_index, number, shards
 from pase.tables.reshard import reshard
@@ -90,16 +90,22 @@ def node_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: 
         over = op.dims if op.over is None else op.over
         flops = op.flops_per_point * _local_points(node, over, cfg, mesh)
         heavy = op.kind in ("matmul", "conv", "gather", "scatter")
+
+        def touched(a: Access, over: tuple[str, ...] = over) -> np.ndarray:
+            t = graph.tensors[a.tensor]
+            if a.sparse:
+                return t.itemsize * _local_points(node, over, cfg, mesh)
+            return _local_bytes(node, t, a.map.dims, cfg, mesh)
+
         nbytes, wrote = zero, zero
         for a in op.writes:
             if heavy or graph.read_outside(node, a.tensor):
-                wrote = wrote + _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
+                wrote = wrote + touched(a)
         for a in op.reads:
-            t = graph.tensors[a.tensor]
             outside = a.tensor not in internal and a.tensor in graph.producer
             if outside and (heavy or a.tensor not in seen):
                 seen.add(a.tensor)
-                nbytes = nbytes + (wrote if a.sparse else _local_bytes(node, t, a.map.dims, cfg, mesh))
+                nbytes = nbytes + touched(a)
         nbytes = nbytes + wrote
         grads = [a for a in op.reads if _grad(graph, op, a.tensor)]
         if op.kind in ("matmul", "conv"):

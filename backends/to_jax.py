@@ -1,0 +1,310 @@
+"""A plan as JAX shardings: the user's function with the plan's constraints in it, and a train step.
+
+The function is not rewritten by hand: its jaxpr is walked again, equation by equation, exactly as the
+frontend walked it, and ``with_sharding_constraint`` is applied where ``constraints`` says so. Calls with a
+derivative rule of their own are kept whole; loops and rematerialised regions are rebuilt around their
+constrained bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pase.backends.constraints import Constraints, Placement
+from pase.errors import PaseError
+from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
+from pase.machine import Mesh
+
+__all__ = ["JaxPlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxPlan:
+    """What ``plan.jax`` gives."""
+
+    traced: Traced
+    logical_mesh: Mesh
+    constraints: Constraints
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> Any:
+        """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: all of jax.devices())."""
+        import jax
+        import numpy as np
+
+        m = self.logical_mesh
+        if devices is None:
+            devices = jax.devices()
+        if len(devices) < m.devices:
+            raise PaseError(
+                f"the plan is for {m.devices} devices and JAX sees {len(devices)}: on a CPU, set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={m.devices} before JAX starts, or compile for fewer"
+            )
+        grid = np.array(devices[: m.devices], dtype=object).reshape(m.sizes)
+        return jax.sharding.Mesh(grid, m.names)
+
+    def sharding(self, placement: Placement, mesh: Any) -> Any:
+        from jax.sharding import NamedSharding
+
+        return NamedSharding(mesh, self.spec(placement))
+
+    def spec(self, placement: Placement) -> Any:
+        """PartitionSpec of a placement."""
+        from jax.sharding import PartitionSpec
+
+        return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in placement])
+
+    def _leaf_names(self) -> list[str]:
+        """Tensor names of the function's inputs, in the order of its leaves."""
+        graph = self.traced.graph
+        leaves = [n.ops[0].writes[0].tensor for n in graph.nodes if n.kind in ("parameter", "input")]
+        return leaves[: len(self.traced.param_paths) + len(self.traced.input_paths)]
+
+    @cached_property
+    def specs(self) -> tuple[Any, ...]:
+        """(params, *batch) pytrees of PartitionSpec: how parameters are stored, how the batch arrives."""
+        import jax
+
+        storage = self.constraints.storage
+        flat = [self.spec(storage.get(t, ())) for t in self._leaf_names()]
+        return tuple(jax.tree.unflatten(self.traced.in_tree, flat))
+
+    def in_shardings(self, mesh: Any | None = None) -> tuple[Any, ...]:
+        """(params, *batch) pytrees of NamedSharding, ready for jax.jit(in_shardings=…) or jax.device_put."""
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        mesh = mesh if mesh is not None else self.mesh()
+        return jax.tree.map(
+            lambda s: NamedSharding(mesh, s), self.specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
+
+    def loss(self, mesh: Any | None = None) -> Callable[..., Any]:
+        """The user's function, constrained: loss(params, *batch) -> scalar (or what the function returns, flat)."""
+        import jax
+
+        mesh = mesh if mesh is not None else self.mesh()
+        closed = self.traced.jaxpr
+
+        def constrained(*args: Any) -> Any:
+            leaves, tree = jax.tree.flatten(args)
+            if tree != self.traced.in_tree:
+                raise PaseError(f"the plan was compiled for arguments {self.traced.in_tree}, got {tree}")
+            for leaf, aval, path in zip(
+                leaves, closed.in_avals, (*self.traced.param_paths, *self.traced.input_paths), strict=True
+            ):
+                if jax.numpy.shape(leaf) != aval.shape:
+                    raise PaseError(f"'{path}' has shape {jax.numpy.shape(leaf)}; the plan was compiled for {aval.shape}")
+            walk = _Walk(plan=self, mesh=mesh)
+            outs = walk.run(closed.jaxpr, closed.consts, leaves, "")
+            return outs[0] if len(outs) == 1 else (outs[0], tuple(outs[1:]))
+
+        return constrained
+
+    def value_and_grad(self, mesh: Any | None = None) -> Callable[..., Any]:
+        """f(params, *batch) -> (loss, grads); gradients are constrained to the layout that parameters are stored in."""
+        import jax
+
+        mesh = mesh if mesh is not None else self.mesh()
+        aux = len(self.traced.jaxpr.out_avals) > 1
+        fn = jax.value_and_grad(self.loss(mesh), has_aux=aux)
+        storage = self.in_shardings(mesh)[0]
+
+        def graded(params: Any, *batch: Any) -> Any:
+            value, grads = fn(params, *batch)
+            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, storage)
+            return (value[0] if aux else value), grads
+
+        return graded
+
+    def state_shardings(self, optimizer: Any, mesh: Any | None = None) -> Any:
+        """Shardings of the optimizer's state: what mirrors a parameter is stored as the parameter is."""
+        import jax
+        import optax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        mesh = mesh if mesh is not None else self.mesh()
+        params = self._shapes()[0]
+        state = jax.eval_shape(optimizer.init, params)
+        whole = NamedSharding(mesh, PartitionSpec())
+
+        def like(leaf: Any, param: Any, sharding: Any) -> Any:
+            return sharding if leaf.shape == param.shape else whole
+
+        return optax.tree_map_params(
+            optimizer, like, state, params, self.in_shardings(mesh)[0], transform_non_params=lambda _: whole
+        )
+
+    def _shapes(self) -> tuple[Any, ...]:
+        import jax
+
+        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.traced.jaxpr.in_avals]
+        return tuple(jax.tree.unflatten(self.traced.in_tree, avals))
+
+    def train_step(self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True) -> Callable[..., Any]:
+        """A jitted step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer.
+
+        Inputs are moved to the plan's layouts as jit does; params and opt_state are donated. Works with more
+        than one process: every process calls it with global arrays (``device_put`` of this plan makes them).
+        """
+        import jax
+        import optax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        mesh = mesh if mesh is not None else self.mesh()
+        params_sharding, *batch_shardings = self.in_shardings(mesh)
+        state_sharding = self.state_shardings(optimizer, mesh)
+        graded = self.value_and_grad(mesh)
+
+        def step(params: Any, opt_state: Any, *batch: Any) -> Any:
+            loss, grads = graded(params, *batch)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        return jax.jit(
+            step,
+            in_shardings=(params_sharding, state_sharding, *batch_shardings),
+            out_shardings=(params_sharding, state_sharding, NamedSharding(mesh, PartitionSpec())),
+            donate_argnums=(0, 1) if donate else (),
+        )
+
+    def lower_train_step(self, optimizer: Any, mesh: Any | None = None) -> Any:
+        """The train step lowered on shapes alone; ``.compile()`` it to see what XLA makes of the plan."""
+        import jax
+
+        mesh = mesh if mesh is not None else self.mesh()
+        shapes = self._shapes()
+        shardings = self.in_shardings(mesh)
+
+        def struct(shape: Any, sharding: Any) -> Any:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        state = jax.tree.map(
+            struct, jax.eval_shape(optimizer.init, shapes[0]), self.state_shardings(optimizer, mesh)
+        )
+        params, *batch = (jax.tree.map(struct, s, h) for s, h in zip(shapes, shardings, strict=True))
+        return self.train_step(optimizer, mesh).lower(params, state, *batch)
+
+    def device_put(self, params: Any, *batch: Any, mesh: Any | None = None) -> tuple[Any, ...]:
+        """Parameters and batch laid out as the plan stores them, as global arrays (each process has all values)."""
+        import jax
+        import numpy as np
+
+        shardings = self.in_shardings(mesh)
+
+        def put(leaf: Any, sharding: Any) -> Any:
+            if jax.process_count() == 1:
+                return jax.device_put(leaf, sharding)
+            host = np.asarray(leaf)
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+        return tuple(jax.tree.map(put, x, s) for x, s in zip((params, *batch), shardings, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Walk:
+    """One walk over the jaxpr, with constraints applied; run under a JAX trace."""
+
+    plan: JaxPlan
+    mesh: Any
+
+    def _constrain(self, value: Any, placement: Placement) -> Any:
+        import jax
+
+        return jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
+
+    def _defined(self, value: Any, tensor: str | None) -> Any:
+        for placement in self.plan.constraints.define.get(tensor or "", ()):
+            value = self._constrain(value, placement)
+        return value
+
+    def _read(self, value: Any, path: str, tensor: str | None) -> Any:
+        placement = self.plan.constraints.read.get(f"{path}|{tensor}")
+        return value if placement is None else self._constrain(value, placement)
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str) -> list[Any]:
+        from jax.extend.core import Literal
+
+        traced = self.plan.traced
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def value(var: Any) -> Any:
+            return var.val if isinstance(var, Literal) else env[var]
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            path = f"{prefix}{i}"
+            names = traced.operands[path]
+            name = eqn.primitive.name
+            ins = [value(v) for v in eqn.invars]
+            if name in INLINED and name not in KEPT_WHOLE:
+                outs = self._call(eqn, ins, f"{path}.")
+            elif name == "scan":
+                outs = self._scan(eqn, ins, path)
+            else:
+                ins = [self._read(x, path, t) for x, t in zip(ins, names, strict=True)]
+                outs = _evaluate(eqn, ins)
+                outs = [self._defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [value(v) for v in jaxpr.outvars]
+
+    def _call(self, eqn: Any, ins: Sequence[Any], prefix: str) -> Sequence[Any]:
+        import jax
+
+        jaxpr, consts = inner_jaxpr(eqn)
+
+        def body(*args: Any) -> list[Any]:
+            return self.run(jaxpr, consts, args, prefix)
+
+        if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
+            p = eqn.params
+            body = jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])  # type: ignore[assignment]
+        return body(*ins)
+
+    def _scan(self, eqn: Any, ins: Sequence[Any], path: str) -> Sequence[Any]:
+        import jax
+
+        p, results = eqn.params, self.plan.traced.results
+        nc, nk = p["num_consts"], p["num_carry"]
+        closed = p["jaxpr"]
+
+        def entering(kind: str, values: Sequence[Any]) -> list[Any]:
+            """Settle each value's layout before the loop: reads first, then the loop tensor's own."""
+            out = []
+            for k, x in enumerate(values):
+                key = f"{path}:{kind}{k}"
+                out.append(self._defined(x, results[key][0]) if key in results else x)
+            return out
+
+        consts = entering("const", ins[:nc])
+        init = entering("carry", ins[nc : nc + nk])
+        xs = entering("xs", ins[nc + nk :])
+
+        def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            carry = entering("carry", carry)
+            x = entering("x", x)
+            outs = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{path}.")
+            ys = [self._read(y, f"{path}:y{k}", t) for k, (y, t) in enumerate(zip(outs[nk:], self._ys(eqn, path), strict=True))]
+            return entering("carry", outs[:nk]), ys
+
+        carry, ys = jax.lax.scan(
+            body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
+        )
+        return [*carry, *ys]
+
+    def _ys(self, eqn: Any, path: str) -> Sequence[str | None]:
+        """Tensors that the body stacks; their reads are keyed by the stack's own path."""
+        return [None] * (len(eqn.outvars) - eqn.params["num_carry"])
+
+
+def _evaluate(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """One equation as it stands, by JAX's public means: a jaxpr that holds it alone."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+    args = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
+    kept = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
+    alone = Jaxpr(constvars=(), invars=list(args), outvars=kept, eqns=[eqn], effects=eqn.effects)
+    outs = iter(jaxpr_as_fun(ClosedJaxpr(alone, ()))(*args.values()))
+    return [next(outs) if type(v).__name__ != "DropVar" else None for v in eqn.outvars]
