@@ -43,16 +43,22 @@ def test_there_are_documents_to_look_at():
 
 @pytest.mark.parametrize("document", PRESENT, ids=lambda d: d.name)
 def test_python_in_documents_runs(document, tmp_path):
-    """Top to bottom in one process, as a reader would; ``<!-- not run: why -->`` before a block skips it."""
-    program = ""
-    for name, note, body in blocks("python"):
-        compile(body, name, "exec")
-        if name == document.name and not note.startswith("not run:"):
-            program += body + "\n"
-    if not program:
+    """Top to bottom in one process, as a reader would; ``<!-- not run: why -->`` before a block skips it.
+
+    Blocks with prompts (``>>>``) are doctests.
+    """
+    bodies = [
+        body
+        for name, note, body in blocks("python")
+        if name == document.name and not note.startswith("not run:")
+    ]
+    if not bodies:
         pytest.skip("no code in it")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    for prompted, options in ((False, []), (True, ["-m", "doctest", "-o", "ELLIPSIS"])):
+        file = tmp_path / f"document_{prompted}.{'txt' if prompted else 'py'}"
+        file.write_text("\n".join(body for body in bodies if (">>> " in body) == prompted))
+        done = subprocess.run([sys.executable, *options, file], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def commands() -> list[str]:
