@@ -90,7 +90,7 @@ def test_folders_of_tests_are_packages():
 
 def test_make_tells_what_it_can_do():
     makefile = (ROOT / "Makefile").read_text()
-    told = subprocess.run(["make", "help"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    told = subprocess.run(["make", "--no-print-directory", "help"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
     targets = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
     assert targets is not None
     assert [line.split()[1] for line in told.splitlines()] == targets[1].split()
