@@ -1,5 +1,6 @@
 """Machines as data files, meshes over their devices, and the cost-model protocol."""
 
+from pase.machine.dump import dumps
 from pase.machine.load import DEFAULT, load, names, parse
 from pase.machine.meshes import axis_levels, level_ways, mesh_from, meshes
 from pase.machine.types import (
@@ -34,6 +35,7 @@ __all__ = [
     "PaperFigures",
     "Tile",
     "axis_levels",
+    "dumps",
     "level_ways",
     "load",
     "mesh_from",

@@ -1,0 +1,67 @@
+"""A machine back to the text of its file: what ``pase calibrate`` writes and ``load`` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from pase.machine.load import SCHEMA, parse
+from pase.machine.types import CollectiveCurve, Machine
+
+__all__ = ["dumps"]
+
+
+def _tree(value: Any) -> Any:
+    """Dataclasses as dicts, less what stands at its default; a collective's curve in its own table."""
+    if isinstance(value, CollectiveCurve):
+        return {"kind": value.kind, "ways": list(value.ways), **_tree(value.curve)}
+    if dataclasses.is_dataclass(value):
+        out = {}
+        for f in dataclasses.fields(value):
+            here = getattr(value, f.name)
+            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            if here != default:
+                out[f.name] = _tree(here)
+        return out
+    if isinstance(value, dict):
+        return {str(k): _tree(v) for k, v in value.items()}
+    return [_tree(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _scalar(value: Any) -> str:
+    # JSON's strings, numbers, true and lists are TOML's too, but for DEL; every digit of a float is kept.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").isalnum() and key.isascii() else _scalar(key)
+
+
+def _write(table: dict[str, Any], path: str, lines: list[str]) -> None:
+    tables = {k: v for k, v in table.items() if isinstance(v, dict)}
+    arrays = {k: v for k, v in table.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
+    lines += [f"{_key(k)} = {_scalar(v)}" for k, v in table.items() if k not in tables and k not in arrays]
+    for key, sub in tables.items():
+        below = f"{path}.{_key(key)}" if path else _key(key)
+        lines += ["", f"[{below}]"]
+        _write(sub, below, lines)
+    for key, entries in arrays.items():
+        below = f"{path}.{_key(key)}" if path else _key(key)
+        for entry in entries:
+            lines += ["", f"[[{below}]]"]
+            _write(entry, below, lines)
+
+
+def dumps(machine: Machine) -> str:
+    """TOML text that ``parse`` reads back to the same machine; PaseError if it would refuse it.
+
+    >>> from pase.machine.load import load
+    >>> parse(dumps(load("h100x8")), "again") == load("h100x8")
+    True
+    """
+    lines: list[str] = []
+    _write({"schema": SCHEMA, **_tree(machine)}, "", lines)
+    text = "\n".join(lines) + "\n"
+    parse(text, f"machine {machine.name}")
+    return text
