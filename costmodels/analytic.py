@@ -85,8 +85,10 @@ class Analytic:
         table = next((t for t in device.matmul_tables if t.dtype == dtype), None)
         if table is not None:
             # A batch fills the device as more rows would.
-            seconds = flops / matmul_flops_per_s(table, np.maximum(m * batch, 1.0), n, k)
-            return np.maximum(seconds - device.launch_s, 0.0)
+            measured = matmul_flops_per_s(table, np.maximum(m * batch, 1.0), n, k)
+            # No convolution was measured: as far below a matmul as the machine's file puts it.
+            part = device.efficiency.get(kind, 1.0) / device.efficiency.get("matmul", 1.0)
+            return np.maximum(flops / (measured * min(part, 1.0)) - device.launch_s, 0.0)
         if not device.compute_units or not device.tiles:
             return flops / rate
         return self._tiled_s(batch, m, n, k, rate)
@@ -94,20 +96,26 @@ class Analytic:
     def _tiled_s(
         self, batch: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, rate: float
     ) -> np.ndarray:
-        """Whole waves of whole tiles, for the best tile and split of k; a split writes partial sums."""
+        """Whole waves of whole tiles, for the best tile and split of k; a split writes partial sums.
+
+        The tiles lie along axis 0, the splits along axis 1, the operands' own axes behind them.
+        """
         device = self.machine.device
-        best: np.ndarray | None = None
-        for tile in device.tiles:
-            tiles = batch * np.ceil(m / tile.m) * np.ceil(n / tile.n)
-            for split in _SPLITS_OF_K:
-                waves = np.ceil(tiles * split / device.compute_units)
-                depth = np.ceil(k / (split * tile.k)) * tile.k
-                work = 2.0 * tile.m * tile.n * depth * device.compute_units
-                partial = 0.0 if split == 1 else 2 * 4 * split * batch * m * n
-                seconds = waves * work / (rate * tile.rate) + partial / device.memory_bandwidth_bytes_per_s
-                best = seconds if best is None else np.minimum(best, seconds)
-        assert best is not None  # there are tiles
-        return best
+        batch, m, n, k = np.broadcast_arrays(batch, m, n, k)
+        behind = (1,) * batch.ndim
+        tm, tn, tk, tile_rate = (
+            np.array([getattr(t, field) for t in device.tiles], dtype=float).reshape(-1, 1, *behind)
+            for field in ("m", "n", "k", "rate")
+        )
+        split = np.array(_SPLITS_OF_K, dtype=float).reshape(1, -1, *behind)
+        tiles = batch * np.ceil(m / tm) * np.ceil(n / tn)
+        waves = np.ceil(tiles * split / device.compute_units)
+        depth = np.ceil(k / (split * tk))
+        wave_s = 2.0 * tm * tn * tk * device.compute_units / (rate * tile_rate)
+        # float32 partial sums, written and read again.
+        partial_s = 2 * 4 * batch * m * n / device.memory_bandwidth_bytes_per_s
+        seconds = waves * depth * wave_s + np.where(split > 1, split, 0.0) * partial_s
+        return np.asarray(seconds.min(axis=(0, 1)))
 
     # -- collectives --
 

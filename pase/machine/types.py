@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -194,7 +195,10 @@ class Machine:
     provenance: dict[str, str] = field(default_factory=dict)
     paper: PaperFigures | None = None
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
     def digest(self) -> str:
         """sha256 of what prices anything: every field but name, title, sources and provenance."""
         content = dataclasses.asdict(self)

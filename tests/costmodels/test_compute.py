@@ -217,6 +217,16 @@ def test_a_measured_batch_counts_as_rows():
     assert batch < 8 * one
 
 
+def test_a_convolution_keeps_its_distance_from_measured_matmuls():
+    d = replace(MEASURED.machine.device, efficiency={"matmul": 0.8, "conv": 0.6})
+    model = Analytic(replace(MEASURED.machine, device=d))
+    conv, matmul = (
+        float(model.compute(kind, "bfloat16", 2.0 * 8192 * 1024 * 1024, 0.0, mnk=(8192, 1024, 1024)))
+        for kind in ("conv", "matmul")
+    )
+    assert conv == pytest.approx(matmul * 0.8 / 0.6)
+
+
 def test_between_points_straight_in_the_logarithms():
     c = CURVES[0].curve
     mid = float(curve_s(c, np.array(10**4.5)))

@@ -73,6 +73,7 @@ def test_a_file_of_ones_own(tmp_path):
 def test_digest_follows_what_prices_and_nothing_else():
     base = parse(GOOD, "f").digest
     assert len(base) == 64
+    assert hash(parse(GOOD, "f")) == hash(parse(GOOD, "g"))
     assert parse(GOOD.replace('"mine"', '"other"').replace('"datasheet"', '"elsewhere"'), "f").digest == base
     assert parse(GOOD + '[provenance]\ndate = "today"\n', "f").digest == base
     assert parse(GOOD.replace("900e9", "901e9"), "f").digest != base
