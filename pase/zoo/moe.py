@@ -42,8 +42,12 @@ def route(logits: jax.Array, *, chosen: int, capacity: int) -> tuple[jax.Array, 
     takes tokens in their order and drops those beyond its slots. (GShard takes all first choices first; then
     a later token can push out an earlier one, and a causal model sees its future.)
     """
-    _, choice = jax.lax.top_k(logits, chosen)
-    mask = jnp.sum(jax.nn.one_hot(choice, logits.shape[-1], dtype=jnp.float32), axis=2)
+    experts = logits.shape[-1]
+    mask = jnp.zeros_like(logits)
+    for _ in range(chosen):
+        # One argmax after another, as GShard: for a top-k, XLA would gather a batch that is split.
+        best = jnp.argmax(jnp.where(mask > 0, -jnp.inf, logits), axis=-1)
+        mask = mask + jax.nn.one_hot(best, experts, dtype=logits.dtype)
     gates = jax.nn.softmax(jnp.where(mask > 0, logits, -1e30), axis=-1)
     slot = (jnp.cumsum(mask, axis=1) - mask).astype(jnp.int32)
     # A slot beyond the capacity has no column in the one-hot: the token is dropped.
