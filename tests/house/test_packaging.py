@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -90,7 +92,9 @@ def test_folders_of_tests_are_packages():
 
 def test_make_tells_what_it_can_do():
     makefile = (ROOT / "Makefile").read_text()
-    told = subprocess.run(["make", "--no-print-directory", "help"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    told = subprocess.run(
+        ["make", "--no-print-directory", "help"], capture_output=True, text=True, cwd=ROOT, check=True
+    ).stdout
     targets = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
     assert targets is not None
     assert [line.split()[1] for line in told.splitlines()] == targets[1].split()
@@ -101,8 +105,11 @@ def pins() -> dict[str, str]:
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def canonical(requirement: str) -> str:
+    """The name of what is required, as an index would spell it."""
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert found is not None, requirement
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
 def test_constraints_are_plain_pins_of_all_that_is_asked_for():
@@ -112,8 +119,28 @@ def test_constraints_are_plain_pins_of_all_that_is_asked_for():
     asked = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     for extra in project["project"]["optional-dependencies"].values():
         asked += extra
-    names = {canonical(re.match(r"[A-Za-z0-9._-]+", a)[0]) for a in asked}  # type: ignore[index]
-    assert names <= {canonical(n) for n in pins()}
+    assert {canonical(a) for a in asked} <= {canonical(n) for n in pins()}
+
+
+def test_what_is_imported_is_asked_for():
+    """A package that is only there because another one brought it may be gone tomorrow."""
+    owners = packages_distributions()
+    imported = set()
+    for folder in ("pase", *LINKED, "tests", "bench"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {a.name.split(".")[0] for a in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    imported.add(node.module.split(".")[0])
+    ours = {"pase", "tests", *LINKED}
+    outside = {
+        canonical(d) for name in imported - ours - sys.stdlib_module_names for d in owners.get(name, [])
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(d for e in project["optional-dependencies"].values() for d in e)]
+    # jax brings its own jaxlib, in step with it; google.* belongs to several.
+    assert outside - {canonical(a) for a in asked} <= {"jaxlib", "googleapis-common-protos"}
 
 
 def test_this_environment_is_the_pinned_one():
