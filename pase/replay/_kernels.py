@@ -96,7 +96,7 @@ def _turn_pop(times, who, size):  # type: ignore[no-untyped-def]
 def simulate(  # type: ignore[no-untyped-def]
     device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free
 ):
-    """start, finish, ready [n] float64, cause [n] int64 (the task that fixed the start, −1 none), order, done.
+    """start, finish, ready [n] float64, cause [n] int64 (what fixed the start, −1 none), latest, order, done.
 
     device_free: float64 [devices], when each device is first free. order: tasks as they started, [done].
     ``done < n`` means a cycle, or collectives that wait for each other.
@@ -201,7 +201,7 @@ def simulate(  # type: ignore[no-untyped-def]
             for e in range(ptr[j], ptr[j + 1]):
                 t = dst[e]
                 when = finish[j] + lag[e]
-                if when > ready[t] or ready_cause[t] < 0 and when >= ready[t]:
+                if when > ready[t] or (ready_cause[t] < 0 and when >= ready[t]):
                     ready[t] = when
                     ready_cause[t] = j
                 missing[t] -= 1

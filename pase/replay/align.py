@@ -72,7 +72,7 @@ def align_ends(t: Timeline, matches: list[Match]) -> tuple[tuple[Clock, ...], li
         anchor = piece[0]
         tied = anchor == ranks[0]
         if not tied:
-            what = f"ranks {piece} share no collective with rank {ranks[0]}: their offset is unknown and set to zero"
+            what = f"ranks {piece} share no collective with rank {ranks[0]}: their offset is unknown"
             problems.append(Problem(where="clocks", what=what))
         for r in piece:
             i, a = row[r], row[anchor]

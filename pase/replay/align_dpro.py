@@ -56,7 +56,7 @@ def align_dpro(
         ]
     slack = min(0.0, float(centre.x[n]))
     if slack < 0:
-        what = f"orders of sends and receives contradict each other by {-slack / 1e3:.1f} µs: clocks drift or jump"
+        what = f"sends and receives contradict each other by {-slack / 1e3:.1f} µs: clocks drift or jump"
         problems.append(Problem(where="clocks", what=what))
     tight = limit - slack + 1.0
     families = _families(t, matches, row, zero)

@@ -107,7 +107,7 @@ class Builder:
             problems.append(
                 Problem(
                     where=self.where,
-                    what=f"the clock jumps by over ten minutes; {lost} events outside the longest stretch left out",
+                    what=f"the clock jumps by over ten minutes; {lost} events before or after left out",
                 )
             )
         # An enclosing event sorts before the events inside it.

@@ -79,9 +79,11 @@ def read_hlo(data: bytes, where: str) -> HloFacts:
             if i.id in done_of and done_of[i.id] in by_id:
                 waiting.append(by_id[done_of[i.id]].name)
         else:
-            # The stream waits at the done op, so whatever is launched next waits too.
+            # The compute stream waits at the done op, so what it is given next waits too; and so does a
+            # collective started in between, as its stream waits for the compute stream.
             reads[i.name] = tuple(dict.fromkeys((*found, *waiting)))
-            waiting = []
+            if not _is_collective(i.opcode):
+                waiting = []
             sources[i.id] = (i.name,)
     started = {by_id[o].name for o in done_of.values() if o in by_id}
     collectives = [i for i in order if _is_collective(i.opcode)]

@@ -15,6 +15,8 @@ __all__ = ["Match", "match_collectives"]
 class Match:
     """One collective: the event index of each rank that left a trace of it."""
 
+    key: tuple[object, ...]
+    """Which collective of an iteration it is, the same in every iteration."""
     group: int
     iteration: int
     members: dict[int, int]
@@ -49,10 +51,11 @@ def match_collectives(t: Timeline) -> tuple[list[Match], list[Problem]]:
         for k in range(len(next(iter(by_rank.values())))):
             members = {r: v[k] for r, v in sorted(by_rank.items())}
             first = next(iter(members.values()))
-            out.append(Match(group=int(t["group"][first]), iteration=key[0], members=members))  # type: ignore[arg-type]
+            group_of = int(t["group"][first])
+            out.append(Match(key=(*key[1:], k), group=group_of, iteration=int(str(key[0])), members=members))
     out.sort(key=lambda m: int(t["start_ns"][next(iter(m.members.values()))]))
     problems = []
     if uneven:
-        what = f"{uneven} kinds of collectives are not recorded equally often on all ranks in some iteration; left unmatched"
+        what = f"{uneven} kinds of collectives stand unequally often in the ranks' iterations; left unmatched"
         problems.append(Problem(where="collectives", what=what))
     return out, problems

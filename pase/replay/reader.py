@@ -92,12 +92,12 @@ class BoundedReader:
             )
         if self.compressed and self.total > max(64 << 20, self.limits.ratio * self.compressed):
             raise PaseError(
-                f"{self.where}: {self.compressed} compressed bytes grew past {self.total}: a compression bomb "
+                f"{self.where}: {self.compressed} compressed bytes grew past {self.total}: a zip bomb "
                 "or one event repeated; decompress it first if you trust it"
             )
         if self.since_event > (self.limits.event_bytes if self.events else self.limits.header_bytes):
             raise PaseError(
-                f"{self.where}: {self.since_event >> 20} MiB without a complete event near byte {self.total}; "
+                f"{self.where}: {self.since_event >> 20} MiB without an event near byte {self.total}; "
                 "one huge value is no trace"
             )
         if _DEEP in chunk:

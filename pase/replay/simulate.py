@@ -71,8 +71,8 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
     if len(stuck):
         shown = "; ".join(f"'{g.task_name(int(i))}' on rank {int(g.rank[i])}" for i in stuck[:4])
         raise PaseError(
-            f"{len(stuck)} of {len(g)} tasks wait for each other, so the replay stops: {shown}. Either the graph "
-            "has a cycle, or ranks issue overlapping collectives in different orders (a deadlock in a real run)"
+            f"{len(stuck)} of {len(g)} tasks wait for each other, so the replay stops: {shown}. Either the "
+            "graph has a cycle, or ranks issue collectives in different orders (a deadlock in a real run)"
         )
     return Replay(
         start_ns=start, finish_ns=finish, ready_ns=ready, cause=cause, latest=latest, order=order[:done]
@@ -80,7 +80,7 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
 
 
 def critical_path(g: DataflowGraph, r: Replay, end: int | None = None) -> list[int]:
-    """Tasks on the longest chain of the execution graph, first to last, ending at ``end`` or the last to finish.
+    """Tasks on the longest chain of the execution graph, first to last, ending at ``end`` or the last task.
 
     The execution graph is the data-flow graph plus the order in which devices ran their tasks. A collective
     continues with the member that came last.

@@ -104,9 +104,22 @@ def _clock(c: dict[str, Any]) -> Clock:
     return Clock(**{**c, "uncertainty_ns": math.inf if u is None else float(u)})
 
 
-def save_timeline(t: Timeline, path: str | Path) -> None:
-    """Write JSON, gzipped where the name ends in .gz."""
-    text = json.dumps(to_json(t), separators=(",", ":"), allow_nan=False).encode()
+def save_timeline(
+    t: Timeline,
+    path: str | Path,
+    *,
+    critical: Collection[int] = (),
+    findings: Collection[dict[str, Any]] = (),
+    chrome: bool = True,
+) -> None:
+    """Write JSON, gzipped where the name ends in .gz.
+
+    chrome: add the events in the form that Perfetto and chrome://tracing load, so that one file serves both.
+    """
+    d = to_json(t)
+    if chrome:
+        d |= chrome_trace(t, critical, findings)
+    text = json.dumps(d, separators=(",", ":"), allow_nan=False).encode()
     path = Path(path)
     path.write_bytes(gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)
 

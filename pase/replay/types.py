@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -167,17 +168,17 @@ class Timeline:
     def __getitem__(self, column: str) -> np.ndarray:
         return self.columns[column]
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({lane.rank for lane in self.lanes}))
 
-    @property
+    @cached_property
     def rank_of(self) -> np.ndarray:
         """The rank of each event, int32."""
         table = np.array([lane.rank for lane in self.lanes], dtype=np.int32)
         return table[self["lane"]] if len(self.lanes) else np.zeros(0, np.int32)
 
-    @property
+    @cached_property
     def end_ns(self) -> np.ndarray:
         return self["start_ns"] + self["duration_ns"]
 

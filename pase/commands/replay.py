@@ -1,0 +1,123 @@
+"""``pase replay``: align a run's traces, replay them, and say how well the replay predicts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pase.errors import PaseError
+
+__all__ = ["replay"]
+
+
+def replay(
+    traces: Annotated[Path, typer.Argument(help="A folder of traces, one trace, or a layout.json.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Write the aligned timeline, critical path marked; Perfetto loads it."
+        ),
+    ] = None,
+    predicted: Annotated[
+        Path | None, typer.Option(help="Write the replayed iteration as a timeline of its own.")
+    ] = None,
+    align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if", help="bandwidth=2, latency=0.5, ranks=128, host=0.5, op:REGEX=0.5, balance=1."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Traces of the same plan: compare a layout's timeline op by op.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Replay traces of a run, or a layout, as one timeline."""
+    from pase.replay.report import compare_timelines, replay_report
+
+    if against is not None:
+        report = compare_timelines(traces, against, align)
+        _print(report, as_json, _comparison)
+        return
+    if align not in ("ends", "dpro", "none"):
+        raise PaseError(f"--align {align}: there are ends, dpro and none")
+    report = replay_report(traces, align=align, what_if=what_if or [], output=output, predicted=predicted)
+    _print(report, as_json, _summary)
+
+
+def _print(report: dict[str, Any], as_json: bool, human: Any) -> None:
+    if as_json:
+        typer.echo(json.dumps(report, allow_nan=False))
+    else:
+        human(report)
+
+
+def _summary(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    how = (
+        "each iteration predicted from the others"
+        if report["held_out"]
+        else "one iteration, replayed from itself"
+    )
+    table = Table(title=f"{report['source']}: replay ({how})")
+    for column in ("rank", "measured ms", "replayed ms", "error", "clock offset", "compute", "exposed comm."):
+        table.add_column(column, justify="right")
+    for r in report["ranks"]:
+        offset = f"{r['clock_offset_s'] * 1e3:+.3f} ms"
+        if r["clock_uncertainty_s"] is not None:
+            offset += f" ±{r['clock_uncertainty_s'] * 1e6:.1f} µs"
+        table.add_row(
+            str(r["rank"]),
+            f"{r['measured_s'] * 1e3:.2f}",
+            f"{r['replayed_s'] * 1e3:.2f}",
+            f"{r['error']:+.2%}",
+            offset,
+            f"{r['compute_s'] * 1e3:.2f} ms",
+            f"{r['exposed_communication_s'] * 1e3:.2f} ms",
+        )
+    console.print(table)
+    for i in report["iterations"]:
+        note = "" if i["steady"] else "  (not steady, not used)"
+        replayed = (
+            f"{i['replayed_s'] * 1e3:.2f} ms ({i['error']:+.2%})" if i["replayed_s"] is not None else "-"
+        )
+        console.print(
+            f"iteration {i['iteration']}: {i['measured_s'] * 1e3:.2f} ms, replayed {replayed}{note}"
+        )
+    for w in report["what_if"]:
+        console.print(
+            f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})"
+        )
+    for p in report["problems"]:
+        console.print(f"[yellow]note[/yellow] {p}", highlight=False)
+
+
+def _comparison(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(
+        title=f"predicted {report['predicted_s'] * 1e3:.2f} ms, measured {report['measured_s'] * 1e3:.2f} ms"
+    )
+    for column in ("op", "predicted µs", "measured µs", "difference"):
+        table.add_column(column, justify="right")
+    for o in report["ops"][:30]:
+        difference = o["measured_s"] - o["predicted_s"]
+        table.add_row(
+            o["name"],
+            f"{o['predicted_s'] * 1e6:.1f}",
+            f"{o['measured_s'] * 1e6:.1f}",
+            f"{difference * 1e6:+.1f}",
+        )
+    console.print(table)
+    console.print(
+        f"{report['matched']} ops matched; only predicted: {report['only_predicted']}, only measured: {report['only_measured']}"
+    )

@@ -1,0 +1,194 @@
+"""Reports of a replay as plain values, for the commands and for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.replay.align import align as align_clocks
+from pase.replay.analyse import path_steps, rank_uses, to_timeline
+from pase.replay.ingest import load
+from pase.replay.model import Measured, estimate, measure
+from pase.replay.predict import held_out, rank_lengths_ns
+from pase.replay.reader import read_small_json
+from pase.replay.simulate import replay_graph
+from pase.replay.timeline_io import from_json, save_timeline
+from pase.replay.types import GPU_KINDS, KINDS, Timeline
+from pase.replay.whatif import apply, evaluate, parse_knob
+
+__all__ = ["compare_timelines", "layout_timeline", "load_any", "replay_report"]
+
+
+def layout_timeline(path: Path) -> Timeline | None:
+    """The predicted timeline inside a layout file; None where the file is no layout."""
+    if path.is_dir() or path.suffix != ".json":
+        return None
+    with path.open("rb") as f:
+        if b"pase.layout/" not in f.read(4096):
+            return None
+    d = read_small_json(path)
+    t = d.get("timeline") if isinstance(d, dict) else None
+    if not t:
+        raise PaseError(f"{path}: this layout holds no predicted timeline; compile it again with a schedule")
+    return from_json(t, f"{path}: timeline")
+
+
+def load_any(source: Path) -> Timeline:
+    """Traces, a timeline, or the timeline of a layout."""
+    t = layout_timeline(source) if source.is_file() else None
+    return load(source) if t is None else t
+
+
+def replay_report(
+    source: Path,
+    *,
+    align: str = "ends",
+    what_if: Sequence[str] = (),
+    output: Path | None = None,
+    predicted: Path | None = None,
+) -> dict[str, Any]:
+    """Everything that ``pase replay`` prints. Times in seconds, errors relative to the measured time."""
+    knobs = [parse_knob(k) for k in what_if]
+    t = align_clocks(load_any(source), align)
+    m = measure(t)
+    steady = m.steady()
+    if not steady:
+        raise PaseError(f"{source}: no iteration is whole on every rank; the ranks have {_lists(m)}")
+    predictions = held_out(m, steady)
+    g = estimate(m, steady)
+    r = replay_graph(g)
+    own = rank_lengths_ns(g, r)
+    uses = {u.rank: u for u in rank_uses(g, r)}
+    ranks = []
+    for rank in sorted(own):
+        mine = [p for p in predictions if p.rank == rank]
+        measured = float(np.median([m.measured_ns[(rank, i)] for i in steady]))
+        replayed = float(np.median([p.replayed_ns for p in mine])) if mine else own[rank]
+        clock = t.clock(rank)
+        use = uses.get(rank)
+        ranks.append(
+            {
+                "rank": rank,
+                "measured_s": measured / 1e9,
+                "replayed_s": replayed / 1e9,
+                "error": replayed / measured - 1,
+                "clock_offset_s": clock.offset_ns / 1e9,
+                "clock_drift": clock.drift,
+                "clock_uncertainty_s": clock.uncertainty_ns / 1e9
+                if math.isfinite(clock.uncertainty_ns)
+                else None,
+                "compute_s": use.compute_ns / 1e9 if use else 0.0,
+                "communication_s": use.communication_ns / 1e9 if use else 0.0,
+                "exposed_communication_s": use.exposed_ns / 1e9 if use else 0.0,
+                "waiting_s": use.waiting_ns / 1e9 if use else 0.0,
+                "idle_s": use.idle_ns / 1e9 if use else 0.0,
+            }
+        )
+    iterations = []
+    for i in m.iterations():
+        longest = max(v for (_, k), v in m.measured_ns.items() if k == i)
+        mine = [p for p in predictions if p.iteration == i]
+        replayed_i = max((p.replayed_ns for p in mine), default=None)
+        if replayed_i is None and steady == [i]:
+            replayed_i = max(own.values())
+        iterations.append(
+            {
+                "iteration": i,
+                "measured_s": longest / 1e9,
+                "replayed_s": replayed_i / 1e9 if replayed_i is not None else None,
+                "error": replayed_i / longest - 1 if replayed_i is not None else None,
+                "steady": i in steady,
+            }
+        )
+    slowest = max(own, key=lambda k: own[k])
+    path = path_steps(g, r, g.tail.get(slowest))
+    changes = _what_ifs(g, knobs, what_if)
+    if output is not None:
+        marked = [int(g.event[s.task]) for s in path if g.event[s.task] >= 0]
+        save_timeline(t, output, critical=marked)
+    if predicted is not None:
+        save_timeline(to_timeline(g, r), predicted)
+    return {
+        "source": str(source),
+        "events": len(t),
+        "tasks": len(g),
+        "held_out": bool(predictions),
+        "iterations": [x for x in iterations if x["steady"]] + [x for x in iterations if not x["steady"]],
+        "ranks": ranks,
+        "critical_path": _by_kind(g, path),
+        "what_if": changes,
+        "problems": [str(p) for p in t.problems],
+    }
+
+
+def _lists(m: Measured) -> str:
+    have: dict[int, list[int]] = defaultdict(list)
+    for r, i in sorted(m.programs):
+        have[r].append(i)
+    return "; ".join(f"rank {r}: {v[:6]}" for r, v in list(have.items())[:4])
+
+
+def _what_ifs(g: Any, knobs: list[tuple[str, str, float]], texts: Sequence[str]) -> list[dict[str, Any]]:
+    if not knobs:
+        return []
+    base = max(evaluate(g).values())
+    every = [([k], text) for k, text in zip(knobs, texts, strict=True)]
+    if len(knobs) > 1:
+        every.append((knobs, " and ".join(texts)))
+    out = []
+    for chosen, text in every:
+        ns = max(evaluate(apply(g, chosen)).values())
+        out.append({"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": base / ns})
+    return out
+
+
+def _by_kind(g: Any, path: list[Any]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for s in path:
+        total[KINDS[int(g.kind[s.task])]] += (s.added_ns - s.lag_ns) / 1e9
+        total["gaps"] += s.lag_ns / 1e9
+    return dict(total)
+
+
+def compare_timelines(predicted: Path, traces: Path, align: str = "ends") -> dict[str, Any]:
+    """A predicted timeline and measured traces op by op, by name; mean seconds an iteration on a rank."""
+    want = load_any(predicted)
+    m = measure(align_clocks(load(traces), align))
+    steady = m.steady()
+    got = m.timeline
+    ours, theirs = _op_seconds(want, None), _op_seconds(got, steady)
+    both = sorted(set(ours) & set(theirs), key=lambda n: -abs(ours[n] - theirs[n]))
+    lengths = [v for (_, i), v in m.measured_ns.items() if i in steady]
+    marks = [mark.end_ns - mark.start_ns for mark in want.marks]
+    whole = max(marks) if marks else int(want.end_ns.max() - want["start_ns"].min())
+    return {
+        "predicted_s": whole / 1e9,
+        "measured_s": float(np.median(lengths)) / 1e9,
+        "matched": len(both),
+        "only_predicted": len(set(ours) - set(theirs)),
+        "only_measured": len(set(theirs) - set(ours)),
+        "ops": [{"name": n, "predicted_s": ours[n], "measured_s": theirs[n]} for n in both],
+    }
+
+
+def _op_seconds(t: Timeline, iterations: list[int] | None) -> dict[str, float]:
+    keep = np.isin(t["kind"], GPU_KINDS)
+    runs = 1
+    if iterations is not None:
+        keep &= np.isin(t["iteration"], iterations)
+        runs = len(iterations)
+    total = np.bincount(t["name"][keep], weights=t["duration_ns"][keep], minlength=len(t.names))
+    ranks = max(1, len(t.ranks))
+    return {t.names[i]: float(total[i]) / 1e9 / runs / ranks for i in np.flatnonzero(total).tolist()}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """One JSON document, indented, NaN refused."""
+    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
