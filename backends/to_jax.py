@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pase.backends.constraints import Constraints, Placement
+from pase.plan.constraints import Constraints, Placement
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
 from pase.machine import Mesh

@@ -1,3 +1,28 @@
 """pase: how to split every layer of a model over the devices, proven best under its cost model."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pase.api import compile, load
+    from pase.plan.types import Plan
+
 __version__ = "0.1.0"
+
+__all__ = ["Plan", "compile", "load"]
+
+_WHERE = {"compile": "pase.api", "load": "pase.api", "Plan": "pase.plan.types"}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when first asked for: ``import pase`` stays quick."""
+    if name in _WHERE:
+        import importlib
+
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'pase' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,75 @@
+"""From the search's answer to a Plan."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.plan.constraints import constraints
+from pase.ir import Graph
+from pase.machine import CostModel, Machine, Mesh
+from pase.plan.itemize import collectives, node_costs, split_of
+from pase.plan.memory import memory
+from pase.plan.types import NodePlan, Plan, TensorPlan, Tried
+from pase.tables.layouts import number
+
+if TYPE_CHECKING:
+    from pase.frontends.from_jax import Traced
+
+__all__ = ["assemble", "raw_digest"]
+
+
+def raw_digest(graph: Graph) -> str:
+    """A digest of a traced graph: what a loaded plan is held against. Source lines and names of files are left out."""
+    h = hashlib.sha256()
+    for n in graph.nodes:
+        for op in n.ops:
+            shapes = [(a.tensor, graph.tensors[a.tensor].shape, graph.tensors[a.tensor].dtype) for a in (*op.reads, *op.writes)]
+            h.update(repr((op.name, op.eqn, op.einsum, shapes, str(op.times))).encode())
+    return h.hexdigest()
+
+
+def assemble(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], *, model: CostModel, machine: Machine,
+    name: str, optimizer: str, cost: float, bound: float, optimal: bool, baselines: Mapping[str, float],
+    skipped: Mapping[str, str], tried: Sequence[Tried], seconds: Mapping[str, float],
+    provenance: Mapping[str, str], traced: Traced | None, graph_digest: str,
+) -> Plan:  # fmt: skip
+    """Everything that follows from (graph, mesh, configs); configs: node name -> int8 [axes]."""
+    moved = collectives(graph, mesh, configs, model)
+    costs = node_costs(graph, mesh, configs, model, moved, optimizer)
+    c = constraints(graph, mesh, configs)
+    nodes = tuple(
+        NodePlan(
+            name=n.name, op=n.kind, einsum=n.main.einsum,
+            sizes={d.name: number(d.size, n.name) for d in n.space if d.kind != "pending"},
+            split=split_of(n, configs[n.name], mesh), times=number(n.times, n.name),
+            source=n.source, cost=costs[n.name],
+        )
+        for n in graph.nodes
+    )  # fmt: skip
+    leaves: dict[str, dict[str, TensorPlan]] = {"parameter": {}, "input": {}}
+    uses: dict[str, dict[tuple[tuple[str, ...], ...], None]] = {}
+    for e in graph.edges:
+        src = graph.node[e.src]
+        if src.kind == "parameter":
+            want = c.read.get(f"{e.op.eqn}|{e.tensor}")
+            if want is not None:
+                uses.setdefault(src.ops[0].writes[0].tensor, {})[want] = None
+    for t in graph.tensors.values():
+        if t.role in leaves and t.name in graph.producer:
+            leaves[t.role][t.path] = TensorPlan(
+                shape=tuple(number(s, t.path) for s in t.shape), dtype=t.dtype, storage=c.storage[t.name],
+                used_as=tuple(uses.get(t.name, ())),
+            )  # fmt: skip
+    return Plan(
+        model=name, devices=mesh.devices, machine=machine.name, machine_digest=machine.digest,
+        device_memory=machine.device.memory_bytes, cost_model=model.name, unit=model.unit, optimizer=optimizer,
+        mesh=mesh, nodes=nodes, parameters=leaves["parameter"], inputs=leaves["input"], define=c.define, read=c.read,
+        collectives=moved, memory=memory(graph, mesh, configs, moved, optimizer), cost=cost, optimal=optimal,
+        bound=bound, baselines=dict(baselines), skipped=dict(skipped), tried=tuple(tried), seconds=dict(seconds),
+        graph_digest=graph_digest, provenance=dict(provenance), traced=traced,
+    )  # fmt: skip

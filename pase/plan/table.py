@@ -1,0 +1,188 @@
+"""A plan as a person reads it: headline, a row per layer, how parameters are stored."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pase.plan.types import NodePlan, Plan, TensorPlan
+
+__all__ = ["as_text", "bytes_text", "cost_text", "headline", "layer_table", "render", "storage_table"]
+
+
+def bytes_text(n: float) -> str:
+    """
+    >>> bytes_text(1536), bytes_text(80 * 2**30)
+    ('1.5 KiB', '80 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(n) < 1024 or unit == "TiB":
+            return f"{n:.3g} {unit}" if abs(n) < 1000 else f"{n:.0f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def cost_text(cost: float, unit: str) -> str:
+    """
+    >>> cost_text(0.0345, "s"), cost_text(2e-6, "s"), cost_text(1.2e12, "FLOP")
+    ('34.5 ms', '2.00 µs', '1.2e+12 FLOP')
+    """
+    if unit != "s":
+        return f"{cost:.4g} {unit}"
+    for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if cost >= scale:
+            return f"{cost / scale:.3g} {name}" if cost / scale >= 10 else f"{cost / scale:.2f} {name}"
+    return "0" if cost == 0 else f"{cost * 1e6:.2g} µs"
+
+
+_KINDS = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A", "permute": "CP"}
+
+
+def _mesh_text(plan: Plan) -> str:
+    return "  ".join(f"{n}={s}" for n, s in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+
+
+def headline(plan: Plan) -> list[str]:
+    """The lines above the table: model, mesh, predicted step, memory, certificate."""
+    count = sum(_elements(t) for t in plan.parameters.values())
+    scale = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+    batch = ", ".join(
+        f"{path} {'×'.join(map(str, t.shape)) or 'scalar'}" for path, t in list(plan.inputs.items())[:3]
+    )
+    lines = [f"{plan.model} · {scale} parameters · {batch} · {plan.devices} devices of {plan.machine}"]
+    tried = sorted(plan.tried, key=lambda t: t.cost)
+    others = [t for t in tried if t.mesh != plan.mesh.sizes and t.cost > plan.cost * (1 + 1e-9)][:2]
+    runners = ", ".join(f"{'×'.join(map(str, t.mesh))} +{(t.cost / plan.cost - 1):.1%}" for t in others)
+    ties = sum(t.cost <= plan.cost * (1 + 1e-9) for t in tried) - 1
+    note = f"best of {len(tried)} meshes" if len(tried) > 1 else "mesh as given"
+    note += f"; {ties} more cost the same" if ties > 0 else ""
+    note += f"; runners-up {runners}" if runners else ""
+    lines.append(f"mesh   {_mesh_text(plan)}    {note}")
+    against = " · ".join(
+        f"{name.replace('_', ' ')} {cost_text(cost, plan.unit)}" + (f" (×{cost / plan.cost:.2f})" if plan.cost else "")
+        for name, cost in _shortlist(plan.baselines)
+    )
+    lines.append(
+        f"step   {cost_text(plan.cost, plan.unit)} predicted   compute {cost_text(plan.compute, plan.unit)} · "
+        f"communication {cost_text(plan.communication, plan.unit)}" + (f" · {against}" if against else "")
+    )
+    m = plan.memory
+    lines.append(
+        f"memory {bytes_text(m.total)} of {bytes_text(plan.device_memory)} a device   parameters "
+        f"{bytes_text(m.parameters)} · gradients {bytes_text(m.gradients)} · optimizer {bytes_text(m.optimizer)} · "
+        f"activations {bytes_text(m.activations)} · buffers {bytes_text(m.buffers)}"
+    )
+    if not plan.fits:
+        lines.append(
+            f"WARNING it does not fit: {bytes_text(m.total)} predicted, {bytes_text(plan.device_memory)} there. "
+            f"Use more devices, a smaller batch, or remat"
+        )
+    proof = "optimal (certified)" if plan.optimal else f"best found; bound {cost_text(plan.bound, plan.unit)}"
+    s = plan.seconds
+    times = ", ".join(f"{k} {s[k]:.2f} s" for k in ("trace", "tables", "search") if k in s)
+    edges = plan.provenance.get("edges", "?")
+    lines.append(f"{proof} under cost model '{plan.cost_model}' · {len(plan.nodes)} nodes, {edges} edges · {times}")
+    return lines
+
+
+def _shortlist(baselines: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Data parallel, FSDP, and the best of each other family."""
+    best: dict[str, tuple[str, float]] = {}
+    for name, cost in baselines.items():
+        family = name.split("_")[0] if name.startswith("megatron") else name
+        if family not in best or cost < best[family][1]:
+            best[family] = (name, cost)
+    return list(best.values())
+
+
+def _elements(t: TensorPlan) -> int:
+    n = 1
+    for s in t.shape:
+        n *= s
+    return n
+
+
+def _split_text(split: Mapping[str, Iterable[str]]) -> str:
+    return "  ".join(f"{d}:{'·'.join(axes)}" for d, axes in split.items() if d != "pending") or "-"
+
+
+def layer_table(plan: Plan) -> Any:
+    """rich.Table: a row per node that computes or communicates."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (
+        ("layer", "left"), ("op", "left"), ("split", "left"), ("compute", "right"), ("comm.", "right"), ("moves", "left"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    moves: dict[str, dict[str, float]] = {}
+    for c in plan.collectives:
+        at = moves.setdefault(c.node, {})
+        at[_KINDS[c.kind]] = at.get(_KINDS[c.kind], 0.0) + c.nbytes * c.times
+    for n in plan.nodes:
+        if n.op in ("parameter", "input") or (n.op in ("copy", "carry", "output") and not n.cost.communication):
+            continue
+        turns = f" ×{n.times}" if n.times > 1 else ""
+        moved = "  ".join(f"{k} {bytes_text(b)}" for k, b in moves.get(n.name, {}).items())
+        table.add_row(
+            n.name + turns, _op_text(n), _split_text(n.split), cost_text(n.cost.compute, plan.unit),
+            cost_text(n.cost.communication, plan.unit) if n.cost.communication else "", moved,
+        )  # fmt: skip
+    return table
+
+
+def _op_text(n: NodePlan) -> str:
+    return n.einsum if n.op in ("matmul", "conv", "gather", "scatter") else f"{n.op}  {n.einsum}"
+
+
+def storage_table(plan: Plan) -> Any:
+    """rich.Table: parameters by the way they are stored."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("parameters stored")
+    table.add_column("count", justify="right")
+    table.add_column("a device holds", justify="right")
+    table.add_column("which", overflow="fold")
+    groups: dict[str, list[tuple[str, TensorPlan]]] = {}
+    for path, t in plan.parameters.items():
+        axes = [a for dim in t.storage for a in dim]
+        groups.setdefault("split over " + "·".join(axes) if axes else "whole on every device", []).append((path, t))
+    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    for how, members in groups.items():
+        held = 0.0
+        for _, t in members:
+            ways = 1
+            for dim in t.storage:
+                for a in dim:
+                    ways *= sizes[a]
+            held += _elements(t) * _itemsize(t.dtype) / ways
+        names = ", ".join(p for p, _ in members[:4]) + (f" and {len(members) - 4} more" if len(members) > 4 else "")
+        table.add_row(how, str(len(members)), bytes_text(held), names)
+    return table
+
+
+def _itemsize(dtype: str) -> int:
+    from pase.ir.types import itemsize
+
+    return itemsize(dtype)
+
+
+def render(plan: Plan, console: Any) -> None:
+    """Print the plan on a rich Console."""
+    for line in headline(plan):
+        console.print(line, highlight=False, style="bold red" if line.startswith("WARNING") else None, markup=False)
+    console.print()
+    console.print(layer_table(plan))
+    console.print()
+    console.print(storage_table(plan))
+
+
+def as_text(plan: Plan, width: int = 150) -> str:
+    """The plan as plain text."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    render(plan, Console(file=out, width=width, color_system=None))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -1,0 +1,163 @@
+"""The Plan: a strategy with all that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pase.errors import PaseError
+from pase.machine import Mesh
+from pase.plan.itemize import Collective, NodeCost
+from pase.plan.memory import Memory
+
+if TYPE_CHECKING:
+    from pase.backends.to_jax import JaxPlan
+    from pase.frontends.from_jax import Traced
+
+__all__ = ["NodePlan", "Plan", "TensorPlan", "Tried"]
+
+Placement = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlan:
+    """One node of the graph and how it is split.
+
+    split: iteration dim -> mesh axes, major to minor. cost: in the cost model's unit.
+    """
+
+    name: str
+    op: str
+    einsum: str
+    sizes: Mapping[str, int]
+    split: Mapping[str, tuple[str, ...]]
+    times: int
+    source: str
+    cost: NodeCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """A parameter or a batch input: shape, dtype and storage, per tensor dim the mesh axes that split it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    storage: Placement
+    used_as: tuple[Placement, ...] = ()
+    """Layouts in which it is used, where they differ from the storage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A mesh that was searched, and the best cost on it."""
+
+    mesh: tuple[int, ...]
+    cost: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What ``pase.compile`` returns and ``layout.json`` holds. Costs are in ``unit``: predicted, not measured."""
+
+    model: str
+    devices: int
+    machine: str
+    machine_digest: str
+    device_memory: int
+    cost_model: str
+    unit: str
+    optimizer: str
+    mesh: Mesh
+    nodes: tuple[NodePlan, ...]
+    parameters: Mapping[str, TensorPlan]
+    inputs: Mapping[str, TensorPlan]
+    define: Mapping[str, tuple[Placement, ...]]
+    read: Mapping[str, Placement]
+    collectives: tuple[Collective, ...]
+    memory: Memory
+    cost: float
+    optimal: bool
+    bound: float
+    baselines: Mapping[str, float]
+    skipped: Mapping[str, str]
+    tried: tuple[Tried, ...]
+    seconds: Mapping[str, float]
+    graph_digest: str
+    provenance: Mapping[str, str]
+    traced: Traced | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def strategy(self) -> dict[str, Mapping[str, tuple[str, ...]]]:
+        """Node name -> iteration dim -> mesh axes."""
+        return {n.name: n.split for n in self.nodes}
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.device_memory
+
+    @property
+    def compute(self) -> float:
+        return sum(n.cost.compute + n.cost.update for n in self.nodes)
+
+    @property
+    def communication(self) -> float:
+        return sum(n.cost.communication for n in self.nodes)
+
+    def __str__(self) -> str:
+        from pase.plan.table import as_text
+
+        return as_text(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write layout.json, whole or not at all."""
+        from pase.plan.layout import save
+
+        save(self, path)
+
+    def diff(self, other: Plan) -> list[str]:
+        """What differs, one line each; empty where both lay everything out alike."""
+        from pase.plan.layout import diff
+
+        return diff(self, other)
+
+    def bind(self, fn: Callable[..., Any], params: Any, *batch: Any) -> Plan:
+        """Give a loaded plan its model again, traced anew; PaseError where it is not the model of the plan."""
+        from pase.frontends.from_jax import trace
+
+        return self.with_model(trace(fn, params, *batch, name=self.model))
+
+    def with_model(self, traced: Traced) -> Plan:
+        from pase.plan.assemble import raw_digest
+
+        if raw_digest(traced.graph) != self.graph_digest:
+            raise PaseError(
+                f"this is not the model that the plan for '{self.model}' was made for: its traced graph differs "
+                f"(another size, dtype, or version of the code); compile it again"
+            )
+        return replace(self, traced=traced)
+
+    @cached_property
+    def jax(self) -> JaxPlan:
+        """Shardings, the constrained loss and a train step in JAX. A loaded plan of a zoo model finds its model by
+        itself; others need ``plan.bind(fn, params, batch)`` first."""
+        from pase.plan.constraints import Constraints
+        from pase.backends.to_jax import JaxPlan
+
+        if self.traced is None and self.model.startswith("zoo:"):
+            from pase.api import resolve
+
+            return self.with_model(resolve(self.model)).jax
+        if self.traced is None:
+            raise PaseError(
+                f"the plan for '{self.model}' was loaded without its model: call plan.bind(loss_fn, params, batch)"
+            )
+        names = {t.path: t.name for t in self.traced.graph.tensors.values() if t.role in ("parameter", "input")}
+        stored = {names[p]: t.storage for p, t in (*self.parameters.items(), *self.inputs.items())}
+        return JaxPlan(
+            traced=self.traced,
+            logical_mesh=self.mesh,
+            constraints=Constraints(storage=stored, define=self.define, read=self.read),
+        )
