@@ -57,6 +57,8 @@ def compile(
         raise PaseError(f"devices must be a positive whole number, got {devices!r}")
     if optimizer not in OPTIMIZERS:
         raise PaseError(f"no optimizer '{optimizer}'; known: {', '.join(OPTIMIZERS)}")
+    if unknown not in ("error", "replicate"):
+        raise PaseError(f"unknown is 'error' or 'replicate', not {unknown!r}")
     say = progress or (lambda _: None)
     start = time.perf_counter()
     say("tracing the model")

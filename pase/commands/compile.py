@@ -1,0 +1,95 @@
+"""``pase compile``: the best strategy for a model, printed and written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pase.commands.options import (
+    CostModelOption,
+    Devices,
+    JsonOption,
+    MachineOption,
+    MeshOption,
+    Model,
+    Optimizer,
+    Unknown,
+    console,
+    print_json,
+    progress,
+)
+
+if TYPE_CHECKING:
+    from pase.plan.types import Plan
+
+__all__ = ["compile", "summary"]
+
+
+def compile(
+    model: Model,
+    devices: Devices,
+    mesh: MeshOption = None,
+    machine: MachineOption = None,
+    cost_model: CostModelOption = "analytic",
+    optimizer: Optimizer = "adam",
+    unknown: Unknown = "error",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan here, as layout JSON.", metavar="FILE")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Find the best split of every layer of MODEL over the devices, over every mesh that fits the machine.
+
+    Prints the chosen strategy beside data parallelism and the experts' strategies, all priced by the same
+    cost model: predictions, not measurements. The answer is exact under that model, and says so.
+
+    \b
+    Examples:
+      pase compile zoo:gpt2 --devices 32
+      pase compile 'zoo:llama3_8b?batch=64' --devices 64 --machine a100x8 -o layout.json
+      pase compile mypackage.train:model --devices 8 --mesh data=4,model=2 --json
+    """
+    import pase
+
+    with progress() as say:
+        plan = pase.compile(
+            model, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
+            unknown=unknown, progress=say,  # type: ignore[arg-type]
+        )  # fmt: skip
+    if output is not None:
+        plan.save(output)
+    if json:
+        print_json(summary(plan) | ({"layout": str(output)} if output is not None else {}))
+        return
+    from pase.plan.table import render
+
+    render(plan, console())
+    if output is not None:
+        console(err=True).print(f"wrote {output}", highlight=False)
+
+
+def summary(plan: Plan) -> dict[str, object]:
+    """What --json prints."""
+    return {
+        "model": plan.model,
+        "devices": plan.devices,
+        "machine": plan.machine,
+        "cost_model": plan.cost_model,
+        "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        "cost_s": plan.cost if plan.unit == "s" else None,
+        "cost": plan.cost,
+        "unit": plan.unit,
+        "compute": plan.compute,
+        "communication": plan.communication,
+        "memory_bytes": plan.memory.total,
+        "fits": plan.fits,
+        "baselines": dict(plan.baselines),
+        "skipped": dict(plan.skipped),
+        "meshes": [{"mesh": list(t.mesh), "cost": t.cost} for t in plan.tried],
+        "seconds": dict(plan.seconds),
+        "optimal": plan.optimal,
+        "bound": plan.bound,
+        "nodes": len(plan.nodes),
+    }

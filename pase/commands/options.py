@@ -1,0 +1,68 @@
+"""Options that several commands share, and how they report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["CostModelOption", "Devices", "JsonOption", "MachineOption", "MeshOption", "Model", "Optimizer", "Unknown",
+           "console", "print_json", "progress"]  # fmt: skip
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), or package.module:function, where the "
+        "function returns (loss_fn, params, *batch); shapes suffice.",
+        metavar="MODEL",
+        show_default=False,
+    ),
+]
+Devices = Annotated[int, typer.Option("--devices", "-n", help="How many devices to split the model over.", min=1)]
+MeshOption = Annotated[
+    str | None,
+    typer.Option("--mesh", help="Fix the mesh: 4x8, or with names data=4,model=8. Default: every mesh is searched."),
+]
+MachineOption = Annotated[
+    str | None, typer.Option("--machine", help="A name ('pase machines') or a .toml file. Default: h100x8.")
+]
+CostModelOption = Annotated[
+    str, typer.Option("--cost-model", help="analytic: seconds on the machine; paper: PaSE's FLOP-equivalents.")
+]
+Optimizer = Annotated[
+    str, typer.Option("--optimizer", help="Whose state is counted and whose update is priced: sgd, momentum, adam, …")
+]
+Unknown = Annotated[
+    str, typer.Option("--unknown", help="At an op without a rule: 'error', or 'replicate' (it is then not split).")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
+
+
+def console(*, err: bool = False) -> Any:
+    """A rich Console on standard output or error; wide enough for the tables where it is not a terminal."""
+    from rich.console import Console
+
+    c = Console(stderr=err, soft_wrap=False)
+    return c if c.is_terminal else Console(stderr=err, width=160)
+
+
+@contextmanager
+def progress() -> Iterator[Any]:
+    """say(text): what goes on, on standard error while it is a terminal; nothing elsewhere."""
+    from rich.console import Console
+
+    err = Console(stderr=True)
+    if not err.is_terminal:
+        yield lambda text: None
+        return
+    with err.status("") as status:
+        yield status.update
+
+
+def print_json(data: Any) -> None:
+    json.dump(data, sys.stdout, indent=1)
+    sys.stdout.write("\n")
