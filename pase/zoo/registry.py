@@ -20,7 +20,7 @@ _FLAGS = ("remat", "scan")
 _LARGEST = 2**31 - 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ZooModel:
     """A model ready to be traced.
 
@@ -33,9 +33,9 @@ class ZooModel:
     name: str
     description: str
     source: str
-    loss_fn: Callable[[Any, Any], Any]
-    params: Any
-    batch: Any
+    loss_fn: Callable[[Any, Any], Any] = field(repr=False)
+    params: Any = field(repr=False)
+    batch: Any = field(repr=False)
     published_parameters: int
     beyond_published: tuple[str, ...] = ()
     settings: Mapping[str, Setting]

@@ -90,6 +90,17 @@ def test_gradients_trace_on_shapes_alone(name: str) -> None:
     assert jax.tree.map(lambda g: g.shape, gradients) == jax.tree.map(lambda p: p.shape, model.params)
 
 
+@pytest.mark.parametrize("name", zoo.names())
+def test_products_are_in_the_compute_dtype(name: str) -> None:
+    """Parameters are stored in float32 and cast where they are used, in all products but the router's."""
+    model = zoo.get(name, dtype="bfloat16")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(model.params)} == {"float32"}
+    jaxpr = jax.make_jaxpr(model.loss_fn)(model.params, model.batch).jaxpr
+    products = [eqn for eqn in equations(jaxpr) if multiply_adds(eqn)]
+    exact = [eqn for eqn in products if {array(var).dtype.name for var in eqn.invars} != {"bfloat16"}]
+    assert [shape(eqn.invars[1]) for eqn in exact] == ([(4096, 8)] if name == "mixtral_8x7b" else [])
+
+
 # Forward multiply-adds of one image at the published size, in units of 1e9, as torchvision's pages state them
 # under "GFLOPS"; AlexNet's from the table of osmr/imgclsmob, which counts the ungrouped model.
 MULTIPLY_ADDS = {
@@ -139,8 +150,13 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
                 yield from equations(value)
 
 
+def array(var: Any) -> Any:
+    """What a variable of a jaxpr is known to be: it has a shape and a dtype."""
+    return var.aval
+
+
 def shape(var: Any) -> tuple[int, ...]:
-    return var.aval.shape
+    return array(var).shape
 
 
 def multiply_adds(eqn: core.JaxprEqn) -> int:
