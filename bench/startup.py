@@ -32,7 +32,7 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - began)
     git = ["git", "rev-parse", "--short", "HEAD"]
     result = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "python": platform.python_version(),
         "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
         "command": "python bench/startup.py",
