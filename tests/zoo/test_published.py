@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.export
 import pytest
 from jax.extend import core
 
 from pase import zoo
+
+from .helpers import DISTINCT
 
 # Each number from the place named, and none from the code under test.
 PUBLISHED = {
@@ -88,6 +91,21 @@ def test_gradients_trace_on_shapes_alone(name: str) -> None:
     model = zoo.get(name)
     gradients = jax.eval_shape(jax.grad(model.loss_fn), model.params, model.batch)
     assert jax.tree.map(lambda g: g.shape, gradients) == jax.tree.map(lambda p: p.shape, model.params)
+
+
+@pytest.mark.parametrize("name", [name for name in DISTINCT if name != "densenet121"])
+def test_traces_on_symbolic_batch_and_sequence(name: str) -> None:
+    """No builder bakes a size of the batch into the program: one trace can serve every batch and sequence."""
+    model = zoo.get(name)
+    context = zoo.entry(name).architecture.get("context", 2**20)
+    b, s = jax.export.symbolic_shape("b,s", constraints=[f"s<={context}"])
+
+    def symbolic(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        rest = (s, *leaf.shape[2:]) if "seq" in model.settings and len(leaf.shape) > 1 else leaf.shape[1:]
+        return jax.ShapeDtypeStruct((b, *rest), leaf.dtype)
+
+    (loss,) = jax.make_jaxpr(model.loss_fn)(model.params, jax.tree.map(symbolic, model.batch)).out_avals
+    assert loss.shape == ()
 
 
 @pytest.mark.parametrize("name", zoo.names())
