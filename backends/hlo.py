@@ -70,6 +70,8 @@ class HloCollective:
 
     kind: HloKind
     bytes: int
+    parts: tuple[int, ...]
+    """``bytes`` by operand: the compiler combines small collectives into one of several tensors."""
     group_size: int
     groups: Groups
     """Devices that talk to each other; of a permute: the devices joined by its pairs."""
@@ -229,16 +231,17 @@ def _collective(module: Module, computation: str, i: Instruction, kind: HloKind)
     # An in-place permute names its output and offsets too; the ragged form names sizes and offsets.
     one = i.attribute("slice_sizes") is not None or i.opcode.startswith("ragged")
     sources = [local[o].type for o in (i.operands[:1] if one else i.operands)]
-    nbytes = sum(type_bytes(t) for t in sources)
     pairs = parse_pairs(i.attribute("source_target_pairs") or "") if kind == "permute" else ()
     groups = _joined(pairs) if kind == "permute" else parse_groups(_groups_text(i), module.devices)
     group_size = max((len(g) for g in groups), default=1)
     # On TPU a reduce-scatter is a fusion named so, with an all-reduce and a slice inside.
     if kind == "all_reduce" and computation.startswith("all-reduce-scatter"):
         kind = "reduce_scatter"
+    parts = tuple(type_bytes(t) * (group_size if kind == "all_gather" else 1) for t in sources)
     return HloCollective(
         kind=kind,
-        bytes=nbytes * (group_size if kind == "all_gather" else 1),
+        bytes=sum(parts),
+        parts=parts,
         group_size=group_size,
         groups=groups,
         count=1,

@@ -77,7 +77,7 @@ def test_psum_of_a_tuple_sums_its_parts():
     f = local(lambda a: jax.lax.psum((a, a * 2, a.sum()), ("x", "y")), P("x", "y"), (P(), P(), P()))
     c = one(hlo.collectives(compiled(f, (8, 16)), MESH))
     assert (c.kind, c.bytes, c.group_size, c.axes) == ("all_reduce", (16 + 16 + 1) * 4, 8, X | Y)
-    assert len(c.operands) == 3
+    assert len(c.operands) == 3 and sorted(c.parts) == [4, 64, 64]
 
 
 def test_psum_scatter_counts_its_input():
