@@ -1,0 +1,19 @@
+"""What people do by hand, as strategies on the same graph and priced by the same tables."""
+
+from pase.baselines.flow import Roles, Weight, roles
+from pase.baselines.rules import names, rule
+from pase.baselines.settle import baselines, price
+from pase.baselines.types import Baseline, Intent, Skipped
+
+__all__ = [
+    "Baseline",
+    "Intent",
+    "Roles",
+    "Skipped",
+    "Weight",
+    "baselines",
+    "names",
+    "price",
+    "roles",
+    "rule",
+]

@@ -1,0 +1,187 @@
+"""What a dim is to the methods that people use, read off the graph: batch, model dim, heads, experts, sequence.
+
+Nothing here looks at names. The batch is the first dim of the inputs. The model dim (residual stream) is
+the one that most weights share. A weight from the model dim outwards is a *column* weight, one back to
+it a *row* weight; the dims between them (heads, hidden units, vocabulary) are what tensor parallelism
+splits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pase.ir import Graph, Node, Op, dim_classes
+
+__all__ = ["Roles", "Weight", "roles"]
+
+DimKey = tuple[str, str]
+_SHARE = 2 / 3
+"""The model dim is in at least this part of the weights; else there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter as one product or look-up reads it; dims are classes, major to minor."""
+
+    parameter: str
+    node: str
+    op: Op
+    shared: tuple[int, ...]
+    """In weight, activation and result: experts."""
+    contracted: tuple[int, ...]
+    out: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Classes of dims by what they are for.
+
+    model: None where no dim runs through the weights. tensor: what tensor parallelism splits; ends: those of
+    it that are no layer's inside (vocabulary, classes).
+    experts: dims that weights, activations and results share. sequence: what else the residual stream has.
+    """
+
+    classes: dict[DimKey, int]
+    weights: tuple[Weight, ...]
+    batch: frozenset[int]
+    model: int | None
+    tensor: frozenset[int]
+    ends: frozenset[int]
+    experts: frozenset[int]
+    sequence: frozenset[int]
+
+    def dims(self, node: Node, wanted: frozenset[int]) -> list[int]:
+        """Indices of the node's dims that are of these classes."""
+        return [i for i, d in enumerate(node.space) if self.classes[node.name, d.name] in wanted]
+
+    def sizes(self, graph: Graph, wanted: frozenset[int]) -> list[int]:
+        """Distinct sizes of these classes, as they are in the graph."""
+        return sorted(
+            {int(d.size) for n in graph.nodes for d in n.space if self.classes[n.name, d.name] in wanted}
+        )
+
+
+def roles(graph: Graph) -> Roles:
+    """The roles of every dim of the graph."""
+    classes = dim_classes(graph)
+    weights = tuple(_weights(graph, classes))
+    batch = frozenset(
+        classes[n.name, n.space.dims[0].name] for n in graph.nodes if n.kind == "input" and n.space.dims
+    )
+    model = _model_dim(weights)
+    experts = frozenset(c for w in weights for c in w.shared) - batch
+    inner, ends = (
+        frozenset(found) - experts - batch - {model} for found in _tensor_dims(graph, classes, weights, model)
+    )
+    tensor = inner | ends
+    sequence = frozenset(
+        c
+        for n in graph.nodes
+        if n.kind in ("elementwise", "reduce", "carry")
+        for here in [{classes[n.name, d.name] for d in n.space if d.kind == "parallel"}]
+        if model in here and here & batch
+        for c in here - batch - tensor - experts - {model}
+    )
+    return Roles(
+        classes=classes,
+        weights=weights,
+        batch=batch,
+        model=model,
+        tensor=tensor,
+        ends=ends - inner,
+        experts=experts,
+        sequence=frozenset(s for s in sequence if s is not None),
+    )
+
+
+def _parameter_of(graph: Graph, tensor: str) -> str | None:
+    """The parameter that this tensor is, perhaps cast and copied; None for an activation."""
+    producer = graph.producer.get(tensor)
+    while producer is not None and producer.kind == "copy":
+        producer = graph.producer.get(producer.ops[0].reads[0].tensor)
+    return producer.name if producer is not None and producer.kind == "parameter" else None
+
+
+def _weights(graph: Graph, classes: dict[DimKey, int]) -> Iterator[Weight]:
+    for n in graph.nodes:
+        for op in n.ops:
+            if op.kind not in ("matmul", "conv", "gather") or len(op.reads) != 2:
+                continue
+            for weight, other in (op.reads, op.reads[::-1]):
+                parameter = _parameter_of(graph, weight.tensor)
+                if parameter is None or _parameter_of(graph, other.tensor) is not None:
+                    continue
+                written, beside = set(op.writes[0].map.dims), set(other.map.dims)
+                walked = [d for d in weight.map.dims if n.space[d].kind in ("parallel", "reduction")]
+                if op.kind == "gather" and weight is not op.reads[0]:
+                    continue
+
+                def of(dims: list[str], name: str = n.name) -> tuple[int, ...]:
+                    return tuple(classes[name, d] for d in dims)
+
+                yield Weight(
+                    parameter=parameter,
+                    node=n.name,
+                    op=op,
+                    shared=of([d for d in walked if d in written and d in beside]),
+                    contracted=of([d for d in walked if d not in written]),
+                    out=of([d for d in walked if d in written and d not in beside]),
+                )
+
+
+def _model_dim(weights: tuple[Weight, ...]) -> int | None:
+    counts = Counter(c for w in weights for c in {*w.contracted, *w.out})
+    if not counts:
+        return None
+    best, count = counts.most_common(1)[0]
+    return best if count >= _SHARE * len(weights) and len(weights) > 2 else None
+
+
+def _tensor_dims(
+    graph: Graph, classes: dict[DimKey, int], weights: tuple[Weight, ...], model: int | None
+) -> tuple[set[int], set[int]]:
+    """Dims between a column weight and its row weight; and those that look-ups start from and columns end in."""
+    inner: set[int] = set()
+    ends: set[int] = set()
+    if model is None:
+        return inner, ends
+    products = [w for w in weights if w.op.kind != "conv"]
+    readers = {w.node for w in products}
+    rows = {w.node for w in products if model in w.out and w.contracted}
+    for w in products:
+        summed = [c for c in w.contracted if c != model]
+        if w.op.kind == "gather" and model in w.out:
+            ends.update(summed[:1])
+        elif w.node in rows and summed:
+            # Attention stands before its output's weight: only what all its products share (heads) will do.
+            between = [
+                {classes[m, d.name] for d in graph.node[m].space}
+                for m in _reach(graph, w, readers, back=True)
+                if graph.node[m].kind == "matmul" and m not in readers
+            ]
+            inner.update([c for c in summed if all(c in here for here in between)] if between else summed[:1])
+        elif model in w.contracted and not rows & _reach(graph, w, readers, back=False):
+            ends.update([c for c in w.out if c != model][:1])
+    return inner, ends
+
+
+def _reach(graph: Graph, start: Weight, stop: set[str], *, back: bool) -> set[str]:
+    """Nodes before (or after) this weight's, up to and with the next that read weights, within one layer."""
+    follow: dict[str, list[str]] = {}
+    for e in graph.edges:
+        if graph.node[e.src].kind in ("parameter", "carry") or graph.node[e.dst].kind == "carry":
+            continue
+        a, b = (e.dst, e.src) if back else (e.src, e.dst)
+        follow.setdefault(a, []).append(b)
+    seen: set[str] = set()
+    left = list(follow.get(start.node, []))
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name not in stop:
+            left += follow.get(name, [])
+    return seen

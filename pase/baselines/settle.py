@@ -1,0 +1,93 @@
+"""From intents to strategies: the exact search over the configs that a method has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from pase.baselines.rules import rules
+from pase.baselines.types import Baseline, Intent, Skipped
+from pase.ir import Graph
+from pase.machine import CostModel, Machine, Mesh
+from pase.search import solve
+from pase.search.check import cost_of
+from pase.tables import CostTables
+from pase.tables.build import Space, build
+
+__all__ = ["TablesOf", "baselines", "price", "settle"]
+
+TablesOf = Callable[[Mesh], tuple[CostTables, Space]]
+
+
+def baselines(
+    graph: Graph,
+    devices: int,
+    machine: Machine,
+    model: CostModel,
+    *,
+    only: tuple[str, ...] = (),
+    tables_of: TablesOf | None = None,
+) -> list[Baseline | Skipped]:
+    """Every method's strategy for this graph, or the reason why it has none.
+
+    model: prices what the methods leave open. only: names of methods; all when empty. tables_of: the
+    tables of a mesh, where the caller has built them already (only the sizes of the mesh's axes matter).
+    """
+    built: dict[tuple[int, ...], tuple[CostTables, Space]] = {}
+
+    def default(mesh: Mesh) -> tuple[CostTables, Space]:
+        if mesh.sizes not in built:
+            built[mesh.sizes] = build(graph, mesh, model)
+        return built[mesh.sizes]
+
+    known = rules()
+    unknown = set(only) - set(known)
+    if unknown:
+        raise ValueError(f"no baseline named {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    best: dict[str, Baseline | Skipped] = {}
+    for method, make in known.items():
+        if only and method not in only:
+            continue
+        for found in make(graph, devices, machine):
+            if isinstance(found, Intent):
+                tables, space = (tables_of or default)(found.mesh)
+                found = settle(found, tables, space)
+            so_far = best.get(found.name)
+            better = isinstance(found, Baseline) and not (
+                isinstance(so_far, Baseline) and so_far.cost <= found.cost
+            )
+            if so_far is None or better:
+                best[found.name] = found
+    return list(best.values())
+
+
+def settle(intent: Intent, tables: CostTables, space: Space) -> Baseline | Skipped:
+    """The cheapest strategy among the configs that the intent allows."""
+    keep: list[np.ndarray] = []
+    for node, cfg in zip(space.graph.nodes, space.configs, strict=True):
+        allowed = np.flatnonzero(intent.allow(node, cfg, intent.mesh))
+        if not len(allowed):
+            reason = f"node '{node.name}' has no config on mesh {intent.mesh.sizes} that the method allows"
+            return Skipped(name=intent.name, reason=reason)
+        keep.append(allowed)
+    edges = tuple(
+        replace(e, src_class=e.src_class[keep[e.src]], dst_class=e.dst_class[keep[e.dst]])
+        for e in tables.edges
+    )
+    costs = tuple(c[k] for c, k in zip(tables.node_costs, keep, strict=True))
+    found = solve(CostTables(node_costs=costs, edges=edges, names=tables.names))
+    strategy = {
+        node.name: cfg[k[i]]
+        for node, cfg, k, i in zip(space.graph.nodes, space.configs, keep, found.choice, strict=True)
+    }
+    return Baseline(
+        name=intent.name, mesh=intent.mesh, strategy=strategy, cost=found.cost, notes=intent.notes
+    )
+
+
+def price(graph: Graph, baseline: Baseline, model: CostModel) -> float:
+    """What the baseline costs under a cost model: its configs' entries of the same tables."""
+    tables, space = build(graph, baseline.mesh, model)
+    return cost_of(tables, space.index(baseline.strategy))
