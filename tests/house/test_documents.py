@@ -63,7 +63,7 @@ def test_python_in_documents_runs(document, tmp_path):
 
 def commands() -> list[str]:
     """The lines of sh blocks, comments off and continued lines joined."""
-    lines = []
+    lines = re.findall(r"^\t\$\(BIN\)/(pase .*)$", (ROOT / "Makefile").read_text(), re.M)
     for _, _, body in blocks("sh"):
         for line in body.replace("\\\n", " ").splitlines():
             bare = line.split("  #")[0].split(" # ")[0].strip().removeprefix("$ ")
