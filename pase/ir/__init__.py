@@ -3,6 +3,7 @@
 from pase.ir.names import dim_classes, named
 from pase.ir.simplify import simplify
 from pase.ir.sizes import Size, parse_size, symbol
+from pase.ir.text import digest, from_text, to_text
 from pase.ir.types import (
     Access,
     AccessMap,
@@ -37,10 +38,13 @@ __all__ = [
     "Tensor",
     "Walk",
     "Window",
+    "digest",
     "dim_classes",
+    "from_text",
     "named",
     "parse_size",
     "simplify",
     "symbol",
+    "to_text",
     "verify",
 ]

@@ -16,9 +16,12 @@ class Conflict(Exception):
 
 
 class _Attempt:
-    def __init__(self, table: DimTable):
-        self._table = table
+    def __init__(self) -> None:
         self._undo = False
+        self.restricted = False
+        """Did a dim that could be split become one that cannot?"""
+        self.merged: list[Hashable] = []
+        """Dims that became another."""
 
     def undo(self) -> None:
         self._undo = True
@@ -39,6 +42,7 @@ class DimTable:
         self._size: dict[Hashable, Size] = {}
         self._kind: dict[Hashable, DimKind] = {}
         self._log: list[tuple[str, Hashable, object]] | None = None
+        self._attempt: _Attempt | None = None
 
     def add(self, key: Hashable, size: Size, kind: DimKind) -> None:
         self._size[key], self._kind[key] = size, kind
@@ -51,10 +55,15 @@ class DimTable:
 
     def resolve(self, key: Hashable) -> tuple[Hashable, ...]:
         """The finest dims that this one is made of, major to minor."""
-        into = self._into.get(key)
-        if into is None:
-            return (key,)
-        return tuple(r for k in into for r in self.resolve(k))
+        out: list[Hashable] = []
+        stack = [key]
+        while stack:
+            k = stack.pop()
+            if (into := self._into.get(k)) is None:
+                out.append(k)
+            else:
+                stack += reversed(into)
+        return tuple(out)
 
     def _set(self, key: Hashable, into: tuple[Hashable, ...]) -> None:
         if self._log is not None:
@@ -69,12 +78,14 @@ class DimTable:
     @contextmanager
     def attempt(self) -> Iterator[_Attempt]:
         """Changes inside are taken back when ``undo`` was called."""
+        if self._attempt is not None:
+            raise RuntimeError("attempts do not nest")
         self._log = []
-        a = _Attempt(self)
+        a = self._attempt = _Attempt()
         try:
             yield a
         finally:
-            log, self._log = self._log, None
+            log, self._log, self._attempt = self._log, None, None
             if a._undo:
                 for what, key, old in reversed(log):
                     if what == "into":
@@ -105,9 +116,11 @@ class DimTable:
             raise Conflict
 
     def _merge(self, x: Hashable, y: Hashable) -> None:
-        kind = _joined(self._kind[x], self._kind[y])
+        kind = self._joined(x, y)
         if kind != self._kind[x]:
             self._restrict(x, kind)
+        if self._attempt is not None:
+            self._attempt.merged.append(y)
         self._set(y, (x,))
 
     def _split(self, whole: Hashable, major: Hashable, q: Size) -> Hashable:
@@ -116,15 +129,17 @@ class DimTable:
         while minor in self._size:
             minor += 1
         self.add(minor, q, self._kind[whole])
-        kind = _joined(self._kind[whole], self._kind[major])
+        kind = self._joined(whole, major)
         if kind != self._kind[major]:
             self._restrict(major, kind)
         self._set(whole, (major, minor))
         return minor
 
-
-def _joined(a: DimKind, b: DimKind) -> DimKind:
-    """replicated wins; a dim that is reduced by one op and kept by another is parallel: ops tell which."""
-    if "replicated" in (a, b):
-        return "replicated"
-    return a if a == b else "parallel"
+    def _joined(self, x: Hashable, y: Hashable) -> DimKind:
+        """replicated wins; a dim that is reduced by one op and kept by another is parallel: ops tell which."""
+        a, b = self._kind[x], self._kind[y]
+        if "replicated" in (a, b):
+            if a != b and self._attempt is not None:
+                self._attempt.restricted = True
+            return "replicated"
+        return a if a == b else "parallel"

@@ -11,6 +11,7 @@ from pase.ir.types import Access, AccessMap, Graph, IterationSpace, Node, Op, Wa
 __all__ = ["dim_classes", "named"]
 
 _LETTERS = "dhkfevcnmpqrtuwxyzagijlo"
+_VERBS: dict[str, str] = {"matmul": "dot", "conv": "conv", "gather": "take"}
 DimKey = tuple[str, str]
 
 
@@ -45,20 +46,19 @@ def dim_classes(graph: Graph) -> dict[DimKey, int]:
 def named(graph: Graph) -> Graph:
     """The same graph with letters for dims (b: the batch's first dim, s: its second) and names for nodes."""
     classes = dim_classes(graph)
-    letters: dict[int, str] = {}
-    for n in graph.nodes:
-        if n.kind == "input":
-            for d, letter in zip(n.space, "bs", strict=False):
-                letters.setdefault(classes[n.name, d.name], letter)
-            break
+    letters = _batch_letters(graph, classes)
     used = set(letters.values())
-    free = (c for c in _LETTERS if c not in used)
+    sharing: Counter[int] = Counter()
     for n in graph.nodes:
         if n.kind == "parameter":
-            for d in n.space:
-                c = classes[n.name, d.name]
-                if c not in letters and d.kind != "replicated":
-                    letters[c] = next(free, f"z{c}")
+            sharing.update({classes[n.name, d.name] for d in n.space if d.kind != "replicated"})
+    shared = [c for c in sharing if c not in letters]
+    free = (c for c in _LETTERS if c not in used)
+    if shared:  # the model's width: the dim that most parameters have
+        letters[max(shared, key=lambda c: sharing[c])] = next(free)
+    for c in shared:
+        if c not in letters:
+            letters[c] = next(free, f"z{c}")
     spare: dict[int, str] = {}
 
     def letter(c: int) -> str:
@@ -86,6 +86,19 @@ def named(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def _batch_letters(graph: Graph, classes: dict[DimKey, int]) -> dict[int, str]:
+    """b s for the batch and sequence of the inputs of highest rank; b y x for images and their rows and columns."""
+    letters: dict[int, str] = {}
+    inputs = [n for n in graph.nodes if n.kind == "input"]
+    rank = max((len(n.space.dims) for n in inputs), default=0)
+    for n in inputs:
+        if len(n.space.dims) == rank:
+            for d, letter in zip(n.space, "byx" if rank > 3 else "bs", strict=False):
+                if letter not in letters.values():
+                    letters.setdefault(classes[n.name, d.name], letter)
+    return letters
+
+
 def _renamed(n: Node, name: str, dims: dict[str, str]) -> Node:
     def access(a: Access) -> Access:
         walks = tuple(Walk(tuple(dims[d] for d in w.dims), w.window) for w in a.map.walks)
@@ -109,20 +122,52 @@ def _node_names(graph: Graph) -> dict[str, str]:
                 graph.tensors[n.ops[0].writes[0].tensor].path or n.name
             )
         else:
-            params = [graph.producer[a.tensor] for _, a in n.reads if a.tensor in graph.producer]
-            weights = [p for p in params if p.kind == "parameter" and len(p.space.dims) > 1]
             base = _function(n)
-            if n.kind in ("matmul", "conv", "gather") and weights:
-                path = graph.tensors[weights[0].ops[0].writes[0].tensor].path
-                base = f"{path}:{ {'matmul': 'dot', 'conv': 'conv', 'gather': 'take'}[n.kind] }"
+            if n.kind in _VERBS and (weight := _weight(graph, n)) is not None:
+                base = f"{weight}:{_VERBS[n.kind]}"
         taken[base] += 1
         out[n.name] = base if taken[base] == 1 else f"{base}~{taken[base]}"
     return out
 
 
+def _weight(graph: Graph, n: Node) -> str | None:
+    """Path of the parameter that the node's matmul multiplies (or its gather looks up): not that of a bias on the way."""
+    inside = {a.tensor: op for op in n.ops for a in op.writes}
+
+    def parameters(tensor: str) -> list[str] | None:
+        """The parameters that this value is made of; None where an activation has a part in it."""
+        if graph.tensors[tensor].role == "constant":
+            return []
+        op = inside.get(tensor)
+        if op is None:
+            producer = graph.producer.get(tensor)
+            if producer is None:
+                return None
+            if producer.kind == "parameter":
+                return [producer.ops[0].writes[0].tensor]
+            if producer.kind not in ("copy", "view"):
+                return None
+            op = producer.write_of(tensor)[0]
+        if op.kind not in ("view", "elementwise", "copy"):
+            return None
+        out: list[str] = []
+        for a in op.reads:
+            found = parameters(a.tensor)
+            if found is None:
+                return None
+            out += found
+        return out
+
+    reads = n.main.reads[:1] if n.kind == "gather" else n.main.reads
+    for a in reversed(reads):  # x @ w: the second operand is the weight where both are
+        if found := parameters(a.tensor):
+            return graph.tensors[max(found, key=lambda t: len(graph.tensors[t].shape))].path
+    return None
+
+
 def _function(n: Node) -> str:
     """op@function, from a source line such as ``/a/layers.py:12:3 (norm)``."""
-    ops = [op for op in n.ops if op.source] or list(n.ops)
+    ops = [n.main] if n.kind in _VERBS else n.ops
     counts = Counter(m[1] for op in ops if (m := re.search(r"\(([\w.<>]+)\)$", op.source)))
     where = counts.most_common(1)[0][0].replace(".<locals>", "") if counts else ""
     what = {"matmul": "dot", "elementwise": "map"}.get(n.kind, n.kind)

@@ -7,7 +7,8 @@ The raw graph has a node per equation, thousands of them. ``simplify`` gives the
 3. neighbouring light ops (elementwise, views, reductions) of one level join into one node: softmax, layer
    norm, residual add. Levels count the heavy ops (matmul, conv, gather, loop carry) on the way, so that no
    node both feeds and follows a heavy op, and no cycle can arise;
-4. a joined node without reductions that feeds one matmul joins it, on the operand's side;
+4. a joined node without reductions that feeds one matmul joins it, on the operand's side, unless the matmul
+   would lose a dim to split (rope's halves, a fused qkv's parts); a view of a matmul's result joins it;
 5. a tensor with several readers gets a copy node, so that one gather serves all who want the same layout.
 
 Joining unifies iteration dims through the shared tensor, splitting a dim where the other side has it split
@@ -16,10 +17,12 @@ Joining unifies iteration dims through the shared tensor, splitting a dim where 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import replace
 
 from pase.ir.dims import Conflict, DimTable
+from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
 from pase.ir.types import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
 
@@ -28,15 +31,19 @@ __all__ = ["simplify"]
 LIGHT = frozenset({"elementwise", "view", "reduce", "generate"})
 LEAF = frozenset({"parameter", "input", "constant"})
 
+_WIDE = 512  # a dim that a model axis is spent on; router and gate dims are far narrower
+
 
 def simplify(graph: Graph) -> Graph:
     """The graph to search: about ten nodes a transformer layer, each with one config."""
+    graph = mark_recomputed(graph)
     table = DimTable()
     groups = _Groups(graph, table)
     groups.join_parameters()
     groups.find_constants()
     groups.join_light()
     groups.join_operands()
+    groups.join_results()
     return _with_copies(groups.finish())
 
 
@@ -55,6 +62,11 @@ class _Groups:
                 for a in op.reads:
                     self.readers[a.tensor].append(i)
         self.members: dict[int, list[int]] = {i: [i] for i in self.parent}
+        self.whole = {
+            i for i, n in enumerate(graph.nodes)
+            if n.ops[0].kind == "reduce"
+            and any(d.kind == "replicated" and not (isinstance(d.size, int) and d.size < _WIDE) for d in n.space)
+        }  # fmt: skip
 
     def find(self, i: int) -> int:
         while self.parent[i] != i:
@@ -65,23 +77,37 @@ class _Groups:
     def _walks(self, i: int, access: Access) -> list[list[tuple[int, str]]]:
         return [[(i, d) for d in w.dims] for w in access.map.walks]
 
-    def join(self, i: int, j: int) -> bool:
-        """Join the groups of raw nodes i and j through every tensor that passes between them; False on conflict."""
+    def join(self, i: int, j: int, *, free: bool = False) -> bool:
+        """Join the groups of raw nodes i and j through every tensor that passes between them; False on conflict.
+
+        free: nor may a dim that could be split become one that cannot (behind a slice or a concatenation).
+        """
         a, b = self.find(i), self.find(j)
         if a == b:
             return True
         pairs = []
         for src, dst in ((a, b), (b, a)):
             for p in self.members[src]:
-                for op in self.graph.nodes[p].ops:
-                    for w in op.writes:
-                        for q in set(self.readers[w.tensor]):
-                            if self.find(q) != dst:
-                                continue
-                            for r in (
-                                r for o in self.graph.nodes[q].ops for r in o.reads if r.tensor == w.tensor
-                            ):
-                                pairs.append((p, w, q, r))
+                for w in (w for op in self.graph.nodes[p].ops for w in op.writes):
+                    for q in set(self.readers[w.tensor]):
+                        if self.find(q) == dst:
+                            reads = (r for o in self.graph.nodes[q].ops for r in o.reads)
+                            pairs += [(p, w, q, r) for r in reads if r.tensor == w.tensor]
+        return self._merge([a, b], pairs, None, free)
+
+    def add(self, i: int, groups: list[int], *, free: bool = False) -> bool:
+        """Join raw node i, so far alone, to groups that it reads; to all of them or to none."""
+        pairs = []
+        for r in self._op(i).reads:
+            p = self.producer.get(r.tensor)
+            if p is not None and self.find(p) in groups:
+                pairs.append((p, self.graph.nodes[p].write_of(r.tensor)[1], i, r))
+        return self._merge([*groups, i], pairs, i, free)
+
+    def _merge(
+        self, groups: list[int], pairs: list[tuple[int, Access, int, Access]], fresh: int | None, free: bool
+    ) -> bool:
+        """Make the walks of each (writer, write, reader, read) one. fresh: a raw node whose dims are not in use yet."""
         with self.table.attempt() as attempt:
             try:
                 for p, w, q, r in pairs:
@@ -89,13 +115,20 @@ class _Groups:
                         raise Conflict
                     for left, right in zip(self._walks(p, w), self._walks(q, r), strict=True):
                         self.table.unify(left, right)
-                for m in self.members[a] + self.members[b]:
-                    self._check(m)
+                if free and attempt.restricted:
+                    raise Conflict
+                alone = fresh is not None and all(type(k) is tuple and k[0] == fresh for k in attempt.merged)
+                for m in [fresh] if alone else [m for g in groups for m in self.members[g]]:
+                    self._check(m)  # type: ignore[arg-type]
             except Conflict:
                 attempt.undo()
                 return False
-        self.parent[b] = a
-        self.members[a] += self.members.pop(b)
+        first, *rest = groups
+        for g in rest:
+            self.parent[g] = first
+            if g in self.whole:
+                self.whole.add(first)
+            self.members[first] += self.members.pop(g)
         return True
 
     def _check(self, i: int) -> None:
@@ -141,33 +174,56 @@ class _Groups:
         for i, n in enumerate(self.graph.nodes):
             op = n.ops[0]
             if op.kind == "constant" or (
-                op.kind in LIGHT | {"opaque", "sequential", "gather"}
+                op.kind in LIGHT | {"opaque", "sequential", "gather", "scatter", "window", "copy"}
                 and all(p in self.constant for p in self._inputs(i))
             ):
                 self.constant.add(i)
 
     def join_light(self) -> None:
-        """Neighbouring light ops of one level and one scope join."""
+        """Neighbouring light ops of one level and one loop join.
+
+        Levels order the groups: heavy ops of a level come before its light groups, those before the heavy ops of
+        the next, and between light groups of one level nothing flows. So no cycle can arise.
+        """
         level: list[int] = []
         for i, n in enumerate(self.graph.nodes):
             op = n.ops[0]
-            before = [level[p] for p in self._inputs(i) if p < i and p not in self.constant]
-            heavy = op.kind not in LIGHT and op.kind not in LEAF
-            level.append(max(before, default=0) + (1 if heavy else 0))
-        self.level = level
-        for i in range(len(self.graph.nodes)):
-            if not self._is_light(i):
-                continue
-            for p in self._inputs(i):
-                if (
-                    p < i
-                    and self._is_light(p)
-                    and level[p] == level[i]
-                    and self._op(p).scope == self._op(i).scope
-                ):
-                    self.join(p, i)
+            before = [p for p in self._inputs(i) if p < i and p not in self.constant]
+            top = max((level[p] for p in before), default=0)
+            if op.kind in LEAF or i in self.constant:
+                level.append(0)
+            elif not self._is_light(i):
+                level.append(top + (op.kind not in LIGHT))
+            else:
+                near = [p for p in before if self._is_light(p) and level[p] == top]
+                groups = list(dict.fromkeys(self.find(p) for p in near))
+                joins = all(_loops(self._op(p)) == _loops(op) for p in near)
+                free = any(self._whole(g) for g in (*groups, i))
+                level.append(top if joins and self.add(i, groups, free=free) else top + 1)
+        for i in range(len(self.graph.nodes)):  # what has one reader may go there, whatever its level
+            if self._is_light(i) and self.find(i) == i:
+                readers = self._outside_readers(i)
+                if len(readers) == 1 and self._is_light(target := readers.pop()):
+                    if _loops(self._op(target)) == _loops(self._op(i)):
+                        self.join(target, i, free=self._whole(target) or self._whole(i))
         for root in {self.find(i) for i in range(len(self.graph.nodes)) if self._is_light(i)}:
             self._unify_reads(root)
+
+    def _outside_readers(self, root: int) -> set[int]:
+        """The groups that read what this group writes."""
+        return {
+            self.find(q)
+            for i in self.members[root]
+            for a in self._op(i).writes
+            for q in self.readers[a.tensor]
+        } - {root}
+
+    def _whole(self, i: int) -> bool:
+        """Does the group reduce a wide dim that must not be split for it (argmax over a vocabulary)?
+
+        It must not take that dim from the others: the loss over the same logits may be split there.
+        """
+        return self.find(i) in self.whole
 
     def _unify_reads(self, root: int) -> None:
         """Ops of one node that read the same outside tensor read it alike, where they can."""
@@ -197,20 +253,31 @@ class _Groups:
             group = self.members[root]
             if any(self._op(i).kind == "reduce" for i in group):
                 continue
-            outside = {
-                self.find(q) for i in group for a in self._op(i).writes for q in self.readers[a.tensor]
-            } - {root}
+            outside = self._outside_readers(root)
             if len(outside) != 1:
                 continue
             (target,) = outside
             reader = self._op(target)
-            if (
-                reader.kind in ("matmul", "gather", "scatter", "output")
-                and reader.scope == self._op(root).scope
+            if reader.kind in ("matmul", "conv", "gather", "scatter", "output") and _loops(reader) == _loops(
+                self._op(root)
             ):
-                self.join(target, root)
-            elif reader.kind == "conv" and all(self._op(i).kind == "view" for i in group):
-                self.join(target, root)
+                self.join(target, root, free=True)
+
+    def join_results(self) -> None:
+        """Transposes and reshapes of what one heavy op makes are part of it: it writes what its readers read."""
+        for i in range(len(self.graph.nodes)):
+            op = self._op(i)
+            if not self._is_light(i) or op.kind != "view" or len(op.reads) != 1 or self.find(i) != i:
+                continue
+            views = all(self._op(m).kind == "view" and len(self._op(m).reads) == 1 for m in self.members[i])
+            same = all(set(a.map.dims) == set(op.dims) for a in (*op.reads, *op.writes))
+            source = self.producer.get(op.reads[0].tensor)
+            if not views or not same or source is None or len(self.members[i]) > 1:
+                continue
+            kind = self._op(self.find(source)).kind
+            alone = len(self.readers[op.reads[0].tensor]) == 1
+            if alone and kind in ("matmul", "conv", "gather") and _loops(self._op(source)) == _loops(op):
+                self.join(source, i, free=True)
 
     def finish(self) -> Graph:
         """One node a group, its dims renamed d0, d1, … (names that read well come later)."""
@@ -260,6 +327,11 @@ class _Groups:
         return Node(
             name=self.graph.nodes[root].name, space=IterationSpace(tuple(dims.values())), ops=tuple(ops)
         )
+
+
+def _loops(op: Op) -> tuple[str, ...]:
+    """The loops around an op; a rematerialised region is no bound to joining."""
+    return tuple(s for s in op.scope if s.startswith("loop"))
 
 
 def _ordered(nodes: list[Node]) -> tuple[Node, ...]:
@@ -313,7 +385,7 @@ def _with_copies(graph: Graph) -> Graph:
             continue
         op, write = producer.write_of(t)
         inside = next(iter(who.values()))
-        new = f"{t}c{len(scope)}" if (f"{t}c") in tensors else f"{t}c"
+        new = next(name for k in itertools.count() if (name := f"{t}c{k or ''}") not in tensors)
         tensors[new] = replace(tensor, name=new)
         walks, dims = _factored(producer, write)
         m = AccessMap(tuple(walks))

@@ -20,6 +20,8 @@ __all__ = ["Size", "bind_size", "free_symbols", "is_one", "parse_size", "product
 Size: TypeAlias = "int | sympy.Expr"
 
 _MAX_TEXT = 400
+_MAX_TERMS = 200
+_MAX_DIGITS = 18
 
 
 def symbol(name: str) -> sympy.Expr:
@@ -80,40 +82,74 @@ def bind_size(size: Size, values: Mapping[str, int]) -> Size:
 
 
 def parse_size(text: str) -> Size:
-    """Read an integer or an expression with + - * // % max min over symbols.
+    """Read an integer or an expression with + - * // % ** (or ^), floor, max, min over symbols.
 
-    >>> parse_size("64"), str(parse_size("2*b + 1"))
-    (64, '2*b + 1')
+    What sympy prints and what JAX prints for symbolic dims are both read.
+
+    >>> parse_size("64"), str(parse_size("2*b + 1")), parse_size("floordiv(4*b, 2)") == 2 * symbol("b")
+    (64, '2*b + 1', True)
     """
     text = text.strip()
-    if text.isdecimal():
+    if text.isdecimal() and text.isascii() and len(text) <= _MAX_DIGITS:
         return int(text)
     if len(text) > _MAX_TEXT:
         raise PaseError(f"size expression of {len(text)} characters; at most {_MAX_TEXT} are read")
     try:
-        tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, RecursionError) as e:
+        tree = ast.parse(text.replace("^", "**"), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise PaseError(f"'{text}' is not a size: write an integer or an expression such as 2*b") from e
-    return _evaluate(tree, text)
+    if _terms(tree) > _MAX_TERMS:
+        raise PaseError(f"'{text}' is too large a size: multiplied out it has over {_MAX_TERMS} terms")
+    out = _evaluate(tree, text)
+    if isinstance(out, int):
+        return out
+    return int(out) if out.is_Integer else out
 
 
-def _evaluate(tree: ast.expr, text: str) -> Size:
+def _terms(tree: ast.expr) -> float:
+    """At most so many terms has the expression, multiplied out: what keeps reading it cheap."""
+    match tree:
+        case ast.BinOp(left=a, op=ast.Mult() | ast.FloorDiv() | ast.Mod() | ast.Div(), right=b):
+            return _terms(a) * _terms(b)
+        case ast.BinOp(left=a, op=ast.Pow(), right=ast.Constant(value=int(n))):
+            return _terms(a) ** max(min(n, 64), 1)
+        case ast.BinOp(left=a, right=b):
+            return _terms(a) + _terms(b)
+        case ast.UnaryOp(operand=a):
+            return _terms(a)
+        case ast.Call(args=args):
+            return sum(map(_terms, args)) ** 2
+    return 1
+
+
+_CALLS = {
+    "floordiv": "//", "floor_div": "//", "mod": "%", "Mod": "%",
+    "max": "max", "Max": "max", "min": "min", "Min": "min", "floor": "floor", "ceiling": "ceiling",
+}  # fmt: skip
+
+
+def _evaluate(tree: ast.expr, text: str, exact: bool = True) -> Any:
+    """exact: the value must be a whole number; inside floor and ceiling it need not."""
     import sympy
 
     def floor_div(a: Any, b: Any) -> Any:
+        if b == 0:
+            raise PaseError(f"'{text}' is not a size: it divides by 0")
         q = quotient(a, b)
         return sympy.floor(sympy.sympify(a) / b) if q is None else q
 
     match tree:
         case ast.Constant(value=int(v)) if not isinstance(v, bool):
+            if len(str(v)) > _MAX_DIGITS:
+                raise PaseError(f"'{text}' is too large a size: {_MAX_DIGITS} digits at most")
             return v
         case ast.Name(id=name):
             return symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=a):
-            return -_evaluate(a, text)  # type: ignore[operator]
+            return -_evaluate(a, text, exact)
         case ast.BinOp(left=a, op=op, right=b):
-            x: Any = _evaluate(a, text)
-            y: Any = _evaluate(b, text)
+            x = _evaluate(a, text, exact)
+            y = _evaluate(b, text, exact)
             match op:
                 case ast.Add():
                     return x + y
@@ -123,28 +159,26 @@ def _evaluate(tree: ast.expr, text: str) -> Size:
                     return x * y
                 case ast.FloorDiv():
                     return floor_div(x, y)
-                case ast.Mod():
-                    return x % y
+                case ast.Mod() if y != 0:
+                    return sympy.Mod(x, y)
+                case ast.Div() if not exact and y != 0:
+                    return sympy.sympify(x) / y
                 case ast.Pow() if isinstance(y, int) and 0 <= y <= 16:
                     return x**y
-        case ast.Call(func=ast.Name(id=f), args=[a, b], keywords=[]) if f in (
-            "floordiv",
-            "mod",
-            "max",
-            "min",
-            "floor_div",
-        ):
-            x, y = _evaluate(a, text), _evaluate(b, text)
-            match f:
-                case "mod":
-                    return x % y
-                case "max":
-                    return sympy.Max(x, y)
-                case "min":
-                    return sympy.Min(x, y)
-            return floor_div(x, y)
-        case ast.Call(
-            func=ast.Name(id="floor"), args=[ast.BinOp(left=a, op=ast.Div(), right=b)], keywords=[]
-        ):
-            return floor_div(_evaluate(a, text), _evaluate(b, text))
-    raise PaseError(f"'{text}' is not a size: integers, symbols, + - * // %, max and min are read")
+        case ast.Call(func=ast.Name(id=f), args=[_, *_] as args, keywords=[]) if f in _CALLS:
+            rounded = f in ("floor", "ceiling")
+            values = [_evaluate(a, text, exact and not rounded) for a in args]
+            match _CALLS[f], values:
+                case "max", _:
+                    return sympy.Max(*values)
+                case "min", _:
+                    return sympy.Min(*values)
+                case "floor", [x]:
+                    return sympy.floor(x)
+                case "ceiling", [x]:
+                    return sympy.ceiling(x)
+                case "//", [x, y]:
+                    return floor_div(x, y)
+                case "%", [x, y] if y != 0:
+                    return sympy.Mod(x, y)
+    raise PaseError(f"'{text}' is not a size: integers, symbols, + - * // % ** floor, max and min are read")

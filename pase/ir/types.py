@@ -7,6 +7,7 @@ those dims. All that the compiler derives (work, collectives, layouts) is derive
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,6 +32,12 @@ __all__ = [
     "Walk",
     "Window",
 ]
+
+_WALK = re.compile(
+    r"\s*(?:(?P<dim>[A-Za-z_]\w*)|1|\(\s*(?P<dims>[A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*)\s*\))"
+    r"(?:@(?P<extent>[1-9]\d{0,8})(?:/(?P<stride>[1-9]\d{0,8}))?)?(?=\s|$)\s*",
+    re.ASCII,
+)
 
 DimKind = Literal["parallel", "reduction", "window", "replicated", "pending"]
 """parallel: may be split. reduction: may be split, leaving partial sums. window: a filter's extent, not split.
@@ -148,38 +155,21 @@ class AccessMap:
 
     @classmethod
     def parse(cls, text: str) -> AccessMap:
-        walks: list[Walk] = []
         if text.strip() == ".":
             return cls(())
-        rest = text.split()
-        i = 0
-        while i < len(rest):
-            token = rest[i]
-            if token.startswith("("):
-                j = i
-                while j < len(rest) and ")" not in rest[j]:
-                    j += 1
-                if j == len(rest):
-                    raise PaseError(f"access map '{text}': '(' is not closed")
-                token = " ".join(rest[i : j + 1])
-                i = j
-            body, _, window = token.partition("@")
-            names = tuple(body.strip("()").split())
-            if names == ("1",):
-                names = ()
-            for n in names:
-                if not n.replace("_", "a").isalnum() or n[0].isdecimal():
-                    raise PaseError(f"access map '{text}': '{n}' is not a dim name")
-            win = None
-            if window:
-                extent, _, stride = window.partition("/")
-                if not extent.isdecimal() or (stride and not stride.isdecimal()):
-                    raise PaseError(
-                        f"access map '{text}': write a window as @EXTENT or @EXTENT/STRIDE, not '@{window}'"
-                    )
-                win = Window(extent=int(extent), stride=int(stride or 1))
-            walks.append(Walk(names, win))
-            i += 1
+        walks: list[Walk] = []
+        position = 0
+        while position < len(text):
+            m = _WALK.match(text, position)
+            if m is None:
+                raise PaseError(
+                    f"access map '{text}': cannot read '{text[position:]}'; a walk is DIM, (DIM DIM) or 1, "
+                    f"then perhaps @EXTENT or @EXTENT/STRIDE"
+                )
+            names = (m["dim"],) if m["dim"] else tuple((m["dims"] or "").split())
+            window = Window(extent=int(m["extent"]), stride=int(m["stride"] or 1)) if m["extent"] else None
+            walks.append(Walk(names, window))
+            position = m.end()
         return cls(tuple(walks))
 
 

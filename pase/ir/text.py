@@ -1,0 +1,368 @@
+"""The graph as text that a person reads, tests compare and the parser reads back, exactly.
+
+    graph mlp
+    meta frontend jax
+    tensor t1 float32[64, 256] parameter "layers.0.w" grad
+    tensor t2 bfloat16[b, {2*s}] input "batch.x"
+    outputs t9
+
+    node layers.0.w:dot (b=b, s={2*s}, d=64 reduction, h=256)
+      matmul dot_general t2[b s d], t1[d h] -> t3[b s h] | flops=2.0 eqn=3.1 times=12 scope=loop3. remat
+
+One line a tensor, one a node, one an op under it. An op's line: kind, name, reads ``->`` writes, each a tensor
+and its access map (``sparse`` before it where few elements are touched), then what differs from the default:
+``flops`` (per point), ``over`` (dims), ``times``, ``scope`` (once per enclosing loop), ``remat``, ``nodiff``,
+``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with other characters
+than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, NoReturn, get_args
+
+from pase.errors import PaseError
+from pase.ir.sizes import Size, parse_size
+from pase.ir.types import (
+    Access,
+    AccessMap,
+    Dim,
+    DimKind,
+    Graph,
+    IterationSpace,
+    Node,
+    Op,
+    OpKind,
+    Role,
+    Tensor,
+)
+
+__all__ = ["digest", "from_text", "to_text"]
+
+_BARE = re.compile(r"[\w.@:~/<>+*\-]+", re.ASCII)
+_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
+_INTEGER = re.compile(r"\d{1,18}(?![\w.])", re.ASCII)
+_SYMBOL = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_FLOAT = re.compile(r"\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?", re.ASCII)
+
+_MAX_CHARACTERS = 1 << 28
+_MAX_LINE = 1 << 18
+
+
+def digest(graph: Graph) -> str:
+    """sha256, in hex, of the graph's text without source lines: equal models agree wherever their files lie."""
+    return hashlib.sha256(to_text(graph, sources=False).encode()).hexdigest()
+
+
+def to_text(graph: Graph, *, sources: bool = True) -> str:
+    """The graph's text; ``from_text`` reads it back to an equal graph (without ``sources``, equal but for them)."""
+    out = [f"graph {_word(graph.name)}"]
+    out += [f"meta {_word(k)} {_word(v)}" for k, v in graph.meta.items()]
+    for key, t in graph.tensors.items():
+        if key != t.name:
+            raise PaseError(f"graph '{graph.name}': tensor {t.name} is filed under '{key}'")
+        line = f"tensor {_word(t.name)} {_word(t.dtype)}[{', '.join(map(_size, t.shape))}] {t.role}"
+        out.append(line + (f" {json.dumps(t.path)}" if t.path else "") + (" grad" if t.needs_grad else ""))
+    if graph.outputs:
+        out.append("outputs " + " ".join(map(_word, graph.outputs)))
+    for n in graph.nodes:
+        dims = ", ".join(
+            f"{d.name}={_size(d.size)}" + (f" {d.kind}" if d.kind != "parallel" else "") for d in n.space
+        )
+        out += ["", f"node {_word(n.name)} ({dims})"]
+        out += [f"  {_op(op, sources)}" for op in n.ops]
+    return "\n".join(out) + "\n"
+
+
+def _word(text: str) -> str:
+    return text if _BARE.fullmatch(text) and text != "->" else json.dumps(text)
+
+
+def _size(size: Size) -> str:
+    text = str(size)
+    return text if _INTEGER.fullmatch(text) or _SYMBOL.fullmatch(text) else f"{{{text}}}"
+
+
+def _access(a: Access) -> str:
+    return f"{'sparse ' if a.sparse else ''}{_word(a.tensor)}[{a.map}]"
+
+
+def _op(op: Op, sources: bool) -> str:
+    reads, writes = (", ".join(map(_access, x)) for x in (op.reads, op.writes))
+    more = []
+    if op.flops_per_point != 1:
+        more.append(f"flops={float(op.flops_per_point)!r}")
+    if op.over is not None:
+        more.append(f"over=({' '.join(op.over)})")
+    if op.times != 1:
+        more.append(f"times={_size(op.times)}")
+    more += [f"scope={_word(s)}" for s in op.scope]
+    more += ["remat"] * op.remat + ["nodiff"] * (not op.differentiable)
+    if op.eqn:
+        more.append(f"eqn={_word(op.eqn)}")
+    if op.source and sources:
+        more.append(f"source={json.dumps(op.source)}")
+    head = f"{op.kind} {_word(op.name)} {reads}{' ' if reads else ''}->{' ' if writes else ''}{writes}"
+    return head + (f" | {' '.join(more)}" if more else "")
+
+
+def from_text(text: str) -> Graph:
+    """Read ``to_text``'s form. PaseError names the line and column of what cannot be read.
+
+    Only the form is checked here; ``pase.ir.verify`` checks what it says.
+    """
+    if len(text) > _MAX_CHARACTERS:
+        raise PaseError(f"graph text of {len(text)} characters; at most {_MAX_CHARACTERS} are read")
+    name: str | None = None
+    meta: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    outputs: tuple[str, ...] = ()
+    nodes: list[tuple[str, IterationSpace, list[Op]]] = []
+    for number, raw in enumerate(text.split("\n"), start=1):
+        line = _Line(raw, number)
+        if line.at_end() or raw.lstrip().startswith("#"):
+            continue
+        if len(raw) > _MAX_LINE:
+            line.fail(f"a line of {len(raw)} characters; at most {_MAX_LINE} are read")
+        if raw[0] == " ":
+            if not nodes:
+                line.fail("an op stands before the first node")
+            nodes[-1][2].append(_read_op(line))
+            line.end()
+            continue
+        start = line.position
+        keyword = line.word("'graph', 'meta', 'tensor', 'outputs' or 'node'")
+        if name is None and keyword != "graph":
+            line.fail(f"the first line must be 'graph NAME', not '{keyword}'", start)
+        if keyword == "graph":
+            if name is not None:
+                line.fail("a second 'graph' line", start)
+            name = line.word("the graph's name")
+        elif keyword == "meta":
+            key = line.word("a key")
+            meta[key] = line.word("a value")
+        elif keyword == "tensor":
+            tensor = _read_tensor(line)
+            if tensor.name in tensors:
+                line.fail(f"tensor {tensor.name} is declared twice", start)
+            tensors[tensor.name] = tensor
+        elif keyword == "outputs":
+            while not line.at_end():
+                outputs = (*outputs, line.word("a tensor"))
+        elif keyword == "node":
+            nodes.append((line.word("the node's name"), _read_space(line), []))
+        else:
+            line.fail(f"'{keyword}' is none of 'graph', 'meta', 'tensor', 'outputs', 'node'", start)
+        line.end()
+    if name is None:
+        raise PaseError("graph text line 1, column 1: nothing here; the first line must be 'graph NAME'")
+    built = tuple(Node(name=n, space=space, ops=tuple(ops)) for n, space, ops in nodes)
+    return Graph(name=name, tensors=tensors, nodes=built, outputs=outputs, meta=meta)
+
+
+@dataclass
+class _Line:
+    """A cursor over one line."""
+
+    text: str
+    number: int
+    position: int = 0
+
+    def fail(self, what: str, at: int | None = None) -> NoReturn:
+        column = (self.position if at is None else at) + 1
+        raise PaseError(f"graph text line {self.number}, column {column}: {what}")
+
+    def at_end(self) -> bool:
+        while self.position < len(self.text) and self.text[self.position] in " \r":
+            self.position += 1
+        return self.position == len(self.text)
+
+    def end(self) -> None:
+        if not self.at_end():
+            self.fail(f"'{self.text[self.position :][:20]}' is too much here")
+
+    def accept(self, literal: str) -> bool:
+        if not self.at_end() and self.text.startswith(literal, self.position):
+            self.position += len(literal)
+            return True
+        return False
+
+    def expect(self, literal: str) -> None:
+        if not self.accept(literal):
+            self.fail(f"expected '{literal}', found {self._found()}")
+
+    def _found(self) -> str:
+        return f"'{self.text[self.position :][:20]}'" if not self.at_end() else "the end of the line"
+
+    def match(self, pattern: re.Pattern[str]) -> str | None:
+        if self.at_end() or (m := pattern.match(self.text, self.position)) is None:
+            return None
+        self.position = m.end()
+        return m[0]
+
+    def word(self, what: str) -> str:
+        """A bare word or a JSON string."""
+        self.at_end()
+        start = self.position
+        if (quoted := self.match(_STRING)) is not None:
+            try:
+                return str(json.loads(quoted))
+            except ValueError:
+                self.fail(f"{quoted} is not a JSON string", start)
+        bare = self.match(_BARE)
+        if bare is None or bare == "->":
+            self.position = start
+            self.fail(f"expected {what}, found {self._found()}")
+        return bare
+
+    def choice(self, kind: Any, what: str) -> Any:
+        self.at_end()
+        start = self.position
+        word, known = self.word(what), get_args(kind)
+        if word not in known:
+            self.fail(f"'{word}' is not {what}; known are {', '.join(known)}", start)
+        return word
+
+    def size(self) -> Size:
+        self.at_end()
+        start = self.position
+        if self.accept("{"):
+            stop = self.text.find("}", self.position)
+            if stop < 0:
+                self.fail("'{' is not closed", start)
+            body, self.position = self.text[self.position : stop], stop + 1
+        else:
+            found = self.match(_INTEGER) or self.match(_SYMBOL)
+            if found is None:
+                self.fail(f"expected a size (an integer, a symbol or {{expression}}), found {self._found()}")
+            body = found
+        try:
+            return parse_size(body)
+        except PaseError as e:
+            self.fail(str(e), start)
+
+    def map(self) -> AccessMap:
+        self.expect("[")
+        start = self.position
+        stop = self.text.find("]", start)
+        if stop < 0:
+            self.fail("'[' is not closed", start - 1)
+        self.position = stop + 1
+        try:
+            return AccessMap.parse(self.text[start:stop])
+        except PaseError as e:
+            self.fail(str(e), start)
+
+    def names(self) -> tuple[str, ...]:
+        """Dim names in parentheses."""
+        self.expect("(")
+        out: list[str] = []
+        while not self.accept(")"):
+            name = self.match(_SYMBOL)
+            if name is None:
+                self.fail(f"expected a dim or ')', found {self._found()}")
+            out.append(name)
+        return tuple(out)
+
+
+def _read_tensor(line: _Line) -> Tensor:
+    name, dtype = line.word("the tensor's name"), line.word("a dtype")
+    line.expect("[")
+    shape: list[Size] = []
+    while not line.accept("]"):
+        if shape:
+            line.expect(",")
+        shape.append(line.size())
+    role = line.choice(Role, "a role")
+    line.at_end()
+    path = line.word("a path") if line.text.startswith('"', line.position) else ""
+    grad = line.accept("grad")
+    return Tensor(name=name, shape=tuple(shape), dtype=dtype, role=role, path=path, needs_grad=grad)
+
+
+def _read_space(line: _Line) -> IterationSpace:
+    line.expect("(")
+    dims: list[Dim] = []
+    while not line.accept(")"):
+        if dims:
+            line.expect(",")
+        name = line.match(_SYMBOL)
+        if name is None:
+            line.fail(f"expected a dim, found {line._found()}")
+        line.expect("=")
+        size = line.size()
+        plain = line.at_end() or line.text[line.position] in ",)"
+        dims.append(
+            Dim(name=name, size=size, kind="parallel" if plain else line.choice(DimKind, "a dim's kind"))
+        )
+    return IterationSpace(tuple(dims))
+
+
+def _read_op(line: _Line) -> Op:
+    kind, name = line.choice(OpKind, "an op's kind"), line.word("the op's name")
+    reads: list[Access] = []
+    while not line.accept("->"):
+        if reads:
+            line.expect(",")
+        reads.append(_read_access(line))
+    writes: list[Access] = []
+    while not line.at_end() and line.text[line.position] != "|":
+        if writes:
+            line.expect(",")
+        writes.append(_read_access(line))
+    more: dict[str, Any] = {}
+    scope: list[str] = []
+    if line.accept("|"):
+        while not line.at_end():
+            start = line.position
+            key = line.match(_SYMBOL) or ""
+            if key in more:
+                line.fail(f"'{key}' stands twice", start)
+            match key:
+                case "remat":
+                    more[key] = True
+                case "nodiff":
+                    more[key] = True
+                case "scope":
+                    line.expect("=")
+                    scope.append(line.word("a loop"))
+                case "flops":
+                    line.expect("=")
+                    found = line.match(_FLOAT)
+                    if found is None:
+                        line.fail(f"expected a number, found {line._found()}")
+                    more[key] = float(found)
+                case "over":
+                    line.expect("=")
+                    more[key] = line.names()
+                case "times":
+                    line.expect("=")
+                    more[key] = line.size()
+                case "eqn" | "source":
+                    line.expect("=")
+                    more[key] = line.word("a value")
+                case _:
+                    line.fail(
+                        f"expected flops=, over=, times=, scope=, eqn=, source=, remat or nodiff, "
+                        f"found '{line.text[start:][:20]}'",
+                        start,
+                    )
+    if "flops" in more:
+        more["flops_per_point"] = more.pop("flops")
+    differentiable = not more.pop("nodiff", False)
+    return Op(
+        kind=kind, name=name, reads=tuple(reads), writes=tuple(writes), scope=tuple(scope),
+        differentiable=differentiable, **more,
+    )  # fmt: skip
+
+
+def _read_access(line: _Line) -> Access:
+    sparse = (
+        re.compile(r"sparse(?=[ ]+[\w\"])").match(line.text, line.position) if not line.at_end() else None
+    )
+    if sparse:
+        line.position = sparse.end()
+    return Access(line.word("a tensor"), line.map(), sparse is not None)
