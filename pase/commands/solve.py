@@ -94,7 +94,9 @@ def solve(
             verdict = "no choice within the memory limit was found; none was proven impossible"
         out = Console(soft_wrap=True, highlight=False)
         out.print(f"cost {found.cost:,.12g}   {verdict}")
-        out.print(f"{counts['nodes']} nodes, {counts['edges']} edges, {found.seconds:.3f} s by {found.method}")
+        out.print(
+            f"{counts['nodes']} nodes, {counts['edges']} edges, {found.seconds:.3f} s by {found.method}"
+        )
         if output is not None:
             out.print(f"written to {output}")
     if not found.feasible:

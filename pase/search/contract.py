@@ -23,7 +23,7 @@ from pase.errors import Infeasible
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables
 
-__all__ = ["Contracted", "contract"]
+__all__ = ["Contracted", "contract", "fixed_bytes", "restrict"]
 
 _MAX_ELIMINATED_ENTRIES = 1 << 16
 _MAX_DOMINANCE_WORK = 1 << 22
@@ -52,6 +52,14 @@ class Contracted:
         """The original choice, int64 [original nodes], of a choice over ``nodes``."""
         return self._work.expand(self.nodes, choice)
 
+    def narrow(self, full: np.ndarray) -> np.ndarray:
+        """The choice over ``nodes`` nearest to an original choice; int64 [kept nodes]."""
+        out = np.zeros(len(self.nodes), np.int64)
+        for i, v in enumerate(self.nodes):
+            at = np.flatnonzero(self._work.original[v] == full[v])
+            out[i] = at[0] if at.size else self.costs[i].argmin()
+        return out
+
 
 class _Work:
     def __init__(self, tables: CostTables, memory: MemoryProfile | None) -> None:
@@ -72,8 +80,12 @@ class _Work:
                 held = memory.bytes[v]
                 if held.max() > held.min():
                     self.less[v] = held[:, None] <= held[None, :]
+        dense: dict[tuple[int, int, int], np.ndarray] = {}
         for e in tables.edges:
-            self.join(e.src, e.dst, e.dense())
+            key = (id(e.cost), id(e.src_class), id(e.dst_class))
+            if key not in dense:
+                dense[key] = e.dense()
+            self.join(e.src, e.dst, dense[key])
         self.queue: deque[int] = deque(range(n))
         self.queued = [True] * n
 
@@ -206,7 +218,7 @@ class _Work:
         self.dominate(v)
 
     def dominate(self, v: int) -> None:
-        """Goldstein: drop config i where some j is no dearer whatever the neighbours do, and holds no more."""
+        """Goldstein: drop config i where some j is no dearer whatever the neighbours do, nor holds more."""
         k = self.costs[v].size
         if k * k * sum(m.shape[1] for m in self.near[v].values()) > _MAX_DOMINANCE_WORK:
             return
@@ -272,6 +284,20 @@ def contract(tables: CostTables, memory: MemoryProfile | None = None) -> Contrac
     """Apply the reductions until none applies. Raises Infeasible where they leave nothing."""
     work = _Work(tables, memory)
     work.run()
+    return _snapshot(work)
+
+
+def restrict(contracted: Contracted, keep: list[np.ndarray]) -> Contracted:
+    """Keep only the given configs (bool [K] per kept node) and reduce again; ``contracted`` is spent."""
+    work = contracted._work
+    for v, mask in zip(contracted.nodes, keep, strict=True):
+        if not mask.all():
+            work.restrict(v, mask)
+    work.run()
+    return _snapshot(work)
+
+
+def _snapshot(work: _Work) -> Contracted:
     nodes = [v for v in range(len(work.costs)) if not work.gone[v]]
     at = {v: i for i, v in enumerate(nodes)}
     pairs, matrices = [], []
@@ -279,7 +305,7 @@ def contract(tables: CostTables, memory: MemoryProfile | None = None) -> Contrac
         for u, m in work.near[v].items():
             if v < u:
                 pairs.append((at[v], at[u]))
-                matrices.append(np.ascontiguousarray(m))
+                matrices.append(m)
     fixed = [m for v in work.fixed for m in work.members(v)]
     return Contracted(
         nodes=nodes,

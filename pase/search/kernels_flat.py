@@ -5,6 +5,8 @@ and a rounded choice. forest_move: the best choice on an induced forest, the res
 Infinite entries are allowed as long as every config keeps a finite partner along every edge.
 """
 
+# ruff: noqa: RUF059  (every kernel unpacks the same tuple of arrays)
+
 from __future__ import annotations
 
 from collections.abc import Callable

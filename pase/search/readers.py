@@ -138,7 +138,9 @@ def _iopddl(path: Path, problem: dict[str, Any]) -> tuple[CostTables, MemoryProf
     span = np.zeros((n, 2), np.int64)
     for v, pair in enumerate(intervals):
         if not (isinstance(pair, list) and len(pair) == 2 and all(type(t) is int for t in pair)):
-            raise PaseError(f"{path}: problem.nodes.intervals[{v}] must be [start, stop], found {_kind(pair)}")
+            raise PaseError(
+                f"{path}: problem.nodes.intervals[{v}] must be [start, stop], found {_kind(pair)}"
+            )
         if not 0 <= pair[0] <= 1 << 40 or not 0 <= pair[1] <= 1 << 40:
             raise PaseError(f"{path}: problem.nodes.intervals[{v}] = {pair} is out of range")
         span[v] = pair
@@ -171,9 +173,7 @@ def _iopddl(path: Path, problem: dict[str, Any]) -> tuple[CostTables, MemoryProf
         for k in (ka, kb):
             if k not in iota:
                 iota[k] = np.arange(k, dtype=np.int32)
-        tables.append(
-            EdgeTable(src=a, dst=b, cost=m.reshape(ka, kb), src_class=iota[ka], dst_class=iota[kb])
-        )
+        tables.append(EdgeTable(src=a, dst=b, cost=m.reshape(ka, kb), src_class=iota[ka], dst_class=iota[kb]))
     start, stop = _dense_points(span)
     profile = MemoryProfile(bytes=tuple(held), start=start, stop=stop, limit_bytes=float(limit))
     return CostTables(node_costs=tuple(node_costs), edges=tuple(tables)), profile
@@ -216,9 +216,7 @@ def _indexed(path: Path, doc: dict[str, Any]) -> CostTables:
         cost, shape = arrays[row["costs"]], (node_costs[a].size, node_costs[b].size)
         if cost.shape != shape:
             raise PaseError(f"{path}: edges[{i}] is {cost.shape} in {arrays_path.name}; {shape} is needed")
-        tables.append(
-            EdgeTable(src=a, dst=b, cost=cost, src_class=iota[shape[0]], dst_class=iota[shape[1]])
-        )
+        tables.append(EdgeTable(src=a, dst=b, cost=cost, src_class=iota[shape[0]], dst_class=iota[shape[1]]))
     names = tuple(str(row.get("name", v)) for v, row in enumerate(nodes))
     return CostTables(node_costs=node_costs, edges=tuple(tables), names=names)
 
@@ -247,7 +245,9 @@ def _read_npz(path: Path, wanted: dict[str, int]) -> dict[str, np.ndarray]:
                 count = math.prod(shape)
                 entries += count
                 if entries > MAX_ENTRIES or count * dtype.itemsize > sizes[member]:
-                    raise PaseError(f"{path}: array '{key}' claims {count} numbers, more than it holds or we read")
+                    raise PaseError(
+                        f"{path}: array '{key}' claims {count} numbers, more than it holds or we read"
+                    )
                 if not count:
                     raise PaseError(f"{path}: array '{key}' is empty; a node needs at least one config")
                 with archive.open(member) as f:

@@ -20,11 +20,12 @@ __all__ = ["Rows", "memory_rows"]
 class Rows:
     """Constraints ``cumsum(events of the chosen configs)[t] <= capacity[t]``.
 
-    capacity: float64 [points], bytes. slot: int64 [kept nodes + 1]: configs of node r are rows
+    capacity: float64 [points], bytes. when: int64 [points], the profile's point. slot: int64 [kept nodes + 1]: configs of node r are rows
     slot[r] … slot[r+1]. ptr: int64 [rows + 1] into point (int64) and change (float64 bytes).
     """
 
     capacity: np.ndarray
+    when: np.ndarray
     slot: np.ndarray
     ptr: np.ndarray
     point: np.ndarray
@@ -101,7 +102,14 @@ def memory_rows(
         tight = np.array([capacity.min(initial=np.inf)])
         tight = tight if np.isfinite(tight[0]) else np.zeros(1)
         empty = np.zeros(int(slot[-1]) + 1, np.int64)
-        return Rows(capacity=tight, slot=slot, ptr=empty, point=np.zeros(0, np.int64), change=np.zeros(0))
+        return Rows(
+            capacity=tight,
+            when=np.zeros(1, np.int64),
+            slot=slot,
+            ptr=empty,
+            point=np.zeros(0, np.int64),
+            change=np.zeros(0),
+        )
     outside = np.concatenate([capacity[: times[0]], capacity[times[-1] :]]).min(initial=np.inf)
     number = {t: i for i, t in enumerate(times)}
     cuts = np.array(times[:-1])
@@ -130,9 +138,10 @@ def memory_rows(
         keep[i] = True
     extra = outside < 0 or bool((tight[~keep] < 0).any())
     rank = np.concatenate([[0], np.cumsum(keep)]).astype(np.int64)  # interval index -> kept point
-    kept = tight[keep]
+    kept, when = tight[keep], cuts[keep]
     if extra:  # a point that no choice can satisfy: keep its shortage visible as a point of its own
         kept = np.append(kept, min(outside, float(tight[~keep].min(initial=0.0))))
+        when = np.append(when, points)
     ptr = [0]
     point: list[np.ndarray] = []
     change: list[np.ndarray] = []
@@ -154,6 +163,7 @@ def memory_rows(
             ptr.append(ptr[-1] + int(nonzero.sum()))
     return Rows(
         capacity=kept,
+        when=when,
         slot=slot,
         ptr=np.array(ptr, np.int64),
         point=np.concatenate(point) if point else np.zeros(0, np.int64),

@@ -1,44 +1,30 @@
-"""The one entry: shrink, plan, eliminate; when no order fits, bounded search."""
+"""The one entry: eliminate exactly where an order fits; else, or under a memory limit, search bounded."""
 
 from __future__ import annotations
 
-import sys
 import time
-from types import ModuleType
-from typing import Literal
-
-import numpy as np
+from dataclasses import replace
 
 from pase.search import kernels_numpy
+from pase.search.bounded import Progress, bounded_search
 from pase.search.check import cost_of
 from pase.search.eliminate import back_substitute, run_plan
+from pase.search.exact import Kernel, best_plan, kernels_for
 from pase.search.factors import Pool, load
 from pase.search.plan import Plan, generate_seq, plan_elimination
-from pase.search.types import Solution
+from pase.search.types import MemoryProfile, Solution
 from pase.tables.types import CostTables
 
-__all__ = ["find_best_strategy", "kernels_for", "solve"]
-
-Kernel = Literal["numba", "numpy"]
-_SMALL_WORK = 20_000_000  # below this numpy is done before numba is imported
-
-
-def kernels_for(kernel: Kernel, work: float) -> ModuleType:
-    """The kernel module: numba's where asked for and worth its import (0.4 s), else numpy's."""
-    if kernel not in ("numba", "numpy"):
-        raise ValueError(f"kernel {kernel!r}: there are 'numba' and 'numpy'")
-    loaded = "pase.search.kernels_numba" in sys.modules
-    if kernel == "numpy" or (work < _SMALL_WORK and not loaded):
-        return kernels_numpy
-    from pase.search import kernels_numba
-
-    return kernels_numba
+__all__ = ["find_best_strategy", "solve"]
 
 
 def find_best_strategy(
     tables: CostTables, order: tuple[int, ...] | None = None, *, kernel: Kernel = "numba"
 ) -> Solution:
-    """PaSE's FindBestStrategy: exact, by the given order of nodes (default: GenerateSeq's)."""
+    """PaSE's FindBestStrategy: exact, by the given order of nodes (default: GenerateSeq's).
+
+    Whatever it takes: no budget, no other order. ``solve`` chooses better ones.
+    """
     began = time.perf_counter()
     order = generate_seq(tables) if order is None else order
     n = len(tables.node_costs)
@@ -71,22 +57,41 @@ def _finish(
 
 def solve(
     tables: CostTables,
-    memory: None = None,
+    memory: MemoryProfile | None = None,
     time_limit: float | None = None,
     seed: int = 0,
     kernel: Kernel = "numba",
     threads: int = 2,
+    progress: Progress | None = None,
 ) -> Solution:
-    """The choice of least cost, with its certificate. Raises Infeasible if there is none."""
+    """The choice of least cost, optionally within a memory limit, with its certificate.
+
+    Exact by elimination wherever an order fits the budget (about 10 s and 1 GB). Otherwise, and where the
+    memory limit binds, a search that improves its answer and its lower bound until they meet or
+    ``time_limit`` seconds (60 if None) are over; Ctrl-C ends it with the best so far.
+
+    seed: steers the random parts; the same seed takes the same path, up to where the clock ends it.
+    kernel: "numba", or "numpy" (elimination alone).
+    progress: called now and then with (phase, best cost, bound, seconds).
+    Raises Infeasible where it is proven that nothing has a finite cost or nothing fits.
+    """
     began = time.perf_counter()
-    n = len(tables.node_costs)
-    pool = Pool()
-    entries = sum({id(e.cost): e.cost.size for e in tables.edges}.values())
-    factors = load(tables, pool, kernels_for(kernel, entries * 20))
-    best: Plan | None = None
-    for rule in ("growth", "work", "degree"):
-        plan = plan_elimination(n, factors, pool, rule=rule, stop_above=best.work if best else np.inf)
-        if plan.complete and (best is None or plan.work < best.work):
-            best = plan
-    assert best is not None
-    return _finish(tables, best, pool, kernel, threads, began)
+    if memory is not None and len(memory.bytes) != len(tables.node_costs):
+        raise ValueError(f"memory profile of {len(memory.bytes)} nodes for {len(tables.node_costs)} nodes")
+    free: Solution | None = None
+    if len(tables.node_costs) <= _MAX_PLANNED_NODES:
+        pool = Pool()
+        entries = sum({id(e.cost): e.cost.size for e in tables.edges}.values())
+        factors = load(tables, pool, kernels_for(kernel, entries * 20))
+        plan = best_plan(len(tables.node_costs), factors, pool, seed)
+        if plan is not None:
+            free = _finish(tables, plan, pool, kernel, threads, began)
+            if memory is None or not (memory.usage(free.choice) > memory.limit_bytes).any():
+                return free
+    found = bounded_search(tables, memory, time_limit, seed, began, progress)
+    if free is not None and free.bound > found.bound:
+        found = replace(found, bound=min(free.bound, found.cost), certificate="elimination without the limit")
+    return found
+
+
+_MAX_PLANNED_NODES = 20_000  # beyond, reductions come first: planning takes a while per node

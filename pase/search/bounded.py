@@ -1,0 +1,361 @@
+"""Search in bounded memory: for graphs too dense to eliminate, and under a memory limit.
+
+Rounds of three parts until the bound meets the cost or time is up: raise the Lagrangian bound (tree-
+reweighted messages, prices on the points that bind); search neighbourhoods around its choices; remove
+what the bound proves too dear, and contract again. As soon as what is left is small, an integer program
+runs beside on the other core and may finish it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from pase.errors import Infeasible
+from pase.search.check import cost_of
+from pase.search.contract import Contracted, contract, fixed_bytes, restrict
+from pase.search.exact import eliminate_pairwise
+from pase.search.flat import Flat, flatten
+from pase.search.ilp import IlpJob
+from pase.search.rows import Rows, memory_rows
+from pase.search.types import MemoryProfile, Solution
+from pase.tables.types import CostTables
+
+__all__ = ["Progress", "bounded_search", "closed"]
+
+Progress = Callable[[str, float, float, float], None]
+
+DEFAULT_SECONDS = 60.0
+_ILP_PAIRS = 120_000  # allowed pairs of all edges, at most, for an integer program
+_ACTIVE_POINTS = 400
+_SWEEPS = 100
+
+
+def closed(cost: float, bound: float, integers: bool) -> bool:
+    """Whether no cheaper choice can exist: equal up to rounding, or less than 1 apart in whole numbers."""
+    if not np.isfinite(cost):
+        return False
+    return cost - bound <= max(1e-9 * abs(cost), 1e-12) or (integers and cost - bound < 1 - 1e-6)
+
+
+class _State:
+    """The incumbent and the bound, in terms of the original problem."""
+
+    def __init__(self, tables: CostTables, memory: MemoryProfile | None, began: float) -> None:
+        self.tables, self.memory, self.began = tables, memory, began
+        self.integers = all(_whole(c) for c in tables.node_costs) and all(
+            _whole(m) for m in {id(e.cost): e.cost for e in tables.edges}.values()
+        )
+        self.choice: np.ndarray | None = None
+        self.cost = np.inf
+        self.bound = -np.inf
+        self.certificate = "Lagrangian dual"
+
+    def offer(self, choice: np.ndarray) -> bool:
+        """Take ``choice`` (over the original nodes) if it is allowed and cheaper."""
+        cost = cost_of(self.tables, choice)
+        if cost >= self.cost:
+            return False
+        if self.memory is not None and (self.memory.usage(choice) > self.memory.limit_bytes).any():
+            return False
+        self.choice, self.cost = choice, cost
+        return True
+
+    def prove(self, bound: float, by: str) -> None:
+        if bound > self.bound:
+            self.bound, self.certificate = bound, by
+
+    def done(self) -> bool:
+        return closed(self.cost, self.bound, self.integers)
+
+
+def _whole(a: np.ndarray) -> bool:
+    finite = a[np.isfinite(a)]
+    return bool((finite == np.round(finite)).all() and (np.abs(finite) < 2**53).all())
+
+
+class _Residual:
+    """Arrays of what is left, and the dual's state on it."""
+
+    def __init__(self, left: Contracted, memory: MemoryProfile | None) -> None:
+        self.left = left
+        self.flat: Flat = flatten(left.costs, left.pairs, left.matrices)
+        sizes = [c.size for c in left.costs]
+        if memory is None:
+            slot = self.flat.slot
+            none = np.zeros(0, np.int64)
+            self.rows = Rows(
+                capacity=np.zeros(0),
+                when=none,
+                slot=slot,
+                ptr=np.zeros(int(slot[-1]) + 1, np.int64),
+                point=none,
+                change=np.zeros(0),
+            )
+        else:
+            self.rows = memory_rows(memory, sizes, left.members, fixed_bytes(left, memory))
+        r = self.rows
+        self.row_arrays = (r.ptr, r.point, r.change, r.capacity)
+        self.price = np.zeros(r.points)
+        self.message = np.zeros(self.flat.messages)
+        self.active = np.zeros(_ACTIVE_POINTS, np.int64)
+        self.dual = np.array([-1e300, 0.3, 0.0, 0.0, 0.0])
+        self.choice = np.array([c.argmin() for c in left.costs], np.int64)
+
+    def inherit(self, old: _Residual) -> None:
+        """Start from the prices of the residual this one came from."""
+        if not self.rows.points:
+            return
+        for t in np.flatnonzero(old.price > 0):
+            at = int(np.abs(self.rows.when - old.rows.when[t]).argmin())
+            self.price[at] += old.price[t]
+        live = np.flatnonzero(self.price)[:_ACTIVE_POINTS]
+        self.active[: live.size] = live
+        self.dual[2] = live.size
+        self.dual[1] = max(old.dual[1], 0.02)
+
+    def priced(self) -> np.ndarray:
+        from pase.search.kernels_memory import priced_costs
+
+        out = np.zeros(self.flat.cost.size)
+        priced_costs(self.row_arrays, self.flat.cost, self.price, np.zeros(self.rows.points + 1), out)
+        return out
+
+
+def bounded_search(
+    tables: CostTables,
+    memory: MemoryProfile | None,
+    time_limit: float | None,
+    seed: int,
+    began: float,
+    progress: Progress | None = None,
+    start: np.ndarray | None = None,
+) -> Solution:
+    """The best choice found within ``time_limit`` seconds (60 if None) of ``began``, and a lower bound.
+
+    start: a choice to begin with. Raises Infeasible where it is proven that nothing fits.
+    """
+    ends_at = began + (DEFAULT_SECONDS if time_limit is None else time_limit)
+    state = _State(tables, memory, began)
+    if start is not None:
+        state.offer(start)
+    try:
+        method = _rounds(state, contract(tables, memory), seed, ends_at, progress)
+    except KeyboardInterrupt:
+        method = "interrupted"
+    return _solution(state, method)
+
+
+def _solution(state: _State, method: str) -> Solution:
+    seconds = time.perf_counter() - state.began
+    feasible = state.choice is not None
+    choice = state.choice
+    if choice is None:
+        choice = np.array([int(c.argmin()) for c in state.tables.node_costs], np.int64)
+    cost = cost_of(state.tables, choice)
+    optimal = feasible and state.done()
+    return Solution(
+        choice=choice,
+        cost=cost,
+        bound=min(state.bound, cost),
+        optimal=optimal,
+        feasible=feasible,
+        seconds=seconds,
+        method=method,
+        certificate=state.certificate,
+    )
+
+
+def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress: Progress | None) -> str:
+    rng = np.random.default_rng(seed)
+    now = _Residual(left, state.memory)
+    job: IlpJob | None = None
+    pairs_tried = np.inf
+    turn = 0
+    try:
+        while True:
+            _refuse_hopeless(state, now)
+            if not now.flat.n:
+                state.offer(now.left.expand(np.zeros(0, np.int64)))
+                state.prove(min(now.left.constant, state.cost), "reductions")
+                return "reductions"
+            if (turn == 0 or job is None) and _eliminate(state, now):
+                return "reductions and elimination"
+            _raise_bound(state, now)
+            _neighbourhoods(state, now, rng)
+            turn += 1
+            if progress is not None:
+                progress("searching", state.cost, state.bound, time.perf_counter() - state.began)
+            if job is not None and (answer := job.poll()) is not None:
+                job = None
+                if _take(state, now, answer):
+                    return "integer program"
+            if state.done():
+                return "dual bound and neighbourhood search"
+            if time.perf_counter() >= ends_at:
+                return "dual bound and neighbourhood search, stopped by time"
+            if job is not None:
+                continue
+            if turn >= 2:
+                usable, pairs = _usable_pairs(state, now)
+                if pairs <= min(_ILP_PAIRS, 0.7 * pairs_tried):
+                    pairs_tried = pairs
+                    scale = max(abs(state.cost if np.isfinite(state.cost) else state.bound), 1e-300)
+                    job = IlpJob(now.flat, now.rows, usable, scale, max(0.1, ends_at - time.perf_counter()))
+                    continue
+            if turn % 4 == 0 and (keep := _affordable(state, now)) is not None:
+                # Whatever is cheaper than the best is still there, so that a bound on what is left,
+                # capped at the best's cost, is a bound on all.
+                try:
+                    smaller = _Residual(restrict(now.left, keep), state.memory)
+                except Infeasible:  # nothing cheaper is left
+                    state.prove(state.cost, "dual bound")
+                    return "dual bound and neighbourhood search"
+                smaller.inherit(now)
+                now = smaller
+    finally:
+        if job is not None:
+            job.stop()
+
+
+def _refuse_hopeless(state: _State, now: _Residual) -> None:
+    if state.choice is None and now.rows.points and now.rows.capacity.min() < 0:
+        assert state.memory is not None
+        raise Infeasible(
+            f"the memory limit of {state.memory.limit_bytes:,.0f} bytes cannot be met: at some point even "
+            f"the least that can live takes {-float(now.rows.capacity.min()):,.0f} bytes more"
+        )
+
+
+def _eliminate(state: _State, now: _Residual) -> bool:
+    """Finish exactly by elimination, where no memory limit stands and what is left is narrow."""
+    if now.rows.points:
+        return False
+    choice = eliminate_pairwise(now.left.costs, now.left.pairs, now.left.matrices)
+    if choice is None:
+        return False
+    state.offer(now.left.expand(choice))
+    state.prove(state.cost, "elimination")
+    return True
+
+
+def _raise_bound(state: _State, now: _Residual) -> None:
+    from pase.search.kernels_memory import dual_ascent
+
+    flat = now.flat
+    if np.isfinite(state.cost):
+        target = state.cost - now.left.constant
+    else:
+        target = now.dual[0] + 0.5 * abs(now.dual[0]) if now.dual[0] > -1e299 else 0.0
+    # A fixed amount of work a turn, whatever the clock says: the same seed then does the same.
+    sweeps = int(np.clip(2e8 / max(1, flat.entries.size + 10 * flat.cost.size), 4, _SWEEPS))
+    lower = dual_ascent(
+        flat.graph,
+        now.row_arrays,
+        flat.cost,
+        now.price,
+        now.message,
+        now.choice,
+        now.active,
+        now.dual,
+        target,
+        sweeps,
+    )
+    state.prove(min(lower + now.left.constant, state.cost), "dual bound")
+
+
+def _neighbourhoods(state: _State, now: _Residual, rng: np.random.Generator) -> None:
+    """Search around the dual's rounded choice, then around the best."""
+    from pase.search.kernels_memory import lns, polish
+
+    flat = now.flat
+    steps = int(np.clip(4e8 / max(1, flat.entries.size), 200, 2000))
+    starts = [now.choice.copy()]
+    polish(flat.graph, now.priced(), starts[0], 20, int(rng.integers(2**31)))
+    if state.choice is not None:
+        starts.append(now.left.narrow(state.choice))
+    for start in starts:
+        for largest in (30, 100, 1000):
+            best = start.copy()
+            stats = np.array([np.inf, 0.0])
+            lns(
+                flat.graph,
+                now.row_arrays,
+                flat.cost,
+                now.price,
+                start,
+                best,
+                stats,
+                steps // 3,
+                largest,
+                0.0,
+                int(rng.integers(2**31)),
+            )
+            if stats[0] + now.left.constant < state.cost:
+                state.offer(now.left.expand(best))
+
+
+def _usable_pairs(state: _State, now: _Residual) -> tuple[np.ndarray, int]:
+    """(bool per entry: may an answer as good as the best use it; their number over all edges)."""
+    flat = now.flat
+    usable = np.isfinite(flat.entries)
+    if not flat.head.size:
+        return usable, 0
+    sizes = np.diff(flat.slot)
+    area = sizes[flat.head] * sizes[flat.tail]
+    if np.isfinite(state.cost):
+        least_node = np.minimum.reduceat(flat.cost, flat.slot[:-1])
+        least_edge = np.array(
+            [flat.entries[s : s + a].min() for s, a in zip(flat.matrix, area, strict=True)], np.float64
+        )
+        spare = state.cost - now.left.constant - float(least_node.sum()) - float(least_edge.sum())
+        # Entries may serve several edges: an entry goes where the most generous of them forbids it.
+        most = np.full(flat.entries.size, -np.inf)
+        for s, a, least in zip(flat.matrix, area, least_edge, strict=True):
+            np.maximum(most[s : s + a], least + spare, out=most[s : s + a])
+        usable &= flat.entries <= most + 1e-9 * abs(state.cost)
+    count = np.concatenate([[0], np.cumsum(usable)])
+    return usable, int((count[flat.matrix + area] - count[flat.matrix]).sum())
+
+
+def _take(state: _State, now: _Residual, answer: tuple[str, np.ndarray | None, float]) -> bool:
+    """Use an integer program's answer; True if it settles the search."""
+    status, choice, bound = answer
+    if choice is not None:
+        state.offer(now.left.expand(choice))
+    if status == "infeasible":
+        if state.choice is None:
+            raise Infeasible("no choice of configs fits the memory limit: the integer program proves it")
+        state.prove(state.cost, "integer program (HiGHS)")
+        return True
+    if np.isfinite(bound):
+        state.prove(min(bound + now.left.constant, state.cost), "integer program (HiGHS)")
+    return state.done()
+
+
+def _affordable(state: _State, now: _Residual) -> list[np.ndarray] | None:
+    """Per node, which configs a choice as good as the best may use; None where few would go."""
+    from pase.search.kernels_flat import trws_pass
+
+    if state.choice is None:
+        return None
+    flat = now.flat
+    priced = now.priced()
+    offset = float(now.price @ now.rows.capacity)
+    ceiling = state.cost - now.left.constant + offset + 1e-9 * abs(state.cost)
+    message = now.message.copy()
+    reduced = np.zeros(flat.cost.size)
+    forced = np.full(flat.cost.size, -np.inf)
+    scratch = now.choice.copy()
+    before = -np.inf
+    for sweep in range(30):
+        bound = trws_pass(flat.graph, priced, message, scratch, reduced, sweep % 2 == 0, False)
+        np.maximum(forced, before + reduced, out=forced)
+        before = bound
+    state.prove(min(before - offset + now.left.constant, state.cost), "dual bound")
+    keep = forced <= ceiling
+    if keep.all() or (~keep).sum() < 0.01 * keep.size:
+        return None
+    return [keep[a:b] for a, b in zip(flat.slot[:-1], flat.slot[1:], strict=True)]

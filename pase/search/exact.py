@@ -1,0 +1,74 @@
+"""Exact elimination: the best of several orders, within a budget of work and memory."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+
+from pase.search import kernels_numpy
+from pase.search.eliminate import back_substitute, run_plan
+from pase.search.factors import Factor, Pool, load
+from pase.search.plan import Plan, plan_elimination
+from pase.tables.types import CostTables, EdgeTable
+
+__all__ = ["Kernel", "best_plan", "eliminate_pairwise", "kernels_for"]
+
+Kernel = Literal["numba", "numpy"]
+
+MAX_WORK = 20_000_000_000  # min-plus operations: some seconds on two cores
+MAX_ENTRIES = 100_000_000  # entries of all tables together, 8 bytes each
+_SMALL_WORK = 20_000_000  # below this numpy is done before numba is imported
+_CHEAP_WORK = 200_000_000  # below this no better order is looked for
+
+
+def kernels_for(kernel: Kernel, work: float) -> ModuleType:
+    """The kernel module: numba's where asked for and worth its import (0.4 s), else numpy's."""
+    if kernel not in ("numba", "numpy"):
+        raise ValueError(f"kernel {kernel!r}: there are 'numba' and 'numpy'")
+    loaded = "pase.search.kernels_numba" in sys.modules
+    if kernel == "numpy" or (work < _SMALL_WORK and not loaded):
+        return kernels_numpy
+    from pase.search import kernels_numba
+
+    return kernels_numba
+
+
+def best_plan(n: int, factors: list[Factor], pool: Pool, seed: int = 0) -> Plan | None:
+    """The cheapest order found, or None if all exceed MAX_WORK or MAX_ENTRIES.
+
+    Tries more rules, then random ones, while the best is dear: planning costs less than running.
+    """
+    best: Plan | None = None
+    ceiling = float(MAX_WORK)
+    tries: list[tuple[str, float]] = [("growth", 0.0), ("work", 0.0), ("size", 0.0)]
+    tries += [("growth", 0.5), ("work", 0.5)] * 4
+    for i, (rule, noise) in enumerate(tries):
+        plan = plan_elimination(n, factors, pool, rule=rule, noise=noise, seed=seed + i, stop_above=ceiling)
+        if plan.complete and plan.entries <= MAX_ENTRIES and (best is None or plan.work < best.work):
+            best, ceiling = plan, float(plan.work)
+        if (best is not None and best.work < _CHEAP_WORK) or (best is None and i >= 4):
+            break
+    return best
+
+
+def eliminate_pairwise(
+    costs: list[np.ndarray], pairs: list[tuple[int, int]], matrices: list[np.ndarray]
+) -> np.ndarray | None:
+    """The best choice, int64 [n], by elimination; None if no order fits the budget."""
+    iota = {c.size: np.arange(c.size, dtype=np.int32) for c in costs}
+    edges = tuple(
+        EdgeTable(src=a, dst=b, cost=m, src_class=iota[m.shape[0]], dst_class=iota[m.shape[1]])
+        for (a, b), m in zip(pairs, matrices, strict=True)
+    )
+    tables = CostTables(node_costs=tuple(costs), edges=edges)
+    pool = Pool()
+    kernels = kernels_for("numba", np.inf)
+    factors = load(tables, pool, kernels)
+    plan = best_plan(len(costs), factors, pool)
+    if plan is None:
+        return None
+    run_plan(plan, pool, kernels, 2)
+    return back_substitute(plan, pool, len(costs))
