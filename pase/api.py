@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -205,11 +205,25 @@ class Problem:
             self.graph, found.mesh, found.configs, model=self.model, machine=self.machine, name=name,
             optimizer=self.optimizer, cost=s.cost, bound=s.bound, optimal=s.optimal, baselines={}, skipped={},
             tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried], seconds=seconds,
-            provenance=_provenance(self.graph, s), traced=traced, graph_digest=raw_digest(traced.graph),
+            provenance=_provenance(self.graph, s.method, s.certificate), traced=traced,
+            graph_digest=raw_digest(traced.graph),
+        )  # fmt: skip
+
+    def plan_of(self, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced) -> Plan:
+        """The plan of a strategy that was not searched for (a baseline, a transferred one), priced alike."""
+        from pase.plan.assemble import assemble, raw_digest
+        from pase.plan.itemize import collectives, node_costs
+
+        moved = collectives(self.graph, mesh, configs, self.model)
+        cost = sum(c.total for c in node_costs(self.graph, mesh, configs, self.model, moved, self.optimizer).values())
+        return assemble(
+            self.graph, mesh, configs, model=self.model, machine=self.machine, name=name, optimizer=self.optimizer,
+            cost=cost, bound=0.0, optimal=False, baselines={}, skipped={}, tried=[], seconds={},
+            provenance=_provenance(self.graph, "given", "none"), traced=traced, graph_digest=raw_digest(traced.graph),
         )  # fmt: skip
 
 
-def _provenance(graph: Graph, s: Solution) -> dict[str, str]:
+def _provenance(graph: Graph, method: str, certificate: str) -> dict[str, str]:
     import pase
 
     versions = {"pase": pase.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
@@ -218,6 +232,6 @@ def _provenance(graph: Graph, s: Solution) -> dict[str, str]:
         **versions,
         "command": " ".join(sys.argv[:1] and [Path(sys.argv[0]).name, *sys.argv[1:]]),
         "edges": str(len(graph.edges)),
-        "search": s.method,
-        "certificate": s.certificate,
+        "search": method,
+        "certificate": certificate,
     }

@@ -179,11 +179,13 @@ class Access:
 
     sparse: only as many elements are touched as the op has points (an embedding lookup, one layer's slice of a
     stack), not the whole tensor.
+    again: inside a rematerialised region, and backward needs the value: it is gathered a second time.
     """
 
     tensor: str
     map: AccessMap
     sparse: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

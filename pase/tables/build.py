@@ -86,7 +86,7 @@ def build(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str = "adam") -
         in_key = ("r", _space_key(dst), e.op.dims, e.access.map, shape)
         if in_key not in classes:
             classes[in_key] = _classes(read_states(dst, e.op, e.access, tensor, space[v], mesh))
-        key = (out_key, in_key, tensor.dtype, tensor.needs_grad, e.op.differentiable, e.op.times, e.op.remat)
+        key = (out_key, in_key, tensor.dtype, tensor.needs_grad, e.op.differentiable, e.op.times, e.access.again)
         if key not in edge_memo:
             edge_memo[key] = _edge_table(graph, e, classes[out_key], classes[in_key], model, mesh)
         found = edge_memo[key]

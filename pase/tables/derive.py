@@ -227,7 +227,7 @@ def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mes
     for step in reshard(written, wanted, mesh):
         yield Charge(
             kind=step.kind, axes=step.axes, nbytes=step.fraction * total, tensor=edge.tensor, phase="forward",
-            times=times * (2 if edge.op.remat else 1),
+            times=times * (2 if edge.access.again else 1),
         )  # fmt: skip
     if tensor.needs_grad and edge.op.differentiable:
         back = np.where(src == PENDING, PARTIAL, np.where(src == PARTIAL, REPLICATED, src))

@@ -1,0 +1,181 @@
+"""``pase run``: one training step of a layout, on devices here, against the same step unsharded."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pase.commands.options import JsonOption, console, print_json, progress
+
+if TYPE_CHECKING:
+    from pase.plan.types import Plan
+
+__all__ = ["run"]
+
+TOLERANCE = 1e-4
+"""Largest difference allowed, relative to the largest element of all gradients (or parameters): float32 sums
+in another order differ by about 1e-7 times the square root of their length; a wrong layout by orders more."""
+
+
+def run(
+    layout: Annotated[Path, typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT")],
+    devices: Annotated[
+        int | None, typer.Option("--devices", "-n", help="Devices to use here. Default: the layout's.", min=1)
+    ] = None,
+    reduced: Annotated[
+        bool, typer.Option("--reduced", help="Take the zoo model in its reduced size, split in the same way.")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="For the parameters and the batch.", min=0)] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Run one training step as the layout says and compare it with the same step on one device.
+
+    On a machine without accelerators the devices are JAX host devices. Compares the loss, every gradient and
+    every updated parameter, and the bytes that the compiled program moves with those predicted. Exits with 1
+    where the numbers do not agree.
+
+    \b
+    Example:
+      pase run layout.json --reduced --devices 8
+    """
+    from pase.api import load
+    from pase.errors import Infeasible
+
+    plan = load(layout)
+    devices = devices or plan.devices
+    _host_devices(devices)
+    with progress() as say:
+        say("tracing")
+        small = _placed(plan, devices, reduced)
+        result = step_against_unsharded(small["plan"], small["model"], seed, say)
+    result |= {"model": plan.model, "reduced": reduced, "devices": devices, "dropped_splits": small["dropped"]}
+    if json:
+        print_json(result)
+    else:
+        _print(result)
+    if not result["agrees"]:
+        raise Infeasible("the sharded step differs from the unsharded one by more than rounding; please report it")
+
+
+def _host_devices(devices: int) -> None:
+    """Ask for enough host devices, before JAX starts; real accelerators are used where there are enough."""
+    flag = "--xla_force_host_platform_device_count"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={devices}".strip()
+    import jax
+
+    if len(jax.devices()) < devices:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
+    """The plan for the model and the devices at hand."""
+    from pase import zoo
+    from pase.api import Problem, resolve
+    from pase.errors import PaseError
+    from pase.frontends.from_jax import trace
+    from pase.plan.transfer import shrunk_mesh, transferred
+
+    if not plan.model.startswith("zoo:"):
+        raise PaseError(
+            f"'pase run' makes up parameters and a batch for zoo models only; for '{plan.model}' use plan.jax.train_step"
+        )
+    name = plan.model.removeprefix("zoo:")
+    model = zoo.reduced(name.partition("?")[0]) if reduced else zoo.get(name)
+    if not reduced and devices == plan.devices:
+        return {"plan": plan.with_model(resolve(plan.model)), "model": model, "dropped": []}
+    traced = trace(model.loss_fn, model.params, model.batch, name=plan.model)
+    problem = Problem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
+    mesh = shrunk_mesh(plan.mesh, devices)
+    configs, dropped = transferred(plan, problem.graph, mesh)
+    return {"plan": problem.plan_of(configs, mesh, plan.model, traced), "model": model, "dropped": list(dropped)}
+
+
+def step_against_unsharded(plan: Plan, model: Any, seed: int, say: Any = lambda _: None) -> dict[str, Any]:
+    """One Adam step both ways: losses, the largest differences, and bytes predicted and compiled."""
+    import jax
+    import numpy as np
+    import optax
+
+    from pase.backends.truth import compare
+
+    params, batch = model.init(seed)
+    optimizer = optax.adam(1e-3)
+    say("the unsharded step")
+    loss, grads = jax.jit(jax.value_and_grad(model.loss_fn))(params, batch)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    updated = optax.apply_updates(params, updates)
+    say(f"compiling for {plan.devices} devices")
+    jp = plan.jax
+    mesh = jp.mesh()
+    placed, placed_batch = jp.device_put(params, batch, mesh=mesh)
+    t0 = time.perf_counter()
+    loss_s, grads_s = jax.jit(jp.value_and_grad(mesh), in_shardings=jp.in_shardings(mesh))(placed, placed_batch)
+    step = jp.train_step(optimizer, mesh)
+    compiled = jp.lower_train_step(optimizer, mesh).compile()
+    compile_s = time.perf_counter() - t0
+    state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer, mesh))(placed)
+    say("the sharded step")
+    t0 = time.perf_counter()
+    updated_s, _, loss_step = jax.block_until_ready(step(placed, state, placed_batch))
+    step_s = time.perf_counter() - t0
+
+    def difference(a: Any, b: Any) -> float:
+        pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+        return float(max(np.abs(x - y).max() for x, y in pairs) / max(np.abs(x).max() for x, _ in pairs))
+
+    # Adam divides by the gradient's own size: where a gradient is rounding noise, its sign is too, and an
+    # update may differ by twice the learning rate. The gradients are the test; the update's bound says so.
+    off = {
+        "loss": abs(float(loss_s) - float(loss)) / abs(float(loss)),
+        "loss_of_step": abs(float(loss_step) - float(loss)) / abs(float(loss)),
+        "gradients": difference(grads, grads_s),
+    }
+    moved = max(
+        float(np.abs(np.asarray(x) - np.asarray(y)).max())
+        for x, y in zip(jax.tree.leaves(updated), jax.tree.leaves(updated_s), strict=True)
+    )
+    return {
+        "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        "loss": float(loss), "loss_sharded": float(loss_s), "difference": off, "parameter_difference": moved,
+        "agrees": all(v <= TOLERANCE for v in off.values()) and moved <= 2.1e-3,
+        "collectives": [
+            {"kind": r.kind, "predicted_bytes": r.predicted, "predicted_on_cpu": r.on_cpu, "compiled_bytes": r.compiled}
+            for r in compare(plan, compiled)
+        ],
+        "seconds": {"compile": compile_s, "step_and_transfer": step_s},
+    }  # fmt: skip
+
+
+def _print(r: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from pase.plan.table import bytes_text
+
+    out = console()
+    size = "reduced size, " if r["reduced"] else ""
+    mesh = " ".join(f"{k}={v}" for k, v in r["mesh"].items())
+    out.print(f"{r['model']} · {size}{r['devices']} devices here · mesh {mesh}", highlight=False)
+    if r["dropped_splits"]:
+        out.print(f"not split here, the small size does not divide: {', '.join(r['dropped_splits'])}", highlight=False)
+    d = r["difference"]
+    out.print(
+        f"loss {r['loss_sharded']:.6f} sharded, {r['loss']:.6f} unsharded · gradients differ by at most "
+        f"{d['gradients']:.1e} of the largest · "
+        + ("they agree" if r["agrees"] else "THEY DO NOT AGREE")
+        + f" (allowed {TOLERANCE:.0e})",
+        highlight=False,
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("collective", "predicted", "as XLA's CPU backend forms it", "in the compiled program"):
+        table.add_column(column, justify="left" if column == "collective" else "right")
+    for c in r["collectives"]:
+        if c["predicted_bytes"] or c["compiled_bytes"]:
+            table.add_row(
+                c["kind"], *(bytes_text(c[k]) for k in ("predicted_bytes", "predicted_on_cpu", "compiled_bytes"))
+            )
+    out.print(table)

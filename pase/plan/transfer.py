@@ -1,0 +1,74 @@
+"""A strategy found at one size, put on the same model at another size and on fewer devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.ir import Graph, Node
+from pase.machine import Mesh
+from pase.plan.types import Plan
+from pase.tables.layouts import configs
+
+__all__ = ["shrunk_mesh", "transferred"]
+
+
+def shrunk_mesh(mesh: Mesh, devices: int) -> Mesh:
+    """The mesh with its axes divided, the largest first, until it has ``devices``; axis names stay.
+
+    >>> shrunk_mesh(Mesh(names=("data", "model"), sizes=(8, 4)), 8)
+    Mesh(names=('data', 'model'), sizes=(2, 4))
+    """
+    if mesh.devices % devices:
+        raise PaseError(f"{devices} devices do not divide the plan's {mesh.devices}: choose a divisor of it")
+    sizes = list(mesh.sizes)
+    left = mesh.devices // devices
+    while left > 1:
+        prime = next(p for p in range(2, left + 1) if left % p == 0)
+        i = max((i for i, s in enumerate(sizes) if s % prime == 0), key=lambda i: sizes[i])
+        sizes[i] //= prime
+        left //= prime
+    return Mesh(names=mesh.names, sizes=tuple(sizes))
+
+
+def transferred(plan: Plan, graph: Graph, mesh: Mesh) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """Configs for ``graph`` (the plan's model at another size) on ``mesh`` (the plan's axes), and the nodes where
+    an axis had to be dropped because the smaller size does not divide.
+
+    Nodes are matched in order: a cast that one size lacks may change a node's name, not its place. PaseError where
+    the graph is not of the plan's model.
+    """
+    pairs = list(zip(plan.nodes, graph.nodes, strict=False))
+    differs = next((f"'{n.name}' ({n.kind}) stands where the plan has '{p.name}' ({p.op})" for p, n in pairs if p.op != n.kind), "")
+    if differs or len(plan.nodes) != len(graph.nodes):
+        raise PaseError(
+            f"this model's graph is not that of the plan for '{plan.model}': "
+            f"{differs or f'{len(graph.nodes)} nodes, the plan has {len(plan.nodes)}'}"
+        )
+    out: dict[str, np.ndarray] = {}
+    dropped: list[str] = []
+    for p, n in pairs:
+        out[n.name], whole = _fitted(n, p.split, mesh)
+        if not whole:
+            dropped.append(n.name)
+    return out, tuple(dropped)
+
+
+def _fitted(node: Node, split: Mapping[str, tuple[str, ...]], mesh: Mesh) -> tuple[np.ndarray, bool]:
+    dims = {d.name: i for i, d in enumerate(node.space)}
+    config = np.full(len(mesh.names), -1, dtype=np.int8)
+    space = configs(node, mesh)
+    whole = True
+    for d, axes in split.items():
+        for a in axes:
+            i = mesh.names.index(a)
+            if mesh.sizes[i] == 1:
+                continue
+            before = config[i]
+            config[i] = dims.get(d, -1)
+            if not (space == config).all(axis=1).any():
+                config[i] = before
+                whole = False
+    return config, whole
