@@ -1,0 +1,50 @@
+"""Hypothesis: meshes, and layouts of small tensors."""
+
+from __future__ import annotations
+
+from math import prod
+
+from hypothesis import strategies as st
+
+from pase.machine import Mesh
+from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
+
+SIZES = st.lists(st.sampled_from([2, 2, 2, 3, 4]), min_size=1, max_size=4).filter(lambda s: prod(s) <= 48)
+
+
+@st.composite
+def meshes(draw: st.DrawFn, max_axes: int = 4) -> Mesh:
+    sizes = tuple(draw(SIZES))[:max_axes]
+    return Mesh(names=tuple("abcd"[: len(sizes)]), sizes=sizes)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], partial: bool) -> tuple[int, ...]:
+    """A layout of the shape: axes in any order on any dim, in strides that divide it, major digits left out
+    now and then (a dim merged from several, of which only a minor one is split)."""
+    out = [REPLICATED] * len(mesh.sizes)
+    left = list(shape)
+    for a in draw(st.permutations(range(len(mesh.sizes)))):
+        if partial and draw(st.integers(0, 4)) == 0:
+            out[a] = PARTIAL
+            continue
+        fits = [t for t in range(len(shape)) if left[t] % mesh.sizes[a] == 0]
+        t = draw(st.sampled_from([*fits, -1]))
+        if t < 0:
+            continue
+        skips = [k for k in (1, 2, 3) if left[t] % (mesh.sizes[a] * k) == 0]
+        left[t] //= mesh.sizes[a] * draw(st.sampled_from([1, *skips]))
+        out[a] = t * _DIM + left[t]
+    return tuple(out)
+
+
+def nested(mesh: Mesh, *rows: tuple[int, ...]) -> bool:
+    """Do the digits of all these layouts fall into one mixed radix?"""
+    spans = [
+        (s // _DIM, s % _DIM, s % _DIM * n)
+        for r in rows
+        for s, n in zip(r, mesh.sizes, strict=True)
+        if s >= 0
+    ]
+    bounds = [(t, edge) for t, low, high in spans for edge in (low, high)]
+    return all(t != u or x % y == 0 or y % x == 0 for t, x in bounds for u, y in bounds)

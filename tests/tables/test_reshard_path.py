@@ -1,0 +1,93 @@
+"""Every sequence of collectives between two layouts, run element by element."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pase.machine import Mesh
+from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
+from pase.tables.reshard_path import moves, overlap, path
+from tests.tables.holdings import check, held, larger
+from tests.tables.strategies import layouts, meshes, nested
+
+SHAPES = st.sampled_from([(8,), (24, 4), (8, 8), (12, 12), (4, 4, 4), (16, 6)])
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Mesh, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    mesh, shape = draw(meshes()), draw(SHAPES)
+    return mesh, shape, draw(layouts(mesh, shape, True)), draw(layouts(mesh, shape, False))
+
+
+@given(pairs())
+@settings(max_examples=400, deadline=None)
+def test_every_collective_is_possible_and_ends_where_it_should(case) -> None:
+    mesh, shape, src, dst = case
+    sums, even = tuple(a for a, s in enumerate(src) if s == PARTIAL), nested(mesh, src, dst)
+    row, now = src, held(src, shape, mesh, sums)
+    for m in moves(src, dst, mesh.sizes):
+        after = held(m.after, shape, mesh, sums)
+        shifted = any(
+            x != y and overlap(x, n, y, n) for x, y, n in zip(row, m.after, mesh.sizes, strict=True)
+        )
+        check(m.kind, mesh, m.axes, now, after, even and not shifted)
+        assert not even or larger(m.kind, now, after) * mesh.ways(m.split) == np.prod(shape)
+        row, now = m.after, after
+    assert (now == held(dst, shape, mesh, sums)).all()
+
+
+@given(pairs())
+@settings(max_examples=300, deadline=None)
+def test_nothing_moves_where_every_device_has_what_it_needs(case) -> None:
+    mesh, shape, src, dst = case
+    if PARTIAL in src:
+        return
+    has = (held(dst, shape, mesh) <= held(src, shape, mesh)).all()
+    assert has == all(m.kind == "slice" for m in moves(src, dst, mesh.sizes))
+
+
+@given(pairs())
+@settings(max_examples=300, deadline=None)
+def test_a_path_is_made_of_single_collectives(case) -> None:
+    """Each leg of the path is, taken alone, the one collective that it was in the whole."""
+    mesh, _, src, dst = case
+    whole = moves(src, dst, mesh.sizes)
+    rows = path(src, dst, mesh)
+    assert rows[0] == src and rows[-1] == dst
+    legs = [moves(a, b, mesh.sizes) for a, b in pairwise(rows)]
+    assert [(m.kind, m.axes, m.split) for leg in legs for m in leg] == [
+        (m.kind, m.axes, m.split) for m in whole
+    ]
+
+
+def at(dim: int, stride: int) -> int:
+    return dim * _DIM + stride
+
+
+def kinds(src: list[int], dst: list[int], *sizes: int) -> list[tuple[str, int]]:
+    return [(m.kind, m.axes) for m in moves(src, dst, sizes)]
+
+
+def test_axes_that_move_together_are_one_all_to_all() -> None:
+    assert kinds([at(0, 4), at(0, 2)], [at(1, 4), at(1, 2)], 2, 2) == [("all_to_all", 3)]
+
+
+def test_axes_that_part_are_two() -> None:
+    assert kinds([at(0, 4), at(0, 2)], [at(1, 4), at(2, 4)], 2, 2) == [("all_to_all", 1), ("all_to_all", 2)]
+
+
+def test_a_new_major_axis_is_a_slice_and_a_permute() -> None:
+    """P('b') -> P(('a', 'b')), which a gather would make full size."""
+    assert kinds([REPLICATED, at(0, 2)], [at(0, 4), at(0, 1)], 2, 4) == [("slice", 1), ("permute", 3)]
+
+
+def test_a_major_axis_that_leaves_is_a_permute_and_a_gather() -> None:
+    assert kinds([at(0, 4), at(0, 2)], [REPLICATED, at(0, 4)], 2, 2) == [("permute", 3), ("all_gather", 1)]
+
+
+def test_a_sum_is_scattered_before_it_is_handed_over() -> None:
+    assert kinds([PARTIAL, at(0, 4)], [at(0, 4), at(1, 4)], 2, 2) == [("reduce_scatter", 1), ("permute", 3)]
