@@ -105,38 +105,41 @@ def _fit(
     by_rank = _slices(who, n)
     # Start from chains of direct differences, so that the medians begin near the truth.
     offset = -_spanning(by_collective, who, local, n)
-    for _ in range(30):
+
+    def residuals() -> np.ndarray:
+        """Common time of each pair's collective (median over its ranks) minus the rank's own, ns."""
         y = x * (1 + drift[who]) + rough[who] + offset[who]
         common = np.array([np.median(y[s]) if len(s) else 0.0 for s in by_collective])
-        residual = common[which] - y
-        step = np.array([np.median(residual[s]) if len(s) else 0.0 for s in by_rank])
-        step -= step[0]
-        offset += step
-        if np.abs(step).max() < 0.5:
-            break
-    # Drift: slope of the residual against time, by the median of slopes between the two halves.
-    for _ in range(8):
-        y = x * (1 + drift[who]) + rough[who] + offset[who]
-        common = np.array([np.median(y[s]) if len(s) else 0.0 for s in by_collective])
-        residual = common[which] - y
-        change = np.zeros(n)
-        for i, s in enumerate(by_rank):
-            slope, error = _slope(x[s], residual[s])
-            if abs(slope) > 4 * error:
-                change[i] = slope
+        return common[which] - y
+
+    def centre(rounds: int) -> None:
+        for _ in range(rounds):
+            left = residuals()
+            step = np.array([np.median(left[s]) if len(s) else 0.0 for s in by_rank])
+            step -= step[0]
+            offset[:] += step
+            if np.abs(step).max() < 0.5:
+                return
+
+    centre(30)
+    # Drift: the rank's slope against the common time, which itself moves with every correction.
+    errors = np.full(n, math.inf)
+    for _ in range(60):
+        left = residuals()
+        slopes = [_slope(x[s], left[s]) for s in by_rank]
+        errors = np.array([e for _, e in slopes])
+        change = np.array([s for s, _ in slopes])
         change -= change[0]
         drift += change
-        y = x * (1 + drift[who]) + rough[who] + offset[who]
-        common = np.array([np.median(y[s]) if len(s) else 0.0 for s in by_collective])
-        step = np.array([np.median((common[which] - y)[s]) if len(s) else 0.0 for s in by_rank])
-        offset += step - step[0]
+        centre(1)
         if np.abs(change).max() < 1e-9:
             break
-    y = x * (1 + drift[who]) + rough[who] + offset[who]
-    common = np.array([np.median(y[s]) if len(s) else 0.0 for s in by_collective])
-    residual = common[which] - y
+    # Keep only what is clear of noise.
+    drift[np.abs(drift) < 4 * np.hypot(errors, errors[0])] = 0.0
+    centre(30)
+    left = residuals()
     spread = np.array(
-        [_MAD_TO_SIGMA * float(np.median(np.abs(residual[s]))) if len(s) else math.inf for s in by_rank]
+        [_MAD_TO_SIGMA * float(np.median(np.abs(left[s]))) if len(s) else math.inf for s in by_rank]
     )
     return offset, drift, spread
 
@@ -172,7 +175,7 @@ def _spanning(by_collective: list[np.ndarray], who: np.ndarray, local: np.ndarra
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Slope of y over x and its standard error, robustly (Theil–Sen on pairs half the span apart)."""
+    """Slope of y over x and its standard error: Theil–Sen on pairs half the span apart, then refined."""
     n = len(x)
     if n < 8 or x.max() - x.min() <= 0:
         return 0.0, math.inf
@@ -185,8 +188,13 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
         return 0.0, math.inf
     slope = float(np.median((y[half : 2 * half] - y[:half])[ok] / dx[ok]))
     residual = y - slope * x
-    sigma = _MAD_TO_SIGMA * float(np.median(np.abs(residual - np.median(residual))))
-    return slope, _MEDIAN_LOSS * max(sigma, 1.0) / (float(x.std()) * math.sqrt(n))
+    residual -= np.median(residual)
+    sigma = max(_MAD_TO_SIGMA * float(np.median(np.abs(residual))), 1.0)
+    # Least squares on what is not an outlier: twice as precise as the median of slopes.
+    fine = np.abs(residual) < 4 * sigma
+    around = x[fine] - x[fine].mean()
+    slope += float(around @ residual[fine] / (around @ around))
+    return slope, sigma / (float(around.std()) * math.sqrt(int(fine.sum())))
 
 
 def _components(ranks: list[int], matches: list[Match]) -> list[list[int]]:

@@ -129,9 +129,10 @@ def _header(path: Path, limits: Limits) -> dict[str, Any]:
                 if prefix == key and event == "end_map":
                     out[key], builder = builder.value, None
     except ijson.JSONError as e:
-        raise PaseError(f"{path}: not a JSON trace: {_short(e)}") from e
-    if not stream.total:
-        raise PaseError(f"{path}: the file is empty or not readable ({stream.broken or 'no bytes'})")
+        if not stream.total:
+            what = f"the file is empty or not readable ({stream.broken or 'no bytes'})"
+            raise PaseError(f"{path}: {what}") from e
+        raise PaseError(f"{path}: not a JSON trace: {stream.broken or _short(e)}") from e
     raise PaseError(f'{path}: no "traceEvents" in it, so not a Chrome-format trace')
 
 

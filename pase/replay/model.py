@@ -26,7 +26,6 @@ _DEFAULT_LAG_NS = {_E["launch"]: 8_000.0, _E["stream"]: 1_000.0, _E["wait"]: 4_0
 """Seen on V100 and A100 traces; used only where a trace shows no instance."""
 
 
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
     """A timeline taken apart: programs by (rank, iteration), and which collectives are shared."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import zipfile
@@ -10,6 +9,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+import numpy as np
 
 from pase.errors import PaseError
 
@@ -28,6 +29,7 @@ class Limits:
     """Bytes before the first event."""
     event_bytes: int = 4 << 20
     """Bytes between two complete events: a longer stretch is one giant string or nest."""
+    depth: int = 500
     lanes: int = 20_000
     """Distinct threads and streams of one rank."""
     names: int = 1_000_000
@@ -41,7 +43,10 @@ LIMITS = Limits()
 
 _BAD_NUMBER = re.compile(rb"(\A|[:\[,]\s*)-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
-_DEEP = b"[" * 100
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_STEP = np.zeros(256, dtype=np.int8)
+_STEP[[ord("["), ord("{")]] = 1
+_STEP[[ord("]"), ord("}")]] = -1
 
 
 class _Source(Protocol):
@@ -66,6 +71,7 @@ class BoundedReader:
         self.not_numbers = 0
         self.tail = b""
         self._rest = b""
+        self._depth = 0
 
     def read(self, n: int = -1) -> bytes:
         if n == 0:
@@ -81,7 +87,7 @@ class BoundedReader:
     def _raw(self) -> bytes:
         try:
             chunk = self.source.read(self.CHUNK)
-        except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, OSError) as e:
+        except (EOFError, zlib.error, OSError) as e:
             self.broken = self.broken or f"{type(e).__name__}: {e}"
             chunk = b""
         self.total += len(chunk)
@@ -100,8 +106,7 @@ class BoundedReader:
                 f"{self.where}: {self.since_event >> 20} MiB without an event near byte {self.total}; "
                 "one huge value is no trace"
             )
-        if _DEEP in chunk:
-            raise PaseError(f"{self.where}: lists nested more than {len(_DEEP)} deep near byte {self.total}")
+        self._check_depth(chunk)
         # Cut after the last separator, so that no token that NaN-repair looks for is split.
         data = self._rest + chunk
         cut = max(data.rfind(b","), data.rfind(b"}")) + 1
@@ -111,9 +116,50 @@ class BoundedReader:
         self.tail = (self.tail + out)[-4096:]
         return out
 
+    def _check_depth(self, chunk: bytes) -> None:
+        """Refuse deep nesting before the parser sees it: its memory grows with the square of the depth."""
+        carried = self._depth if self.since_event > len(chunk) else 0
+        self._depth, deepest = _depth(chunk, carried)
+        if deepest > self.limits.depth:
+            # Brackets inside strings count in the quick look; look again without strings.
+            self._depth, deepest = _depth(_STRING.sub(b"", chunk), carried)
+        if deepest > self.limits.depth:
+            raise PaseError(f"{self.where}: values nested {deepest} deep near byte {self.total}: not a trace")
+
     def event_done(self) -> None:
         self.events += 1
         self.since_event = 0
+
+
+def _depth(chunk: bytes, carried: int) -> tuple[int, int]:
+    """Brackets left open at the end of the chunk, and the most that were open at once."""
+    if not chunk:
+        return carried, carried
+    level = np.cumsum(_STEP[np.frombuffer(chunk, dtype=np.uint8)], dtype=np.int32) + carried
+    above = level - np.minimum(np.minimum.accumulate(level), 0)
+    return int(above[-1]), int(above.max())
+
+
+class _Gunzip:
+    """gzip as a stream that gives all it can before it says that the file is cut."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self.raw, self.member = raw, zlib.decompressobj(31)
+
+    def read(self, n: int) -> bytes:
+        while True:
+            if self.member.eof:
+                more = self.member.unused_data or self.raw.read(1 << 16)
+                if not more.startswith(b"\x1f\x8b"):
+                    return b""
+                self.member = zlib.decompressobj(31)
+            else:
+                more = self.member.unconsumed_tail or self.raw.read(1 << 16)
+            if not more:
+                raise EOFError("the gzip stream stops in the middle")
+            out = self.member.decompress(more, n)
+            if out:
+                return out
 
 
 def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
@@ -125,7 +171,7 @@ def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
     magic = raw.read(2)
     raw.seek(0)
     if magic == b"\x1f\x8b":
-        return BoundedReader(gzip.GzipFile(fileobj=raw), str(path), path.stat().st_size, limits)
+        return BoundedReader(_Gunzip(raw), str(path), path.stat().st_size, limits)
     return BoundedReader(raw, str(path), None, limits)
 
 

@@ -25,6 +25,8 @@ KNOBS = {
     "balance": "balance=1: every rank computes as fast as the median rank",
 }
 
+_SMALL_NS = 20_000.0
+
 _HOST_KINDS = (KINDS.index("host"), KINDS.index("runtime"))
 
 
@@ -53,25 +55,28 @@ def parse_knob(text: str) -> tuple[str, str, float]:
 def split_cost(g: DataflowGraph) -> np.ndarray:
     """The fixed part (ns) of each collective's duration, 0 for other tasks; the rest scales with bytes.
 
-    From a line through (bytes, duration) of the graph's collectives of that operation, where bytes are known
-    and differ; else the shortest duration of the operation stands for it. At most the duration itself.
+    From a line through (bytes, duration) of the smaller collectives of that operation, where bytes are known
+    and differ. Else the trace cannot tell the two parts apart, and the shortest duration stands for the fixed
+    part, but no more than 20 µs, which is what small NCCL messages take. At most the duration itself.
     """
     fixed = np.zeros(len(g))
     for operation in np.unique(g.operation[g.kind == COLLECTIVE]).tolist():
         mine = np.flatnonzero((g.kind == COLLECTIVE) & (g.operation == operation))
         d, b = g.duration_ns[mine], g.nbytes[mine].astype(np.float64)
-        base = float(d.min())
+        base = min(float(d.min()), _SMALL_NS)
         known = b >= 0
         if known.sum() >= 3 and np.unique(b[known]).size >= 3:
             small = known & (b <= np.median(b[known]))
-            base = float(np.median(d[small])) if np.ptp(b[small]) == 0 else _intercept(b[small], d[small])
+            base = (
+                float(np.median(d[small])) if np.ptp(b[small]) == 0 else _intercept(b[small], d[small], base)
+            )
         fixed[mine] = np.minimum(d, max(base, 0.0))
     return fixed
 
 
-def _intercept(b: np.ndarray, d: np.ndarray) -> float:
+def _intercept(b: np.ndarray, d: np.ndarray, default: float) -> float:
     slope, at0 = np.polyfit(b, d, 1)
-    return float(at0) if slope >= 0 and at0 >= 0 else float(d.min())
+    return float(at0) if slope >= 0 and at0 >= 0 else default
 
 
 def apply(g: DataflowGraph, knobs: Iterable[tuple[str, str, float]]) -> DataflowGraph:
