@@ -1,4 +1,4 @@
-"""What a dim is to the methods that people use, read off the graph: batch, model dim, heads, experts, sequence.
+"""What a dim is to the methods that people use, read off the graph: batch, model dim, heads, experts.
 
 Nothing here looks at names. The batch is the first dim of the inputs. The model dim (residual stream) is
 the one that most weights share. A weight from the model dim outwards is a *column* weight, one back to
@@ -142,7 +142,7 @@ def _model_dim(weights: tuple[Weight, ...]) -> int | None:
 def _tensor_dims(
     graph: Graph, classes: dict[DimKey, int], weights: tuple[Weight, ...], model: int | None
 ) -> tuple[set[int], set[int]]:
-    """Dims between a column weight and its row weight; and those that look-ups start from and columns end in."""
+    """Dims between a column weight and its row weight; dims that look-ups start from or columns end in."""
     inner: set[int] = set()
     ends: set[int] = set()
     if model is None:

@@ -53,7 +53,7 @@ def rules() -> dict[str, Rule]:
 
 def _only(cfg: np.ndarray, axes: Sequence[int], dims: Sequence[int]) -> np.ndarray:
     """bool [K]: these axes split these dims (or NOT_SPLIT, where listed) and no other."""
-    return np.isin(cfg[:, list(axes)], list(dims)).all(axis=1)
+    return np.asarray(np.isin(cfg[:, list(axes)], list(dims)).all(axis=1))
 
 
 def _most(cfg: np.ndarray, allowed: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
@@ -93,7 +93,7 @@ def _elements(node: Node) -> int:
 
 
 def _stored_apart(node: Node, cfg: np.ndarray, mesh: Mesh, axes: Sequence[int]) -> np.ndarray:
-    """A parameter over all of these axes on the largest dim that can take them; a small one may stay whole."""
+    """A parameter over all of these axes on the largest dim that takes them; a small one may stay whole."""
     whole = _only(cfg, axes, [NOT_SPLIT])
     order = sorted(range(len(node.space.dims)), key=lambda i: -number(node.space.dims[i].size, node.name))
     for i in order:
@@ -220,7 +220,8 @@ def owt(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipp
     def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         if node.kind == "parameter":
             mine = r.dims(node, readers.get(node.name, out))
-            return _most(cfg, _only(cfg, [0], [NOT_SPLIT, *mine]), mine, mesh)
+            allowed = _only(cfg, [0], [NOT_SPLIT, *mine])
+            return _most(cfg, allowed, mine, mesh) if node.name in readers else allowed
         if node.name in after:
             mine = r.dims(node, after[node.name])
             split = _only(cfg, [0], mine)
@@ -261,18 +262,18 @@ def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | 
         if why:
             yield Skipped(name=f"megatron_{label}", reason=why)
             continue
-        sizes = r.sizes(graph, r.tensor)
+        sizes, inside = r.sizes(graph, r.tensor), r.sizes(graph, r.tensor - r.ends)
         if not any(size % degree == 0 for size in sizes):
             yield Skipped(
                 name=f"megatron_{label}",
                 reason=f"none of its heads, hidden units and vocabularies ({sizes}) divides by {degree}",
             )
             continue
-        meshes = [m for m in _model_meshes(data, degree, sizes) if _fits(m, machine)]
+        meshes = [m for m in _model_meshes(data, degree, inside) if _fits(m, machine)]
         if not meshes:
             yield Skipped(
                 name=f"megatron_{label}",
-                reason=f"a group of {degree} does not cover whole nodes or whole parts of one ({machine.name})",
+                reason=f"groups of {degree} are neither whole nodes of {machine.name} nor equal parts of one",
             )
             continue
         uneven = [s for s in sizes if s % degree]

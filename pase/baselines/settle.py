@@ -50,10 +50,8 @@ def baselines(
     for method, make in known.items():
         if only and method not in only:
             continue
-        for found in make(graph, devices, machine):
-            if isinstance(found, Intent):
-                tables, space = (tables_of or default)(found.mesh)
-                found = settle(found, tables, space)
+        for made in make(graph, devices, machine):
+            found = settle(made, *(tables_of or default)(made.mesh)) if isinstance(made, Intent) else made
             so_far = best.get(found.name)
             better = isinstance(found, Baseline) and not (
                 isinstance(so_far, Baseline) and so_far.cost <= found.cost

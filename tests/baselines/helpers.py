@@ -1,0 +1,66 @@
+"""Traced graphs, and the collectives of a strategy as plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from pase import zoo
+from pase.baselines import Baseline
+from pase.frontends.from_jax import trace
+from pase.ir import Graph, named, simplify
+from pase.machine import Mesh
+from pase.tables.derive import Charge, edge_charges, node_charges
+from pase.tables.layouts import read_states, write_states
+
+
+@cache
+def graph_of(model: str) -> Graph:
+    m = zoo.get(model)
+    return named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """One collective of a strategy: nbytes as CostModel.collective has them, times in a step."""
+
+    src: str
+    dst: str
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: float
+    phase: str
+    times: float
+
+
+def collectives(graph: Graph, baseline: Baseline) -> list[Sent]:
+    mesh = baseline.mesh
+    out: list[Sent] = []
+    for n in graph.nodes:
+        cfg = baseline.strategy[n.name][None]
+        out += _sent(n.name, n.name, node_charges(graph, n, cfg, mesh), mesh)
+    for e in graph.edges:
+        src, dst, tensor = graph.node[e.src], graph.node[e.dst], graph.tensors[e.tensor]
+        op, write = src.write_of(e.tensor)
+        written = write_states(src, op, write, tensor, baseline.strategy[e.src][None], mesh)
+        wanted = read_states(dst, e.op, e.access, tensor, baseline.strategy[e.dst][None], mesh)
+        out += _sent(e.src, e.dst, edge_charges(graph, e, written, wanted, mesh), mesh)
+    return out
+
+
+def _sent(src: str, dst: str, charges: Iterator[Charge], mesh: Mesh) -> Iterator[Sent]:
+    for c in charges:
+        bits = int(np.ravel(c.axes)[0])
+        if bits:
+            yield Sent(
+                src=src,
+                dst=dst,
+                kind=c.kind,
+                axes=tuple(name for i, name in enumerate(mesh.names) if bits >> i & 1),
+                nbytes=float(np.ravel(c.nbytes)[0]),
+                phase=c.phase,
+                times=c.times,
+            )

@@ -1,0 +1,192 @@
+"""Each method sends what its authors say it sends."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from pase import costmodels, machine
+from pase.baselines import Baseline, Skipped, baselines, roles
+from pase.baselines.rules import PERSISTENT_ELEMENTS
+from tests.baselines.helpers import collectives, graph_of
+
+H100 = machine.load("h100x8")
+MODEL = costmodels.get("analytic", H100)
+LAYERS, BATCH, SEQ, WIDTH, VOCAB = 3, 128, 1024, 768, 50304
+GPT = f"gpt2?layers={LAYERS}&vocab={VOCAB}&remat=0"
+GPT_REMAT = f"gpt2?layers={LAYERS}&vocab={VOCAB}&remat=1"
+
+
+def made(model, devices, *only):
+    return {b.name: b for b in baselines(graph_of(model), devices, H100, MODEL, only=only)}
+
+
+def split(graph, b, node):
+    """axis -> dim of one node, by name."""
+    dims = graph.node[node].space.dims
+    return {b.mesh.names[a]: dims[d].name for a, d in enumerate(b.strategy[node]) if d >= 0}
+
+
+def weights(graph):
+    return {w.parameter for w in roles(graph).weights}
+
+
+def between_layers(graph, b, axis):
+    """(kind, phase) -> how often an activation of the residual stream is sent within the blocks."""
+    data = dict(zip(b.mesh.names, b.mesh.sizes, strict=True)).get("data", 1)
+    stream = BATCH // data * SEQ * WIDTH * 2
+    counts = Counter()
+    for c in collectives(graph, b):
+        if axis in c.axes and graph.node[c.src].kind != "parameter" and c.times >= LAYERS:
+            assert c.nbytes == stream, c
+            counts[c.kind, c.phase] += c.times / LAYERS
+    return counts
+
+
+def test_megatron_all_reduces_twice_forward_and_twice_backward():
+    """Shoeybi et al. 2019, figure 4 and section 3: two all-reduces in the forward pass of a layer, two in the
+    backward pass, each of batch × sequence × width."""
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "megatron")["megatron_8x4"]
+    assert between_layers(graph, b, "model") == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}
+
+
+def test_sequence_parallelism_halves_each_all_reduce():
+    """Korthikanti et al. 2022, section 4.2.2: each all-reduce becomes an all-gather and a reduce-scatter.
+
+    They gather once more in the backward pass rather than keep the gathered input; we keep it.
+    """
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "megatron")["megatron_sp_8x4"]
+    kinds = ("all_gather", "reduce_scatter")
+    assert between_layers(graph, b, "model") == {(k, p): 2 for k in kinds for p in ("forward", "backward")}
+
+
+def test_megatron_with_recomputation_sends_the_forward_again():
+    """All-reduces: 4 in the forward and its repetition, 2 backward; less what no gradient needs again."""
+    graph = graph_of(GPT_REMAT)
+    counts = between_layers(graph, made(GPT_REMAT, 32, "megatron")["megatron_8x4"], "model")
+    assert counts["all_reduce", "backward"] == 2
+    assert 3 <= counts["all_reduce", "forward"] <= 4
+
+
+def test_megatron_splits_columns_then_rows_and_the_vocabulary():
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "megatron")["megatron_8x4"]
+    r = roles(graph)
+    for name in ("blocks.attention.wq", "blocks.attention.wo", "blocks.ff.w1", "blocks.ff.w2", "wte"):
+        (dim,) = split(graph, b, name).values()
+        assert split(graph, b, name) == {"model": dim}
+        assert r.classes[name, dim] in r.tensor
+    assert [graph.node[n].space[split(graph, b, n)["model"]].size for n in ("blocks.ff.w1", "wte")] == [
+        3072,
+        VOCAB,
+    ]
+    # The look-up's partial sums and the logits' gradient are all-reduced once each.
+    ends = [c for c in collectives(graph, b) if "model" in c.axes and c.times == 1 and c.nbytes > 2**24]
+    assert Counter(c.phase for c in ends) == {"forward": 1, "backward": 1}
+
+
+def test_key_value_heads_are_repeated_where_they_do_not_divide():
+    graph = graph_of("llama3_8b")
+    b = made("llama3_8b", 32, "megatron")["megatron_2x16"]
+    assert b.mesh.sizes[0] == 2 and sorted(b.mesh.sizes[1:]) == [2, 8]
+
+    def ways(node):
+        sizes = dict(zip(b.mesh.names, b.mesh.sizes, strict=True))
+        out = 1
+        for axis in split(graph, b, node):
+            out *= sizes[axis]
+        return out
+
+    assert ways("blocks.attention.wq") == ways("blocks.ff.up") == 16
+    assert ways("blocks.attention.wk") == ways("blocks.attention.wv") == 8
+    assert any("does not divide by 16" in note for note in b.notes)
+
+
+def test_fsdp_gathers_each_weight_for_use_and_scatters_its_gradient():
+    """Rajbhandari et al. 2020, section 7.1: a gather of each parameter forward, one backward (here: under
+    recomputation, when the forward runs again), and a reduce-scatter of its gradient."""
+    graph = graph_of(GPT_REMAT)
+    b = made(GPT_REMAT, 32, "fsdp")["fsdp"]
+    sent = collectives(graph, b)
+    for name in weights(graph) - {"wte"}:
+        kinds = Counter()
+        dims = [d.size for d in graph.node[name].space if d.kind == "parallel"]
+        elements = 1
+        for size in dims:
+            elements *= size
+        if elements < PERSISTENT_ELEMENTS:
+            continue
+        for c in sent:
+            if c.src == name:
+                assert c.nbytes == elements * 2, "what moves is the cast to bfloat16"
+                kinds[c.kind, c.phase] += c.times / LAYERS
+        assert kinds == {("all_gather", "forward"): 2, ("reduce_scatter", "backward"): 1}, name
+    assert not [c for c in sent if c.kind == "all_reduce" and c.nbytes > 4 * PERSISTENT_ELEMENTS]
+
+
+def test_data_parallel_all_reduces_each_gradient_once():
+    """One all-reduce per use of a parameter, of the gradient's bytes in the dtype in which it is used."""
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "data_parallel")["data_parallel"]
+    sent = collectives(graph, b)
+    assert {c.kind for c in sent} == {"all_reduce"}
+    for e in graph.edges:
+        if graph.node[e.src].kind == "parameter":
+            mine = [c for c in sent if (c.src, c.dst) == (e.src, e.dst)]
+            t = graph.tensors[e.tensor]
+            assert [c.nbytes for c in mine] == [t.nbytes], e
+            assert mine[0].times == e.op.times and mine[0].phase == "backward"
+    gradients = sum(c.nbytes * c.times for c in sent if graph.node[c.src].kind == "parameter")
+    # bfloat16 weights, twice the embedding (float32 looked up, bfloat16 for logits), float32 norms
+    block = 12 * WIDTH**2 + 9 * WIDTH
+    norms = (4 * LAYERS + 2) * WIDTH * 4
+    assert gradients == LAYERS * block * 2 + (4 + 2) * VOCAB * WIDTH + SEQ * WIDTH * 2 + norms
+
+
+def test_one_weird_trick():
+    graph = graph_of("alexnet")
+    b = made("alexnet", 8, "owt")["owt"]
+    for n in graph.nodes:
+        if n.kind == "conv":
+            assert [n.space[d].size for d in split(graph, b, n.name).values()] == [128]
+    full = [n for n in graph.nodes if n.kind == "matmul"]
+    assert [[n.space[d].size for d in split(graph, b, n.name).values()] for n in full] == [
+        [4096],
+        [4096],
+        [1000],
+    ]
+    sent = collectives(graph, b)
+    assert not [c for c in sent if c.src in {"fc.0.w", "fc.1.w", "fc.2.w"}]
+    convolved = [c for c in sent if c.src in {f"conv.{i}.w" for i in range(5)}]
+    assert Counter(c.kind for c in convolved) == {"all_reduce": 5}
+
+
+def test_one_weird_trick_says_which_layer_it_cannot_split():
+    b = made("alexnet", 32, "owt")["owt"]
+    assert b.notes == ("1000 out-channels do not divide by 32: by batch",)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "name", "reason"),
+    [
+        ("gpt2?batch=24", 32, "data_parallel", "a batch of 24 does not divide by 32"),
+        ("gpt2?batch=24", 32, "fsdp", "a batch of 24 does not divide by 32"),
+        ("gpt2?batch=24", 32, "megatron_16x2", "a batch of 24 does not divide by 16"),
+        ("gpt2", 32, "owt", "not a convolutional network: 0 convolutions"),
+        ("alexnet", 32, "megatron", "no dim runs through most weights"),
+        ("gpt2", 8, "hsdp", "8 devices of h100x8 are one level of links: this would be fsdp"),
+        ("vit_l16", 8, "megatron_sp_4x2", r"no sequence dim \(\[197\]\) divides by 2"),
+    ],
+)
+def test_a_method_that_does_not_apply_says_why(model, devices, name, reason):
+    found = made(model, devices)[name]
+    assert isinstance(found, Skipped)
+    assert re.match(reason, found.reason), found.reason
+
+
+def test_small_batches_leave_tensor_parallelism():
+    found = made("gpt2?batch=8", 32)
+    assert isinstance(found["data_parallel"], Skipped)
+    assert isinstance(found["megatron_8x4"], Baseline)
