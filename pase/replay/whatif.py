@@ -195,18 +195,22 @@ def unroll(g: DataflowGraph, times: int) -> DataflowGraph:
     )
 
 
-def evaluate(g: DataflowGraph, times: int = 3) -> dict[int, float]:
+def evaluate(g: DataflowGraph, times: int = 4) -> dict[int, float]:
     """Steady length (ns) of each rank's iteration: of the last of several in a row where steps are marked on
-    threads, else of one on its own."""
+    threads, else of one on its own.
+
+    In a row, an iteration ends when both its thread and its device are done, so that neither a CPU that runs
+    ahead nor a device that lags behind hides the other.
+    """
     long = unroll(g, times)
     if long is g:
         return rank_lengths_ns(g, replay_graph(g))
     r = replay_graph(long)
-    n = len(g)
+    finish = r.finish_ns.reshape(times, len(g))
+    rank = g.rank
     out = {}
-    for rank in g.ranks:
-        if rank in g.root and rank in g.tail:
-            out[rank] = float(
-                r.finish_ns[g.tail[rank] + (times - 1) * n] - r.finish_ns[g.tail[rank] + (times - 2) * n]
-            )
+    for k in g.ranks:
+        mine = rank == k
+        if k in g.root and k in g.tail:
+            out[k] = float(finish[-1, mine].max() - finish[-2, mine].max())
     return out
