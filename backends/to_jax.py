@@ -221,8 +221,9 @@ class _Walk:
         return value
 
     def _read(self, value: Any, path: str, tensor: str | None) -> Any:
-        placement = self.plan.constraints.read.get(f"{path}|{tensor}")
-        return value if placement is None else self._constrain(value, placement)
+        for placement in self.plan.constraints.read.get(f"{path}|{tensor}", ()):
+            value = self._constrain(value, placement)
+        return value
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str) -> list[Any]:
         from jax.extend.core import Literal
@@ -270,33 +271,28 @@ class _Walk:
         nc, nk = p["num_consts"], p["num_carry"]
         closed = p["jaxpr"]
 
-        def entering(kind: str, values: Sequence[Any]) -> list[Any]:
-            """Settle each value's layout before the loop: reads first, then the loop tensor's own."""
+        def settled(kind: str, values: Sequence[Any], names: Sequence[str | None]) -> list[Any]:
+            """Values brought into the layouts of the loop's tensors of this kind (const, xs, x, carry, y)."""
             out = []
-            for k, x in enumerate(values):
+            for k, (x, name) in enumerate(zip(values, names, strict=True)):
                 key = f"{path}:{kind}{k}"
+                x = self._read(x, key, name)
                 out.append(self._defined(x, results[key][0]) if key in results else x)
             return out
 
-        consts = entering("const", ins[:nc])
-        init = entering("carry", ins[nc : nc + nk])
-        xs = entering("xs", ins[nc + nk :])
+        names, outs = self.plan.traced.operands[path], results[f"{path}:outs"]
+        consts = settled("const", ins[:nc], names[:nc])
+        init = settled("carry", ins[nc : nc + nk], names[nc : nc + nk])
+        xs = settled("xs", ins[nc + nk :], names[nc + nk :])
 
         def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            carry = entering("carry", carry)
-            x = entering("x", x)
-            outs = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{path}.")
-            ys = [self._read(y, f"{path}:y{k}", t) for k, (y, t) in enumerate(zip(outs[nk:], self._ys(eqn, path), strict=True))]
-            return entering("carry", outs[:nk]), ys
+            carry = settled("carry", carry, [None] * nk)
+            x = settled("x", x, [None] * len(x))
+            made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{path}.")
+            return settled("carry", made[:nk], outs[:nk]), settled("y", made[nk:], outs[nk:])
 
-        carry, ys = jax.lax.scan(
-            body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
-        )
-        return [*carry, *ys]
-
-    def _ys(self, eqn: Any, path: str) -> Sequence[str | None]:
-        """Tensors that the body stacks; their reads are keyed by the stack's own path."""
-        return [None] * (len(eqn.outvars) - eqn.params["num_carry"])
+        carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+        return [self._defined(x, t) for x, t in zip([*carry, *ys], results[path], strict=True)]
 
 
 def _evaluate(eqn: Any, ins: Sequence[Any]) -> list[Any]:

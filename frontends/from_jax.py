@@ -7,11 +7,11 @@ gets a stable path (its index in each enclosing jaxpr), by which ``backends/to_j
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pase.errors import PaseError
-from pase.frontends.jax_rules import RULES, ELEMENTWISE, UnknownOp
+from pase.frontends.jax_rules import ELEMENTWISE, RULES, UnknownOp
 from pase.ir import AccessMap, Graph, Size, Tensor, Walk, parse_size
 from pase.ir.sizes import is_one
 from pase.ops import GraphBuilder, Read, Write, nests
@@ -33,6 +33,7 @@ INLINED = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
     "custom_lin": "jaxpr",
+    "composite": "jaxpr",
 }
 """Primitives that call a jaxpr once, and the parameter that holds it."""
 
@@ -55,7 +56,8 @@ class Traced:
     operands: Mapping[str, tuple[str | None, ...]]
     """Equation path -> tensor name of each input (None: a literal)."""
     results: Mapping[str, tuple[str, ...]]
-    """Equation path -> tensor name of each output; "PATH:carryK" and the like -> a loop's tensors."""
+    """Equation path -> tensor name of each output; "PATH:carryK" and the like -> a loop's tensors, "PATH:outs" -> what
+    its body returns."""
 
 
 def inner_jaxpr(eqn: Any) -> Any:
@@ -66,10 +68,11 @@ def inner_jaxpr(eqn: Any) -> Any:
     return (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
 
 
-def _path(keys: Any) -> str:
+def _path(keys: Any, alone: str = "params") -> str:
+    """``blocks.0.w``; a pytree that is one leaf is called ``alone``."""
     import jax
 
-    return jax.tree_util.keystr(keys, simple=True, separator=".")
+    return jax.tree_util.keystr(keys, simple=True, separator=".") or alone
 
 
 def trace(
@@ -189,11 +192,11 @@ class _Lower:
     results: dict[str, tuple[str, ...]] = field(default_factory=dict)
     inside: str = ""
     """Path of the enclosing custom-derivative call, which a backend keeps whole."""
+    policy: Any = None
+    """The enclosing rematerialised region's policy: which results are saved."""
 
     def inner(self) -> _Lower:
-        return _Lower(
-            b=self.b, unknown=self.unknown, operands=self.operands, results=self.results, inside=self.inside
-        )
+        return replace(self, env={})
 
     def read(self, var: Any) -> Tensor | None:
         """The tensor of a variable; None for a literal, which is part of the op."""
@@ -211,11 +214,12 @@ class _Lower:
             if not self.inside:
                 self.operands[path] = tuple(None if (t := self.read(v)) is None else t.name for v in eqn.invars)
             name = eqn.primitive.name
+            self.b.saved = self.policy is not None and _saves(self.policy, eqn)
             if name in INLINED:
                 self._call(eqn, f"{prefix}{i}.")
             elif name == "scan":
                 self._scan(eqn, f"{prefix}{i}.")
-            elif name in ("while", "cond"):
+            elif name in ("while", "cond", "custom_linear_solve"):
                 self._opaque_region(eqn)
             elif name in ELEMENTWISE or name in RULES:
                 self._primitive(eqn)
@@ -228,6 +232,7 @@ class _Lower:
                 )
             if not self.inside:
                 self.results[path] = tuple(self.env[v].name for v in eqn.outvars)
+        self.b.saved = False
 
     def _primitive(self, eqn: Any) -> None:
         name = eqn.primitive.name
@@ -252,6 +257,7 @@ class _Lower:
         if eqn.primitive.name in KEPT_WHOLE and not self.inside:
             inner.inside = self.b.eqn
         if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
+            inner.policy = eqn.params.get("policy")
             with self.b.region(f"remat{prefix}", remat=not eqn.params.get("differentiated", False)):
                 inner.eqns(jaxpr.eqns, prefix)
         else:
@@ -319,6 +325,8 @@ class _Lower:
                 self.results[b.eqn] = (inner.env[var].name,)
             inner.eqns(jaxpr.eqns, prefix)
             b.source = source
+            outs = [inner.read(v) for v in jaxpr.outvars]
+            self.results[f"{eqn_path}:outs"] = tuple("" if t is None else t.name for t in outs)
             ys = []
             for k, (name, out) in enumerate(zip(jaxpr.outvars[nk:], eqn.outvars[nk:], strict=True)):
                 b.eqn = f"{eqn_path}:y{k}"
@@ -333,10 +341,16 @@ class _Lower:
         self.write(eqn.outvars, carried + ys)
 
     def _opaque_region(self, eqn: Any) -> None:
-        """while and cond, conservatively: not split; the work of their bodies, priced once (the trip count of a
-        while is unknown), the dearest branch of a cond."""
+        """while, cond and custom solves, conservatively: not split; the work of their bodies, priced once (the trip
+        count of a while is unknown), the dearest branch of a cond."""
         p = eqn.params
-        bodies = [p["body_jaxpr"]] if eqn.primitive.name == "while" else list(p["branches"])
+        match eqn.primitive.name:
+            case "while":
+                bodies = [p["body_jaxpr"]]
+            case "cond":
+                bodies = list(p["branches"])
+            case _:
+                bodies = [p["jaxprs"].solve]
         self._replicate(eqn, max(self._flops(body) for body in bodies))
 
     def _flops(self, closed: Any) -> float:
@@ -357,6 +371,14 @@ class _Lower:
         inputs = [t for v in eqn.invars if (t := self.read(v)) is not None]
         outs = [(shape_of(v.aval), dtype_of(v.aval)) for v in eqn.outvars]
         self.write(eqn.outvars, nests.opaque(self.b, eqn.primitive.name, inputs, outs, flops=flops))
+
+
+def _saves(policy: Any, eqn: Any) -> bool:
+    """Does a jax.checkpoint policy save this equation's results? (It is asked as JAX asks it.)"""
+    if eqn.primitive.name in INLINED or eqn.primitive.name == "scan":
+        return False  # asked of the equations inside
+    answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    return answer if isinstance(answer, bool) else type(answer).__name__ != "RecomputeType"
 
 
 def _size(x: Any) -> Size:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pase.plan.constraints import constraints
+from pase.plan.constraints import constraints, raw_name
 from pase.ir import Graph
 from pase.machine import CostModel, Machine, Mesh
 from pase.plan.itemize import collectives, node_costs, split_of
@@ -56,9 +56,9 @@ def assemble(
     for e in graph.edges:
         src = graph.node[e.src]
         if src.kind == "parameter":
-            want = c.read.get(f"{e.op.eqn}|{e.tensor}")
-            if want is not None:
-                uses.setdefault(src.ops[0].writes[0].tensor, {})[want] = None
+            through = c.read.get(f"{e.op.eqn}|{raw_name(e.tensor)}")
+            if through is not None:
+                uses.setdefault(src.ops[0].writes[0].tensor, {})[through[-1]] = None
     for t in graph.tensors.values():
         if t.role in leaves and t.name in graph.producer:
             leaves[t.role][t.path] = TensorPlan(

@@ -4,8 +4,9 @@ Framework-free. A placement is, per tensor dim, the mesh axes that split it, maj
 as a PartitionSpec). Three kinds of place:
 
 - storage: how a parameter, its gradient and its optimizer state are kept; how a batch input arrives;
-- define: where a tensor is made (a second entry, where one follows, is the copy that several readers share);
-- read: where one op wants a tensor in another layout than it was made or copied in.
+- define: where a tensor is made (further entries lead to the copy that several readers share);
+- read: where one op wants a tensor in another layout than it was made or copied in. Entries but the last are
+  layouts on the way: a partitioner that is asked for several moves at once falls back to gathering everything.
 
 A tensor that is still partial when it is made is not constrained there: its reader's layout settles the sum.
 """
@@ -17,11 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pase.ir import Access, Graph, Node, Op
+from pase.ir import Graph, Tensor
 from pase.machine import Mesh
-from pase.tables.layouts import PARTIAL, read_states, stride_of, tensor_dim, write_states
+from pase.tables.layouts import PARTIAL, PENDING, REPLICATED, read_states, stride_of, tensor_dim, write_states
+from pase.tables.reshard_path import path
 
-__all__ = ["Constraints", "Placement", "constraints", "placement"]
+__all__ = ["Constraints", "Placement", "constraints", "placement", "raw_name"]
 
 Placement = tuple[tuple[str, ...], ...]
 """Per tensor dim, the mesh axes that split it."""
@@ -33,7 +35,7 @@ class Constraints:
 
     storage: Mapping[str, Placement] = field(default_factory=dict)
     define: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
-    read: Mapping[str, Placement] = field(default_factory=dict)
+    read: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
 
 
 def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placement | None:
@@ -56,41 +58,56 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
     """All constraints of a strategy: node name -> config, int8 [axes]."""
     storage: dict[str, Placement] = {}
     define: dict[str, list[Placement]] = {}
-    read: dict[str, Placement] = {}
-    current: dict[str, Placement | None] = {}
-
-    def written(n: Node, op: Op, a: Access) -> Placement | None:
-        states = write_states(n, op, a, graph.tensors[a.tensor], configs[n.name][None, :], mesh)[0]
-        return None if (states == PARTIAL).any() else _placed(graph, a, states, mesh)
+    read: dict[str, tuple[Placement, ...]] = {}
+    current: dict[str, np.ndarray] = {}
 
     for n in graph.nodes:
         for op in n.ops:
             for a in op.reads:
-                if a.tensor in n.internal or a.tensor not in graph.producer or n.kind in ("copy", "output"):
+                tensor = graph.tensors[a.tensor]
+                if a.tensor not in current or a.tensor in n.internal or not tensor.shape:
                     continue
-                states = read_states(n, op, a, graph.tensors[a.tensor], configs[n.name][None, :], mesh)[0]
-                want = _placed(graph, a, states, mesh)
-                if want is not None and graph.tensors[a.tensor].shape and want != current.get(a.tensor):
-                    read[f"{op.eqn}|{_raw(a.tensor)}"] = want
+                if n.kind in ("copy", "output"):
+                    continue
+                want = read_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
+                want = np.where(want == PARTIAL, REPLICATED, want)
+                rows = _between(current[a.tensor], want, tensor, mesh)
+                if rows:
+                    read[f"{op.eqn}|{raw_name(a.tensor)}"] = rows
             for a in op.writes:
                 tensor = graph.tensors[a.tensor]
+                states = write_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
+                states = np.where(states == PENDING, REPLICATED, states)
                 if n.kind in ("parameter", "input") and op is n.ops[0]:
-                    where = written(n, op, a)
+                    where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
                     assert where is not None  # stored as it is walked
                     storage[a.tensor] = where
                 if not tensor.shape or not graph.read_outside(n, a.tensor):
                     continue
-                current[a.tensor] = written(n, op, a)
-                where = current[a.tensor]
-                if where is not None and n.kind != "input":
-                    define.setdefault(_raw(a.tensor), []).append(where)
-    return Constraints(storage=storage, define={t: tuple(dict.fromkeys(p)) for t, p in define.items()}, read=read)
+                current[a.tensor] = states
+                made = define.setdefault(raw_name(a.tensor), [])
+                if n.kind == "copy":
+                    made += _between(current[op.reads[0].tensor], states, tensor, mesh)
+                elif n.kind != "input" and not (states == PARTIAL).any():
+                    where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
+                    made += [] if where is None else [where]
+    return Constraints(storage=storage, define={t: tuple(p) for t, p in define.items() if p}, read=read)
 
 
-def _placed(graph: Graph, a: Access, states: np.ndarray, mesh: Mesh) -> Placement | None:
-    return placement(states, graph.tensors[a.tensor].shape, mesh)  # type: ignore[arg-type]
+def _between(have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
+    """The layouts to go through, the wanted one last; empty where the tensor is there already, or where blocks of
+    the wanted layout are not contiguous in this tensor (the reader's own operand will tell)."""
+    if (have == want).all() or placement(want, tensor.shape, mesh) is None:  # type: ignore[arg-type]
+        return ()
+    out: list[Placement] = []
+    for row in path(have, want, mesh)[1:]:
+        states = np.array(row)
+        where = None if (states == PARTIAL).any() else placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
+        if where is not None and (not out or out[-1] != where):
+            out.append(where)
+    return tuple(out)
 
 
-def _raw(tensor: str) -> str:
+def raw_name(tensor: str) -> str:
     """A copy bears its original's name and a suffix c, c1, …"""
     return tensor.partition("c")[0]

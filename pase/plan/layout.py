@@ -57,8 +57,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
             for n in plan.nodes
         ],
         "reshards": [
-            {"at": key.partition("|")[0], "tensor": key.partition("|")[2], "layout": layout}
-            for key, layout in plan.read.items()
+            {"at": key.partition("|")[0], "tensor": key.partition("|")[2], "layouts": layouts}
+            for key, layouts in plan.read.items()
         ],
         "layouts": plan.define,
         "collectives": [
@@ -130,7 +130,7 @@ def _plan(d: Mapping[str, Any]) -> Plan:
         parameters={k: tensor(t) for k, t in d["parameters"].items()},
         inputs={k: tensor(t) for k, t in d["inputs"].items()},
         define={k: tuple(map(_placement, v)) for k, v in d["layouts"].items()},
-        read={f"{r['at']}|{r['tensor']}": _placement(r["layout"]) for r in d["reshards"]},
+        read={f"{r['at']}|{r['tensor']}": tuple(map(_placement, r["layouts"])) for r in d["reshards"]},
         collectives=tuple(
             Collective(
                 kind=c["kind"], tensor=c["tensor"], axes=tuple(c["axes"]), nbytes=c["bytes"], times=c["times"],
@@ -176,8 +176,9 @@ def _check(plan: Plan, where: str) -> None:
     for name, layouts in plan.define.items():
         for layout in layouts:
             check(f"layouts/{name}", layout)
-    for key, layout in plan.read.items():
-        check(f"reshards/{key}", layout)
+    for key, layouts in plan.read.items():
+        for layout in layouts:
+            check(f"reshards/{key}", layout)
 
 
 def write_atomically(path: str | Path, text: str) -> None:

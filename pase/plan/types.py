@@ -75,7 +75,7 @@ class Plan:
     parameters: Mapping[str, TensorPlan]
     inputs: Mapping[str, TensorPlan]
     define: Mapping[str, tuple[Placement, ...]]
-    read: Mapping[str, Placement]
+    read: Mapping[str, tuple[Placement, ...]]
     collectives: tuple[Collective, ...]
     memory: Memory
     cost: float

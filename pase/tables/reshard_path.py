@@ -10,6 +10,7 @@ This is the definition, for one pair of layouts; ``pase.tables.reshard`` prices 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -65,9 +66,9 @@ def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[
         w.enter("slice", REPLICATED)
         or w.enter("reduce_scatter", PARTIAL)
         or w.exchange(movers=False)
-        or w.all_to_all(within=False)
+        or w.all_to_all(solid=True)
         or w.exchange(movers=True)
-        or w.all_to_all(within=True)
+        or w.all_to_all(solid=False)
         or w.unblock()
     ):
         pass
@@ -87,19 +88,24 @@ class _Walk:
         self.now, self.goal, self.sizes = now, goal, sizes
         self.axes = range(len(sizes))
         self.done: list[Move] = []
+        spans = [s for layout in (now, goal) for a in self.axes for s in self._span(layout, a)]
+        self.top = {t: max(high for u, _, high in spans if u == t) for t, _, _ in spans}
 
     def enter(self, kind: Kind, state: int) -> bool:
         """All free axes in this state (REPLICATED: slice, PARTIAL: reduce-scatter) take their digits."""
         free = [a for a in self.axes if self.now[a] == state and self.goal[a] >= 0 and self._free(a)]
         return self._move(kind, {a: self.goal[a] for a in free})
 
-    def all_to_all(self, *, within: bool) -> bool:
-        """All free axes that leave the first one's tensor dim for the one that it goes to. within: also where
-        both are the same dim, which no partitioner does but by a reshape."""
+    def all_to_all(self, *, solid: bool) -> bool:
+        """All free axes that leave one tensor dim for another together. solid: only where a partitioner can say
+        so: the dims differ, and shards stay contiguous."""
         free = [a for a in self.axes if 0 <= self.now[a] != self.goal[a] >= 0 and self._free(a)]
         ends = {a: (self.now[a] // _DIM, self.goal[a] // _DIM) for a in free}
-        pairs = [e for e in ends.values() if within or e[0] != e[1]]
-        return self._move("all_to_all", {a: self.goal[a] for a in free if ends[a] in pairs[:1]})
+        for pair in dict.fromkeys(ends.values()):
+            change = {a: self.goal[a] for a in free if ends[a] == pair}
+            if not solid or (pair[0] != pair[1] and self._solid(change)):
+                return self._move("all_to_all", change)
+        return False
 
     def exchange(self, *, movers: bool) -> bool:
         """A permute among axes that stand in each other's way, where all that they want to hold is held.
@@ -151,6 +157,13 @@ class _Walk:
         after = {a: self.goal[a] if self.goal[a] >= 0 else kept.get(a, REPLICATED) for a in group}
         self._move("permute", {a: state for a, state in after.items() if state != self.now[a]})
         return True
+
+    def _solid(self, change: dict[int, int]) -> bool:
+        """Are the shards contiguous after the change? Each digit must lie right below another, or topmost."""
+        after = [change.get(a, self.now[a]) for a in self.axes]
+        spans = [s for a in self.axes for s in self._span(after, a)]
+        lows = {(t, low) for t, low, _ in spans} | set(self.top.items())
+        return all((t, high) in lows for t, _, high in spans)
 
     def _unwanted(self, a: int, wanted: list[Span]) -> bool:
         span = self._span(self.now, a)
