@@ -101,7 +101,7 @@ class _Residual:
         self.price = np.zeros(r.points)
         self.message = np.zeros(self.flat.messages)
         self.active = np.zeros(_ACTIVE_POINTS, np.int64)
-        self.dual = np.array([-1e300, 0.3, 0.0, 0.0, 0.0])
+        self.dual = np.array([-np.inf, 0.0, 0.0, 0.0, 0.0, 0.0])
         self.choice = np.array([c.argmin() for c in left.costs], np.int64)
 
     def inherit(self, old: _Residual) -> None:
@@ -114,7 +114,7 @@ class _Residual:
         live = np.flatnonzero(self.price)[:_ACTIVE_POINTS]
         self.active[: live.size] = live
         self.dual[2] = live.size
-        self.dual[1] = max(old.dual[1], 0.02)
+        self.dual[1] = 2.0 * old.dual[1]
 
     def priced(self) -> np.ndarray:
         from pase.search.kernels_memory import priced_costs
@@ -245,10 +245,6 @@ def _raise_bound(state: _State, now: _Residual) -> None:
     from pase.search.kernels_memory import dual_ascent
 
     flat = now.flat
-    if np.isfinite(state.cost):
-        target = state.cost - now.left.constant
-    else:
-        target = now.dual[0] + 0.5 * abs(now.dual[0]) if now.dual[0] > -1e299 else 0.0
     # A fixed amount of work a turn, whatever the clock says: the same seed then does the same.
     sweeps = int(np.clip(2e8 / max(1, flat.entries.size + 10 * flat.cost.size), 4, _SWEEPS))
     lower = dual_ascent(
@@ -260,7 +256,7 @@ def _raise_bound(state: _State, now: _Residual) -> None:
         now.choice,
         now.active,
         now.dual,
-        target,
+        state.cost - now.left.constant,
         sweeps,
     )
     state.prove(min(lower + now.left.constant, state.cost), "dual bound")
@@ -274,7 +270,9 @@ def _neighbourhoods(state: _State, now: _Residual, rng: np.random.Generator) -> 
     steps = int(np.clip(4e8 / max(1, flat.entries.size), 200, 2000))
     starts = [now.choice.copy()]
     polish(flat.graph, now.priced(), starts[0], 20, int(rng.integers(2**31)))
-    if state.choice is not None:
+    if state.choice is None:
+        starts.append(_press(now, starts[0], rng))
+    else:
         starts.append(now.left.narrow(state.choice))
     for start in starts:
         for largest in (30, 100, 1000):
@@ -295,6 +293,28 @@ def _neighbourhoods(state: _State, now: _Residual, rng: np.random.Generator) -> 
             )
             if stats[0] + now.left.constant < state.cost:
                 state.offer(now.left.expand(best))
+
+
+def _press(now: _Residual, choice: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A choice that fits, or nearly: the worst point's price is doubled until nothing is over."""
+    from pase.search.kernels_memory import polish, usage_of
+
+    now_price, flat = now.price, now.flat
+    price, used, choice = now_price.copy(), np.zeros(now.rows.points), choice.copy()
+    least = max(1e-12 * abs(flat.cost_of(choice)), 1e-300) / max(
+        1.0, float(now.rows.capacity.max(initial=1.0))
+    )
+    for _ in range(60):
+        usage_of(now.row_arrays, flat.slot, choice, used)
+        over = used - now.rows.capacity
+        if not over.size or over.max() <= 0:
+            break
+        worst = int(over.argmax())
+        price[worst] = max(4.0 * price[worst], price.max(initial=0.0) / 16, least * 1e9)
+        now.price = price
+        polish(flat.graph, now.priced(), choice, 5, int(rng.integers(2**31)))
+        now.price = now_price
+    return choice
 
 
 def _usable_pairs(state: _State, now: _Residual) -> tuple[np.ndarray, int]:

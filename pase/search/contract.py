@@ -36,7 +36,6 @@ class Contracted:
     costs: float64 [K] per kept node; pairs: (a, b) positions in ``nodes``; matrices: float64 [K_a, K_b].
     constant: cost that every choice pays. members: per kept node, (original node, int array [K]: its
     original config under each config of the kept node). fixed: (original node, config) decided.
-    eliminated: in order, (original node, costs, [(original neighbour, matrix [K, K_neighbour])]).
     """
 
     nodes: list[int]
@@ -71,7 +70,7 @@ class _Work:
         self.children: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(n)]
         self.gone = [False] * n
         self.constant = 0.0
-        self.eliminated: list[tuple[int, np.ndarray, list[tuple[int, np.ndarray]]]] = []
+        self.eliminated: list[tuple[int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]] = []
         self.fixed: list[int] = []
         # less[v][i, j]: config i holds no more memory than j, at any point; None: memory plays no part.
         self.less: list[np.ndarray | None] = [None] * n
@@ -165,7 +164,8 @@ class _Work:
     def eliminate(self, v: int) -> None:
         """v has at most two neighbours and holds the same memory in all configs."""
         near = list(self.near[v].items())
-        self.eliminated.append((v, self.costs[v], near))
+        # Neighbours may lose configs later: columns are remembered by original config.
+        self.eliminated.append((v, self.costs[v], [(u, self.original[u], m) for u, m in near]))
         if not near:
             self.constant += float(self.costs[v].min())
         elif len(near) == 1:
@@ -257,14 +257,12 @@ class _Work:
         return out
 
     def expand(self, nodes: list[int], choice: np.ndarray) -> np.ndarray:
-        now = np.full(len(self.costs), -1, np.int64)  # current config of roots and eliminated nodes
         out = np.full(len(self.costs), -1, np.int64)
 
         def settle(v: int, k: int) -> None:
             todo = [(v, k)]
             while todo:
                 w, i = todo.pop()
-                now[w] = i
                 out[w] = self.original[w][i]
                 todo.extend((c, int(g[i])) for c, g in self.children[w])
 
@@ -274,8 +272,8 @@ class _Work:
             settle(v, 0)
         for v, costs, near in reversed(self.eliminated):
             total = costs
-            for u, m in near:
-                total = total + m[:, now[u]]
+            for u, configs, m in near:
+                total = total + m[:, np.searchsorted(configs, out[u])]
             settle(v, int(total.argmin()))
         return out
 

@@ -131,7 +131,7 @@ def solve_ilp(problem: dict[str, np.ndarray]) -> tuple[str, np.ndarray | None, f
         )
         if lp.status == 2:
             return "infeasible", None, np.inf
-        if lp.x is None or lp.status != 0:
+        if lp.x is None or lp.fun is None or lp.status != 0:
             return "stopped", None, bound
         bound = lp.fun / factor
         new = peaks((used(lp.x[:slots]) - capacity) * row_scale - 1e-3, _ROWS_A_ROUND)

@@ -62,12 +62,13 @@ def total_cost(graph, cost, choice):  # type: ignore[no-untyped-def]
 
 
 @jit
-def dual_ascent(graph, rows, cost, price, msg, choice, active, state, target, passes):  # type: ignore[no-untyped-def]
+def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, passes):  # type: ignore[no-untyped-def]
     """Raise the bound by ``passes`` sweeps, each followed by a deflected subgradient step on the prices.
 
-    price: float64 [points], the best prices on entry and exit. active: int64 [cap], points with a price.
-    state: float64 [5] = (best bound, step factor, points active, sweeps without progress, parity), kept
-    between calls. target: a cost thought reachable; it sizes the steps. choice: the last rounded choice.
+    price: float64 [points], the best prices on entry and exit. active: int64, points that have a price.
+    state: float64 [6] = (best bound, level: the rise aimed at, points active, sweeps in this window,
+    parity, bound at the window's start), kept between calls; the level adapts to the rises that happen.
+    ceiling: a known cost, or inf. choice: set to the rounded choice of least priced cost.
     Returns the best bound.
     """
     slot = graph[0]
@@ -77,31 +78,45 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, target, pa
     priced = np.zeros(cost.shape[0])
     reduced = np.zeros(cost.shape[0])
     used = np.zeros(points)
+    rounded = choice.copy()
+    least = np.inf
     now = price.copy()
     count = int(state[2])
     direction = np.zeros(active.shape[0])
     is_active = np.zeros(points, np.uint8)
     for i in range(count):
         is_active[active[i]] = 1
-    for sweep in range(passes):
+    for _ in range(passes):
         priced_costs(rows, cost, now, suffix, priced)
-        bound = trws_pass(graph, priced, msg, choice, reduced, state[4] == 0.0, True)
+        bound = trws_pass(graph, priced, msg, rounded, reduced, state[4] == 0.0, True)
         state[4] = 1.0 - state[4]
+        free = 0.0
         for i in range(count):
-            bound -= now[active[i]] * cap[active[i]]
+            free += now[active[i]] * cap[active[i]]
+        bound -= free
+        value = total_cost(graph, priced, rounded) - free
+        if points > 0 or value < least:  # prices move on: the newest; without prices: the cheapest
+            least = value
+            choice[:] = rounded
         if bound > state[0]:
-            if bound > state[0] + 1e-5 * abs(state[0]):
-                state[3] = 0.0
             state[0] = bound
             price[:] = now
-        else:
-            state[3] += 1.0
+        if state[1] <= 0.0:
+            state[1] = 0.2 * abs(bound) + 1e-9
+            state[5] = state[0]
+        state[3] += 1.0
         if state[3] >= 20.0:
             state[3] = 0.0
-            state[1] *= 0.7
-            now[:] = price
-            direction[:] = 0.0
-        usage_of(rows, slot, choice, used)
+            if state[0] - state[5] >= 0.5 * state[1]:
+                state[1] *= 1.5
+            else:
+                state[1] *= 0.6
+                now[:] = price
+                direction[:] = 0.0
+            state[5] = state[0]
+        if points == 0:
+            continue
+        usage_of(rows, slot, rounded, used)
         worst = -1
         over = 0.0
         for t in range(points):
@@ -118,10 +133,10 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, target, pa
             g = used[t] - cap[t]
             if now[t] <= 0.0 and g < 0.0:
                 g = 0.0
-            direction[i] = 0.9 * direction[i] + 0.1 * g
+            direction[i] = 0.8 * direction[i] + 0.2 * g
             norm += direction[i] * direction[i]
         if norm > 0.0:
-            step = state[1] * max(target - state[0], 1e-3 * abs(target)) / norm
+            step = min(state[1], max(ceiling - state[0], 0.1 * state[1])) / norm
             for i in range(count):
                 t = active[i]
                 now[t] = max(0.0, now[t] + step * direction[i])
@@ -192,7 +207,7 @@ def lns(graph, rows, cost, price, choice, best_choice, stats, steps, largest, he
     if short <= 0.0 and now < stats[0]:
         stats[0] = now
         best_choice[:] = choice
-    for step in range(steps):
+    for _ in range(steps):
         limit = 1 + int(np.exp(np.random.random() * np.log(largest)))
         noise = np.random.random(16)
         start = np.random.randint(n)
@@ -236,7 +251,7 @@ def lns(graph, rows, cost, price, choice, best_choice, stats, steps, largest, he
             if worst >= 0:
                 extra[worst] += push * np.exp(6.0 * np.random.random())
         taken = False
-        for trial in range(7):
+        for _trial in range(7):
             suffix[points] = 0.0
             for t in range(points - 1, -1, -1):
                 suffix[t] = suffix[t + 1] + extra[t]

@@ -145,7 +145,7 @@ def _iopddl(path: Path, problem: dict[str, Any]) -> tuple[CostTables, MemoryProf
             raise PaseError(f"{path}: problem.nodes.intervals[{v}] = {pair} is out of range")
         span[v] = pair
     limit = problem.get("usage_limit")
-    if type(limit) not in (int, float) or not float(limit) >= 0:
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or not float(limit) >= 0:
         raise PaseError(f"{path}: problem.usage_limit must be a number of bytes, found {_kind(limit)}")
     pairs = _list(path, edges, "nodes", "problem.edges")
     matrices = _list(path, edges, "costs", "problem.edges")

@@ -20,8 +20,9 @@ __all__ = ["Rows", "memory_rows"]
 class Rows:
     """Constraints ``cumsum(events of the chosen configs)[t] <= capacity[t]``.
 
-    capacity: float64 [points], bytes. when: int64 [points], the profile's point. slot: int64 [kept nodes + 1]: configs of node r are rows
-    slot[r] … slot[r+1]. ptr: int64 [rows + 1] into point (int64) and change (float64 bytes).
+    capacity: float64 [points], bytes. when: int64 [points], where it stands in the profile.
+    slot: int64 [kept nodes + 1]: configs of node r are rows slot[r] … slot[r+1].
+    ptr: int64 [rows + 1] into point (int64) and change (float64 bytes).
     """
 
     capacity: np.ndarray
