@@ -84,6 +84,31 @@ class Curve:
         s = s + np.maximum(n - self.bytes_[-1], 0.0) * self.tail_s_per_byte
         return np.where(n > 0, s, 0.0)
 
+    def bytes_within(self, seconds: np.ndarray) -> np.ndarray:
+        """The most bytes of one message that takes no longer; 0 where even the smallest does."""
+        s = np.asarray(seconds, float)
+        xs, ys = np.asarray(self.bytes_), np.asarray(self.seconds)
+        i = np.clip(np.searchsorted(ys, s, side="right") - 1, 0, len(ys) - 1)
+        j = np.minimum(i + 1, len(ys) - 1)
+        rise = ys[j] - ys[i]
+        inside = xs[i] + (xs[j] - xs[i]) * (s - ys[i]) / np.where(rise > 0, rise, 1.0)
+        tail = self.tail_s_per_byte
+        with np.errstate(invalid="ignore"):
+            beyond = xs[-1] + (s - ys[-1]) / tail if tail > 0 else np.full(s.shape, np.inf)
+        return np.where(s < ys[0], 0.0, np.where(i == len(ys) - 1, beyond, inside))
+
+    def best_rates(self, most_bytes: np.ndarray) -> np.ndarray:
+        """`best_s_per_byte` of each; inf where no byte can be sent."""
+        n = np.asarray(most_bytes, float)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            out = np.where(n > 0, self.seconds_of(n) / n, np.inf)
+            if np.isinf(n).any():
+                out = np.where(np.isinf(n), self.tail_s_per_byte, out)
+        for x, y in zip(self.bytes_, self.seconds, strict=True):
+            if x > 0:
+                out = np.where(n >= x, np.minimum(out, y / x), out)
+        return out
+
     @property
     def startup_s(self) -> float:
         """What even the smallest message costs."""

@@ -9,7 +9,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.schedule.types import Problem
 
-__all__ = ["PlainView", "can_fuse", "fastest_link", "need_order", "plain_view", "ready_order", "ready_s"]
+__all__ = ["PlainView", "can_fuse", "fastest_link", "need_order", "plain_view", "positions", "ready_order", "ready_s"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def ready_s(problem: Problem) -> np.ndarray:
     return out
 
 
-def _positions(problem: Problem) -> tuple[list[int], list[int]]:
+def positions(problem: Problem) -> tuple[list[int], list[int]]:
     """Per tensor: the block it is ready after (-1: the start) and the absolute block it is needed before."""
     n = len(problem.blocks)
     ready: list[int] = []
@@ -77,7 +77,7 @@ def ready_order(problem: Problem) -> list[int]:
     """Tensors in the order in which they become ready; ties: the one made later in the list first (as autograd
     visits parameters backwards), but never before what it follows.
     """
-    ready, need = _positions(problem)
+    ready, need = positions(problem)
     depth: list[int] = []
     for t in problem.tensors:
         depth.append(max((depth[f] + 1 for f in t.follows), default=0))
@@ -86,7 +86,7 @@ def ready_order(problem: Problem) -> list[int]:
 
 def need_order(problem: Problem) -> list[int]:
     """Tensors in the order in which compute waits for them; ties in list order, followers after the followed."""
-    ready, need = _positions(problem)
+    ready, need = positions(problem)
     depth: list[int] = []
     for t in problem.tensors:
         depth.append(max((depth[f] + 1 for f in t.follows), default=0))
@@ -99,7 +99,7 @@ def can_fuse(problem: Problem, tensors: list[int], more: int) -> bool:
         return False
     if problem.tensors[more].lag == 1 and all(problem.tensors[t].lag == 1 for t in tensors):
         return True
-    ready, need = _positions(problem)
+    ready, need = positions(problem)
     members = [*tensors, more]
     if len({problem.tensors[t].lag for t in members}) > 1:
         return False

@@ -1,0 +1,205 @@
+"""Lower bounds that hold for every plan: whatever is fused, cut, reordered or moved to another link."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from pase.schedule.types import Curve, Problem
+from pase.schedule.view import PlainView, plain_view, positions
+
+__all__ = ["delayed_bound_s", "jackson_s", "lower_bound_s", "preemptive_bound_s"]
+
+
+def jackson_s(ready: np.ndarray, seconds: np.ndarray, tail: np.ndarray) -> float:
+    """Least max(end + tail) on one machine that may be preempted at no cost; all float64 [n].
+
+    Always run the ready job of the longest tail. Jackson 1955; Carlier, EJOR 1982.
+
+    >>> jackson_s(np.array([0.0, 2.0]), np.array([5.0, 1.0]), np.array([0.0, 9.0]))
+    12.0
+    """
+    order = np.argsort(ready, kind="stable")
+    if ready.size <= SMALL:
+        return _jackson(ready.tolist(), seconds.tolist(), tail.tolist(), order.tolist())
+    return float(_compiled()(ready, seconds.astype(float), tail, order))
+
+
+SMALL = 64
+"""Up to that many jobs plain Python will do."""
+
+
+@cache
+def _compiled() -> Any:
+    import numba
+
+    return numba.njit(cache=True)(_jackson)
+
+
+def _jackson(ready: Any, seconds: Any, tail: Any, order: Any) -> float:
+    left = seconds.copy()
+    waiting = [(0.0, 0) for _ in range(0)]
+    now, worst, i, n = 0.0, 0.0, 0, len(order)
+    while i < n or len(waiting) > 0:
+        if len(waiting) == 0:
+            now = max(now, ready[order[i]])
+        while i < n and ready[order[i]] <= now:
+            heapq.heappush(waiting, (-tail[order[i]], order[i]))
+            i += 1
+        j = waiting[0][1]
+        done = now + left[j]
+        if i == n or done <= ready[order[i]]:
+            heapq.heappop(waiting)
+            now = done
+            worst = max(worst, now + tail[j])
+        else:
+            left[j] -= ready[order[i]] - now
+            now = ready[order[i]]
+    return worst
+
+
+def _minorants(curve: Curve, most_bytes: float) -> Iterator[tuple[float, float]]:
+    """(a, b) with a + b * bytes <= seconds for every message of at most that many bytes."""
+    yield 0.0, curve.best_s_per_byte(most_bytes)
+    a = curve.startup_s
+    xs = [x for x in curve.bytes_ if 0 < x < most_bytes] + [most_bytes]
+    yield a, min((curve.seconds_for(x) - a) / x for x in xs)
+
+
+def _weights(rates: np.ndarray) -> list[np.ndarray]:
+    """Weights over links to try, from rates (seconds per byte, inf = does not carry) [groups, links]."""
+    links = rates.shape[1]
+    out = [row for row in np.eye(links)]
+    if links > 1:
+        for row in rates:
+            with np.errstate(divide="ignore"):
+                speed = np.where(np.isfinite(row) & (row > 0), 1.0 / row, 0.0)
+            if speed.sum() > 0:
+                out.append(speed / speed.sum())
+    return out
+
+
+def _table(problem: Problem) -> tuple[np.ndarray, list[list[Curve | None]]]:
+    """(axis group of each tensor, curve of each group on each link)."""
+    axes = sorted({t.axes for t in problem.tensors})
+    which = np.asarray([axes.index(t.axes) for t in problem.tensors], int)
+    return which, [[k.curve_for(g) if k.carries(g) else None for k in problem.links] for g in axes]
+
+
+def _least(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """min over links of weight * value; inf values never count. values: [..., links]."""
+    finite = np.isfinite(values)
+    return np.where(finite, weights * np.where(finite, values, 0.0), np.inf).min(-1)
+
+
+def _relaxations(problem: Problem) -> Iterator[tuple[float, np.ndarray]]:
+    """(startup, seconds per tensor) of one-machine relaxations of the links.
+
+    For weights w >= 0 that sum to 1, the weighted busy time of the links within any window is at most the window,
+    and at least the sum over tensors of min over links of w * seconds: linear-programming duality. Weights tried:
+    each link alone (for what only it may carry), and the links' relative speeds.
+    """
+    most = float(problem.nbytes)
+    nbytes = np.asarray([t.nbytes for t in problem.tensors], float)
+    which, curves = _table(problem)
+    for kind in (0, 1):
+        pairs = [[(np.inf, np.inf) if c is None else list(_minorants(c, most))[kind] for c in row] for row in curves]
+        a, b = np.asarray(pairs)[..., 0], np.asarray(pairs)[..., 1]
+        for w in _weights(b):
+            seconds = _least(w, b)[which] * nbytes
+            if seconds.any():
+                yield float(_least(w, a).min()), seconds
+
+
+def _crowded_s(problem: Problem, view: PlainView, low: float, high: float) -> float:
+    """The least K that survives this: a message with tensor i may take at most K - ready_i - tail_i, so it is no
+    bigger than `bytes_within` that, and each byte of i costs at least the best rate up to that size. Where
+    startups matter this is what tells how many messages there must be.
+    """
+    which, curves = _table(problem)
+    most = float(problem.nbytes)
+    rates = np.asarray([[np.inf if c is None else c.best_s_per_byte(most) for c in row] for row in curves])
+    weights = _weights(rates)
+
+    def survives(k: float) -> bool:
+        room = k - view.ready - view.tail
+        rate = np.full((view.ready.size, len(problem.links)), np.inf)
+        for g, row in enumerate(curves):
+            mine = which == g
+            for j, c in enumerate(row):
+                if c is not None:
+                    rate[mine, j] = c.best_rates(np.minimum(c.bytes_within(room[mine]), most))
+        if np.isinf(rate).all(1).any():
+            return False
+        return all(jackson_s(view.ready, _least(w, rate) * view.nbytes, view.tail) <= k * (1 + 1e-12) for w in weights)
+
+    if survives(low):
+        return low
+    for _ in range(22):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if survives(middle) else (middle, high)
+    return low
+
+
+def preemptive_bound_s(problem: Problem, view: PlainView | None = None) -> float:
+    """The bound for plain problems without the startup: preemptive priority at no overhead."""
+    view = view or plain_view(problem)
+    zero = (s for a, s in _relaxations(problem) if a == 0.0)
+    return max([view.compute, *(jackson_s(view.ready, s, view.tail) for s in zero)])
+
+
+def lower_bound_s(problem: Problem, *, view: PlainView | None = None) -> float:
+    """No plan without staleness has a shorter iteration."""
+    best = problem.compute_s
+    if not problem.tensors:
+        return best
+    if problem.is_plain:
+        view = view or plain_view(problem)
+        for startup, seconds in _relaxations(problem):
+            best = max(best, startup + jackson_s(view.ready, seconds, view.tail))
+        return _crowded_s(problem, view, best, 2.0 * best) if best > problem.compute_s else best
+    for startup, seconds in _relaxations(problem):
+        best = max(best, startup + float(seconds.sum()))
+        if not problem.dataflow:
+            best = max(best, startup + _window_s(problem, seconds))
+    return best
+
+
+def _window_s(problem: Problem, seconds: np.ndarray) -> float:
+    """Largest (communication that must fit between block a's end and block b's start) + compute outside.
+
+    A set of tensors all ready only after block a and all needed before block b takes its time between the two,
+    while the compute from b to a (once around the iteration) takes its own.
+    """
+    n = len(problem.blocks)
+    ready, need = (np.asarray(x, int) for x in positions(problem))
+    upto = np.concatenate(([0.0], np.cumsum([b.seconds for b in problem.blocks])))
+    best = 0.0
+    for lag in (0, 1):
+        # Windows that end in the same iteration need a < b, in the next one b <= a: less than once around.
+        a_of, b_of = ready, need - lag * n
+        mine = ((b_of > a_of) & (b_of <= n)) if lag == 0 else ((b_of <= a_of) & (b_of >= 0))
+        if not mine.any():
+            continue
+        a_values, a_index = np.unique(a_of[mine], return_inverse=True)
+        b_values, b_index = np.unique(b_of[mine], return_inverse=True)
+        load = np.zeros((a_values.size, b_values.size))
+        np.add.at(load, (a_index, b_index), seconds[mine])
+        load = np.cumsum(np.cumsum(load[::-1], axis=0)[::-1], axis=1)  # ready >= a and needed <= b
+        before_b, through_a = upto[b_values][None, :], upto[a_values + 1][:, None]
+        outside = upto[-1] - before_b + through_a if lag == 0 else through_a - before_b
+        valid = (b_values[None, :] > a_values[:, None]) if lag == 0 else (b_values[None, :] <= a_values[:, None])
+        best = max(best, float(np.where(valid & (load > 0), load + outside, 0.0).max()))
+    return best
+
+
+def delayed_bound_s(problem: Problem, staleness: int) -> float:
+    """No plan whose oldest gradient is applied after `staleness` iterations is shorter: compute, or the links'
+    load at one update every staleness + 1 iterations.
+    """
+    load = max((startup + float(s.sum()) for startup, s in _relaxations(problem)), default=0.0)
+    return max(problem.compute_s, load / (staleness + 1))
