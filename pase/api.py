@@ -6,7 +6,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,16 +15,21 @@ from pase.errors import Infeasible, PaseError
 if TYPE_CHECKING:
     import numpy as np
 
+    from pase.baselines import Baseline, Skipped
     from pase.frontends.from_jax import Traced
     from pase.ir import Graph
     from pase.machine import CostModel, Machine, Mesh
     from pase.plan.types import Plan
     from pase.search import Solution
+    from pase.tables import CostTables
     from pase.tables.build import Space
 
-__all__ = ["compile", "load", "resolve"]
+__all__ = ["Found", "Problem", "compare", "compile", "load", "resolve"]
 
 Progress = Callable[[str], None]
+
+_MOST_PRIME_AXES = 4
+"""The mesh of prime factors is searched too where it has at most this many axes."""
 
 
 def compile(
@@ -38,6 +43,7 @@ def compile(
     optimizer: str = "adam",
     unknown: Literal["error", "replicate"] = "error",
     max_axes: int = 3,
+    baselines: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
     """Find the best split of every layer over ``devices``, over all meshes, and say what follows from it.
@@ -48,6 +54,8 @@ def compile(
     machine: a name (``pase machines``), a TOML file, or a Machine.
     optimizer: whose state is counted and whose update is priced: see ``pase.tables.derive.OPTIMIZERS``.
     unknown: what to do at an op without a rule: "error", or "replicate" (it may not be split).
+    baselines: also price data parallelism, FSDP, Megatron, … ; the answer is then never worse than any of them.
+    progress: called with a line of text at each step of the way.
 
     Raises PaseError for bad input; Infeasible where no strategy exists.
     """
@@ -65,10 +73,47 @@ def compile(
     traced, name = _traced(model, params, batch, unknown)
     problem = Problem.of(traced.graph, devices, machine, cost_model, optimizer)
     seconds = {"trace": time.perf_counter() - start}
-    found = problem.search(problem.meshes(mesh, max_axes), say, seconds)
-    plan = problem.plan(found, name, traced, seconds, fixed=mesh is not None)
-    plan.seconds["total"] = time.perf_counter() - start  # type: ignore[index]
-    return plan
+    over = problem.meshes(mesh, max_axes)
+    found = problem.search(over, say, seconds)
+    if baselines:
+        say("pricing what people do by hand")
+        t0 = time.perf_counter()
+        given, skipped = problem.baselines()
+        seconds["baselines"] = time.perf_counter() - t0
+        if mesh is None:  # a method's mesh may be one that was not among ours: it is searched too
+            known = {m.sizes for m in over}
+            more = [b.mesh for b in given if b.mesh.sizes not in known and b.cost < found.solution.cost]
+            found = problem.search(more, say, seconds, found) if more else found
+    else:
+        given, skipped = [], []
+    seconds["total"] = time.perf_counter() - start
+    return problem.plan(found, name, traced, seconds, given, skipped)
+
+
+def compare(
+    model: Any,
+    params: Any = None,
+    *batch: Any,
+    devices: int,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[tuple[str, Plan]]:
+    """Every method that applies and ours ("pase"), as plans priced alike, cheapest first.
+
+    Arguments as for ``compile``, whose ``baselines`` and ``unknown`` are among the options.
+    """
+    say = progress or (lambda _: None)
+    traced, name = _traced(model, params, batch, options.get("unknown", "error"))
+    ours = compile(model, params, *batch, devices=devices, progress=progress, **options)
+    problem = Problem.of(
+        traced.graph, devices, options.get("machine"), options.get("cost_model", "analytic"),
+        options.get("optimizer", "adam"),
+    )  # fmt: skip
+    say("pricing what people do by hand")
+    out = [("pase", replace(ours, skipped=ours.skipped))]
+    for b in problem.baselines()[0]:
+        out.append((b.name, problem.plan_of(b.strategy, b.mesh, name, traced)))
+    return sorted(out, key=lambda pair: (pair[1].cost, pair[0] != "pase"))
 
 
 def load(path: str | Path) -> Plan:
@@ -84,9 +129,13 @@ def _traced(model: Any, params: Any, batch: Sequence[Any], unknown: Any) -> tupl
             raise PaseError(f"'{model}' names a model: give no further arguments with it")
         return resolve(model, unknown), model
     if not callable(model):
-        raise PaseError(f"a model is a name or a callable, not {type(model).__name__}: see pase.compile's help")
+        raise PaseError(
+            f"a model is a name or a callable, not {type(model).__name__}: see pase.compile's help"
+        )
     if params is None:
-        raise PaseError("give the loss function's example arguments after it: pase.compile(loss_fn, params, batch, devices=…)")
+        raise PaseError(
+            "give the loss function's example arguments after it: pase.compile(loss_fn, params, batch, devices=…)"
+        )
     from pase.frontends.from_jax import trace
 
     traced = trace(model, params, *batch, unknown=unknown)
@@ -104,10 +153,14 @@ def resolve(model: str, unknown: Literal["error", "replicate"] = "error") -> Tra
         return trace(m.loss_fn, m.params, m.batch, name=model, unknown=unknown)
     suffix = Path(model).suffix
     if suffix in (".onnx", ".pb") or Path(model).is_dir():
-        raise PaseError(f"{model}: this version reads JAX models only; ONNX and TensorFlow frontends are not there yet")
+        raise PaseError(
+            f"{model}: this version reads JAX models only; ONNX and TensorFlow frontends are not there yet"
+        )
     module, _, attribute = model.partition(":")
     if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise PaseError(f"'{model}' is not a model: write zoo:NAME (see 'pase zoo') or package.module:function")
+        raise PaseError(
+            f"'{model}' is not a model: write zoo:NAME (see 'pase zoo') or package.module:function"
+        )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -133,9 +186,8 @@ class Found:
 
     @property
     def configs(self) -> dict[str, np.ndarray]:
-        return {
-            n.name: self.space.configs[v][self.solution.choice[v]] for v, n in enumerate(self.space.graph.nodes)
-        }
+        chosen = zip(self.space.graph.nodes, self.space.configs, self.solution.choice, strict=True)
+        return {n.name: configs[i] for n, configs, i in chosen}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +199,7 @@ class Problem:
     machine: Machine
     model: CostModel
     optimizer: str
+    _tables: dict[tuple[int, ...], tuple[CostTables, Space]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -161,9 +214,17 @@ class Problem:
             raise PaseError(
                 f"model '{raw.name}' has symbolic sizes {', '.join(raw.symbols)}: bind them to search, graph.bind(…)"
             )
-        m = machine if isinstance(machine, Machine) else load_machine(machine if machine is not None else DEFAULT)
+        m = (
+            machine
+            if isinstance(machine, Machine)
+            else load_machine(machine if machine is not None else DEFAULT)
+        )
         return cls(
-            graph=named(simplify(raw)), devices=devices, machine=m, model=costmodels.get(cost_model, m), optimizer=optimizer
+            graph=named(simplify(raw)),
+            devices=devices,
+            machine=m,
+            model=costmodels.get(cost_model, m),
+            optimizer=optimizer,
         )
 
     def meshes(self, mesh: str | None, max_axes: int) -> list[Mesh]:
@@ -171,39 +232,61 @@ class Problem:
 
         if mesh is not None:
             return [mesh_from(mesh, self.devices)]
-        return meshes(self.devices, self.machine, max_axes, max_prime_axes=4)
+        return meshes(self.devices, self.machine, max_axes, max_prime_axes=_MOST_PRIME_AXES)
 
-    def search(self, over: Sequence[Mesh], say: Progress, seconds: dict[str, float]) -> Found:
-        from pase.search import solve
+    def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
+        """Cost tables of a mesh, built once: they depend on the sizes of its axes, not on their names."""
         from pase.tables.build import build
 
-        best: Found | None = None
-        tried: list[tuple[Mesh, float]] = []
-        tables_s = search_s = 0.0
+        if mesh.sizes not in self._tables:
+            self._tables[mesh.sizes] = build(self.graph, mesh, self.model, self.optimizer)
+        return self._tables[mesh.sizes]
+
+    def search(
+        self, over: Sequence[Mesh], say: Progress, seconds: dict[str, float], so_far: Found | None = None
+    ) -> Found:
+        """The best strategy over these meshes (and over those that ``so_far`` is the best of)."""
+        from pase.search import solve
+
+        best = so_far
+        tried = list(so_far.tried) if so_far else []
+        spent = {"tables": seconds.get("tables", 0.0), "search": seconds.get("search", 0.0)}
         for i, mesh in enumerate(over):
             say(f"mesh {'×'.join(map(str, mesh.sizes))} ({i + 1} of {len(over)})")
             t0 = time.perf_counter()
-            tables, space = build(self.graph, mesh, self.model, self.optimizer)
+            tables, space = self.tables(mesh)
             t1 = time.perf_counter()
             solution = solve(tables)
-            t2 = time.perf_counter()
-            tables_s, search_s = tables_s + t1 - t0, search_s + t2 - t1
+            spent["tables"] += t1 - t0
+            spent["search"] += time.perf_counter() - t1
             tried.append((mesh, solution.cost))
             if best is None or solution.cost < best.solution.cost:
                 best = Found(mesh=mesh, space=space, solution=solution, tried=())
         if best is None:
             raise Infeasible(f"no mesh of {self.devices} devices fits machine {self.machine.name}")
-        seconds["tables"], seconds["search"] = tables_s, search_s
-        return Found(mesh=best.mesh, space=best.space, solution=best.solution, tried=tuple(tried))
+        seconds |= spent
+        return replace(best, tried=tuple(tried))
 
-    def plan(self, found: Found, name: str, traced: Traced, seconds: dict[str, float], *, fixed: bool) -> Plan:
-        from pase.plan.assemble import assemble, raw_digest
+    def baselines(self) -> tuple[list[Baseline], list[Skipped]]:
+        """What people do by hand, on this graph, and what does not apply to it."""
+        from pase.baselines import Baseline, baselines
+
+        made = baselines(self.graph, self.devices, self.machine, self.model, tables_of=self.tables)
+        return [b for b in made if isinstance(b, Baseline)], [b for b in made if not isinstance(b, Baseline)]
+
+    def plan(
+        self, found: Found, name: str, traced: Traced, seconds: Mapping[str, float],
+        given: Sequence[Baseline] = (), skipped: Sequence[Skipped] = (),
+    ) -> Plan:  # fmt: skip
+        """The plan of what the search found."""
+        from pase.plan.assemble import assemble, axes_by_use, raw_digest
         from pase.plan.types import Tried
 
         s = found.solution
         return assemble(
-            self.graph, found.mesh, found.configs, model=self.model, machine=self.machine, name=name,
-            optimizer=self.optimizer, cost=s.cost, bound=s.bound, optimal=s.optimal, baselines={}, skipped={},
+            self.graph, axes_by_use(self.graph, found.mesh, found.configs), found.configs, model=self.model,
+            machine=self.machine, name=name, optimizer=self.optimizer, cost=s.cost, bound=s.bound, optimal=s.optimal,
+            baselines={b.name: b.cost for b in given}, skipped={b.name: b.reason for b in skipped},
             tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried], seconds=seconds,
             provenance=_provenance(self.graph, s.method, s.certificate), traced=traced,
             graph_digest=raw_digest(traced.graph),
@@ -215,7 +298,9 @@ class Problem:
         from pase.plan.itemize import collectives, node_costs
 
         moved = collectives(self.graph, mesh, configs, self.model)
-        cost = sum(c.total for c in node_costs(self.graph, mesh, configs, self.model, moved, self.optimizer).values())
+        cost = sum(
+            c.total for c in node_costs(self.graph, mesh, configs, self.model, moved, self.optimizer).values()
+        )
         return assemble(
             self.graph, mesh, configs, model=self.model, machine=self.machine, name=name, optimizer=self.optimizer,
             cost=cost, bound=0.0, optimal=False, baselines={}, skipped={}, tried=[], seconds={},

@@ -36,7 +36,8 @@ def compile(
     optimizer: Optimizer = "adam",
     unknown: Unknown = "error",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan here, as layout JSON.", metavar="FILE")
+        Path | None,
+        typer.Option("--output", "-o", help="Write the plan here, as layout JSON.", metavar="FILE"),
     ] = None,
     json: JsonOption = False,
 ) -> None:

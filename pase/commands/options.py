@@ -22,24 +22,37 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Devices = Annotated[int, typer.Option("--devices", "-n", help="How many devices to split the model over.", min=1)]
+Devices = Annotated[
+    int, typer.Option("--devices", "-n", help="How many devices to split the model over.", min=1)
+]
 MeshOption = Annotated[
     str | None,
-    typer.Option("--mesh", help="Fix the mesh: 4x8, or with names data=4,model=8. Default: every mesh is searched."),
+    typer.Option(
+        "--mesh", help="Fix the mesh: 4x8, or with names data=4,model=8. Default: every mesh is searched."
+    ),
 ]
 MachineOption = Annotated[
     str | None, typer.Option("--machine", help="A name ('pase machines') or a .toml file. Default: h100x8.")
 ]
 CostModelOption = Annotated[
-    str, typer.Option("--cost-model", help="analytic: seconds on the machine; paper: PaSE's FLOP-equivalents.")
+    str,
+    typer.Option("--cost-model", help="analytic: seconds on the machine; paper: PaSE's FLOP-equivalents."),
 ]
 Optimizer = Annotated[
-    str, typer.Option("--optimizer", help="Whose state is counted and whose update is priced: sgd, momentum, adam, …")
+    str,
+    typer.Option(
+        "--optimizer", help="Whose state is counted and whose update is priced: sgd, momentum, adam, …"
+    ),
 ]
 Unknown = Annotated[
-    str, typer.Option("--unknown", help="At an op without a rule: 'error', or 'replicate' (it is then not split).")
+    str,
+    typer.Option(
+        "--unknown", help="At an op without a rule: 'error', or 'replicate' (it is then not split)."
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
+]
 
 
 def console(*, err: bool = False) -> Any:

@@ -22,7 +22,9 @@ in another order differ by about 1e-7 times the square root of their length; a w
 
 
 def run(
-    layout: Annotated[Path, typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT")],
+    layout: Annotated[
+        Path, typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT")
+    ],
     devices: Annotated[
         int | None, typer.Option("--devices", "-n", help="Devices to use here. Default: the layout's.", min=1)
     ] = None,
@@ -52,13 +54,20 @@ def run(
         say("tracing")
         small = _placed(plan, devices, reduced)
         result = step_against_unsharded(small["plan"], small["model"], seed, say)
-    result |= {"model": plan.model, "reduced": reduced, "devices": devices, "dropped_splits": small["dropped"]}
+    result |= {
+        "model": plan.model,
+        "reduced": reduced,
+        "devices": devices,
+        "dropped_splits": small["dropped"],
+    }
     if json:
         print_json(result)
     else:
         _print(result)
     if not result["agrees"]:
-        raise Infeasible("the sharded step differs from the unsharded one by more than rounding; please report it")
+        raise Infeasible(
+            "the sharded step differs from the unsharded one by more than rounding; please report it"
+        )
 
 
 def _host_devices(devices: int) -> None:
@@ -92,7 +101,11 @@ def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
     problem = Problem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
     mesh = shrunk_mesh(plan.mesh, devices)
     configs, dropped = transferred(plan, problem.graph, mesh)
-    return {"plan": problem.plan_of(configs, mesh, plan.model, traced), "model": model, "dropped": list(dropped)}
+    return {
+        "plan": problem.plan_of(configs, mesh, plan.model, traced),
+        "model": model,
+        "dropped": list(dropped),
+    }
 
 
 def step_against_unsharded(plan: Plan, model: Any, seed: int, say: Any = lambda _: None) -> dict[str, Any]:
@@ -114,7 +127,9 @@ def step_against_unsharded(plan: Plan, model: Any, seed: int, say: Any = lambda 
     mesh = jp.mesh()
     placed, placed_batch = jp.device_put(params, batch, mesh=mesh)
     t0 = time.perf_counter()
-    loss_s, grads_s = jax.jit(jp.value_and_grad(mesh), in_shardings=jp.in_shardings(mesh))(placed, placed_batch)
+    loss_s, grads_s = jax.jit(jp.value_and_grad(mesh), in_shardings=jp.in_shardings(mesh))(
+        placed, placed_batch
+    )
     step = jp.train_step(optimizer, mesh)
     compiled = jp.lower_train_step(optimizer, mesh).compile()
     compile_s = time.perf_counter() - t0
@@ -125,7 +140,10 @@ def step_against_unsharded(plan: Plan, model: Any, seed: int, say: Any = lambda 
     step_s = time.perf_counter() - t0
 
     def difference(a: Any, b: Any) -> float:
-        pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+        pairs = [
+            (np.asarray(x), np.asarray(y))
+            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        ]
         return float(max(np.abs(x - y).max() for x, y in pairs) / max(np.abs(x).max() for x, _ in pairs))
 
     # Adam divides by the gradient's own size: where a gradient is rounding noise, its sign is too, and an
@@ -161,7 +179,10 @@ def _print(r: dict[str, Any]) -> None:
     mesh = " ".join(f"{k}={v}" for k, v in r["mesh"].items())
     out.print(f"{r['model']} · {size}{r['devices']} devices here · mesh {mesh}", highlight=False)
     if r["dropped_splits"]:
-        out.print(f"not split here, the small size does not divide: {', '.join(r['dropped_splits'])}", highlight=False)
+        out.print(
+            f"not split here, the small size does not divide: {', '.join(r['dropped_splits'])}",
+            highlight=False,
+        )
     d = r["difference"]
     out.print(
         f"loss {r['loss_sharded']:.6f} sharded, {r['loss']:.6f} unsharded · gradients differ by at most "
@@ -176,6 +197,7 @@ def _print(r: dict[str, Any]) -> None:
     for c in r["collectives"]:
         if c["predicted_bytes"] or c["compiled_bytes"]:
             table.add_row(
-                c["kind"], *(bytes_text(c[k]) for k in ("predicted_bytes", "predicted_on_cpu", "compiled_bytes"))
+                c["kind"],
+                *(bytes_text(c[k]) for k in ("predicted_bytes", "predicted_on_cpu", "compiled_bytes")),
             )
     out.print(table)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +21,7 @@ from pase.tables.layouts import number
 if TYPE_CHECKING:
     from pase.frontends.from_jax import Traced
 
-__all__ = ["assemble", "raw_digest"]
+__all__ = ["assemble", "axes_by_use", "raw_digest"]
 
 
 def raw_digest(graph: Graph) -> str:
@@ -27,9 +29,32 @@ def raw_digest(graph: Graph) -> str:
     h = hashlib.sha256()
     for n in graph.nodes:
         for op in n.ops:
-            shapes = [(a.tensor, graph.tensors[a.tensor].shape, graph.tensors[a.tensor].dtype) for a in (*op.reads, *op.writes)]
+            shapes = [
+                (a.tensor, graph.tensors[a.tensor].shape, graph.tensors[a.tensor].dtype)
+                for a in (*op.reads, *op.writes)
+            ]
             h.update(repr((op.name, op.eqn, op.einsum, shapes, str(op.times))).encode())
     return h.hexdigest()
+
+
+def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Mesh:
+    """The mesh with axes named after what they mostly split: data (the batch), sequence, else model.
+
+    Axes that the user named (anything but our own single letters) keep their names.
+    """
+    if any(len(name) > 1 for name in mesh.names):
+        return mesh
+    names: list[str] = []
+    for a in range(len(mesh.names)):
+        split: Counter[str] = Counter()
+        for n in graph.nodes:
+            d = int(configs[n.name][a])
+            if n.kind in ("matmul", "conv", "gather", "reduce") and d >= 0:
+                split[n.space.dims[d].name] += 1
+        use = {"b": "data", "s": "sequence"}.get(split.most_common(1)[0][0], "model") if split else "spare"
+        taken = sum(n.rstrip("0123456789") == use for n in names)
+        names.append(f"{use}{taken + 1}" if taken else use)
+    return replace(mesh, names=tuple(names))
 
 
 def assemble(

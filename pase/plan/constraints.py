@@ -43,7 +43,8 @@ def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placeme
     out: list[tuple[str, ...]] = []
     for t, size in enumerate(shape):
         axes = sorted(
-            ((stride_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t), reverse=True
+            ((stride_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t),
+            reverse=True,
         )
         left = int(size)
         for stride, a in axes:

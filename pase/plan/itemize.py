@@ -52,14 +52,18 @@ def _one(charge: Charge, node: str, source: str, model: CostModel, mesh: Mesh) -
     nbytes = float(np.ravel(charge.nbytes)[0])
     if not axes or not nbytes:
         return None
-    cost = charge.times * float(np.ravel(model.collective(charge.kind, mesh, np.array([axes]), np.array([nbytes])))[0])
+    cost = charge.times * float(
+        np.ravel(model.collective(charge.kind, mesh, np.array([axes]), np.array([nbytes])))[0]
+    )
     return Collective(
         kind=charge.kind, tensor=charge.tensor, axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
         nbytes=round(nbytes), times=round(charge.times), phase=charge.phase, node=node, source=source, cost=cost,
     )  # fmt: skip
 
 
-def collectives(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], model: CostModel) -> tuple[Collective, ...]:
+def collectives(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], model: CostModel
+) -> tuple[Collective, ...]:
     """Every collective of a training step, in the order of the graph.
 
     configs: node name -> int8 [axes].
@@ -76,7 +80,10 @@ def collectives(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], mod
     for n in graph.nodes:
         for src_name, charges in incoming.get(n.name, []):
             out += [_one(c, n.name, src_name, model, mesh) for c in charges]
-        out += [_one(c, n.name, n.name, model, mesh) for c in node_charges(graph, n, configs[n.name][None, :], mesh)]
+        out += [
+            _one(c, n.name, n.name, model, mesh)
+            for c in node_charges(graph, n, configs[n.name][None, :], mesh)
+        ]
     return tuple(c for c in out if c is not None)
 
 

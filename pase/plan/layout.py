@@ -148,25 +148,33 @@ def _plan(d: Mapping[str, Any]) -> Plan:
 def _check(plan: Plan, where: str) -> None:
     """What a schema cannot say: axes exist, a tensor uses an axis once, shards divide."""
     if plan.mesh.devices != plan.devices:
-        raise PaseError(f"{where}: at mesh: {dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))} is not {plan.devices} devices")
+        raise PaseError(
+            f"{where}: at mesh: {dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))} is not {plan.devices} devices"
+        )
     size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
 
     def check(place: str, layout: Sequence[Sequence[str]], shape: Sequence[int] | None = None) -> None:
         used = [a for axes in layout for a in axes]
         for a in used:
             if a not in size:
-                raise PaseError(f"{where}: at {place}: mesh axis '{a}' does not exist; the mesh has {', '.join(size)}")
+                raise PaseError(
+                    f"{where}: at {place}: mesh axis '{a}' does not exist; the mesh has {', '.join(size)}"
+                )
         if len(set(used)) != len(used):
             raise PaseError(f"{where}: at {place}: a mesh axis is used twice in {[list(x) for x in layout]}")
         if shape is not None:
             if len(layout) != len(shape):
-                raise PaseError(f"{where}: at {place}: a layout of {len(layout)} dims for shape {list(shape)}")
+                raise PaseError(
+                    f"{where}: at {place}: a layout of {len(layout)} dims for shape {list(shape)}"
+                )
             for extent, axes in zip(shape, layout, strict=True):
                 ways = 1
                 for a in axes:
                     ways *= size[a]
                 if extent % ways:
-                    raise PaseError(f"{where}: at {place}: a dim of {extent} elements in {ways} shards is uneven")
+                    raise PaseError(
+                        f"{where}: at {place}: a dim of {extent} elements in {ways} shards is uneven"
+                    )
 
     for kind, tensors in (("parameters", plan.parameters), ("inputs", plan.inputs)):
         for path, t in tensors.items():

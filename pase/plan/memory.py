@@ -39,7 +39,11 @@ class Memory:
 
 
 def memory(
-    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], moved: tuple[Collective, ...], optimizer: str = "adam"
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    moved: tuple[Collective, ...],
+    optimizer: str = "adam",
 ) -> Memory:
     """Predicted peak bytes on one device; see the module's text for what is counted."""
     parameters = gradients = state = 0.0

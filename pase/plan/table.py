@@ -36,7 +36,13 @@ def cost_text(cost: float, unit: str) -> str:
     return "0" if cost == 0 else f"{cost * 1e6:.2g} µs"
 
 
-_KINDS = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A", "permute": "CP"}
+_KINDS = {
+    "all_reduce": "AR",
+    "all_gather": "AG",
+    "reduce_scatter": "RS",
+    "all_to_all": "A2A",
+    "permute": "CP",
+}
 
 
 def _mesh_text(plan: Plan) -> str:
@@ -60,7 +66,8 @@ def headline(plan: Plan) -> list[str]:
     note += f"; runners-up {runners}" if runners else ""
     lines.append(f"mesh   {_mesh_text(plan)}    {note}")
     against = " · ".join(
-        f"{name.replace('_', ' ')} {cost_text(cost, plan.unit)}" + (f" (×{cost / plan.cost:.2f})" if plan.cost else "")
+        f"{name.replace('_', ' ')} {cost_text(cost, plan.unit)}"
+        + (f" (×{cost / plan.cost:.2f})" if plan.cost else "")
         for name, cost in _shortlist(plan.baselines)
     )
     lines.append(
@@ -82,7 +89,9 @@ def headline(plan: Plan) -> list[str]:
     s = plan.seconds
     times = ", ".join(f"{k} {s[k]:.2f} s" for k in ("trace", "tables", "search") if k in s)
     edges = plan.provenance.get("edges", "?")
-    lines.append(f"{proof} under cost model '{plan.cost_model}' · {len(plan.nodes)} nodes, {edges} edges · {times}")
+    lines.append(
+        f"{proof} under cost model '{plan.cost_model}' · {len(plan.nodes)} nodes, {edges} edges · {times}"
+    )
     return lines
 
 
@@ -121,7 +130,9 @@ def layer_table(plan: Plan) -> Any:
         at = moves.setdefault(c.node, {})
         at[_KINDS[c.kind]] = at.get(_KINDS[c.kind], 0.0) + c.nbytes * c.times
     for n in plan.nodes:
-        if n.op in ("parameter", "input") or (n.op in ("copy", "carry", "output") and not n.cost.communication):
+        if n.op in ("parameter", "input") or (
+            n.op in ("copy", "carry", "output") and not n.cost.communication
+        ):
             continue
         turns = f" ×{n.times}" if n.times > 1 else ""
         moved = "  ".join(f"{k} {bytes_text(b)}" for k, b in moves.get(n.name, {}).items())
@@ -148,7 +159,9 @@ def storage_table(plan: Plan) -> Any:
     groups: dict[str, list[tuple[str, TensorPlan]]] = {}
     for path, t in plan.parameters.items():
         axes = [a for dim in t.storage for a in dim]
-        groups.setdefault("split over " + "·".join(axes) if axes else "whole on every device", []).append((path, t))
+        groups.setdefault("split over " + "·".join(axes) if axes else "whole on every device", []).append(
+            (path, t)
+        )
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     for how, members in groups.items():
         held = 0.0
@@ -158,7 +171,9 @@ def storage_table(plan: Plan) -> Any:
                 for a in dim:
                     ways *= sizes[a]
             held += _elements(t) * _itemsize(t.dtype) / ways
-        names = ", ".join(p for p, _ in members[:4]) + (f" and {len(members) - 4} more" if len(members) > 4 else "")
+        names = ", ".join(p for p, _ in members[:4]) + (
+            f" and {len(members) - 4} more" if len(members) > 4 else ""
+        )
         table.add_row(how, str(len(members)), bytes_text(held), names)
     return table
 
@@ -172,7 +187,9 @@ def _itemsize(dtype: str) -> int:
 def render(plan: Plan, console: Any) -> None:
     """Print the plan on a rich Console."""
     for line in headline(plan):
-        console.print(line, highlight=False, style="bold red" if line.startswith("WARNING") else None, markup=False)
+        console.print(
+            line, highlight=False, style="bold red" if line.startswith("WARNING") else None, markup=False
+        )
     console.print()
     console.print(layer_table(plan))
     console.print()

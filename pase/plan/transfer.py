@@ -41,7 +41,14 @@ def transferred(plan: Plan, graph: Graph, mesh: Mesh) -> tuple[dict[str, np.ndar
     the graph is not of the plan's model.
     """
     pairs = list(zip(plan.nodes, graph.nodes, strict=False))
-    differs = next((f"'{n.name}' ({n.kind}) stands where the plan has '{p.name}' ({p.op})" for p, n in pairs if p.op != n.kind), "")
+    differs = next(
+        (
+            f"'{n.name}' ({n.kind}) stands where the plan has '{p.name}' ({p.op})"
+            for p, n in pairs
+            if p.op != n.kind
+        ),
+        "",
+    )
     if differs or len(plan.nodes) != len(graph.nodes):
         raise PaseError(
             f"this model's graph is not that of the plan for '{plan.model}': "

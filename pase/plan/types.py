@@ -154,7 +154,9 @@ class Plan:
             raise PaseError(
                 f"the plan for '{self.model}' was loaded without its model: call plan.bind(loss_fn, params, batch)"
             )
-        names = {t.path: t.name for t in self.traced.graph.tensors.values() if t.role in ("parameter", "input")}
+        names = {
+            t.path: t.name for t in self.traced.graph.tensors.values() if t.role in ("parameter", "input")
+        }
         stored = {names[p]: t.storage for p, t in (*self.parameters.items(), *self.inputs.items())}
         return JaxPlan(
             traced=self.traced,
