@@ -10,9 +10,10 @@ DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # the default one kills forked children
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    os.environ["XLA_FLAGS"] = flags.strip()
+# Tests compile much and run little: machine code is left unoptimised (the program it is made from is not).
+for flag, value in (("xla_force_host_platform_device_count", DEVICES), ("xla_backend_optimization_level", 0)):
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}={value}".strip()
 # Compiled programs are kept between runs; a fresh checkout starts without any.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 
