@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A backend finds its framework's ops again by the way in which that framework's frontend numbered them.
     "pase.backends": {"pase.ir", "pase.machine", "pase.plan", "pase.frontends"},
     "pase.zoo": {"pase.ir"},
+    "pase.baselines": {"pase.ir", "pase.machine", "pase.tables", "pase.search"},
 }
 
 # layer -> the packages that it may import at the top of a file (the standard library and numpy always).
@@ -43,6 +44,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase.costmodels": set(),
     "pase.frontends": {"sympy", "networkx"},
     "pase.backends": set(),
+    "pase.baselines": set(),
     "pase.zoo": {"jax"},  # the models themselves, each loaded when it is asked for
     "pase.commands": {"typer"},
     "pase": {"typer"},
