@@ -187,7 +187,8 @@ def dtype_of(aval: Any) -> str:
 class _Lower:
     b: GraphBuilder
     unknown: Unknown
-    env: dict[Any, Tensor] = field(default_factory=dict)
+    env: dict[Any, Tensor | None] = field(default_factory=dict)
+    """None: a number known from shapes alone, as good as a literal."""
     operands: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
     results: dict[str, tuple[str, ...]] = field(default_factory=dict)
     inside: str = ""
@@ -219,6 +220,8 @@ class _Lower:
                 self._call(eqn, f"{prefix}{i}.")
             elif name == "scan":
                 self._scan(eqn, f"{prefix}{i}.")
+            elif name == "dim_as_value" or self._known(eqn):
+                self.env.update(dict.fromkeys(eqn.outvars))
             elif name in ("while", "cond", "custom_linear_solve"):
                 self._opaque_region(eqn)
             elif name in ELEMENTWISE or name in RULES:
@@ -231,8 +234,21 @@ class _Lower:
                     f"Add one to frontends/jax_rules.py, or pass unknown='replicate' (the op is then not split)."
                 )
             if not self.inside:
-                self.results[path] = tuple(self.env[v].name for v in eqn.outvars)
+                made = [self.env[v] for v in eqn.outvars]
+                self.results[path] = tuple("" if t is None else t.name for t in made)
         self.b.saved = False
+
+    def _known(self, eqn: Any) -> bool:
+        """Arithmetic on symbolic sizes (a mean divides by b): where b is a number, JAX makes it a literal."""
+        from jax.extend.core import Literal as JaxLiteral
+
+        variables = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
+        return (
+            bool(variables)
+            and eqn.primitive.name in ELEMENTWISE
+            and eqn.outvars[0].aval.shape == ()
+            and all(self.env[v] is None for v in variables)
+        )
 
     def _primitive(self, eqn: Any) -> None:
         name = eqn.primitive.name

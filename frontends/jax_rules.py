@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pase.errors import PaseError
 from pase.ir import Size, Tensor, parse_size
+from pase.ir.sizes import product
 from pase.ops import GraphBuilder, nests
 
 __all__ = ["ELEMENTWISE", "RULES", "UnknownOp", "lowers"]
@@ -20,15 +22,22 @@ Rule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]
 RULES: dict[str, Rule] = {}
 
 # FLOPs a point. Transcendentals are counted as on a GPU's special-function path, about ten simple operations.
-_SIMPLE = "neg abs sign not add sub mul max min and or xor add_any square real imag conj"
+_SIMPLE = "neg abs sign not add sub mul max min and or xor add_any square real imag conj complex"
 _COMPARE = "eq ne lt le gt ge is_finite floor ceil round eq_to le_to lt_to nextafter"
 _MOVE = (
-    "convert_element_type copy copy_p reduce_precision sharding_constraint name pvary bitcast_convert_type"
+    "convert_element_type copy copy_p reduce_precision sharding_constraint name pvary pcast reshard mesh_cast "
+    "layout_constraint"
 )
-_BITS = "shift_left shift_right_logical shift_right_arithmetic population_count clz"
+_BITS = "shift_left shift_right_logical shift_right_arithmetic population_count clz mulhi"
 _DIVIDE = "div rem sqrt rsqrt cbrt integer_pow"
-_SPECIAL = "exp exp2 log log1p expm1 sin cos tan tanh sinh cosh asin acos atan asinh acosh atanh logistic erf erfc erf_inv pow atan2"
-_HEAVY = "lgamma digamma igamma igammac bessel_i0e bessel_i1e regularized_incomplete_beta"
+_SPECIAL = (
+    "exp exp2 log log1p expm1 sin cos tan tanh sinh cosh asin acos atan asinh acosh atanh logistic "
+    "erf erfc erf_inv pow atan2"
+)
+_HEAVY = (
+    "lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad bessel_i0e bessel_i1e "
+    "regularized_incomplete_beta"
+)
 ELEMENTWISE: dict[str, tuple[float, bool]] = {
     **{p: (1.0, True) for p in _SIMPLE.split()},
     **{p: (1.0, False) for p in (_COMPARE + " " + _BITS).split()},
@@ -84,8 +93,10 @@ def _dot_general(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seq
 def _conv(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     p = eqn.params
     dn = p["dimension_numbers"]
-    if p["batch_group_count"] != 1:
-        return _opaque(b, eqn, ins)
+    if p["batch_group_count"] != 1:  # a filter's gradient, written out
+        out, w = _shape(eqn.outvars[0]), _shape(eqn.invars[1])
+        points = product([*out, *(w[i] for i in dn.rhs_spec[1:])])
+        return _opaque(b, eqn, ins, flops=2.0 * float(points))  # type: ignore[arg-type]
 
     def triple(spec: Sequence[int]) -> tuple[int, int, Sequence[int]]:
         return spec[0], spec[1], spec[2:]
@@ -100,8 +111,11 @@ def _conv(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[T
     ]  # fmt: skip
 
 
-def _opaque(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    return nests.opaque(b, eqn.primitive.name, _tensors(ins), [(_shape(v), _dtype(v)) for v in eqn.outvars])
+def _opaque(
+    b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None], flops: float = 0.0
+) -> Sequence[Tensor]:
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, flops=flops)
 
 
 @lowers("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
@@ -146,6 +160,14 @@ def _reshape(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
     return [nests.reshape(b, _operand(b, eqn, ins), _shape(eqn.outvars[0]))]
 
 
+@lowers("bitcast_convert_type")
+def _bitcast(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
+    if len(x.shape) == len(shape):
+        return nests.elementwise(b, "bitcast_convert_type", [x], [_dtype(eqn.outvars[0])], flops=0.0, shape=shape)
+    return _opaque(b, eqn, ins)
+
+
 @lowers("transpose")
 def _transpose(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     return [nests.transpose(b, _operand(b, eqn, ins), eqn.params["permutation"])]
@@ -155,6 +177,25 @@ def _transpose(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seque
 def _concatenate(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
     return [nests.concat(b, inputs, eqn.params["dimension"])]
+
+
+@lowers("stack", "unstack")
+def _stack(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """The stacking dim may not be split."""
+    stacks = eqn.primitive.name == "stack"
+    axis, wide = eqn.params["axis"], _shape(eqn.outvars[0] if stacks else eqn.invars[0])
+    one = [*wide[:axis], 1, *wide[axis + 1 :]]
+    if stacks:
+        return [nests.concat(b, [nests.reshape(b, _operand(b, eqn, ins, i), one) for i in range(len(ins))], axis)]
+    kept = [i != axis for i in range(len(wide))]
+    x = _operand(b, eqn, ins)
+    return [nests.reshape(b, nests.restrict(b, "unstack", [x], one, kept), _shape(v)) for v in eqn.outvars]
+
+
+@lowers("tile")
+def _tile(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x, reps = _operand(b, eqn, ins), eqn.params["reps"]
+    return [nests.restrict(b, "tile", [x], _shape(eqn.outvars[0]), [r == 1 for r in reps])]
 
 
 def _kept(a: Sequence[Size], b: Sequence[Size]) -> list[bool]:
@@ -277,18 +318,87 @@ def _random(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence
     return [nests.generate(b, eqn.primitive.name, _shape(v), _dtype(v), _tensors(ins)) for v in eqn.outvars]
 
 
+@lowers("debug_callback", "debug_print")
+def _debug(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Printing has no part in the step's price, nor a say in any layout."""
+    return []
+
+
 @lowers("random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in", "random_clone",
-        "rng_bit_generator", "threefry2x32", "empty", "debug_callback", "create_token")  # fmt: skip
+        "rng_bit_generator", "threefry2x32", "empty", "create_token", "platform_index")  # fmt: skip
 def _small(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Key arithmetic: small, on every device alike."""
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)
 
 
-@lowers("optimization_barrier")
+@lowers("optimization_barrier", "device_put")
 def _barrier(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    out = []
+    out: list[Tensor] = []
     for i, v in enumerate(eqn.outvars):
         x = _operand(b, eqn, ins, i)
-        out += nests.elementwise(b, "optimization_barrier", [x], [_dtype(v)], flops=0.0, shape=x.shape)
+        out += nests.elementwise(b, eqn.primitive.name, [x], [_dtype(v)], flops=0.0, shape=x.shape)
     return out
+
+
+@lowers("ragged_dot_general")
+def _ragged_dot(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Rows of x in consecutive groups, each times the weights of its group. Rows and groups are not split: where
+    groups begin is known at run time only. The group sizes, a few integers, are not counted as traffic."""
+    d = eqn.params["ragged_dot_dimension_numbers"]
+    (contracting, batch) = d.dot_dimension_numbers
+    x, w = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
+    plain = len(d.rhs_group_dimensions) == 1 and not any(batch) and len(x.shape) == 2 and len(w.shape) == 3
+    if not plain or eqn.params["group_offset"] is not None:
+        points = product([*_shape(eqn.outvars[0]), *(x.shape[i] for i in contracting[0])])
+        return _opaque(b, eqn, ins, flops=2.0 * float(points))  # type: ignore[arg-type]
+    (k,) = contracting[0]
+    return [nests.grouped_product(b, x, w, k, contracting[1][0], d.rhs_group_dimensions[0], _dtype(eqn.outvars[0]))]
+
+
+@lowers("fft")
+def _fft(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """The transformed dims are not split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
+    lengths = eqn.params["fft_lengths"]
+    points = product(_size(n) for n in lengths)
+    flops = 5.0 * math.log2(points) if isinstance(points, int) else 50.0
+    x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
+    rank = len(x.shape) - len(lengths)
+    return nests.batched(b, "fft", [x], [(shape, _dtype(eqn.outvars[0]))], rank, flops=flops * _count(shape[rank:]))
+
+
+# FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
+_MATRIX = {
+    "cholesky": 1 / 3, "lu": 2 / 3, "qr": 4 / 3, "geqrf": 4 / 3, "geqp3": 4 / 3, "householder_product": 4 / 3,
+    "ormqr": 4 / 3, "eigh": 9.0, "eig": 25.0, "svd": 21.0, "schur": 25.0, "hessenberg": 10 / 3,
+    "tridiagonal": 4 / 3, "triangular_solve": 1.0, "symmetric_product": 1.0, "lu_pivots_to_permutation": 0.0,
+    "tridiagonal_solve": 0.0, "cholesky_update": 0.0,
+}  # fmt: skip
+
+
+@lowers(*_MATRIX)
+def _matrix(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """A factorisation or solve: a batch of matrices may be split, a matrix not."""
+    inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
+    rank = min(max(len(t.shape) for t in inputs) - 2, *(len(t.shape) for t in inputs))
+    rank = max(rank, 0)
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    lead = inputs[0].shape[:rank]
+    if any(shape[:rank] != lead for shape in (*(t.shape for t in inputs), *(o for o, _ in outs))):
+        rank = 0
+    side = max((_count(t.shape[rank:]) for t in inputs), default=1.0) ** 0.5
+    return nests.batched(b, eqn.primitive.name, inputs, outs, rank, flops=_MATRIX[eqn.primitive.name] * side**3)
+
+
+@lowers("select_and_scatter_add", "select_and_scatter", "select_and_gather_add", "random_gamma")
+def _conservative(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return _opaque(b, eqn, ins, flops=10.0 * _count(_shape(eqn.invars[0])))
+
+
+def _count(shape: Sequence[Size]) -> float:
+    """Elements; a symbolic size counts as 1024, for a price that is only used as a conservative one."""
+    return float(math.prod(s if isinstance(s, int) else 1024 for s in shape))
+
+
+def _size(x: Any) -> Size:
+    return int(x) if isinstance(x, int) else parse_size(str(x))

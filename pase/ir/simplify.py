@@ -31,6 +31,7 @@ __all__ = ["simplify"]
 LIGHT = frozenset({"elementwise", "view", "reduce", "generate"})
 LEAF = frozenset({"parameter", "input", "constant"})
 
+_MOST_KEYS = 256
 _WIDE = 512  # a dim that a model axis is spent on; router and gate dims are far narrower
 
 
@@ -146,7 +147,7 @@ class _Groups:
         return [self.producer[a.tensor] for a in self._op(i).reads if a.tensor in self.producer]
 
     def join_parameters(self) -> None:
-        """Views and casts of one parameter are stored with it: the gather moves what is used."""
+        """Views and casts of one parameter are stored with it: the gather moves what is used. An input's views too."""
         sizes = self.graph.tensors
         for i, n in enumerate(self.graph.nodes):
             op = n.ops[0]
@@ -160,7 +161,7 @@ class _Groups:
             if len(sources) != 1 or len(op.reads) != 1:
                 continue
             (root,) = sources
-            if self._op(root).kind != "parameter":
+            if self._op(root).kind != "parameter" and (self._op(root).kind != "input" or op.kind != "view"):
                 continue
             read, write = sizes[op.reads[0].tensor], sizes[op.writes[0].tensor]
             if write.itemsize <= read.itemsize and (
@@ -169,8 +170,12 @@ class _Groups:
                 self.join(root, i)
 
     def find_constants(self) -> None:
-        """What depends on no data is constant: each device makes the part it needs, fused into the reader."""
+        """What depends on no data is constant: each device makes the part it needs, fused into the reader.
+
+        So is the arithmetic on random keys: a few integers, on every device alike.
+        """
         self.constant: set[int] = set()
+        keys: set[int] = set()
         for i, n in enumerate(self.graph.nodes):
             op = n.ops[0]
             if op.kind == "constant" or (
@@ -178,6 +183,21 @@ class _Groups:
                 and all(p in self.constant for p in self._inputs(i))
             ):
                 self.constant.add(i)
+            elif self._is_key(i):
+                before = self._inputs(i)
+                if op.kind == "input" or all(p in keys or p in self.constant for p in before):
+                    keys.add(i)
+        self.constant |= {i for i in keys if self._op(i).kind != "input"}
+
+    def _is_key(self, i: int) -> bool:
+        """Does the op make a few unsigned integers or keys, as random.split and fold_in do?"""
+        op, tensors = self._op(i), self.graph.tensors
+        return op.kind in LIGHT | {"opaque", "copy", "input"} and all(
+            tensors[a.tensor].dtype in ("key", "uint32")
+            and isinstance(n := tensors[a.tensor].elements, int)
+            and n <= _MOST_KEYS
+            for a in op.writes
+        )
 
     def join_light(self) -> None:
         """Neighbouring light ops of one level and one loop join.
@@ -373,9 +393,12 @@ def _with_copies(graph: Graph) -> Graph:
     Readers in different loops get copies of their own: a gather inside a loop happens at every turn.
     """
     readers: dict[tuple[str, tuple[str, ...]], dict[str, Op]] = defaultdict(dict)
+    again: set[tuple[str, tuple[str, ...]]] = set()
     for n in graph.nodes:
         for op, a in n.reads:
             readers[a.tensor, op.scope].setdefault(n.name, op)
+            if a.again:
+                again.add((a.tensor, op.scope))
     copies: dict[str, list[Node]] = defaultdict(list)
     renames: dict[tuple[str, tuple[str, ...]], str] = {}
     tensors = dict(graph.tensors)
@@ -390,8 +413,8 @@ def _with_copies(graph: Graph) -> Graph:
         walks, dims = _factored(producer, write)
         m = AccessMap(tuple(walks))
         copy = Op(
-            name="copy", kind="copy", reads=(Access(t, m),), writes=(Access(new, m),), flops_per_point=0, over=(),
-            source=op.source, eqn=op.eqn, scope=scope, times=inside.times, remat=inside.remat,
+            name="copy", kind="copy", reads=(Access(t, m, again=(t, scope) in again),), writes=(Access(new, m),),
+            flops_per_point=0, over=(), source=op.source, eqn=op.eqn, scope=scope, times=inside.times, remat=inside.remat,
         )  # fmt: skip
         pending = [Dim(name="pending", size=0, kind="pending")] if tensor.needs_grad else []
         copies[producer.name].append(

@@ -50,7 +50,7 @@ def quotient(a: Size, b: Size) -> Size | None:
     import sympy
 
     q = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
-    if sympy.denom(q) != 1:
+    if sympy.denom(sympy.together(q)) != 1:
         return None
     return int(q) if q.is_Integer else q
 
@@ -118,7 +118,7 @@ def _terms(tree: ast.expr) -> float:
         case ast.UnaryOp(operand=a):
             return _terms(a)
         case ast.Call(args=args):
-            return sum(map(_terms, args)) ** 2
+            return max(map(_terms, args), default=1)
     return 1
 
 

@@ -129,7 +129,7 @@ def from_text(text: str) -> Graph:
             line.fail(f"a line of {len(raw)} characters; at most {_MAX_LINE} are read")
         if raw[0] == " ":
             if not nodes:
-                line.fail("an op stands before the first node")
+                line.fail("an op stands before the first node", 0)
             nodes[-1][2].append(_read_op(line))
             line.end()
             continue

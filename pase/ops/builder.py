@@ -61,6 +61,8 @@ class GraphBuilder:
     """Source line that the next nests come from."""
     eqn: str = ""
     """Where the frontend found the next nests."""
+    saved: bool = False
+    """The next nests' results are kept although the region around them is rematerialised."""
     _scope: tuple[str, ...] = ()
     _times: Size = 1
     _remat: bool = False
@@ -136,7 +138,7 @@ class GraphBuilder:
             eqn=self.eqn,
             scope=self._scope,
             times=self._times,
-            remat=self._remat,
+            remat=self._remat and not self.saved,
         )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=k) for n, (s, k) in dims.items()))
         self.nodes.append(Node(name=node_name, space=space, ops=(op,)))

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk, Window
-from pase.ir.sizes import is_one, product, quotient
+from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import GraphBuilder, Read, Write, _map
 
 __all__ = [
+    "batched",
     "broadcast",
     "concat",
     "contract",
@@ -21,6 +22,7 @@ __all__ = [
     "elementwise",
     "gather",
     "generate",
+    "grouped_product",
     "opaque",
     "reduce",
     "reshape",
@@ -451,5 +453,50 @@ def opaque(
     return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=(), differentiable=differentiable)
 
 
-def elements(shape: Sequence[Size]) -> Size:
-    return product(shape)
+def batched(
+    b: GraphBuilder, name: str, inputs: Sequence[Tensor], outs: Sequence[tuple[tuple[Size, ...], str]], rank: int, *,
+    flops: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The first ``rank`` dims, alike in all tensors, may be split; the rest may not. flops: per point of the former."""
+    dims: Dims = {}
+
+    def walk(shape: Sequence[Size], prefix: str) -> AccessMap:
+        out = []
+        for i, s in enumerate(shape):
+            if is_one(s):
+                out.append(Walk())
+                continue
+            key = f"d{i}" if i < rank else f"{prefix}_{i}"
+            dims[key] = (s, "parallel" if i < rank else "replicated")
+            out.append(Walk((key,)))
+        return AccessMap(tuple(out))
+
+    reads = [Read(t, walk(t.shape, f"r{k}")) for k, t in enumerate(inputs)]
+    writes = [Write(tuple(shape), dtype, walk(shape, f"w{k}")) for k, (shape, dtype) in enumerate(outs)]
+    over = [d for d in dims if d.startswith("d")]
+    return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=over)
+
+
+def grouped_product(
+    b: GraphBuilder, x: Tensor, w: Tensor, x_contracting: int, w_contracting: int, w_group: int, dtype: str
+) -> Tensor:
+    """Rows of x [m k] in groups times w [g k n] by group: [m n]. Every row meets one group's weights."""
+    (m,) = {0, 1} - {x_contracting}
+    (n,) = {0, 1, 2} - {w_contracting, w_group}
+    dims: Dims = {}
+
+    def walk(name: str, size: Size, kind: DimKind) -> Walk:
+        if is_one(size):
+            return Walk()
+        dims[name] = (size, kind)
+        return Walk((name,))
+
+    rows, cols = walk("m", x.shape[m], "replicated"), walk("n", w.shape[n], "parallel")
+    inner, group = walk("k", x.shape[x_contracting], "reduction"), walk("g", w.shape[w_group], "replicated")
+    walks_w = [Walk(), Walk(), Walk()]
+    walks_w[w_contracting], walks_w[w_group], walks_w[n] = inner, group, cols
+    walks_x = (rows, inner) if m == 0 else (inner, rows)
+    reads = [Read(x, AccessMap(walks_x)), Read(w, AccessMap(tuple(walks_w)))]
+    write = Write((x.shape[m], w.shape[n]), dtype, AccessMap((rows, cols)))
+    over = [d for d in dims if d != "g"]
+    return b.nest("ragged_dot", "matmul", reads, [write], dims, flops=2.0, over=over)[0]

@@ -1,0 +1,13 @@
+"""``pytest tests/ir --update-golden`` writes the golden files anew; read the diff before committing it."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/ir/golden/*.txt anew")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    # The option exists only where pytest was given tests/ir itself.
+    return bool(request.config.getoption("--update-golden", default=False))

@@ -1,0 +1,160 @@
+"""Helpers: graphs of models, counts over them, and random graphs and programs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import networkx as nx
+from hypothesis import strategies as st
+
+from pase import zoo
+from pase.frontends.from_jax import trace
+from pase.ir import (
+    Access,
+    AccessMap,
+    Dim,
+    Graph,
+    IterationSpace,
+    Node,
+    Op,
+    Tensor,
+    Walk,
+    Window,
+    named,
+    parse_size,
+    simplify,
+    to_text,
+)
+
+HEAVY = {"matmul", "conv", "gather", "scatter", "window", "sequential", "carry"}
+
+
+@lru_cache(maxsize=64)
+def raw(model: str) -> Graph:
+    """The raw graph of a reduced zoo model, such as ``gpt2?scan=0``."""
+    m = zoo.reduced(model)
+    return trace(m.loss_fn, m.params, m.batch, name=model).graph
+
+
+@lru_cache(maxsize=64)
+def simple(model: str) -> Graph:
+    return named(simplify(raw(model)))
+
+
+def flops(graph: Graph, *kinds: str) -> float:
+    """FLOPs of a forward pass, of these op kinds (all where none is named)."""
+    total = 0.0
+    for n in graph.nodes:
+        for op in n.ops:
+            if not kinds or op.kind in kinds:
+                over = op.dims if op.over is None else op.over
+                total += op.flops_per_point * op.times * math.prod(n.space[d].size for d in over)  # type: ignore[operator,misc]
+    return total
+
+
+def without_places(text: str) -> str:
+    """Without equation paths and loop names, which count the equations of a jaxpr."""
+    return re.sub(r" (?:eqn|scope)=\S+", "", text)
+
+
+def canonical(graph: Graph) -> str:
+    """Nodes only, tensors numbered as they come: equal for traces that differ in dead or constant tensors."""
+    lines = without_places(to_text(graph, sources=False)).splitlines()
+    text = "\n".join(x for x in lines if x.startswith(("node", "  ")))
+    numbers: dict[str, str] = {}
+    constant = {t.name for t in graph.tensors.values() if t.role == "constant"}
+
+    def number(m: re.Match[str]) -> str:
+        name = m[1]
+        return "const[" if name in constant else numbers.setdefault(name, f"T{len(numbers)}") + "["
+
+    return re.sub(r"\b(t\d+c?\d*)\[", number, text)
+
+
+def without_carries(graph: Graph) -> nx.MultiDiGraph:
+    """Nodes and flows, less those that close a loop."""
+    out = nx.MultiDiGraph()
+    out.add_nodes_from(n.name for n in graph.nodes)
+    for e in graph.edges:
+        closing = graph.node[e.dst].kind == "carry" and e.op is not graph.node[e.dst].ops[0]
+        if not closing:
+            out.add_edge(e.src, e.dst)
+    return out
+
+
+def ops(graph: Graph) -> Iterator[Op]:
+    for n in graph.nodes:
+        yield from n.ops
+
+
+# Random graphs: well-formed as far as the text form cares, not models.
+
+names = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=8)
+dim_names = st.from_regex(r"[a-z][a-z0-9_]{0,3}", fullmatch=True)
+sizes = st.one_of(
+    st.integers(1, 10**9),
+    st.sampled_from(
+        ["b", "2*b", "b*s", "b + 1", "floordiv(b, 2)", "max(b, s)", "b % 7", "b**2 - s", "min(3, b) * 2"]
+    ).map(parse_size),
+)
+windows = st.none() | st.builds(Window, extent=st.integers(1, 11), stride=st.integers(1, 4))
+
+
+def walks(dims: list[str]) -> st.SearchStrategy[Walk]:
+    some = st.lists(st.sampled_from(dims), max_size=3, unique=True).map(tuple) if dims else st.just(())
+    return st.builds(Walk, some, windows)
+
+
+@st.composite
+def graphs(draw: Callable[..., Any]) -> Graph:
+    dtypes = st.sampled_from(["float32", "bfloat16", "int32", "bool", "key", "float8_e4m3fn"])
+    keys = draw(st.lists(names, min_size=1, max_size=5, unique=True))
+    tensors = {
+        k: Tensor(
+            name=k,
+            shape=draw(st.lists(sizes, max_size=3).map(tuple)),
+            dtype=draw(dtypes),
+            role=draw(st.sampled_from(["parameter", "input", "activation", "constant"])),
+            path=draw(st.just("") | names),
+            needs_grad=draw(st.booleans()),
+        )
+        for k in keys
+    }
+    nodes = []
+    for name in draw(st.lists(names, max_size=4, unique=True)):
+        dims = draw(st.lists(dim_names, max_size=4, unique=True))
+        kinds = st.sampled_from(["parallel", "reduction", "window", "replicated", "pending"])
+        space = IterationSpace(tuple(Dim(name=d, size=draw(sizes), kind=draw(kinds)) for d in dims))
+        maps = st.builds(AccessMap, st.lists(walks(dims), max_size=3).map(tuple))
+        accesses = st.lists(
+            st.builds(Access, st.sampled_from(keys), maps, st.booleans()), max_size=3
+        ).map(tuple)
+        op = st.builds(
+            Op,
+            name=names,
+            kind=st.sampled_from(["matmul", "view", "opaque", "carry", "reduce"]),
+            reads=accesses,
+            writes=accesses,
+            flops_per_point=st.floats(0, 1e12, allow_nan=False),
+            over=st.none() | st.lists(st.sampled_from(dims), max_size=2, unique=True).map(tuple)
+            if dims
+            else st.none(),
+            differentiable=st.booleans(),
+            source=st.just("") | names,
+            eqn=st.just("") | names,
+            scope=st.lists(names, max_size=2).map(tuple),
+            times=sizes,
+            remat=st.booleans(),
+        )
+        nodes.append(Node(name=name, space=space, ops=tuple(draw(st.lists(op, max_size=3)))))
+    return Graph(
+        name=draw(names),
+        tensors=tensors,
+        nodes=tuple(nodes),
+        outputs=tuple(draw(st.lists(st.sampled_from(keys), max_size=2))),
+        meta=draw(st.dictionaries(names, names, max_size=2)),
+    )
