@@ -9,6 +9,7 @@ import numpy as np
 
 from pase.ir import Graph, Node
 from pase.machine import CollectiveKind, CostModel, Mesh
+from pase.tables.build import charge_price
 from pase.tables.derive import Charge, Phase, edge_charges, node_charges, node_work
 from pase.tables.layouts import read_states, write_states
 
@@ -52,9 +53,7 @@ def _one(charge: Charge, node: str, source: str, model: CostModel, mesh: Mesh) -
     nbytes = float(np.ravel(charge.nbytes)[0])
     if not axes or not nbytes:
         return None
-    cost = charge.times * float(
-        np.ravel(model.collective(charge.kind, mesh, np.array([axes]), np.array([nbytes])))[0]
-    )
+    cost = float(np.ravel(charge_price(charge, model, mesh))[0])
     return Collective(
         kind=charge.kind, tensor=charge.tensor, axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
         nbytes=round(nbytes), times=round(charge.times), phase=charge.phase, node=node, source=source, cost=cost,

@@ -13,7 +13,7 @@ from pase.tables.derive import Charge, Work, edge_charges, node_charges, node_wo
 from pase.tables.layouts import configs, read_states, write_states
 from pase.tables.types import CostTables, EdgeTable
 
-__all__ = ["Space", "build", "charge_cost", "work_cost"]
+__all__ = ["BUCKET_BYTES", "Space", "build", "charge_cost", "charge_price", "work_cost"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,11 +35,22 @@ class Space:
         return out
 
 
+BUCKET_BYTES = 25 << 20
+"""Collectives of parameters travel in buckets of about this size (PyTorch DDP's default cap; XLA combines to
+30 MiB): a small one pays its share of a bucket's time, not a latency of its own."""
+
+
+def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
+    """Cost of a charge, all times of it."""
+    alone = model.collective(charge.kind, mesh, charge.axes, charge.nbytes)
+    if charge.bucketed:
+        full = model.collective(charge.kind, mesh, charge.axes, np.full_like(charge.nbytes, BUCKET_BYTES, dtype=float))
+        alone = np.where(charge.nbytes < BUCKET_BYTES, full * (charge.nbytes / BUCKET_BYTES), alone)
+    return charge.times * alone
+
+
 def charge_cost(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> np.ndarray | float:
-    total: np.ndarray | float = 0.0
-    for c in charges:
-        total = total + c.times * model.collective(c.kind, mesh, c.axes, c.nbytes)
-    return total
+    return sum((charge_price(c, model, mesh) for c in charges), np.float64(0.0))
 
 
 def work_cost(work: Iterable[Work], model: CostModel) -> np.ndarray | float:
@@ -86,7 +97,7 @@ def build(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str = "adam") -
         in_key = ("r", _space_key(dst), e.op.dims, e.access.map, shape)
         if in_key not in classes:
             classes[in_key] = _classes(read_states(dst, e.op, e.access, tensor, space[v], mesh))
-        key = (out_key, in_key, tensor.dtype, tensor.needs_grad, e.op.differentiable, e.op.times, e.access.again)
+        key = (out_key, in_key, tensor.dtype, tensor.needs_grad, src.kind == "parameter", e.op.differentiable, e.op.times, e.access.again)
         if key not in edge_memo:
             edge_memo[key] = _edge_table(graph, e, classes[out_key], classes[in_key], model, mesh)
         found = edge_memo[key]

@@ -38,6 +38,8 @@ class Charge:
     """Collectives, one per config or pair of layouts.
 
     axes, nbytes: as CostModel.collective has them; times: how often in a step.
+    bucketed: of a parameter (its gather, its gradient's sum), hence nothing waits for it alone, and it travels
+    with others in a bucket.
     """
 
     kind: CollectiveKind
@@ -46,6 +48,7 @@ class Charge:
     tensor: str
     phase: Phase
     times: float
+    bucketed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,15 +227,16 @@ def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mes
     times = float(number(edge.op.times, edge.dst))
     written = np.where(src == PENDING, REPLICATED, src)
     wanted = np.where(dst == PARTIAL, REPLICATED, dst)
+    bucketed = graph.producer[edge.tensor].kind == "parameter"
     for step in reshard(written, wanted, mesh):
         yield Charge(
             kind=step.kind, axes=step.axes, nbytes=step.fraction * total, tensor=edge.tensor, phase="forward",
-            times=times * (2 if edge.access.again else 1),
+            times=times * (2 if edge.access.again else 1), bucketed=bucketed,
         )  # fmt: skip
     if tensor.needs_grad and edge.op.differentiable:
         back = np.where(src == PENDING, PARTIAL, np.where(src == PARTIAL, REPLICATED, src))
         for step in reshard(dst, back, mesh):
             yield Charge(
                 kind=step.kind, axes=step.axes.T, nbytes=step.fraction.T * total, tensor=edge.tensor,
-                phase="backward", times=times,
+                phase="backward", times=times, bucketed=bucketed,
             )  # fmt: skip
