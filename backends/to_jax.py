@@ -196,7 +196,8 @@ class JaxPlan:
 
         def put(leaf: Any, sharding: Any) -> Any:
             if jax.process_count() == 1:
-                return jax.device_put(leaf, sharding)
+                # The step donates its arguments: none may share memory with what the caller holds.
+                return jax.device_put(jax.numpy.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf, sharding)
             host = np.asarray(leaf)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
