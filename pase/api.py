@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -169,6 +170,12 @@ def resolve(model: str, unknown: Literal["error", "replicate"] = "error") -> Tra
         raise PaseError(f"cannot import '{module}' for model '{model}': {e}") from e
     except AttributeError as e:
         raise PaseError(f"module '{module}' has no '{attribute}'") from e
+    try:
+        inspect.signature(function).bind()
+    except TypeError as e:
+        raise PaseError(
+            f"{model} must be a function without arguments that returns (loss_fn, params, *batch): {e}"
+        ) from e
     made = function()
     if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
         raise PaseError(f"{model}() must return (loss_fn, params, *batch), got {type(made).__name__}")

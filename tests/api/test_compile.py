@@ -1,0 +1,133 @@
+"""pase.compile on callables, and what it says of bad input."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+
+import pase
+from pase.errors import PaseError
+
+S = jax.ShapeDtypeStruct
+PARAMS = {"w": S((64, 128), "float32"), "v": S((128, 8), "float32")}
+BATCH = S((32, 64), "float32")
+
+
+def loss(params, x):
+    return jnp.mean((jax.nn.relu(x @ params["w"]) @ params["v"]) ** 2)
+
+
+def test_a_callable_on_shapes_alone():
+    plan = pase.compile(loss, PARAMS, BATCH, devices=8)
+    assert plan.model == "loss"
+    assert set(plan.parameters) == {"w", "v"}
+    assert plan.mesh.devices == 8
+
+
+def test_arrays_and_shapes_give_the_same_plan():
+    arrays = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (PARAMS, BATCH))
+    assert pase.compile(loss, *arrays, devices=8).diff(pase.compile(loss, PARAMS, BATCH, devices=8)) == []
+
+
+def test_the_mesh_can_be_given_and_keeps_its_names():
+    plan = pase.compile(loss, PARAMS, BATCH, devices=8, mesh="rows=2,cols=4")
+    assert plan.mesh.names == ("rows", "cols")
+    assert len(plan.tried) == 1
+
+
+def test_a_finer_mesh_is_never_worse():
+    """A mesh's strategies are among those of a mesh that splits its axes further."""
+    coarse = pase.compile(loss, PARAMS, BATCH, devices=8, mesh="8", baselines=False)
+    fine = pase.compile(loss, PARAMS, BATCH, devices=8, mesh="2x2x2", baselines=False)
+    assert fine.cost <= coarse.cost * (1 + 1e-9)
+
+
+def test_every_optimizer_and_machine_and_cost_model():
+    from pase import costmodels, machine
+
+    for optimizer in ("sgd", "momentum", "adam"):
+        assert pase.compile(loss, PARAMS, BATCH, devices=4, optimizer=optimizer).optimizer == optimizer
+    for name in machine.names():
+        assert pase.compile(loss, PARAMS, BATCH, devices=4, machine=name).cost > 0
+    for name in costmodels.names():
+        assert pase.compile(loss, PARAMS, BATCH, devices=4, cost_model=name).cost_model == name
+
+
+def helper_model():
+    return loss, PARAMS, BATCH
+
+
+def test_a_model_by_module_and_function():
+    plan = pase.compile("tests.api.test_compile:helper_model", devices=4)
+    assert set(plan.parameters) == {"w", "v"}
+
+
+mystery = Primitive("mystery")  # an op that no frontend can know
+mystery.def_abstract_eval(lambda x: x)
+
+
+def unknown_op(params, x):
+    return jnp.mean(mystery.bind(x @ params["w"]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pase.compile("zoo:gpt2", devices=0), "devices must be a positive whole number, got 0"),
+        (lambda: pase.compile("zoo:gpt2", devices=2.5), "devices must be a positive whole number, got 2.5"),
+        (lambda: pase.compile("zoo:gpt3", devices=8), "gpt3"),
+        (lambda: pase.compile("gpt2", devices=8), "'gpt2' is not a model: write zoo:NAME"),
+        (lambda: pase.compile("no.such.module:f", devices=8), "cannot import 'no.such.module'"),
+        (lambda: pase.compile("tests.api.test_compile:nothing", devices=8), "has no 'nothing'"),
+        (
+            lambda: pase.compile("tests.api.test_compile:loss", devices=8),
+            "must be a function without arguments",
+        ),
+        (lambda: pase.compile("model.onnx", devices=8), "ONNX and TensorFlow frontends are not there yet"),
+        (lambda: pase.compile("zoo:mlp", PARAMS, devices=8), "give no further arguments"),
+        (lambda: pase.compile(loss, devices=8), "give the loss function's example arguments"),
+        (lambda: pase.compile(3, devices=8), "a model is a name or a callable, not int"),
+        (lambda: pase.compile(loss, PARAMS, BATCH, devices=8, mesh="3x3"), "9 devices, but 8 were asked for"),
+        (lambda: pase.compile(loss, PARAMS, BATCH, devices=8, machine="abacus"), "abacus"),
+        (
+            lambda: pase.compile(loss, PARAMS, BATCH, devices=8, cost_model="vibes"),
+            "no cost model named 'vibes'",
+        ),
+        (
+            lambda: pase.compile(loss, PARAMS, BATCH, devices=8, optimizer="hope"),
+            "no optimizer 'hope'; known: sgd",
+        ),
+        (
+            lambda: pase.compile(loss, PARAMS, BATCH, devices=8, unknown="free"),
+            "unknown is 'error' or 'replicate'",
+        ),
+        (lambda: pase.compile(loss, {"w": "text"}, BATCH, devices=8), "params['w'] is str"),
+        (
+            lambda: pase.compile(loss, PARAMS | {"w": S((65, 128), "float32")}, BATCH, devices=8),
+            "JAX cannot trace loss on these shapes",
+        ),
+        (lambda: pase.compile(lambda p, x: x @ p["w"], PARAMS, BATCH, devices=8), "pase needs a scalar loss"),
+        (
+            lambda: pase.compile(unknown_op, PARAMS, BATCH, devices=8),
+            "no lowering for JAX primitive 'mystery' at",
+        ),
+    ],
+)
+def test_bad_input_gets_one_clear_error(call, message):
+    with pytest.raises(PaseError) as e:
+        call()
+    assert message in str(e.value)
+
+
+def test_an_unknown_op_names_the_users_line_and_can_be_replicated():
+    with pytest.raises(PaseError, match=r"test_compile.py:\d+.*\(unknown_op\)"):
+        pase.compile(unknown_op, PARAMS, BATCH, devices=8)
+    plan = pase.compile(unknown_op, PARAMS, BATCH, devices=8, unknown="replicate")
+    assert not next(n for n in plan.nodes if n.op == "opaque").split
+
+
+def test_dims_that_do_not_divide_are_left_whole():
+    odd = {"w": S((63, 127), "float32"), "v": S((127, 7), "float32")}
+    plan = pase.compile(loss, odd, S((31, 63), "float32"), devices=8)
+    assert all(not axes for t in plan.parameters.values() for axes in t.storage)
+    assert "data_parallel" in plan.skipped

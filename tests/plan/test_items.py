@@ -1,0 +1,82 @@
+"""A plan's items sum to what the tables priced, and its parts agree with one another."""
+
+import pytest
+
+import pase
+from pase import zoo
+from pase.plan.table import bytes_text, cost_text
+
+MODELS = ["mlp", "gpt2?layers=2", "alexnet", "rnnlm", "mixtral_8x7b"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def plan(request):
+    return pase.compile(f"zoo:{request.param}", devices=8)
+
+
+def test_items_sum_to_the_searched_cost(plan):
+    """Every second of the optimum is in some node's compute, update or communication."""
+    assert sum(n.cost.total for n in plan.nodes) == pytest.approx(plan.cost, rel=1e-9)
+    assert sum(c.cost for c in plan.collectives) == pytest.approx(plan.communication, rel=1e-9)
+
+
+def test_never_worse_than_any_baseline(plan):
+    assert plan.optimal
+    assert plan.baselines or plan.skipped
+    assert all(plan.cost <= cost * (1 + 1e-12) for cost in plan.baselines.values())
+
+
+def test_every_parameter_is_there_once_with_its_shape(plan):
+    import jax
+
+    m = zoo.get(plan.model.removeprefix("zoo:"))
+    leaves = jax.tree_util.tree_flatten_with_path(m.params)[0]
+    shapes = {jax.tree_util.keystr(k, simple=True, separator="."): v.shape for k, v in leaves}
+    assert {k: t.shape for k, t in plan.parameters.items()} == shapes
+
+
+def test_memory_of_parameters_is_what_the_storage_says(plan):
+    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    total = 0.0
+    for t in plan.parameters.values():
+        ways = 1
+        for axes in t.storage:
+            for a in axes:
+                ways *= sizes[a]
+        elements = 1
+        for s in t.shape:
+            elements *= s
+        total += elements / ways * {"float32": 4, "bfloat16": 2}[t.dtype]
+    assert plan.memory.parameters == pytest.approx(total, abs=len(plan.parameters))
+
+
+def test_collectives_name_real_axes_and_nodes(plan):
+    nodes = {n.name for n in plan.nodes}
+    for c in plan.collectives:
+        assert set(c.axes) <= set(plan.mesh.names)
+        assert c.axes
+        assert c.node in nodes
+        assert c.nbytes > 0
+
+
+def test_the_text_shows_the_mesh_the_step_and_every_matmul(plan):
+    text = str(plan)
+    for name, size in zip(plan.mesh.names, plan.mesh.sizes, strict=True):
+        assert f"{name}={size}" in text
+    assert cost_text(plan.cost, plan.unit) in text
+    assert bytes_text(plan.memory.total) in text
+    for n in plan.nodes:
+        if n.op in ("matmul", "conv"):
+            assert n.name in text
+
+
+def test_one_device_needs_no_collectives():
+    plan = pase.compile("zoo:mlp", devices=1)
+    assert not plan.collectives
+    assert plan.communication == 0
+
+
+def test_a_model_that_does_not_fit_says_so():
+    plan = pase.compile("zoo:llama3_8b", devices=8, machine="1080tix8")
+    assert not plan.fits
+    assert "WARNING it does not fit" in str(plan)

@@ -1,0 +1,129 @@
+"""layout.json: what is written is what is read, and what is wrong with a file is said."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import pase
+from pase.errors import PaseError
+from pase.plan.layout import SCHEMA, from_json, schema, to_json, write_atomically
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return pase.compile("zoo:gpt2?layers=2&batch=16", devices=8)
+
+
+def test_saved_and_loaded_plans_are_equal(plan, tmp_path):
+    path = tmp_path / "layout.json"
+    plan.save(path)
+    same = pase.load(path)
+    assert same == plan
+    assert same.diff(plan) == []
+    assert str(same) == str(plan)
+
+
+def test_the_schema_is_a_schema_and_the_file_obeys_it(plan):
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(to_json(plan), schema())
+
+
+def test_a_loaded_zoo_plan_finds_its_model(plan, tmp_path):
+    plan.save(tmp_path / "l.json")
+    same = pase.load(tmp_path / "l.json")
+    assert same.jax.specs == plan.jax.specs
+
+
+def test_a_loaded_plan_refuses_another_model(plan, tmp_path):
+    import jax
+
+    plan.save(tmp_path / "l.json")
+    weights = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+    with pytest.raises(PaseError, match="not the model that the plan for 'zoo:gpt2"):
+        pase.load(tmp_path / "l.json").bind(lambda p, x: (x @ p["w"]).sum(), weights, weights["w"])
+
+
+def test_diff_names_what_differs():
+    a, b = (pase.compile("zoo:mlp", devices=8, mesh=m, baselines=False) for m in ("data=8", "data=2,model=4"))
+    assert a.diff(b)[0] == "mesh: {'data': 8} -> {'data': 2, 'model': 4}"
+    assert any(line.startswith("node ") for line in a.diff(b))
+    assert a.diff(a) == []
+
+
+def broken(data, *path, value):
+    """A copy of the object with one place changed."""
+    data = json.loads(json.dumps(data))
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("schema",), "pase.layout/99", "schema is 'pase.layout/99', and this pase reads 'pase.layout/1'"),
+        (("devices",), "eight", "at devices: 'eight' is not of type 'integer'"),
+        (("mesh",), {"data": 3}, "is not 8 devices"),
+        (("parameters", "wte", "storage"), [["nowhere"], []], "mesh axis 'nowhere' does not exist"),
+        (("parameters", "wte", "storage"), [[]], "a layout of 1 dims for shape"),
+        (("collectives",), {}, "at collectives: {} is not of type 'array'"),
+        (("memory",), {}, "at memory: 'parameters' is a required property"),
+    ],
+)
+def test_what_is_wrong_is_said(plan, path, value, message):
+    with pytest.raises(PaseError, match="layout: .*") as e:
+        from_json(broken(to_json(plan), *path, value=value))
+    assert message in str(e.value)
+
+
+def test_uneven_and_doubled_axes_are_refused(plan):
+    data = to_json(plan)
+    axis, size = next((a, s) for a, s in data["mesh"].items() if s > 1)
+    odd = broken(data, "parameters", "wte", "storage", value=[[axis], []])  # 50257 is odd, its factors large
+    assert 50257 % size
+    with pytest.raises(PaseError, match="a dim of 50257 elements in .* shards is uneven"):
+        from_json(odd)
+    with pytest.raises(PaseError, match="a mesh axis is used twice"):
+        from_json(broken(data, "parameters", "wte", "storage", value=[[axis], [axis]]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON: .* was it cut off"),
+        (b"\xff\xfe", "is not text"),
+        (b"[]", f"schema is None, and this pase reads '{SCHEMA}'"),
+        (b"[" * 100_000, "is not JSON"),
+    ],
+)
+def test_garbage_files(tmp_path, content, message):
+    path = tmp_path / "l.json"
+    path.write_bytes(content)
+    with pytest.raises(PaseError, match=message):
+        pase.load(path)
+
+
+def test_missing_file_and_folder(tmp_path, plan):
+    with pytest.raises(PaseError, match=r"cannot read .*nothing.json: No such file"):
+        pase.load(tmp_path / "nothing.json")
+    with pytest.raises(PaseError, match="the folder .* does not exist"):
+        plan.save(tmp_path / "no" / "folder.json")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "l.json"
+    path.write_text("old")
+
+    def fails(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in Path(tmp_path).iterdir()] == ["l.json"]
