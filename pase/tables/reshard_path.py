@@ -10,7 +10,6 @@ This is the definition, for one pair of layouts; ``pase.tables.reshard`` prices 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,6 +67,10 @@ def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[
         or w.exchange(movers=False)
         or w.all_to_all(solid=True)
         or w.exchange(movers=True)
+        or w.sink()
+        or w.relabel()
+        or w.enter("slice", REPLICATED, solid=False)
+        or w.enter("reduce_scatter", PARTIAL, solid=False)
         or w.all_to_all(solid=False)
         or w.unblock()
     ):
@@ -88,33 +91,67 @@ class _Walk:
         self.now, self.goal, self.sizes = now, goal, sizes
         self.axes = range(len(sizes))
         self.done: list[Move] = []
-        spans = [s for layout in (now, goal) for a in self.axes for s in self._span(layout, a)]
+        spans = self._spans(now, self.axes) + self._spans(goal, self.axes)
         self.top = {t: max(high for u, _, high in spans if u == t) for t, _, _ in spans}
 
-    def enter(self, kind: Kind, state: int) -> bool:
-        """All free axes in this state (REPLICATED: slice, PARTIAL: reduce-scatter) take their digits."""
+    def enter(self, kind: Kind, state: int, *, solid: bool = True) -> bool:
+        """All free axes in this state (REPLICATED: slice, PARTIAL: reduce-scatter) take their digits.
+
+        solid: where one would hang in the air, it takes the topmost place in its tensor dim instead.
+        """
         free = [a for a in self.axes if self.now[a] == state and self.goal[a] >= 0 and self._free(a)]
-        return self._move(kind, {a: self.goal[a] for a in free})
+        change = {a: self.goal[a] for a in free}
+        while solid and (hanging := self._hanging(change) & change.keys()):
+            change = {a: digit for a, digit in change.items() if a not in hanging}
+        for a in [a for a in free if a not in change]:
+            t = self.goal[a] // _DIM
+            held = self._spans([change.get(b, self.now[b]) for b in self.axes], self.axes)
+            room = _minus([s for s in self._spans(self.goal, self.axes) if s[0] == t], held)
+            place = _tile(room[-1:], [a], self.sizes, whole=False)
+            if place and self._solid(change | place):
+                change |= place
+        return self._move(kind, change)
 
     def all_to_all(self, *, solid: bool) -> bool:
-        """All free axes that leave one tensor dim for another together. solid: only where a partitioner can say
-        so: the dims differ, and shards stay contiguous."""
-        free = [a for a in self.axes if 0 <= self.now[a] != self.goal[a] >= 0 and self._free(a)]
-        ends = {a: (self.now[a] // _DIM, self.goal[a] // _DIM) for a in free}
-        for pair in dict.fromkeys(ends.values()):
-            change = {a: self.goal[a] for a in free if ends[a] == pair}
-            if not solid or (pair[0] != pair[1] and self._solid(change)):
+        """All free axes that leave one tensor dim for another together.
+
+        solid: only where a partitioner can say so: the dims differ, and shards stay contiguous.
+        """
+        for (t, u), change in self._departures().items():
+            if not solid or (t != u and self._solid(change)):
                 return self._move("all_to_all", change)
         return False
 
-    def exchange(self, *, movers: bool) -> bool:
-        """A permute among axes that stand in each other's way, where all that they want to hold is held.
+    def _departures(self) -> dict[tuple[int, int], dict[int, int]]:
+        """Axes that are free to move, and their digits, by the tensor dims they leave and go to."""
+        out: dict[tuple[int, int], dict[int, int]] = {}
+        for a in self.axes:
+            if 0 <= self.now[a] != self.goal[a] >= 0 and self._free(a):
+                out.setdefault((self.now[a] // _DIM, self.goal[a] // _DIM), {})[a] = self.goal[a]
+        return out
 
-        What is not held yet is first taken by axes that hold nothing (a slice, a reduce-scatter) and, if
-        ``movers``, by those that hold what nobody wants (an all-to-all). What nobody wants goes to the axes
-        that will be gathered.
+    def exchange(self, *, movers: bool) -> bool:
+        """A permute among axes that stand in each other's way, which leaves each with what it wants.
+
+        What no axis holds yet is first taken by those that hold nothing (a slice, a reduce-scatter) and, if
+        ``movers``, by those that hold what nobody wants (an all-to-all). What nobody wants goes to those that
+        will be gathered.
         """
         return any([self._exchange(g, movers) for g in self._tangles()])
+
+    def sink(self) -> bool:
+        """A permute within a tensor dim that brings down the axes which are free to leave it."""
+        for (t, u), change in self._departures().items():
+            inside = [a for a in self.axes if self.now[a] // _DIM == t and self.now[a] >= 0]
+            held = _joined(self._spans(self.now, inside))
+            place = _tile(held, sorted(inside, key=lambda a: a in change), self.sizes)
+            if t != u and place and _nested(held) and self._solid(place | change):
+                return self._move("permute", {a: s for a, s in place.items() if s != self.now[a]})
+        return False
+
+    def relabel(self) -> bool:
+        """A permute that gives blocked axes what they want; those who held it take what is left."""
+        return any([self._relabel(g) for g in self._tangles()])
 
     def _tangles(self) -> list[list[int]]:
         """Sets of axes, linked where one holds what another wants; in each, one cannot move freely."""
@@ -130,44 +167,62 @@ class _Walk:
         return [g for g in found.values() if any(self.goal[a] >= 0 and not self._free(a) for a in g)]
 
     def _exchange(self, group: list[int], movers: bool) -> bool:
-        held = [s for a in group for s in self._span(self.now, a)]
-        wanted = [s for a in group for s in self._span(self.goal, a)]
-        spare, gaps = _minus(held, wanted), _minus(wanted, held)
+        held, wanted = _joined(self._spans(self.now, group)), _joined(self._spans(self.goal, group))
         if not _nested(held + wanted):
             return False
-        takers = [a for a in group if self.now[a] < 0 <= self.goal[a]]
+        enter = [a for a in group if self.now[a] < 0 <= self.goal[a]]
         if movers:
-            takers += [
-                a for a in group if 0 <= self.now[a] != self.goal[a] >= 0 and self._unwanted(a, wanted)
-            ]
-        taken = _tile(gaps, takers, self.sizes)
-        if taken is None:
+            enter += [a for a in group if self.goal[a] >= 0 and self._unwanted(a, wanted)]
+        taken = _tile(_minus(wanted, held), enter, self.sizes)
+        if taken is None or (movers and not self._solid(taken)):
             return False
-        spare = _minus(spare, [s for a in taken for s in self._span(self.now, a)])
-        kept = _tile(spare, [a for a in group if self.goal[a] < 0 <= self.now[a]], self.sizes)
-        if kept is None:
+        spare = _minus(held, wanted + self._spans(self.now, taken))
+        left = _tile(spare, [a for a in group if self.goal[a] < 0 <= self.now[a]], self.sizes)
+        if left is None:
             return False
-        kinds: dict[int, Kind] = {REPLICATED: "slice", PARTIAL: "reduce_scatter"}
-        for state, kind in kinds.items():
-            self._move(kind, {a: digit for a, digit in taken.items() if self.now[a] == state})
+        self._move("slice", {a: digit for a, digit in taken.items() if self.now[a] == REPLICATED})
+        self._move("reduce_scatter", {a: digit for a, digit in taken.items() if self.now[a] == PARTIAL})
         for a, digit in taken.items():
             if self.now[a] != digit:
                 self._move("all_to_all", {a: digit})
-        self.all_reduce([a for a in group if self.now[a] == PARTIAL])
-        after = {a: self.goal[a] if self.goal[a] >= 0 else kept.get(a, REPLICATED) for a in group}
-        self._move("permute", {a: state for a, state in after.items() if state != self.now[a]})
+        self._permute(group, {a: self.goal[a] for a in group if self.goal[a] >= 0} | left)
         return True
 
-    def _solid(self, change: dict[int, int]) -> bool:
-        """Are the shards contiguous after the change? Each digit must lie right below another, or topmost."""
-        after = [change.get(a, self.now[a]) for a in self.axes]
-        spans = [s for a in self.axes for s in self._span(after, a)]
-        lows = {(t, low) for t, low, _ in spans} | set(self.top.items())
-        return all((t, high) in lows for t, _, high in spans)
-
     def _unwanted(self, a: int, wanted: list[Span]) -> bool:
-        span = self._span(self.now, a)
-        return _minus(span, wanted) == span
+        span = self._spans(self.now, [a])
+        return bool(span) and _minus(span, wanted) == span
+
+    def _relabel(self, group: list[int]) -> bool:
+        held = _joined(self._spans(self.now, group))
+        stuck = [a for a in group if self.goal[a] >= 0 and not self._free(a)]
+        wanted = _joined(self._spans(self.goal, stuck))
+        if not _nested(held + wanted) or _minus(wanted, held):
+            return False
+        others = [a for a in group if a not in stuck and self.now[a] >= 0]
+        others.sort(
+            key=lambda a: self.goal[a] >= 0
+        )  # those that move on go below, so that none hangs in the air
+        left = _tile(_minus(held, wanted), others, self.sizes)
+        if left is None:
+            return False
+        self._permute(group, {a: self.goal[a] for a in stuck} | left)
+        return True
+
+    def _permute(self, group: list[int], digits: dict[int, int]) -> None:
+        """Axes of the group take these digits, the others give theirs up; none may be partial."""
+        self.all_reduce([a for a in group if self.now[a] == PARTIAL])
+        after = {a: digits.get(a, REPLICATED) for a in group}
+        self._move("permute", {a: state for a, state in after.items() if state != self.now[a]})
+
+    def _solid(self, change: dict[int, int]) -> bool:
+        """Does the change leave shards as contiguous as they are?"""
+        return self._hanging(change) <= self._hanging({}) - change.keys()
+
+    def _hanging(self, change: dict[int, int]) -> set[int]:
+        """Axes whose digit, after the change, is neither topmost in its dim nor right below another."""
+        after = [change.get(a, self.now[a]) for a in self.axes]
+        lows = {(t, low) for t, low, _ in self._spans(after, self.axes)} | set(self.top.items())
+        return {a for a in self.axes for t, _, high in self._spans(after, [a]) if (t, high) not in lows}
 
     def unblock(self) -> bool:
         """Gather one axis that stands in the way: one that ends unsplit, else the smallest."""
@@ -185,7 +240,9 @@ class _Walk:
         self._move("all_reduce", dict.fromkeys(axes, REPLICATED))
 
     def gather(self, axes: list[int]) -> None:
-        self._move("all_gather", dict.fromkeys(axes, REPLICATED))
+        """One tensor dim after the other, from the last, as XLA does."""
+        for t in sorted({self.now[a] // _DIM for a in axes}, reverse=True):
+            self._move("all_gather", {a: REPLICATED for a in axes if self.now[a] // _DIM == t})
 
     def _move(self, kind: Kind, change: dict[int, int]) -> bool:
         if not change:
@@ -206,9 +263,9 @@ class _Walk:
     def _free(self, a: int) -> bool:
         return not any(b != a and self._overlap(self.goal, a, self.now, b) for b in self.axes)
 
-    def _span(self, layout: list[int], a: int) -> list[Span]:
-        state = layout[a]
-        return [] if state < 0 else [(state // _DIM, state % _DIM, state % _DIM * self.sizes[a])]
+    def _spans(self, layout: list[int], axes: Iterable[int]) -> list[Span]:
+        digits = [(layout[a], self.sizes[a]) for a in axes if layout[a] >= 0]
+        return [(s // _DIM, s % _DIM, s % _DIM * n) for s, n in digits]
 
 
 def _bits(axes: Iterable[int]) -> int:
@@ -216,7 +273,7 @@ def _bits(axes: Iterable[int]) -> int:
 
 
 def _minus(spans: list[Span], other: list[Span]) -> list[Span]:
-    """What of the spans lies outside of the others; neighbours are joined."""
+    """What of the spans lies outside of the others."""
     for t, low, high in other:
         cut: list[Span] = []
         for s in spans:
@@ -225,12 +282,16 @@ def _minus(spans: list[Span], other: list[Span]) -> list[Span]:
             else:
                 cut += [(t, lo, hi) for lo, hi in ((s[1], low), (high, s[2])) if lo < hi]
         spans = cut
+    return _joined(spans)
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """The same spans, neighbours as one."""
     out: list[Span] = []
-    for s in sorted(spans):
-        if out and out[-1][0] == s[0] and out[-1][2] == s[1]:
-            out[-1] = (s[0], out[-1][1], s[2])
-        else:
-            out.append(s)
+    for t, low, high in sorted(spans):
+        if out and out[-1][0] == t and out[-1][2] == low:
+            low = out.pop()[1]
+        out.append((t, low, high))
     return out
 
 
@@ -240,15 +301,22 @@ def _nested(spans: list[Span]) -> bool:
     return all(t != u or high % low == 0 for (t, low), (u, high) in pairwise(bounds))
 
 
-def _tile(spans: list[Span], axes: list[int], sizes: Sequence[int]) -> dict[int, int] | None:
-    """Digits for some of the axes that are together exactly these spans, first axes major; else None."""
+def _tile(
+    spans: list[Span], axes: list[int], sizes: Sequence[int], whole: bool = True
+) -> dict[int, int] | None:
+    """Digits for some of the axes that are together exactly these spans, first axes major; else None.
+
+    whole: if not, digits that begin at the spans' tops will do.
+    """
     out: dict[int, int] = {}
     for t, low, high in spans:
         left = [a for a in axes if a not in out]
         while low < high:
             a = next((a for a in left if high % (low * sizes[a]) == 0), None)
             if a is None:
-                return None
+                if whole:
+                    return None
+                break
             left.remove(a)
             high //= sizes[a]
             out[a] = t * _DIM + high

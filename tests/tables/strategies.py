@@ -19,9 +19,11 @@ def meshes(draw: st.DrawFn, max_axes: int = 4) -> Mesh:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], partial: bool) -> tuple[int, ...]:
+def layouts(
+    draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], partial: bool, contiguous: bool = False
+) -> tuple[int, ...]:
     """A layout of the shape: axes in any order on any dim, in strides that divide it, major digits left out
-    now and then (a dim merged from several, of which only a minor one is split)."""
+    now and then (a dim merged from several, of which only a minor one is split); contiguous: never."""
     out = [REPLICATED] * len(mesh.sizes)
     left = list(shape)
     for a in draw(st.permutations(range(len(mesh.sizes)))):
@@ -33,7 +35,7 @@ def layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], partial: bool) 
         if t < 0:
             continue
         skips = [k for k in (1, 2, 3) if left[t] % (mesh.sizes[a] * k) == 0]
-        left[t] //= mesh.sizes[a] * draw(st.sampled_from([1, *skips]))
+        left[t] //= mesh.sizes[a] * (1 if contiguous else draw(st.sampled_from([1, *skips])))
         out[a] = t * _DIM + left[t]
     return tuple(out)
 
