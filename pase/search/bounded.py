@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from pase.search.check import cost_of
 from pase.search.contract import Contracted, contract, fixed_bytes, restrict
 from pase.search.exact import eliminate_pairwise
 from pase.search.flat import Flat, flatten
-from pase.search.ilp import IlpJob
+from pase.search.ilp import IlpJob, ilp_problem, solve_ilp
 from pase.search.rows import Rows, memory_rows
 from pase.search.types import MemoryProfile, Solution
 from pase.tables.types import CostTables
@@ -29,6 +30,7 @@ Progress = Callable[[str, float, float, float], None]
 
 DEFAULT_SECONDS = 60.0
 _ILP_PAIRS = 120_000  # allowed pairs of all edges, at most, for an integer program
+_SMALL_ILP = 6_000  # pairs and configs, at most, for one at once and in this process
 _ACTIVE_POINTS = 400
 _SWEEPS = 100
 
@@ -116,11 +118,12 @@ class _Residual:
         self.dual[2] = live.size
         self.dual[1] = 2.0 * old.dual[1]
 
-    def priced(self) -> np.ndarray:
+    def priced(self, price: np.ndarray) -> np.ndarray:
+        """Node costs with bytes at ``price``, float64 [slots]."""
         from pase.search.kernels_memory import priced_costs
 
         out = np.zeros(self.flat.cost.size)
-        priced_costs(self.row_arrays, self.flat.cost, self.price, np.zeros(self.rows.points + 1), out)
+        priced_costs(self.row_arrays, self.flat.cost, price, np.zeros(self.rows.points + 1), out)
         return out
 
 
@@ -174,6 +177,7 @@ def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress
     job: IlpJob | None = None
     pairs_tried = np.inf
     turn = 0
+    pool = ThreadPoolExecutor(1)
     try:
         while True:
             _refuse_hopeless(state, now)
@@ -183,8 +187,16 @@ def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress
                 return "reductions"
             if (turn == 0 or job is None) and _eliminate(state, now):
                 return "reductions and elimination"
-            _raise_bound(state, now)
-            _neighbourhoods(state, now, rng)
+            if turn == 0 and _settle_small(state, now, ends_at):
+                return "integer program"
+            # The dual and the neighbourhoods run side by side, the latter with the last turn's prices, so
+            # that what happens does not depend on which is faster.
+            if turn == 0:
+                _raise_bound(state, now)
+            price, rounded = now.price.copy(), now.choice.copy()
+            dual = pool.submit(_raise_bound, state, now)
+            _neighbourhoods(state, now, price, rounded, rng)
+            dual.result()
             turn += 1
             if progress is not None:
                 progress("searching", state.cost, state.bound, time.perf_counter() - state.began)
@@ -203,7 +215,8 @@ def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress
                 if pairs <= min(_ILP_PAIRS, 0.7 * pairs_tried):
                     pairs_tried = pairs
                     scale = max(abs(state.cost if np.isfinite(state.cost) else state.bound), 1e-300)
-                    job = IlpJob(now.flat, now.rows, usable, scale, max(0.1, ends_at - time.perf_counter()))
+                    seconds = max(0.1, ends_at - time.perf_counter())
+                    job = IlpJob(ilp_problem(now.flat, now.rows, usable, scale, seconds))
                     continue
             if turn % 4 == 0 and (keep := _affordable(state, now)) is not None:
                 # Whatever is cheaper than the best is still there, so that a bound on what is left,
@@ -218,6 +231,7 @@ def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress
     finally:
         if job is not None:
             job.stop()
+        pool.shutdown()
 
 
 def _refuse_hopeless(state: _State, now: _Residual) -> None:
@@ -241,6 +255,16 @@ def _eliminate(state: _State, now: _Residual) -> bool:
     return True
 
 
+def _settle_small(state: _State, now: _Residual, ends_at: float) -> bool:
+    """A small residual goes to the integer program at once, in this process."""
+    usable, pairs = _usable_pairs(state, now)
+    if pairs + now.flat.cost.size > _SMALL_ILP:
+        return False
+    scale = max(1.0, float(np.abs(now.flat.cost).max(initial=0.0)))
+    seconds = max(0.1, ends_at - time.perf_counter())
+    return _take(state, now, solve_ilp(ilp_problem(now.flat, now.rows, usable, scale, seconds)))
+
+
 def _raise_bound(state: _State, now: _Residual) -> None:
     from pase.search.kernels_memory import dual_ascent
 
@@ -262,16 +286,18 @@ def _raise_bound(state: _State, now: _Residual) -> None:
     state.prove(min(lower + now.left.constant, state.cost), "dual bound")
 
 
-def _neighbourhoods(state: _State, now: _Residual, rng: np.random.Generator) -> None:
+def _neighbourhoods(
+    state: _State, now: _Residual, price: np.ndarray, rounded: np.ndarray, rng: np.random.Generator
+) -> None:
     """Search around the dual's rounded choice, then around the best."""
     from pase.search.kernels_memory import lns, polish
 
     flat = now.flat
     steps = int(np.clip(4e8 / max(1, flat.entries.size), 200, 2000))
-    starts = [now.choice.copy()]
-    polish(flat.graph, now.priced(), starts[0], 20, int(rng.integers(2**31)))
+    starts = [rounded]
+    polish(flat.graph, now.priced(price), starts[0], 20, int(rng.integers(2**31)))
     if state.choice is None:
-        starts.append(_press(now, starts[0], rng))
+        starts.append(_press(now, price, starts[0], rng))
     else:
         starts.append(now.left.narrow(state.choice))
     for start in starts:
@@ -282,7 +308,7 @@ def _neighbourhoods(state: _State, now: _Residual, rng: np.random.Generator) -> 
                 flat.graph,
                 now.row_arrays,
                 flat.cost,
-                now.price,
+                price,
                 start,
                 best,
                 stats,
@@ -295,12 +321,12 @@ def _neighbourhoods(state: _State, now: _Residual, rng: np.random.Generator) -> 
                 state.offer(now.left.expand(best))
 
 
-def _press(now: _Residual, choice: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _press(now: _Residual, price: np.ndarray, choice: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A choice that fits, or nearly: the worst point's price is doubled until nothing is over."""
     from pase.search.kernels_memory import polish, usage_of
 
-    now_price, flat = now.price, now.flat
-    price, used, choice = now_price.copy(), np.zeros(now.rows.points), choice.copy()
+    flat = now.flat
+    price, used, choice = price.copy(), np.zeros(now.rows.points), choice.copy()
     least = max(1e-12 * abs(flat.cost_of(choice)), 1e-300) / max(
         1.0, float(now.rows.capacity.max(initial=1.0))
     )
@@ -311,9 +337,7 @@ def _press(now: _Residual, choice: np.ndarray, rng: np.random.Generator) -> np.n
             break
         worst = int(over.argmax())
         price[worst] = max(4.0 * price[worst], price.max(initial=0.0) / 16, least * 1e9)
-        now.price = price
-        polish(flat.graph, now.priced(), choice, 5, int(rng.integers(2**31)))
-        now.price = now_price
+        polish(flat.graph, now.priced(price), choice, 5, int(rng.integers(2**31)))
     return choice
 
 
@@ -362,7 +386,7 @@ def _affordable(state: _State, now: _Residual) -> list[np.ndarray] | None:
     if state.choice is None:
         return None
     flat = now.flat
-    priced = now.priced()
+    priced = now.priced(now.price)
     offset = float(now.price @ now.rows.capacity)
     ceiling = state.cost - now.left.constant + offset + 1e-9 * abs(state.cost)
     message = now.message.copy()

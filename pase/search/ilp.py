@@ -18,33 +18,39 @@ import numpy as np
 from pase.search.flat import Flat
 from pase.search.rows import Rows
 
-__all__ = ["IlpJob", "solve_ilp"]
+__all__ = ["IlpJob", "ilp_problem", "solve_ilp"]
 
 _ROWS_A_ROUND = 40
 _COST_SCALE = 1e6  # costs are scaled to this size, rows to _ROW_SCALE, against HiGHS's tolerances of 1e-6
 _ROW_SCALE = 1e4
 
 
+def ilp_problem(
+    flat: Flat, rows: Rows, usable: np.ndarray, scale: float, seconds: float
+) -> dict[str, np.ndarray]:
+    """Arrays for ``solve_ilp``. usable: bool [entries of flat], pairs that may still occur; scale: the
+    size of the costs, against which tolerances are set; seconds: the time it may take."""
+    return {
+        "cost": flat.cost,
+        "slot": flat.slot,
+        "head": flat.head,
+        "tail": flat.tail,
+        "matrix": flat.matrix,
+        "entries": np.where(usable, flat.entries, np.inf),
+        "capacity": rows.capacity,
+        "ptr": rows.ptr,
+        "point": rows.point,
+        "change": rows.change,
+        "settings": np.array([scale, seconds]),
+    }
+
+
 class IlpJob:
     """A running integer program; ``poll`` gives its answer once there is one."""
 
-    def __init__(self, flat: Flat, rows: Rows, usable: np.ndarray, scale: float, seconds: float) -> None:
-        """usable: bool [entries of flat], pairs that may still occur. scale: the size of the costs."""
+    def __init__(self, problem: dict[str, np.ndarray]) -> None:
         buffer = io.BytesIO()
-        np.savez(
-            buffer,
-            cost=flat.cost,
-            slot=flat.slot,
-            head=flat.head,
-            tail=flat.tail,
-            matrix=flat.matrix,
-            entries=np.where(usable, flat.entries, np.inf),
-            capacity=rows.capacity,
-            ptr=rows.ptr,
-            point=rows.point,
-            change=rows.change,
-            settings=np.array([scale, seconds]),
-        )
+        np.savez(buffer, **problem)  # type: ignore[arg-type]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pase.search.ilp"],
             stdin=subprocess.PIPE,
