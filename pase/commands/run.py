@@ -91,7 +91,8 @@ def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
 
     if not plan.model.startswith("zoo:"):
         raise PaseError(
-            f"'pase run' makes up parameters and a batch for zoo models only; for '{plan.model}' use plan.jax.train_step"
+            f"'pase run' makes up parameters and a batch for zoo models alone; "
+            f"for '{plan.model}' use plan.jax.train_step"
         )
     name = plan.model.removeprefix("zoo:")
     model = zoo.reduced(name.partition("?")[0]) if reduced else zoo.get(name)

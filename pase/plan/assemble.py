@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pase.plan.constraints import constraints, raw_name
 from pase.ir import Graph
 from pase.machine import CostModel, Machine, Mesh
+from pase.plan.constraints import constraints, raw_name
 from pase.plan.itemize import collectives, node_costs, split_of
 from pase.plan.memory import memory
 from pase.plan.types import NodePlan, Plan, TensorPlan, Tried

@@ -147,11 +147,9 @@ def _plan(d: Mapping[str, Any]) -> Plan:
 
 def _check(plan: Plan, where: str) -> None:
     """What a schema cannot say: axes exist, a tensor uses an axis once, shards divide."""
-    if plan.mesh.devices != plan.devices:
-        raise PaseError(
-            f"{where}: at mesh: {dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))} is not {plan.devices} devices"
-        )
     size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    if plan.mesh.devices != plan.devices:
+        raise PaseError(f"{where}: at mesh: {size} is not {plan.devices} devices")
 
     def check(place: str, layout: Sequence[Sequence[str]], shape: Sequence[int] | None = None) -> None:
         used = [a for axes in layout for a in axes]

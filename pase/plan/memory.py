@@ -51,7 +51,7 @@ def memory(
     recomputed: dict[tuple[str, ...], float] = defaultdict(float)
 
     def local(n: Node, tensor: str) -> float:
-        op, write = n.write_of(tensor)
+        _, write = n.write_of(tensor)
         t = graph.tensors[tensor]
         ways = shards(configs[n.name][None, :], dim_index(n, write.map.dims), mesh)[0]
         return number(t.nbytes, t.name) / ways

@@ -121,10 +121,8 @@ def layer_table(plan: Plan) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (
-        ("layer", "left"), ("op", "left"), ("split", "left"), ("compute", "right"), ("comm.", "right"), ("moves", "left"),
-    ):  # fmt: skip
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for name in ("layer", "op", "split", "compute", "comm.", "moves"):
+        table.add_column(name, justify="right" if name in ("compute", "comm.") else "left", overflow="fold")
     moves: dict[str, dict[str, float]] = {}
     for c in plan.collectives:
         at = moves.setdefault(c.node, {})

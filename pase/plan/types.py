@@ -143,8 +143,8 @@ class Plan:
     def jax(self) -> JaxPlan:
         """Shardings, the constrained loss and a train step in JAX. A loaded plan of a zoo model finds its model by
         itself; others need ``plan.bind(fn, params, batch)`` first."""
-        from pase.plan.constraints import Constraints
         from pase.backends.to_jax import JaxPlan
+        from pase.plan.constraints import Constraints
 
         if self.traced is None and self.model.startswith("zoo:"):
             from pase.api import resolve
