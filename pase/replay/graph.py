@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -64,12 +65,12 @@ class DataflowGraph:
     def __len__(self) -> int:
         return len(self.device)
 
-    @property
+    @cached_property
     def rank(self) -> np.ndarray:
         """The rank of each task, int32."""
         return np.array([d.rank for d in self.devices], dtype=np.int32)[self.device]
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({d.rank for d in self.devices}))
 

@@ -16,6 +16,7 @@ from pase.replay.align import align as align_clocks
 from pase.replay.analyse import path_steps, rank_uses, to_timeline
 from pase.replay.ingest import load
 from pase.replay.model import Measured, estimate, measure
+from pase.replay.optimize import Outcome
 from pase.replay.predict import held_out, rank_lengths_ns
 from pase.replay.reader import read_small_json
 from pase.replay.simulate import replay_graph
@@ -23,7 +24,7 @@ from pase.replay.timeline_io import from_json, save_timeline
 from pase.replay.types import GPU_KINDS, KINDS, Timeline
 from pase.replay.whatif import apply, evaluate, parse_knob
 
-__all__ = ["compare_timelines", "layout_timeline", "load_any", "replay_report"]
+__all__ = ["compare_timelines", "layout_timeline", "load_any", "optimize_report", "replay_report"]
 
 
 def layout_timeline(path: Path) -> Timeline | None:
@@ -189,6 +190,46 @@ def _op_seconds(t: Timeline, iterations: list[int] | None) -> dict[str, float]:
     return {t.names[i]: float(total[i]) / 1e9 / runs / ranks for i in np.flatnonzero(total).tolist()}
 
 
-def write_json(path: Path, value: Any) -> None:
-    """One JSON document, indented, NaN refused."""
-    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+def optimize_report(source: str, o: Outcome, problems: list[str]) -> dict[str, Any]:
+    """Everything that ``pase optimize`` prints."""
+    parts = dict(o.plan.parts)
+    buckets = []
+    for last, members in sorted(o.plan.buckets(len(o.coarse.tensors)).items()):
+        if len(members) > 1 or last in parts:
+            sizes = [o.coarse.tensors[k].nbytes for k in members]
+            total = sum(sizes) if min(sizes) >= 0 else None
+            buckets.append({"tensors": members, "bytes": total, "parts": parts.get(last, 1)})
+    return {
+        "source": source,
+        "before_s": o.before_ns / 1e9,
+        "after_s": o.after_ns / 1e9,
+        "speedup": o.before_ns / o.after_ns,
+        "seconds": o.seconds,
+        "evaluations": o.evaluations,
+        "ended": o.ended,
+        "tensors": len(o.coarse.tensors),
+        "buckets": buckets,
+        "fused_runs": len(o.plan.runs),
+        "fused_ops": sum(len(r) for r in o.plan.runs),
+        "rolled_back": sum(not s.kept for s in o.steps),
+        "steps": [
+            {
+                "pass": s.name,
+                "what": s.what,
+                "before_s": s.before_ns / 1e9,
+                "after_s": s.after_ns / 1e9 if math.isfinite(s.after_ns) else None,
+                "kept": s.kept,
+            }
+            for s in o.steps
+        ],
+        "memory": [
+            {
+                "name": x.name,
+                "iteration_s": x.iteration_ns / 1e9,
+                "peak_bytes": x.peak_bytes,
+                "chosen": x is o.memory,
+            }
+            for x in o.memory_options
+        ],
+        "problems": problems,
+    }

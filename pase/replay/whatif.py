@@ -67,9 +67,9 @@ def split_cost(g: DataflowGraph) -> np.ndarray:
         known = b >= 0
         if known.sum() >= 3 and np.unique(b[known]).size >= 3:
             small = known & (b <= np.median(b[known]))
-            base = (
-                float(np.median(d[small])) if np.ptp(b[small]) == 0 else _intercept(b[small], d[small], base)
-            )
+            if np.ptp(b[small]) < 0.5 * b[small].max():
+                small = known
+            base = _intercept(b[small], d[small], base)
         fixed[mine] = np.minimum(d, max(base, 0.0))
     return fixed
 

@@ -32,6 +32,8 @@ class Run:
     event_us: float = 3.0
     bucket_layers: int = 3
     bucket_bytes: int = 25 << 20
+    bucket_growth: float = 0.0
+    """Bucket k holds bucket_bytes · (1 + growth · k)."""
     bandwidth_bytes_per_us: float = 60_000.0
     collective_us: float = 20.0
     noise: float = 0.0
@@ -138,7 +140,8 @@ def simulate(run: Run) -> Run:
                 auto[r] = at
             if not due:
                 continue
-            cost = (run.collective_us + run.bucket_bytes / run.bandwidth_bytes_per_us) * jitter()
+            held = round(run.bucket_bytes * (1 + run.bucket_growth * (back // run.bucket_layers)))
+            cost = (run.collective_us + held / run.bandwidth_bytes_per_us) * jitter()
             end = max(begins) + cost
             name = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
             for r in range(run.ranks):
@@ -147,7 +150,7 @@ def simulate(run: Run) -> Run:
                 took = run.launch_us * jitter()
                 cpu(r, 2, "cudaLaunchKernelExC", hosts[r], took, "cuda_runtime", correlation=number)
                 args = {"stream": 20, "device": r, "correlation": number, "Collective name": "allreduce"}
-                args |= {"In msg nelems": run.bucket_bytes // 4, "Out msg nelems": run.bucket_bytes // 4}
+                args |= {"In msg nelems": held // 4, "Out msg nelems": held // 4}
                 args |= {
                     "dtype": "Float",
                     "Process Group Name": "0",

@@ -1,0 +1,107 @@
+"""``pase optimize``: what would make a traced run faster."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["optimize"]
+
+_SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]i?B|B)\s*$", re.IGNORECASE)
+_UNITS = {
+    "b": 1,
+    **{f"{u}b": 1000**k for k, u in enumerate("kmgt", 1)},
+    **{f"{u}ib": 1024**k for k, u in enumerate("kmgt", 1)},
+}
+
+
+def optimize(
+    traces: Annotated[Path, typer.Argument(help="A folder of traces, or one trace.")],
+    budget: Annotated[float, typer.Option(help="Seconds to search.")] = 10.0,
+    passes: Annotated[str, typer.Option(help="Comma-separated passes; all by default.")] = "",
+    scheme: Annotated[
+        str, typer.Option(help="How tensors are synchronised: ring, or ps (parameter servers).")
+    ] = "ring",
+    memory_limit: Annotated[
+        str, typer.Option(help="For example 16GiB: bring peak memory under it first.")
+    ] = "",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan as JSON.")] = None,
+    align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What would make a traced run faster: tensor fusion and partition, op fusion, memory passes."""
+    from pase.errors import PaseError
+    from pase.replay.align import align as align_clocks
+    from pase.replay.memory import memory_use
+    from pase.replay.model import estimate, measure
+    from pase.replay.optimize import optimize_graph
+    from pase.replay.report import load_any, optimize_report
+
+    if align not in ("ends", "dpro", "none"):
+        raise PaseError(f"--align {align}: there are ends, dpro and none")
+    if scheme not in ("ring", "ps"):
+        raise PaseError(f"--scheme {scheme}: there are ring and ps")
+    if not 0 < budget < 1e6:
+        raise PaseError(f"--budget {budget}: give a positive number of seconds")
+    m = measure(align_clocks(load_any(traces), align))
+    outcome = optimize_graph(
+        estimate(m, m.steady()),
+        budget_s=budget,
+        passes=[p.strip() for p in passes.split(",") if p.strip()],
+        scheme=scheme,
+        memory=memory_use(m),
+        memory_limit_bytes=_bytes(memory_limit) if memory_limit else None,
+    )
+    report = optimize_report(str(traces), outcome, [str(p) for p in m.timeline.problems])
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    if as_json:
+        typer.echo(json.dumps(report, allow_nan=False))
+    else:
+        _show(report)
+
+
+def _bytes(text: str) -> int:
+    from pase.errors import PaseError
+
+    m = _SIZE.match(text)
+    if not m:
+        raise PaseError(f"--memory-limit {text}: expected a size such as 16GiB or 80GB")
+    return int(float(m.group(1)) * _UNITS[m.group(2).lower()])
+
+
+def _show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(
+        f"[bold]{report['source']}[/bold]: {report['before_s'] * 1e3:.2f} -> {report['after_s'] * 1e3:.2f} ms an "
+        f"iteration by replay (×{report['speedup']:.3f}); {report['evaluations']} replays in "
+        f"{report['seconds']:.2f} s, {report['ended']}"
+    )
+    for s in report["steps"]:
+        if s["kept"]:
+            console.print(
+                f"  {s['pass']}: {s['what']}: {s['before_s'] * 1e3:.2f} -> {s['after_s'] * 1e3:.2f} ms",
+                markup=False,
+            )
+    console.print(f"  {report['rolled_back']} steps were tried and undone")
+    for b in report["buckets"]:
+        size = f", {b['bytes'] / 1e6:.1f} MB" if b["bytes"] is not None else ""
+        parts = f", in {b['parts']} parts" if b["parts"] > 1 else ""
+        console.print(
+            f"  bucket of {len(b['tensors'])} tensors ({b['tensors'][0]}..{b['tensors'][-1]}{size}{parts})"
+        )
+    if report["fused_runs"]:
+        console.print(f"  {report['fused_ops']} ops in {report['fused_runs']} fused runs")
+    for o in report["memory"]:
+        mark = "*" if o["chosen"] else " "
+        console.print(
+            f" {mark}memory {o['name']}: {o['iteration_s'] * 1e3:.2f} ms, peak {o['peak_bytes'] / 2**30:.2f} GiB"
+        )
+    for p in report["problems"]:
+        console.print(f"[yellow]note[/yellow] {p}")

@@ -1,0 +1,284 @@
+"""dPRO's Algorithm 1: improve the critical path step by step with graph passes; a step that does not help is undone."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pase.errors import Infeasible, PaseError
+from pase.replay.coarse import Coarse, coarsen
+from pase.replay.graph import DataflowGraph
+from pase.replay.memory import MemoryOption, MemoryUse, memory_options
+from pase.replay.passes import PASSES, Network, Plan, View, apply_plan
+from pase.replay.simulate import critical_path, replay_graph, subgraph
+from pase.replay.whatif import evaluate
+
+__all__ = ["Outcome", "Step", "optimize_graph", "representative"]
+
+_ALL = 1 << 20
+_BETTER = 1e-4
+"""Relative gain below which a step is not worth having."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One change that was tried. Times of the steady iteration in ns, by replay."""
+
+    name: str
+    what: str
+    before_ns: float
+    after_ns: float
+    kept: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What the search found; before and after are replays of the whole graph, all ranks."""
+
+    before_ns: float
+    after_ns: float
+    plan: Plan
+    coarse: Coarse
+    graph: DataflowGraph
+    steps: tuple[Step, ...]
+    evaluations: int
+    seconds: float
+    ended: str
+    """"converged" or "time budget"."""
+    memory: MemoryOption | None = None
+    memory_options: tuple[MemoryOption, ...] = field(default=())
+
+
+def representative(g: DataflowGraph) -> DataflowGraph:
+    """By symmetry one rank stands for all: the slowest, with its collectives at the cost that they have after
+    the last rank has come."""
+    if len(g.ranks) < 2:
+        return g
+    r = replay_graph(g)
+    finish = {k: float(r.finish_ns[g.rank == k].max()) for k in g.ranks}
+    slowest = max(finish, key=lambda k: finish[k])
+    part = subgraph(g, g.rank == slowest)
+    return replace(part, gang=np.full(len(part), -1, dtype=np.int64))
+
+
+def optimize_graph(
+    g: DataflowGraph,
+    *,
+    budget_s: float = 10.0,
+    passes: Sequence[str] = (),
+    scheme: str = "ring",
+    memory: MemoryUse | None = None,
+    memory_limit_bytes: int | None = None,
+) -> Outcome:
+    """Search for a plan that shortens the iteration, within a time budget.
+
+    passes: names from PASSES, all where empty. PaseError for an unknown pass; Infeasible where a memory limit
+    is given that no memory pass meets.
+    """
+    begun = time.perf_counter()
+    unknown = [p for p in passes if p not in PASSES]
+    if unknown:
+        raise PaseError(f"no pass '{unknown[0]}'; there are {', '.join(PASSES)}")
+    chosen = list(passes) or list(PASSES)
+    option, options = _fit_memory(g, memory, memory_limit_bytes)
+    before = max(evaluate(g).values())
+    small = representative(g)
+    search = _Search(small, scheme, begun + budget_s)
+    search.start(chosen)
+    ended = search.climb(chosen)
+    coarse = coarsen(g, replay_graph(g))
+    plan, after = search.plan, before
+    if plan != Plan():
+        plan = _for_all_ranks(search, g, coarse)
+        try:
+            after = max(evaluate(apply_plan(g, coarse, plan)).values())
+        except PaseError:
+            after = math.inf
+        if after >= before:
+            # What helps the slowest rank may hurt the whole; then nothing is better.
+            plan, after = Plan(), before
+    return Outcome(
+        before_ns=before,
+        after_ns=after,
+        plan=plan,
+        coarse=coarse,
+        graph=apply_plan(g, coarse, plan),
+        steps=tuple(search.steps),
+        evaluations=search.evaluations,
+        seconds=time.perf_counter() - begun,
+        ended=ended,
+        memory=option,
+        memory_options=tuple(options),
+    )
+
+
+def _fit_memory(
+    g: DataflowGraph, use: MemoryUse | None, limit: int | None
+) -> tuple[MemoryOption | None, list[MemoryOption]]:
+    """Line 1 of the algorithm: where memory does not fit, the fastest memory pass that makes it fit."""
+    options = memory_options(g, use) if use is not None else []
+    if limit is None:
+        return (options[0] if options else None), options
+    if use is None:
+        raise PaseError(
+            "a memory limit needs to know what memory is used, and these traces hold no memory events; "
+            "record them with torch.profiler.profile(profile_memory=True)"
+        )
+    fitting = [o for o in options if o.peak_bytes <= limit]
+    if not fitting:
+        least = min(options, key=lambda o: o.peak_bytes)
+        raise Infeasible(
+            f"no memory pass fits {limit / 2**30:.2f} GiB: {least.name} still needs {least.peak_bytes / 2**30:.2f} GiB"
+        )
+    return min(fitting, key=lambda o: o.iteration_ns), options
+
+
+class _Search:
+    """The plan so far on the representative rank, and the steps that led to it."""
+
+    def __init__(self, g: DataflowGraph, scheme: str, deadline: float) -> None:
+        self.graph, self.deadline = g, deadline
+        self.coarse = coarsen(g, replay_graph(g))
+        fixed = self.coarse.fixed_ns
+        self.network = Network(
+            fixed_ns={t.family: float(fixed[t.tasks[0]]) for t in self.coarse.tensors}, scheme=scheme
+        )
+        self.plan = Plan()
+        self.steps: list[Step] = []
+        self.evaluations = 0
+        self.best = self.cost(self.plan)
+
+    def cost(self, plan: Plan) -> float:
+        self.evaluations += 1
+        return max(evaluate(apply_plan(self.graph, self.coarse, plan)).values())
+
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+    def attempt(self, name: str, what: str, plan: Plan) -> bool:
+        """Try a plan; keep it if it is better, else it is rolled back by not being taken."""
+        if plan == self.plan:
+            return False
+        try:
+            ns = self.cost(plan)
+        except PaseError:
+            # The change closes a circle: a fused run would wait for a tensor that waits for the run.
+            ns = math.inf
+        kept = ns < self.best * (1 - _BETTER)
+        self.steps.append(Step(name=name, what=what, before_ns=self.best, after_ns=ns, kept=kept))
+        if kept:
+            self.plan, self.best = plan, ns
+        return kept
+
+    def view(self) -> View:
+        g = apply_plan(self.graph, self.coarse, self.plan)
+        r = replay_graph(g)
+        return View(
+            measured=self.graph,
+            graph=g,
+            coarse=self.coarse,
+            plan=self.plan,
+            replay=r,
+            critical=tuple(critical_path(g, r)),
+            network=self.network,
+        )
+
+    def start(self, chosen: Sequence[str]) -> None:
+        """Well-known plans as starting points, and each pass's proposals all at once."""
+        if "tensor-fusion" in chosen:
+            known = any(t.nbytes > 0 for t in self.coarse.tensors)
+            for mib in (1, 5, 25, 64, _ALL) if known else (_ALL,):
+                what = "all tensors in one bucket" if mib == _ALL else f"buckets of {mib} MiB"
+                if not self.late():
+                    self.attempt("tensor-fusion", what, self._bucketed(mib << 20))
+        for name in chosen:
+            if name != "tensor-fusion" and not self.late():
+                plan = self.plan
+                for _, proposed in PASSES[name](self.view()):
+                    plan = _union(plan, proposed)
+                self.attempt(name, "everything that it proposes", plan)
+
+    def _bucketed(self, limit: int) -> Plan:
+        """DDP's rule: in order of readiness, close a bucket once it holds the limit. Unknown sizes count nothing."""
+        bucket: dict[int, int] = {}
+        open_: list[int] = []
+        size = 0
+        tensors = self.coarse.tensors
+        for k, t in enumerate(tensors):
+            if not self.coarse.may_join([*open_, k]):
+                open_, size = [], 0
+            open_.append(k)
+            size += max(t.nbytes, 0)
+            for j in open_:
+                bucket[j] = k
+            if size >= limit:
+                open_, size = [], 0
+        fused = tuple(sorted((a, b) for a, b in bucket.items() if _shared(bucket, a)))
+        return replace(self.plan, bucket=fused)
+
+    def climb(self, chosen: Sequence[str]) -> str:
+        """Sweep over the passes until a sweep keeps nothing, or time is out."""
+        while True:
+            kept = False
+            for name in chosen:
+                tried = 0
+                improving = True
+                while improving and not self.late():
+                    improving = False
+                    for what, plan in PASSES[name](self.view()):
+                        tried += 1
+                        if self.late():
+                            return "time budget"
+                        if self.attempt(name, what, plan):
+                            improving = kept = True
+                            break
+            if self.late():
+                return "time budget"
+            if not kept:
+                return "converged"
+
+
+def _shared(bucket: dict[int, int], k: int) -> bool:
+    return sum(1 for v in bucket.values() if v == bucket[k]) > 1
+
+
+def _union(a: Plan, b: Plan) -> Plan:
+    return replace(
+        a,
+        parts=tuple(sorted({**dict(a.parts), **dict(b.parts)}.items())),
+        runs=a.runs | b.runs,
+        op_scale=tuple(dict.fromkeys((*a.op_scale, *b.op_scale))),
+    )
+
+
+def _for_all_ranks(search: _Search, g: DataflowGraph, coarse: Coarse) -> Plan:
+    """The representative's plan on every rank: tensors have the same numbers, runs the same places."""
+    if len(g.ranks) < 2:
+        return search.plan
+    if len(coarse.tensors) != len(search.coarse.tensors):
+        # Ranks disagree on their collectives: op fusion alone carries over.
+        base = replace(search.plan, bucket=(), parts=())
+    else:
+        base = search.plan
+    wanted = {tuple(search.graph.key[i] for i in run) for run in search.plan.runs}
+    place: dict[object, dict[int, int]] = {}
+    for i, key in enumerate(g.key):
+        place.setdefault(_strip(key), {})[int(g.rank[i])] = i
+    runs = set()
+    for keys in wanted:
+        spots = [place.get(_strip(k), {}) for k in keys]
+        for rank in g.ranks:
+            if all(rank in s for s in spots):
+                runs.add(tuple(s[rank] for s in spots))
+    return replace(base, runs=frozenset(runs))
+
+
+def _strip(key: object) -> object:
+    """A task's key without its rank, which stands second in ops and third or fourth in host tasks."""
+    if not isinstance(key, tuple):
+        return key
+    return tuple(x for i, x in enumerate(key) if not (isinstance(x, int) and i < len(key) - 1))
