@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pase.frontends.from_jax import Traced
     from pase.ir import Graph
     from pase.machine import CostModel, Machine, Mesh
+    from pase.plan.memory import Memory
     from pase.plan.types import Plan
     from pase.search import Solution
     from pase.tables import CostTables
@@ -45,6 +46,8 @@ def compile(
     unknown: Literal["error", "replicate"] = "error",
     max_axes: int = 3,
     baselines: bool = True,
+    memory_limit: float | None = None,
+    time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
     """Find the best split of every layer over ``devices``, over all meshes, and say what follows from it.
@@ -56,6 +59,9 @@ def compile(
     optimizer: whose state is counted and whose update is priced: see ``pase.tables.derive.OPTIMIZERS``.
     unknown: what to do at an op without a rule: "error", or "replicate" (it may not be split).
     baselines: also price data parallelism, FSDP, Megatron, … ; the answer is then never worse than any of them.
+    memory_limit: bytes a device may hold; the search then finds the cheapest strategy whose predicted memory
+        fits, or raises Infeasible. None: memory is reported, and does not constrain.
+    time_limit: seconds for the searches under a memory limit, which need not be exact; the plan says so.
     progress: called with a line of text at each step of the way.
 
     Raises PaseError for bad input; Infeasible where no strategy exists.
@@ -76,12 +82,16 @@ def compile(
     seconds = {"trace": time.perf_counter() - start}
     over = problem.meshes(mesh, max_axes)
     found = problem.search(over, say, seconds)
+    if memory_limit is not None:
+        found = problem.fit(found, over, float(memory_limit), time_limit, say, seconds)
     if baselines:
         say("pricing what people do by hand")
         t0 = time.perf_counter()
         given, skipped = problem.baselines()
         seconds["baselines"] = time.perf_counter() - t0
-        if mesh is None:  # a method's mesh may be one that was not among ours: it is searched too
+        if (
+            mesh is None and memory_limit is None
+        ):  # a method's mesh may be one that was not among ours: it is searched too
             known = {m.sizes for m in over}
             more = [b.mesh for b in given if b.mesh.sizes not in known and b.cost < found.solution.cost]
             found = problem.search(more, say, seconds, found) if more else found
@@ -273,6 +283,78 @@ class Problem:
             raise Infeasible(f"no mesh of {self.devices} devices fits machine {self.machine.name}")
         seconds |= spent
         return replace(best, tried=tuple(tried))
+
+    def fit(
+        self, free: Found, over: Sequence[Mesh], limit: float, time_limit: float, say: Progress,
+        seconds: dict[str, float],
+    ) -> Found:  # fmt: skip
+        """The best strategy whose predicted memory is at most ``limit`` bytes a device.
+
+        A mesh's unconstrained optimum bounds what it can give, so meshes are tried from the cheapest on, until
+        that bound is no better than what has been found. Buffers for collectives are set aside from what the
+        answer itself needs, and the search repeated where they take more than was set aside.
+        """
+        from pase.plan.memory import profile
+        from pase.search import solve
+
+        start = time.perf_counter()
+        bound_of = {m.sizes: cost for m, cost in free.tried}
+        order = sorted(over, key=lambda m: bound_of[m.sizes])
+        best: Found | None = None
+        bound = float("inf")
+        least = float("inf")
+        for i, mesh in enumerate(order):
+            if best is not None and bound_of[mesh.sizes] >= best.solution.cost:
+                bound = min(bound, best.solution.cost)
+                break
+            tables, space = self.tables(mesh)
+            reserve = 0.0
+            while True:
+                say(
+                    f"mesh {'×'.join(map(str, mesh.sizes))} within {limit / 2**30:.4g} GiB ({i + 1} of {len(order)})"
+                )
+                left = max(time_limit - (time.perf_counter() - start), 1.0) / (len(order) - i)
+                try:
+                    wanted = profile(self.graph, mesh, space.configs, limit - reserve, self.optimizer)
+                    solution = solve(tables, memory=wanted, time_limit=left)
+                except Infeasible:
+                    least = min(least, self._least_memory(mesh))
+                    break
+                found = Found(mesh=mesh, space=space, solution=solution, tried=free.tried)
+                needs = self._memory(found)
+                if solution.feasible and needs.total <= limit:
+                    bound = min(bound, solution.bound)
+                    if best is None or solution.cost < best.solution.cost:
+                        best = found
+                    break
+                if not solution.feasible or needs.buffers <= reserve:
+                    least = min(least, self._least_memory(mesh))
+                    break
+                reserve = float(needs.buffers)
+        seconds["search"] += time.perf_counter() - start
+        if best is None:
+            raise Infeasible(
+                f"no strategy found that fits {limit / 2**30:.4g} GiB a device on {self.devices} devices: "
+                f"any needs at least {least / 2**30:.4g} GiB. Use more devices, a smaller batch, or remat in the model"
+            )
+        s = replace(best.solution, bound=min(bound, best.solution.cost))
+        return replace(best, solution=replace(s, optimal=s.optimal and s.bound >= s.cost * (1 - 1e-9)))
+
+    def _memory(self, found: Found) -> Memory:
+        from pase.plan.itemize import collectives
+        from pase.plan.memory import memory
+
+        moved = collectives(self.graph, found.mesh, found.configs, self.model)
+        return memory(self.graph, found.mesh, found.configs, moved, self.optimizer)
+
+    def _least_memory(self, mesh: Mesh) -> float:
+        """A lower bound on what any strategy on this mesh needs, buffers left out."""
+        from pase.plan.memory import profile
+
+        _, space = self.tables(mesh)
+        p = profile(self.graph, mesh, space.configs, float("inf"), self.optimizer)
+        live = [(b.min(), lo, hi) for b, lo, hi in zip(p.bytes, p.start, p.stop, strict=True) if hi > lo]
+        return float(max(sum(b for b, lo, hi in live if lo <= t < hi) for t in range(int(p.stop.max()))))
 
     def baselines(self) -> tuple[list[Baseline], list[Skipped]]:
         """What people do by hand, on this graph, and what does not apply to it."""

@@ -12,11 +12,13 @@ from pase.commands.options import (
     Devices,
     JsonOption,
     MachineOption,
+    MemoryLimit,
     MeshOption,
     Model,
     Optimizer,
     Unknown,
     console,
+    parse_bytes,
     print_json,
     progress,
 )
@@ -35,6 +37,7 @@ def compile(
     cost_model: CostModelOption = "analytic",
     optimizer: Optimizer = "adam",
     unknown: Unknown = "error",
+    memory_limit: MemoryLimit = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the plan here, as layout JSON.", metavar="FILE"),
@@ -58,6 +61,7 @@ def compile(
         plan = pase.compile(
             model, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
             unknown=unknown, progress=say,  # type: ignore[arg-type]
+            memory_limit=None if memory_limit is None else parse_bytes(memory_limit, machine),
         )  # fmt: skip
     if output is not None:
         plan.save(output)

@@ -10,8 +10,21 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["CostModelOption", "Devices", "JsonOption", "MachineOption", "MeshOption", "Model", "Optimizer", "Unknown",
-           "console", "print_json", "progress"]  # fmt: skip
+__all__ = [
+    "CostModelOption",
+    "Devices",
+    "JsonOption",
+    "MachineOption",
+    "MemoryLimit",
+    "MeshOption",
+    "Model",
+    "Optimizer",
+    "Unknown",
+    "console",
+    "parse_bytes",
+    "print_json",
+    "progress",
+]
 
 Model = Annotated[
     str,
@@ -53,6 +66,52 @@ Unknown = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
 ]
+
+
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        help="What a device may hold: 80GiB, 16e9, or 'machine'. Default: reported, not enforced.",
+    ),
+]
+
+
+def parse_bytes(text: str, machine: str | None) -> float:
+    """Bytes of '80GiB', '16GB', '16e9', or of the machine's memory for 'machine'.
+
+    >>> parse_bytes("80GiB", None) == 80 * 2**30, parse_bytes("16e9", None)
+    (True, 16000000000.0)
+    """
+    from pase.errors import PaseError
+
+    if text == "machine":
+        from pase.machine import DEFAULT, load
+
+        return float(load(machine or DEFAULT).device.memory_bytes)
+    scales = {
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+        "KB": 1e3,
+        "MB": 1e6,
+        "GB": 1e9,
+        "TB": 1e12,
+        "B": 1,
+    }
+    number, scale = text.strip(), 1.0
+    for unit, factor in scales.items():
+        if number.lower().endswith(unit.lower()):
+            number, scale = number[: -len(unit)], float(factor)
+            break
+    try:
+        value = float(number) * scale
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise PaseError(f"--memory-limit '{text}': write 80GiB, 16e9, or machine")
+    return value
 
 
 def console(*, err: bool = False) -> Any:

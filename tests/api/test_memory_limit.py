@@ -1,0 +1,70 @@
+"""A memory limit is kept, costs time, and is refused where nothing fits."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import pase
+from pase.api import Problem, resolve
+from pase.commands.options import parse_bytes
+from pase.errors import Infeasible, PaseError
+from pase.machine import mesh_from
+from pase.plan.itemize import collectives
+from pase.plan.memory import memory, profile
+
+MODEL = "zoo:gpt2?layers=2&batch=32&vocab=4096"
+
+
+@pytest.fixture(scope="module")
+def free():
+    return pase.compile(MODEL, devices=4, mesh="2x2", baselines=False)
+
+
+def test_the_profile_is_the_plans_own_account(free):
+    """Whatever the configs, the profile's peak is the memory that the plan reports, buffers aside."""
+    problem = Problem.of(resolve(MODEL).graph, 4, None, "analytic", "adam")
+    mesh = mesh_from("2x2", 4)
+    _, space = problem.tables(mesh)
+    p = profile(problem.graph, mesh, space.configs, float("inf"))
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        choice = np.array([rng.integers(len(c)) for c in space.configs])
+        configs = {n.name: c[i] for n, c, i in zip(problem.graph.nodes, space.configs, choice, strict=True)}
+        moved = collectives(problem.graph, mesh, configs, problem.model)
+        account = memory(problem.graph, mesh, configs, moved)
+        assert p.usage(choice).max() == pytest.approx(account.total - account.buffers, abs=8)
+
+
+def test_tighter_limits_are_kept_and_never_cheaper(free):
+    costs = [free.cost]
+    for share in (0.95, 0.9):
+        limit = free.memory.total * share
+        try:
+            plan = pase.compile(MODEL, devices=4, mesh="2x2", memory_limit=limit, baselines=False)
+        except Infeasible:
+            break
+        assert plan.memory.total <= limit
+        costs.append(plan.cost)
+    assert len(costs) > 1
+    assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(costs))
+
+
+def test_a_limit_that_does_not_bind_changes_nothing(free):
+    plan = pase.compile(MODEL, devices=4, mesh="2x2", memory_limit=free.memory.total, baselines=False)
+    assert plan.cost == free.cost
+    assert plan.optimal
+
+
+def test_what_cannot_fit_says_what_would():
+    with pytest.raises(Infeasible, match=r"fits 0\.0009766 GiB a device on 4 devices: any needs at least [\d.]+ GiB"):
+        pase.compile(MODEL, devices=4, memory_limit=2**20)
+
+
+def test_bytes_are_read_as_people_write_them():
+    assert parse_bytes("80GiB", None) == 80 * 2**30
+    assert parse_bytes("1.5 gb", None) == 1.5e9
+    assert parse_bytes("machine", "v100x8") < parse_bytes("machine", "h200x8")
+    for text in ("much", "-3GiB", "nan", "inf", "0"):
+        with pytest.raises(PaseError, match="write 80GiB, 16e9, or machine"):
+            parse_bytes(text, None)
