@@ -1,0 +1,21 @@
+"""PaSE's own space and costs (Elango, IPDPS 2021) on our graphs, to set beside the paper's tables.
+
+A config is a tuple of split counts, one per iteration dim, whose product is at most p. Costs are the
+paper's, with the figures of its prototype; see ``docs/paper.md``.
+"""
+
+from pase.paper.costs import PROTOTYPE, SOUND, Rules
+from pase.paper.layers import Flow, Layers, layers_of
+from pase.paper.space import PaperSpace, build, complete
+
+__all__ = [
+    "PROTOTYPE",
+    "SOUND",
+    "Flow",
+    "Layers",
+    "PaperSpace",
+    "Rules",
+    "build",
+    "complete",
+    "layers_of",
+]

@@ -1,0 +1,237 @@
+"""Our graph as PaSE sees one: layers and the tensors between them, nothing stored, copied or looped.
+
+- Parameters, inputs and constants are no layers: a layer's cost holds its weights' synchronisation.
+- A copy node goes: its readers read what it copies.
+- A loop over stacked layers is unrolled in its edges: the first turn reads the initial value, the others
+  the turn before; costs count once per turn. All turns share one config, where PaSE may choose for each.
+- A loop that uses the same weights at every turn is a recurrence over time: with the products that feed it,
+  it becomes PaSE's single node over (layer, batch, sequence, output, hidden).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pase.errors import PaseError
+from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor
+from pase.tables.layouts import number
+
+__all__ = ["Flow", "Layers", "layers_of"]
+
+_NOT_LAYERS = frozenset({"parameter", "input", "constant", "copy", "carry", "output"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """A tensor from one layer to another, ``times`` a step: written and read through these maps."""
+
+    src: str
+    dst: str
+    shape: tuple[int, ...]
+    written: AccessMap
+    read: AccessMap
+    times: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """What PaSE searches: nodes, and flows between them (a flow from a layer to itself included).
+
+    tensors: of the graph, and those of nodes made here. parameters: tensors that are weights as a layer
+    reads them (perhaps cast or copied).
+    """
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    flows: tuple[Flow, ...]
+    tensors: dict[str, Tensor]
+    parameters: frozenset[str]
+
+
+def layers_of(graph: Graph) -> Layers:
+    """The graph's layers and flows. PaseError where a recurrence has a form that PaSE has no node for."""
+    parameters = frozenset(
+        t for t in graph.tensors if (p := _origin(graph, t)) is not None and p.kind == "parameter"
+    )
+    recurrent = _recurrent(graph, parameters)
+    tensors = dict(graph.tensors)
+    flows: list[Flow] = []
+    nodes = [n for n in graph.nodes if n.kind not in _NOT_LAYERS and n.name not in recurrent]
+    if recurrent:
+        made, added = _recurrence(graph, recurrent, parameters)
+        at = next((i for i, n in enumerate(nodes) if _after(graph, n, recurrent)), len(nodes))
+        nodes.insert(at, made)
+        tensors |= added
+        # One layer's outputs are the next one's hidden dim: a transfer of the whole state, as in the prototype.
+        shape = tuple(number(made.space[d].size, d) for d in "sbd")
+        state, hidden = AccessMap.parse("s b d"), AccessMap.parse("s b e")
+        flows.append(Flow(src=made.name, dst=made.name, shape=shape, written=state, read=hidden, times=1.0))
+    writers = {a.tensor: (n, a) for n in nodes for op in n.ops for a in op.writes}
+    seen: set[tuple[str, str, str, AccessMap]] = set()  # ops of one layer that read a tensor alike share it
+    for n in nodes:
+        for op, a in n.reads:
+            if a.tensor in parameters:
+                continue
+            for tensor, part in _sources(graph, a.tensor, op, writers):
+                writer, write = writers[tensor]
+                if (n.name, a.tensor, tensor, a.map) in seen:
+                    continue
+                seen.add((n.name, a.tensor, tensor, a.map))
+                shape = tuple(number(s, tensor) for s in tensors[tensor].shape)
+                times = float(number(op.times, n.name)) * part
+                flows.append(
+                    Flow(src=writer.name, dst=n.name, shape=shape, written=write.map, read=a.map, times=times)
+                )
+    return Layers(
+        graph=graph,
+        nodes=tuple(nodes),
+        flows=tuple(f for f in flows if f.times > 0),
+        tensors=tensors,
+        parameters=parameters,
+    )
+
+
+def _origin(graph: Graph, tensor: str) -> Node | None:
+    producer = graph.producer.get(tensor)
+    while producer is not None and producer.kind == "copy":
+        producer = graph.producer.get(producer.ops[0].reads[0].tensor)
+    return producer
+
+
+def _sources(
+    graph: Graph, tensor: str, reader: Op, writers: dict[str, tuple[Node, Access]]
+) -> list[tuple[str, float]]:
+    """(tensor a layer writes, the part of the reader's turns in which it is read), behind copies and carries."""
+    if tensor in writers:
+        return [(tensor, 1.0)]
+    producer = graph.producer.get(tensor)
+    if producer is None or producer.kind not in ("copy", "carry"):
+        return []
+    init = producer.ops[0].reads[0].tensor
+    if producer.kind == "copy" or len(producer.ops) == 1:
+        return _sources(graph, init, reader, writers)
+    back = producer.ops[1]
+    value = back.reads[0].tensor
+    if reader.scope[: len(back.scope)] != back.scope:
+        return _sources(graph, value, reader, writers)
+    turns = number(back.times, producer.name) / number(producer.ops[0].times, producer.name)
+    first = [(t, part / turns) for t, part in _sources(graph, init, reader, writers)]
+    later = [(t, part * (1 - 1 / turns)) for t, part in _sources(graph, value, back, writers)]
+    return first + later
+
+
+def _recurrent(graph: Graph, parameters: frozenset[str]) -> frozenset[str]:
+    """Nodes of loops over time, and those between the look-up and the loops."""
+    loops = {
+        n.name
+        for n in graph.nodes
+        for op, a in n.reads
+        if op.kind == "matmul"
+        and a.tensor in parameters
+        and number(op.times, n.name) > 1
+        and graph.producer[a.tensor].kind == "copy"
+    }
+    if not loops:
+        return frozenset()
+    ahead: dict[str, set[str]] = {}
+    behind: dict[str, set[str]] = {}
+    for e in graph.edges:
+        ahead.setdefault(e.src, set()).add(e.dst)
+        behind.setdefault(e.dst, set()).add(e.src)
+    gathers = {n.name for n in graph.nodes if n.kind == "gather"}
+    inside = {n.name for n in graph.nodes if number(n.times, n.name) > 1 or n.kind == "carry"}
+    after = _closure({g for g in gathers}, ahead)
+    before = _closure(inside | loops, behind)
+    return frozenset((inside | (after & before)) - gathers)
+
+
+def _closure(start: set[str], step: dict[str, set[str]]) -> set[str]:
+    seen, left = set(start), list(start)
+    while left:
+        for name in step.get(left.pop(), ()):
+            if name not in seen:
+                seen.add(name)
+                left.append(name)
+    return seen
+
+
+def _after(graph: Graph, node: Node, names: frozenset[str]) -> bool:
+    return any(
+        (p := _origin(graph, a.tensor)) is not None and p.name in names
+        for _, a in node.reads
+    )  # fmt: skip
+
+
+def _recurrence(
+    graph: Graph, names: frozenset[str], parameters: frozenset[str]
+) -> tuple[Node, dict[str, Tensor]]:
+    """One node for all recurrent layers: layers × (sequence·batch) × (gates·output) × (2·hidden) multiply-adds."""
+    steps = [
+        (graph.node[n], op)
+        for n in names
+        for op in graph.node[n].ops
+        if op.kind == "matmul" and number(op.times, n) > 1
+    ]
+    node, op = steps[0]
+    weight = next(a for a in op.reads if a.tensor in parameters)
+    state = next(a for a in op.reads if a.tensor not in parameters)
+    sizes = {d.name: number(d.size, node.name) for d in node.space}
+    hidden = [d for d in weight.map.dims if d not in op.writes[0].map.dims]
+    out = [d for d in weight.map.dims if d in op.writes[0].map.dims]
+    batch = [d for d in state.map.dims if d not in hidden]
+    if len(hidden) != 1 or len(batch) != 1 or sizes[out[-1]] != sizes[hidden[0]]:
+        raise PaseError(f"recurrence '{node.name}': PaSE's node has one hidden, output and batch dim each")
+    width = sizes[hidden[0]]
+    gates = 1
+    for d in out[:-1]:
+        gates *= sizes[d]
+    steps_of_time = number(op.times, node.name)
+    entering = {a.tensor for n in names for _, a in graph.node[n].reads if _enters(graph, a.tensor, names)}
+    leaving = {
+        a.tensor
+        for n in graph.nodes
+        if n.name not in names and n.kind not in _NOT_LAYERS
+        for _, a in n.reads
+        if (p := _origin(graph, a.tensor)) is not None and p.name in names
+    }
+    if len(entering) != 1 or len(leaving) != 1:
+        raise PaseError(f"recurrence '{node.name}': PaSE's node has one tensor in and one out")
+    enters, leaves = entering.pop(), leaving.pop()
+    dims = (
+        Dim(name="l", size=len(steps)),
+        Dim(name="b", size=sizes[batch[0]]),
+        Dim(name="s", size=steps_of_time),
+        Dim(name="d", size=width),
+        Dim(name="e", size=width, kind="reduction"),
+        Dim(name="g", size=gates, kind="replicated"),
+        Dim(name="two", size=2, kind="replicated"),
+    )
+    extents = {d.name: d.size for d in dims}
+
+    def tensor(name: str, letters: str) -> Tensor:
+        shape = tuple(extents[x] for x in letters.split())
+        return Tensor(name=name, shape=shape, dtype="float32", needs_grad=True)
+
+    def flat(name: str, last: str) -> AccessMap:
+        """Time and batch in the order in which the model has them."""
+        order = {steps_of_time: "s", sizes[batch[0]]: "b"}
+        shape = [number(s, name) for s in graph.tensors[name].shape]
+        return AccessMap.of(order[shape[0]], order[shape[1]], last)
+
+    parse = AccessMap.parse
+    x, w, y = "l s b two e", "l two e g d", "l s b g d"
+    ops = (
+        Op(name="enter", kind="view", reads=(Access(enters, flat(enters, "e")),),
+           writes=(Access("lstm.x", parse(x)),), flops_per_point=0, over=()),
+        Op(name="lstm", kind="matmul", reads=(Access("lstm.x", parse(x)), Access("lstm.w", parse(w))),
+           writes=(Access("lstm.y", parse(y)),), flops_per_point=2),
+        Op(name="leave", kind="view", reads=(Access("lstm.y", parse(y)),),
+           writes=(Access(leaves, flat(leaves, "d")),), flops_per_point=0, over=()),
+    )  # fmt: skip
+    made = Node(name="lstm", space=IterationSpace(dims), ops=ops)
+    return made, {t.name: t for t in (tensor("lstm.x", x), tensor("lstm.w", w), tensor("lstm.y", y))}
+
+
+def _enters(graph: Graph, tensor: str, names: frozenset[str]) -> bool:
+    origin = _origin(graph, tensor)
+    return origin is not None and origin.kind not in _NOT_LAYERS and origin.name not in names

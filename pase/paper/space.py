@@ -1,0 +1,136 @@
+"""PaSE's configs, and the tables that the search solves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.ir import Graph, Node
+from pase.paper.costs import PROTOTYPE, Rules, flow_cost, layer_cost, map_splits
+from pase.paper.layers import Layers, layers_of
+from pase.search import Solution, solve
+from pase.tables import CostTables, EdgeTable
+from pase.tables.layouts import number
+
+__all__ = ["PaperSpace", "build", "complete"]
+
+_LEAST_EXTENT = {True: 4, False: 1}
+"""What a split leaves of a dim at least, in networks with convolutions and in others (the prototype's cutoff)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PaperSpace:
+    """configs: per layer int64 [K, dims], the split count of each dim; a row's product is at most p."""
+
+    layers: Layers
+    p: int
+    configs: tuple[np.ndarray, ...]
+
+    def counts(self, choice: np.ndarray) -> dict[str, dict[str, int]]:
+        """layer -> dim -> split count of a solution."""
+        return {
+            n.name: {d.name: int(c) for d, c in zip(n.space, cfg[k], strict=True)}
+            for n, cfg, k in zip(self.layers.nodes, self.configs, choice, strict=True)
+        }
+
+
+def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, PaperSpace]:
+    """Tables over PaSE's space of powers of two. PaseError where p is not one.
+
+    (All divisors, as the prototype takes them, have the same optimum on every instance tried; notes/pase.md.)
+    """
+    if p < 1 or p & (p - 1):
+        raise PaseError(f"the paper's mode needs a power of two of devices, got {p}")
+    layers = layers_of(graph)
+    least = _LEAST_EXTENT[any(n.kind == "conv" for n in layers.nodes)]
+    shared: dict[object, np.ndarray] = {}
+    configs = []
+    for n in layers.nodes:
+        whole = set() if rules.spatial else _spatial(n)
+        key = (n.space, frozenset(whole))
+        if key not in shared:
+            shared[key] = _configs(n, p, least, whole)
+        configs.append(shared[key])
+    position = {n.name: i for i, n in enumerate(layers.nodes)}
+    costs = [layer_cost(layers, n, c, rules) for n, c in zip(layers.nodes, configs, strict=True)]
+    edges = []
+    for f in layers.flows:
+        u, v = position[f.src], position[f.dst]
+        a, a_class = _distinct(map_splits(layers.nodes[u], configs[u], f.written))
+        b, b_class = _distinct(map_splits(layers.nodes[v], configs[v], f.read))
+        cost = flow_cost(f, a, b, rules)
+        if u == v:  # from one turn of a loop to the next
+            costs[u] = costs[u] + cost[a_class, b_class]
+        elif cost.any():
+            edges.append(EdgeTable(src=u, dst=v, cost=cost, src_class=a_class, dst_class=b_class))
+    names = tuple(n.name for n in layers.nodes)
+    tables = CostTables(node_costs=tuple(costs), edges=tuple(edges), names=names)
+    return tables, PaperSpace(layers=layers, p=p, configs=tuple(configs))
+
+
+def complete(
+    tables: CostTables, space: PaperSpace, strategy: Mapping[str, Mapping[str, int]]
+) -> tuple[Solution, dict[str, dict[str, int]]]:
+    """The best that can be made of a strategy that names some layers (dims left out are not split).
+
+    A published table gives the layers that matter; the search settles the rest. KeyError where a named
+    config is not in the space.
+    """
+    keep = []
+    for n, cfg in zip(space.layers.nodes, space.configs, strict=True):
+        rows = np.arange(len(cfg))
+        if n.name in strategy:
+            want = [strategy[n.name].get(d.name, 1) for d in n.space]
+            rows = np.flatnonzero((cfg == want).all(axis=1))
+            if not len(rows):
+                raise KeyError(
+                    f"layer '{n.name}': {dict(strategy[n.name])} is not among its configs for p = {space.p}"
+                )
+        keep.append(rows)
+    edges = tuple(
+        replace(e, src_class=e.src_class[keep[e.src]], dst_class=e.dst_class[keep[e.dst]])
+        for e in tables.edges
+    )
+    costs = tuple(c[k] for c, k in zip(tables.node_costs, keep, strict=True))
+    found = solve(CostTables(node_costs=costs, edges=edges, names=tables.names))
+    choice = np.array([k[i] for k, i in zip(keep, found.choice, strict=True)])
+    return replace(found, choice=choice), space.counts(choice)
+
+
+def _spatial(node: Node) -> set[str]:
+    """Height and width of a convolution: what its input walks under a window and its filter does not."""
+    if node.kind != "conv":
+        return set()
+    x, w = node.main.reads
+    return {d for d in x.map.dims[1:] if d not in w.map.dims}
+
+
+def _configs(node: Node, p: int, least: int, whole: set[str]) -> np.ndarray:
+    """Powers of two that divide each dim, product at most p: int64 [K, dims]; the first splits nothing."""
+    choices = []
+    for d in node.space:
+        size = number(d.size, node.name)
+        free = d.kind in ("parallel", "reduction") and d.name not in whole
+        choices.append(
+            [
+                1,
+                *(
+                    c
+                    for k in range(1, p.bit_length())
+                    if (c := 1 << k) <= p and size % c == 0 and size // c >= least
+                ),
+            ]
+            if free
+            else [1]
+        )
+    rows = [row for row in itertools.product(*choices) if np.prod(row) <= p]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), len(choices))
+
+
+def _distinct(splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    rows, inverse = np.unique(splits, axis=0, return_inverse=True)
+    return rows, inverse.reshape(-1).astype(np.int32)
