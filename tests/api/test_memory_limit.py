@@ -1,7 +1,5 @@
 """A memory limit is kept, costs time, and is refused where nothing fits."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -36,18 +34,15 @@ def test_the_profile_is_the_plans_own_account(free):
         assert p.usage(choice).max() == pytest.approx(account.total - account.buffers, abs=8)
 
 
-def test_tighter_limits_are_kept_and_never_cheaper(free):
-    costs = [free.cost]
-    for share in (0.95, 0.9):
-        limit = free.memory.total * share
-        try:
-            plan = pase.compile(MODEL, devices=4, mesh="2x2", memory_limit=limit, baselines=False)
-        except Infeasible:
-            break
-        assert plan.memory.total <= limit
-        costs.append(plan.cost)
-    assert len(costs) > 1
-    assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(costs))
+def test_tighter_limits_are_kept_and_cost_time():
+    free = pase.compile("zoo:mlp", devices=4, mesh="2x2", baselines=False)
+    limit = free.memory.total * 0.97
+    plan = pase.compile("zoo:mlp", devices=4, mesh="2x2", memory_limit=limit, baselines=False)
+    assert plan.memory.total <= limit < free.memory.total
+    assert plan.cost > free.cost
+    assert plan.bound <= plan.cost
+    with pytest.raises(Infeasible):
+        pase.compile("zoo:mlp", devices=4, mesh="2x2", memory_limit=free.memory.total / 2, baselines=False)
 
 
 def test_a_limit_that_does_not_bind_changes_nothing(free):
@@ -57,7 +52,9 @@ def test_a_limit_that_does_not_bind_changes_nothing(free):
 
 
 def test_what_cannot_fit_says_what_would():
-    with pytest.raises(Infeasible, match=r"fits 0\.0009766 GiB a device on 4 devices: any needs at least [\d.]+ GiB"):
+    with pytest.raises(
+        Infeasible, match=r"fits 0\.0009766 GiB a device on 4 devices: any needs at least [\d.]+ GiB"
+    ):
         pase.compile(MODEL, devices=4, memory_limit=2**20)
 
 
