@@ -176,16 +176,27 @@ def tensor_fusion(view: View) -> Proposals:
         why = "theorem 2 holds" if holds else "against theorem 2"
         moved = {**dict(view.plan.bucket), **dict.fromkeys(buckets[a], b)}
         yield f"fuse tensors {buckets[a][0]}..{a} with {b} ({why})", _with_buckets(view.plan, moved)
-    # Cuts from the middle outwards: a merge too many is undone here.
+    # A merge too many is undone by a cut, and a boundary between two buckets may move.
     for last, members in buckets.items():
-        n = len(members)
-        some = range(1, n) if n <= 16 else sorted({n * k // 16 for k in range(1, 16)})
-        for cut in sorted(some, key=lambda k: abs(k - n / 2)):
+        for cut in _spots(len(members)):
             moved = {**dict(view.plan.bucket), **dict.fromkeys(members[:cut], members[cut - 1])}
             yield (
                 f"cut tensors {members[0]}..{last} after {members[cut - 1]}",
                 _with_buckets(view.plan, moved),
             )
+    for a, b in zip(order, order[1:], strict=False):
+        both = buckets[a] + buckets[b]
+        if len(both) > 2 and c.may_join(both):
+            for cut in _spots(len(both)):
+                moved = {**dict(view.plan.bucket), **dict.fromkeys(both[:cut], both[cut - 1])}
+                moved |= dict.fromkeys(both[cut:], b)
+                yield f"move the cut after {a} to after {both[cut - 1]}", _with_buckets(view.plan, moved)
+
+
+def _spots(n: int) -> list[int]:
+    """Up to 16 places to cut n things in two, from the middle outwards."""
+    some = range(1, n) if n <= 16 else sorted({n * k // 16 for k in range(1, 16)})
+    return sorted(some, key=lambda k: abs(k - n / 2))
 
 
 def _with_buckets(plan: Plan, to: dict[int, int]) -> Plan:
