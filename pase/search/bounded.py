@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from pase.search.rows import Rows, memory_rows
 from pase.search.types import MemoryProfile, Solution
 from pase.tables.types import CostTables
 
-__all__ = ["Progress", "bounded_search", "closed"]
+__all__ = ["Progress", "bounded_search"]
 
 Progress = Callable[[str, float, float, float], None]
 
@@ -35,25 +36,21 @@ _ACTIVE_POINTS = 400
 _SWEEPS = 100
 
 
-def closed(cost: float, bound: float, integers: bool) -> bool:
-    """Whether no cheaper choice can exist: equal up to rounding, or less than 1 apart in whole numbers."""
-    if not np.isfinite(cost):
-        return False
-    return cost - bound <= max(1e-9 * abs(cost), 1e-12) or (integers and cost - bound < 1 - 1e-6)
-
-
 class _State:
     """The incumbent and the bound, in terms of the original problem."""
 
     def __init__(self, tables: CostTables, memory: MemoryProfile | None, began: float) -> None:
         self.tables, self.memory, self.began = tables, memory, began
-        self.integers = all(_whole(c) for c in tables.node_costs) and all(
-            _whole(m) for m in {id(e.cost): e.cost for e in tables.edges}.values()
-        )
         self.choice: np.ndarray | None = None
         self.cost = np.inf
         self.bound = -np.inf
         self.certificate = "Lagrangian dual"
+
+    @cached_property
+    def integers(self) -> bool:
+        """Whether all costs are whole numbers, so that costs less than 1 apart are equal."""
+        matrices = {id(e.cost): e.cost for e in self.tables.edges}.values()
+        return all(map(_whole, self.tables.node_costs)) and all(map(_whole, matrices))
 
     def offer(self, choice: np.ndarray) -> bool:
         """Take ``choice`` (over the original nodes) if it is allowed and cheaper."""
@@ -70,7 +67,11 @@ class _State:
             self.bound, self.certificate = bound, by
 
     def done(self) -> bool:
-        return closed(self.cost, self.bound, self.integers)
+        """No cheaper choice can exist: bound and cost agree, to rounding or within a whole number."""
+        if not np.isfinite(self.cost):
+            return False
+        gap = self.cost - self.bound
+        return gap <= max(1e-9 * abs(self.cost), 1e-12) or (gap < 1 - 1e-6 and self.integers)
 
 
 def _whole(a: np.ndarray) -> bool:

@@ -113,6 +113,9 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, p
                 state[1] *= 0.6
                 now[:] = price
                 direction[:] = 0.0
+                # Stuck with steps too small to matter: aim at a good part of the gap again.
+                if ceiling < np.inf and state[1] < 0.03 * (ceiling - state[0]):
+                    state[1] = 0.3 * (ceiling - state[0])
             state[5] = state[0]
         if points == 0:
             continue
