@@ -98,6 +98,7 @@ class JaxPlan:
                 if jax.numpy.shape(leaf) != aval.shape:
                     raise PaseError(f"'{path}' has shape {jax.numpy.shape(leaf)}; the plan was compiled for {aval.shape}")
             walk = _Walk(plan=self, mesh=mesh)
+            leaves = [walk._defined(x, t) for x, t in zip(leaves, self._leaf_names(), strict=True)]
             outs = walk.run(closed.jaxpr, closed.consts, leaves, "")
             return outs[0] if len(outs) == 1 else (outs[0], tuple(outs[1:]))
 

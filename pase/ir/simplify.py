@@ -404,12 +404,14 @@ def _with_copies(graph: Graph) -> Graph:
     tensors = dict(graph.tensors)
     for (t, scope), who in readers.items():
         tensor, producer = graph.tensors[t], graph.producer.get(t)
-        if len(who) < 2 or producer is None or producer.kind in LEAF or all(map(is_one, tensor.shape)):
+        if len(who) < 2 or producer is None or all(map(is_one, tensor.shape)):
+            continue
+        if producer.kind in ("input", "constant"):  # small: gathered by each reader
             continue
         op, write = producer.write_of(t)
         inside = next(iter(who.values()))
         new = next(name for k in itertools.count() if (name := f"{t}c{k or ''}") not in tensors)
-        tensors[new] = replace(tensor, name=new)
+        tensors[new] = replace(tensor, name=new, role="activation")
         walks, dims = _factored(producer, write)
         m = AccessMap(tuple(walks))
         copy = Op(
