@@ -1,0 +1,82 @@
+"""Every zoo model compiled for 8, 32 and 64 devices: predicted step, best baseline, and what compiling took.
+
+.venv/bin/python bench/zoo_compile.py [--devices 8,32,64] [MODEL…]     # writes bench/results/zoo_compile.json
+
+Costs are predictions of the cost model. Seconds are of this process on this machine, kernels warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import time
+from pathlib import Path
+
+import pase
+from pase import zoo
+
+ROOT = Path(__file__).parents[1]
+
+
+def measured(name: str, devices: int) -> dict[str, object]:
+    began = time.perf_counter()
+    plan = pase.compile(f"zoo:{name}", devices=devices)
+    total = time.perf_counter() - began
+    against = dict(sorted(plan.baselines.items(), key=lambda item: item[1]))
+    best = next(iter(against), None)
+    return {
+        "model": name,
+        "devices": devices,
+        "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        "meshes_tried": len(plan.tried),
+        "nodes": len(plan.nodes),
+        "step_s": plan.cost,
+        "optimal": plan.optimal,
+        "best_baseline": best,
+        "best_baseline_s": against[best] if best else None,
+        "data_parallel_s": against.get("data_parallel"),
+        "never_worse": all(plan.cost <= c * (1 + 1e-12) for c in against.values()),
+        "memory_bytes": plan.memory.total,
+        "fits": plan.fits,
+        "seconds": {k: round(v, 4) for k, v in plan.seconds.items()},
+        "total_s": round(total, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=None)
+    parser.add_argument("--devices", default="8,32,64")
+    arguments = parser.parse_args()
+    pase.compile("zoo:mlp", devices=8)  # kernels, imports
+    rows = []
+    for name in arguments.models or zoo.names():
+        for devices in map(int, arguments.devices.split(",")):
+            row = measured(name, devices)
+            rows.append(row)
+            print(
+                f"{name:14} {devices:4}  {row['step_s'] * 1e3:10.3f} ms  best baseline {row['best_baseline']} "
+                f"×{(row['best_baseline_s'] or 0) / row['step_s']:.3f}  {row['seconds']}",
+                flush=True,
+            )
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "target": "h100x8 (predicted)",
+        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
+        "command": "python bench/zoo_compile.py",
+        "load_1min": round(os.getloadavg()[0], 2),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "rows": rows,
+    }
+    out = ROOT / "bench" / "results" / "zoo_compile.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
