@@ -105,6 +105,8 @@ def common_factors(
             right, j = b[j], j + 1
         if is_one(left) and is_one(right):
             return factors, of_a, of_b
+        if is_one(left) or is_one(right):  # not of one size
+            return None
         if left == right:
             f, left, right = left, 1, 1
         elif (q := quotient(left, right)) is not None:

@@ -1,0 +1,184 @@
+"""Simplifying keeps what is computed: every op once, its points, its order, its tensors' boundaries.
+
+Checked on random programs and on every reduced zoo model.
+"""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+
+from pase import zoo
+from pase.frontends.from_jax import trace
+from pase.ir import Graph, from_text, named, simplify, to_text, verify
+from tests.ir.graphs import HEAVY, flops, ops, raw, simple, without_carries
+from tests.ir.programs import build, programs
+
+
+def check(before: Graph, after: Graph) -> None:
+    """The invariants. Ops that depend on no data may go; all else stays, once."""
+    verify(after)
+    constant = {t.name for t in after.tensors.values() if t.role == "constant"}
+
+    def work(graph: Graph) -> dict[object, float]:
+        out: dict[object, float] = {}
+        for n in graph.nodes:
+            for op in n.ops:
+                if op.kind == "copy" and op.name == "copy":
+                    continue  # simplify's own
+                if op.writes and all(a.tensor in constant for a in op.writes):
+                    continue
+                # a read may go through a copy, whose name is the original's and a suffix
+                reads = tuple(a.tensor.partition("c")[0] for a in op.reads)
+                key = (op.name, op.eqn, reads, tuple(a.tensor for a in op.writes))
+                assert key not in out, f"{key} twice"
+                points = 1
+                for d in op.dims if op.over is None else op.over:
+                    points *= n.space[d].size  # type: ignore[operator]
+                out[key] = op.flops_per_point * points * op.times  # type: ignore[operator]
+        return out
+
+    assert work(after) == work(before)
+    assert flops(after, *HEAVY) == flops(before, *HEAVY) or constant
+    assert after.outputs == before.outputs
+    assert {(t.name, t.path) for t in after.parameters} == {(t.name, t.path) for t in before.parameters}
+    assert {n.ops[0].writes[0].tensor for n in after.nodes if n.kind in ("parameter", "input")} == {
+        n.ops[0].writes[0].tensor for n in before.nodes if n.kind in ("parameter", "input")
+    }
+    flow = without_carries(after)
+    assert nx.is_directed_acyclic_graph(flow)
+    position = {n.name: i for i, n in enumerate(after.nodes)}
+    assert all(position[u] < position[v] for u, v in flow.edges())
+    for n in after.nodes:  # ops of a node stand in an order in which they can run
+        made: set[str] = set()
+        for op in n.ops:
+            assert all(a.tensor not in n.internal or a.tensor in made for a in op.reads) or op.kind == "carry"
+            made.update(a.tensor for a in op.writes)
+    readers: dict[str, set[str]] = {}
+    for n in after.nodes:  # several readers in one loop go through one copy
+        for op, a in n.reads:
+            if after.tensors[a.tensor].elements != 1 and after.producer[a.tensor].kind not in (
+                "copy", "parameter", "input",
+            ) if a.tensor in after.producer else False:  # fmt: skip
+                readers.setdefault(f"{a.tensor} {op.scope}", set()).add(n.name)
+    assert all(len(who) == 1 for who in readers.values()), readers
+
+
+@settings(max_examples=60)
+@given(programs)
+def test_random_programs(steps: list[tuple[str, int, int]]) -> None:
+    loss, params, x = build(steps)
+    before = verify(trace(loss, params, x, name="random").graph)
+    after = simplify(before)
+    check(before, after)
+    called = named(after)
+    assert len({n.name for n in verify(called).nodes}) == len(after.nodes)
+    assert from_text(to_text(called)) == called
+    assert all(op.source for op in ops(called) if op.kind in HEAVY)
+
+
+@pytest.mark.parametrize("model", zoo.names())
+def test_zoo(model: str) -> None:
+    check(raw(model), simplify(raw(model)))
+    verify(simple(model))
+
+
+@pytest.mark.parametrize("model", zoo.names())
+def test_no_stray_views(model: str) -> None:
+    """Between two nodes no node of views alone that only renames or reorders elements."""
+    graph = simple(model)
+    for n in graph.nodes:
+        if n.kind == "view":
+            (read, write) = n.ops[0].reads[0].map, n.ops[-1].writes[0].map
+            assert sorted(read.dims) != sorted(write.dims), n.name
+
+
+def compute(graph: Graph) -> list[str]:
+    return [n.name for n in graph.nodes if n.kind not in ("parameter", "input")]
+
+
+def test_a_transformer_layer_is_a_dozen_nodes() -> None:
+    """12 unrolled layers of GPT-2 at full size: norms, four projections, two attention products, softmax, two
+    feed-forward products, and the copies where the residual stream and a norm are read by several."""
+    m = zoo.get("gpt2?scan=0")
+    before = trace(m.loss_fn, m.params, m.batch).graph
+    after = named(simplify(before))
+    nodes = compute(after)
+    assert len(before.nodes) > 1000 and len(nodes) <= 160
+    layer = [n for n in nodes if n.startswith("blocks.5.")]
+    assert layer == [
+        f"blocks.5.{w}:dot"
+        for w in ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "ff.w1", "ff.w2")
+    ]
+    assert sum(n.startswith("dot@attend") for n in nodes) == 24
+    assert sum(n.startswith("reduce@attend") for n in nodes) == 12  # softmax, with its mask and scale
+
+
+def test_names_are_of_what_is_multiplied() -> None:
+    nodes = compute(simple("gpt2"))
+    assert {"wte:take", "wte:dot", "blocks.attention.wq:dot", "dot@attend", "blocks.ff.w2:dot"} <= set(nodes)
+    assert not [n for n in nodes if ".b" in n.removeprefix("blocks").partition(":")[0] and ":dot" in n]
+    assert {"lstm.0.wx:dot", "lstm.0.wh:dot", "classifier.w:dot"} <= set(compute(simple("rnnlm")))
+    assert {"blocks.ff.router:dot", "blocks.ff.gate:dot"} <= set(compute(simple("mixtral_8x7b")))
+
+
+def test_the_width_is_d() -> None:
+    for model in ("gpt2", "llama3_8b", "bert_base", "vit_l16", "mixtral_8x7b"):
+        graph = simple(model)
+        (name,) = [n.name for n in graph.nodes if n.kind == "matmul" and n.name.endswith("attention.wq:dot")]
+        assert [d.name for d in graph.node[name].space][:1] == ["b"]
+        assert graph.node[name].space["d"].size == 64
+
+
+def test_fused_projections_keep_their_heads() -> None:
+    """Behind one matmul for q, k and v the parts of the result cannot be split; the scores' heads still can."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        q, k, v = (t.reshape(4, 16, 4, 8) for t in jnp.split(x @ p["qkv"], 3, axis=-1))
+        weights = jax.nn.softmax(jnp.einsum("bshk,bthk->bhst", q, k))
+        return jnp.sum(jnp.einsum("bhst,bthk->bshk", weights, v).reshape(4, 16, 32) @ p["out"])
+
+    shape = jax.ShapeDtypeStruct
+    params = {"qkv": shape((32, 96), jnp.float32), "out": shape((32, 32), jnp.float32)}
+    graph = simplify(trace(loss, params, shape((4, 16, 32), jnp.float32)).graph)
+    products = [n for n in graph.nodes if n.kind == "matmul"]
+    assert len(products) == 4
+    for n in products:
+        kinds = {d.size: d.kind for d in n.space}
+        assert "replicated" not in kinds.values(), n
+
+
+def test_an_accuracy_does_not_bind_the_loss() -> None:
+    """argmax over the vocabulary must see all of it; the cross-entropy of the same logits need not."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(w: jax.Array, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        z = jnp.tanh(x @ w)
+        nll = -jnp.mean(jnp.sum(jax.nn.log_softmax(z) * jax.nn.one_hot(y, 4096), -1))
+        return nll, jnp.mean(jnp.argmax(z, -1) == y)
+
+    shape = jax.ShapeDtypeStruct
+    arguments = shape((64, 4096), jnp.float32), shape((8, 64), jnp.float32), shape((8,), jnp.int32)
+    graph = simplify(trace(loss, *arguments).graph)
+    (softmax,) = [n for n in graph.nodes if any(op.name == "exp" for op in n.ops)]
+    assert all(d.kind != "replicated" for d in softmax.space)
+
+
+def test_cycles_do_not_arise_around_what_cannot_join() -> None:
+    """a joins c; b cannot join a (x + xᵀ): c must then not join b's group, which reads a and feeds c."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(p: jax.Array, x: jax.Array) -> jax.Array:
+        a = jnp.tanh(x @ p)
+        b = a + a.T
+        c = b * a + jnp.sin(b.T)
+        return jnp.sum(c @ p)
+
+    shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    before = trace(loss, shape, shape).graph
+    check(before, simplify(before))
