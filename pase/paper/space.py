@@ -56,13 +56,29 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
             shared[key] = _configs(n, p, least, whole)
         configs.append(shared[key])
     position = {n.name: i for i, n in enumerate(layers.nodes)}
-    costs = [layer_cost(layers, n, c, rules) for n, c in zip(layers.nodes, configs, strict=True)]
+    # Equal layers and flows share their arrays: priced once, and the search sees that they are equal.
+    priced: dict[object, np.ndarray] = {}
+    for n, c in zip(layers.nodes, configs, strict=True):
+        key = _layer_key(layers, n)
+        if key not in priced:
+            priced[key] = layer_cost(layers, n, c, rules)
+    costs = [priced[_layer_key(layers, n)] for n in layers.nodes]
+    parts: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+    moved: dict[object, np.ndarray] = {}
     edges = []
     for f in layers.flows:
         u, v = position[f.src], position[f.dst]
-        a, a_class = _distinct(map_splits(layers.nodes[u], configs[u], f.written))
-        b, b_class = _distinct(map_splits(layers.nodes[v], configs[v], f.read))
-        cost = flow_cost(f, a, b, rules)
+        ends = []
+        for w, access in ((u, f.written), (v, f.read)):
+            key = (id(configs[w]), layers.nodes[w].space, access)
+            if key not in parts:
+                parts[key] = _distinct(map_splits(layers.nodes[w], configs[w], access))
+            ends.append(parts[key])
+        (a, a_class), (b, b_class) = ends
+        key = (id(a), id(b), f.shape, f.times)
+        if key not in moved:
+            moved[key] = flow_cost(f, a, b, rules)
+        cost = moved[key]
         if u == v:  # from one turn of a loop to the next
             costs[u] = costs[u] + cost[a_class, b_class]
         elif cost.any():
@@ -99,6 +115,18 @@ def complete(
     found = solve(CostTables(node_costs=costs, edges=edges, names=tables.names))
     choice = np.array([k[i] for k, i in zip(keep, found.choice, strict=True)])
     return replace(found, choice=choice), space.counts(choice)
+
+
+def _layer_key(layers: Layers, node: Node) -> object:
+    """All that a layer's cost depends on."""
+    ops = tuple(
+        (
+            op.kind, op.flops_per_point, op.over, op.times,
+            tuple((a.map, a.tensor in layers.parameters) for a in op.reads), tuple(a.map for a in op.writes),
+        )
+        for op in node.ops
+    )  # fmt: skip
+    return node.space, ops
 
 
 def _spatial(node: Node) -> set[str]:

@@ -115,6 +115,15 @@ def test_stacked_layers_pass_their_state_on():
     assert [f.src for f in layers.flows if f.dst == "reduce@layer_norm~3"] == ["map@feed_forward"]
 
 
+def test_a_loop_over_layers_is_as_good_as_its_layers():
+    """All turns of a loop share a config; each layer apart finds nothing better."""
+    rolled, apart = graph_of("transformer?layers=2"), graph_of("transformer?layers=2&scan=0")
+    assert len(layers_of(apart).nodes) > len(layers_of(rolled).nodes)
+    cost = [solve(build(g, 8)[0]).cost for g in (rolled, apart)]
+    assert cost[1] <= cost[0] * (1 + 1e-12)
+    assert cost[1] == pytest.approx(cost[0], rel=1e-6)
+
+
 def test_recurrence_is_one_layer():
     layers = layers_of(graph_of("rnnlm"))
     lstm = next(n for n in layers.nodes if n.name == "lstm")
