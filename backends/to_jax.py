@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pase.plan.constraints import Constraints, Placement
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
 from pase.machine import Mesh
+from pase.plan.constraints import Constraints, Placement
 
 __all__ = ["JaxPlan"]
 

@@ -1,21 +1,30 @@
-"""What a plan predicted, beside what XLA compiled: bytes by kind of collective.
+"""A plan held against what XLA makes of it: the numbers of one step, and bytes by kind of collective.
 
-Two habits of XLA's CPU pipeline are allowed for, in the column ``on_cpu``, so that the comparison tests the
-plan and not the backend: it never forms a reduce-scatter (a whole all-reduce and a slice instead), and it
-does not sum the partial gradients of a tensor's readers before it reduces them (GPU and TPU pipelines do).
+Three habits of XLA's CPU pipeline are allowed for, in the column ``on_cpu``, so that the comparison tests the
+plan and not the backend. It never forms a reduce-scatter: a whole all-reduce and a slice instead. It does not
+sum the partial gradients of a tensor's readers before it reduces them (GPU and TPU pipelines do). And a sum
+over two split dims (batch and sequence) is one all-reduce a dim, where one over both would do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.hlo import collectives
 from pase.errors import PaseError
 from pase.plan.types import Plan
 
-__all__ = ["Row", "compare", "total_error"]
+if TYPE_CHECKING:
+    from pase.ir import Graph
+    from pase.plan.itemize import Collective
+
+__all__ = ["Row", "Step", "compare", "sharded_step", "total_error", "unsharded_step", "worst_difference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,38 +47,155 @@ def compare(plan: Plan, compiled: Any) -> list[Row]:
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
     predicted = dict.fromkeys(kinds, 0)
     on_cpu = dict.fromkeys(kinds, 0)
-    readers = _partial_readers(plan)
+    sums = _Sums.of(plan)
     for c in plan.collectives:
         nbytes = c.nbytes * c.times
         predicted[c.kind] += nbytes
-        kind = "all_reduce" if c.kind == "reduce_scatter" else c.kind
-        on_cpu[kind] += nbytes * (max(readers.get(c.node, 1), 1) if c.phase == "backward" else 1)
+        if c.kind in ("all_reduce", "reduce_scatter"):
+            on_cpu["all_reduce"] += nbytes * sums.count(c)
+        else:
+            on_cpu[c.kind] += nbytes
     found = dict.fromkeys(kinds, 0)
     for h in collectives(compiled):
-        found[h.kind] += h.bytes * (h.count or 1)
-    return [Row(kind=k, predicted=predicted[k], on_cpu=on_cpu[k], compiled=found[k]) for k in kinds]
+        found[h.kind] = found.get(h.kind, 0) + h.bytes * (h.count or 1)
+    return [Row(kind=k, predicted=predicted.get(k, 0), on_cpu=on_cpu.get(k, 0), compiled=n) for k, n in found.items()]
 
 
-def _partial_readers(plan: Plan) -> dict[str, int]:
-    """Copy node -> how many readers hand it a gradient that is still partial."""
+@dataclass(frozen=True, kw_only=True)
+class _Sums:
+    """How many all-reduces the CPU pipeline makes of one that the plan has."""
+
+    plan: Plan
+    readers: Mapping[str, Sequence[str]]
+    """Copy node -> the nodes that read it."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Sums:
+        graph = _graph(plan)
+        readers: dict[str, list[str]] = {}
+        for e in graph.edges:
+            if graph.node[e.src].kind == "copy" and e.op.differentiable:
+                readers.setdefault(e.src, []).append(e.dst)
+        return cls(plan=plan, readers=readers)
+
+    def count(self, c: Collective) -> int:
+        """A gradient is reduced once for each reader that sums it, and once for each split dim summed over."""
+        if c.phase == "forward":
+            return max(self._dims(c.source, c.axes), 1)
+        return max(sum(self._dims(n, c.axes) for n in self.readers.get(c.node, (c.node,))), 1)
+
+    def _dims(self, node: str, axes: Sequence[str]) -> int:
+        return sum(bool(set(axes) & set(on)) for on in self.plan.strategy[node].values())
+
+
+def _graph(plan: Plan) -> Graph:
     from pase.ir import named, simplify
-    from pase.plan.itemize import config_of
-    from pase.tables.layouts import PARTIAL, read_states
 
     if plan.traced is None:
         raise PaseError("the plan was loaded without its model: plan.bind(fn, params, batch) first")
-    graph = named(simplify(plan.traced.graph))
-    out: dict[str, int] = {}
-    for e in graph.edges:
-        src, dst = graph.node[e.src], graph.node[e.dst]
-        if src.kind == "copy" and "pending" in plan.strategy[src.name]:
-            config = config_of(dst, plan.strategy[dst.name], plan.mesh)[None, :]
-            states = read_states(dst, e.op, e.access, graph.tensors[e.tensor], config, plan.mesh)
-            out[src.name] = out.get(src.name, 0) + int((states == PARTIAL).any())
-    return out
+    return named(simplify(plan.traced.graph))
 
 
 def total_error(rows: Sequence[Row]) -> float:
     """Error of all bytes together."""
-    compiled = sum(r.compiled for r in rows)
-    return (sum(r.on_cpu for r in rows) - compiled) / compiled if compiled else float(any(r.on_cpu for r in rows))
+    compiled, on_cpu = sum(r.compiled for r in rows), sum(r.on_cpu for r in rows)
+    return (on_cpu - compiled) / compiled if compiled else float(on_cpu > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One training step: its loss, gradients and updated parameters; gathered where they were sharded."""
+
+    loss: float
+    gradients: Any
+    parameters: Any
+    compiled: Any = None
+    """The compiled step, for ``compare``."""
+    rematerialised: tuple[str, ...] = ()
+    """XLA's warnings of a tensor that it gathered whole because it found no better way."""
+
+    def differences(self, other: Step) -> dict[str, float]:
+        """loss: relative; gradients, parameters: the largest difference over the largest element of all."""
+        return {
+            "loss": abs(self.loss - other.loss) / max(abs(self.loss), 1e-30),
+            "gradients": worst_difference(self.gradients, other.gradients),
+            "parameters": worst_difference(self.parameters, other.parameters),
+        }
+
+
+def worst_difference(a: Any, b: Any) -> float:
+    """The largest |a - b| of two pytrees, relative to the largest |a|."""
+    import jax
+    import numpy as np
+
+    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+    return float(max(np.abs(x - y).max() for x, y in pairs) / max(np.abs(x).max() for x, _ in pairs))
+
+
+def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *batch: Any) -> Step:
+    """The step as anybody would write it, on one device."""
+    import jax
+
+    kept = _keeping_gradients(optimizer)
+
+    def step(params: Any, *batch: Any) -> Any:
+        import optax
+
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+        updates, (grads, _) = kept.update(grads, kept.init(params), params)
+        return loss, grads, optax.apply_updates(params, updates)
+
+    loss, grads, updated = jax.jit(step)(params, *batch)
+    return Step(loss=float(loss), gradients=grads, parameters=updated)
+
+
+def sharded_step(plan: Plan, optimizer: Any, params: Any, *batch: Any) -> Step:
+    """The same step as ``plan.jax.train_step`` does it, on the plan's devices; compiled once."""
+    import jax
+
+    kept, jp = _keeping_gradients(optimizer), plan.jax
+    mesh = jp.mesh()
+    with _stderr() as said:
+        compiled = jp.lower_train_step(kept, mesh).compile()
+    placed, *placed_batch = jp.device_put(params, *batch, mesh=mesh)
+    state = jax.jit(kept.init, out_shardings=jp.state_shardings(kept, mesh))(placed)
+    updated, (grads, _), loss = compiled(placed, state, *placed_batch)
+    return Step(
+        loss=float(loss), gradients=grads, parameters=updated, compiled=compiled,
+        rematerialised=tuple(line for line in said if "Involuntary full rematerialization" in line),
+    )  # fmt: skip
+
+
+def _keeping_gradients(optimizer: Any) -> Any:
+    """The same optimizer; its state also holds the gradients that it last saw."""
+    import jax
+    import optax
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(jax.numpy.zeros_like, params), optimizer.init(params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        updates, inner = optimizer.update(grads, state[1], params)
+        return updates, (grads, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+@contextmanager
+def _stderr() -> Iterator[list[str]]:
+    """What is written to the process's standard error meanwhile, by XLA too; the list is filled at the end."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as f:
+        os.dup2(f.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            f.seek(0)
+            text = f.read().decode(errors="replace")
+            lines += text.splitlines()
+            sys.stderr.write(text)
