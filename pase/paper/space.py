@@ -51,10 +51,10 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
     configs = []
     for n in layers.nodes:
         whole = set() if rules.spatial else _spatial(n)
-        key = (n.space, frozenset(whole))
-        if key not in shared:
-            shared[key] = _configs(n, p, least, whole)
-        configs.append(shared[key])
+        config_key = (n.space, frozenset(whole))
+        if config_key not in shared:
+            shared[config_key] = _configs(n, p, least, whole)
+        configs.append(shared[config_key])
     position = {n.name: i for i, n in enumerate(layers.nodes)}
     # Equal layers and flows share their arrays: priced once, and the search sees that they are equal.
     priced: dict[object, np.ndarray] = {}
