@@ -6,18 +6,26 @@ import numpy as np
 
 from pase.schedule.bound import lower_bound_s
 from pase.schedule.chain import plain_iteration_s
-from pase.schedule.greedy import Instance, construct, instance
+from pase.schedule.coarse import coarsen, refine
+from pase.schedule.greedy import Instance, construct, instance, preemptive
 from pase.schedule.improve import Pieces, improve
 from pase.schedule.plan import BucketPlan, Message, Piece
+from pase.schedule.simulate import as_sequence
 from pase.schedule.types import Problem
 from pase.schedule.view import plain_view
 
 __all__ = ["fast_plan"]
 
-RESERVES = (0.0, 0.02, 0.08, 0.3)
+RESERVES = (0.0, 0.01, 0.04, 0.15, 0.5)
+LEAST = (0.3, 1.0, 4.0)
+"""Shortest message worth cutting off, in startups."""
 STEPS = 9
-WORK = 25_000_000
-"""Atoms and messages visited by the local search in all: about 50 ms."""
+WORK = 5_000_000
+"""Atoms and messages visited by the local search in all, per link."""
+HEATS = (0.02, 0.1, 0.02)
+HEATS_LINKS = (0.02, 0.3, 0.1, 0.02, 0.3, 0.05)
+"""One search each, on one link and on several."""
+COARSE_FROM = 300
 
 
 def fast_plan(
@@ -27,40 +35,116 @@ def fast_plan(
     view = plain_view(problem)
     bound = lower_bound_s(problem, view=view)
     inst = instance(problem, view)
-    pieces, cost = _construct(problem, inst, bound)
+    starts = _construct(problem, inst, bound)
     for plan in warm_starts:
-        if plan.staleness == 0 and plan.period == 1 and (c := plain_iteration_s(problem, plan, view)) < cost:
-            pieces, cost = _pieces_of(inst, plan), c
+        if plan.staleness == 0 and plan.period == 1 and not any(m.hold_s for m in plan.messages):
+            pieces = _pieces_of(inst, plan if plan.dispatch == "sequence" else as_sequence(problem, plan))
+            starts.append((_cost(inst, pieces), pieces))
+    starts.sort(key=lambda x: x[0])
+    cost, pieces = starts[0]
     if cost > bound * (1 + 1e-9):
-        size = len(pieces[0]) + 2 * len(pieces[3])
-        evaluations = int(np.clip(work / max(size, 1), 500, 100_000))
-        cost, pieces = improve(inst, pieces, evaluations=evaluations, bound_s=bound, seed=seed)
+        heats = HEATS if inst.links == 1 else HEATS_LINKS
+        each = work * inst.links / len(heats)
+        for i, heat in enumerate(heats):
+            begin = pieces if i + 1 == len(heats) else starts[i % len(starts)][1]
+            cost, pieces = _search(inst, begin, cost, pieces, each, bound, seed + i, heat)
     plan = _to_plan(inst, pieces)
     return plan, plain_iteration_s(problem, plan, view), bound
 
 
-def _construct(problem: Problem, inst: Instance, bound: float) -> tuple[Pieces, float]:
-    """The best of bisections on the target, over reserves for startups and least lengths of a cut message."""
-    startups = [link.curve.startup_s for link in problem.links]
-    worst = bound + float(inst.fluid.sum()) + sum(startups) * len(inst.ready)
-    best: tuple[Pieces, float] | None = None
+def _search(
+    inst: Instance, begin: Pieces, best: float, pieces: Pieces, work: float, bound: float, seed: int, heat: float
+) -> tuple[float, Pieces]:
+    """The better of (best, pieces) and what a search from `begin` comes to."""
+    if len(begin[0]) <= COARSE_FROM:
+        cost, found = improve(inst, begin, evaluations=_evaluations(begin, work), bound_s=bound, seed=seed, heat=heat)
+        return (cost, found) if cost < best else (best, pieces)
+    small, coarse, first = coarsen(inst, begin)
+    cost, coarse = improve(small, coarse, evaluations=_evaluations(coarse, work), bound_s=bound, seed=seed, heat=heat)
+    if cost >= best:
+        return best, pieces
+    fine = refine(inst, coarse, first)
+    return min(cost, _cost(inst, fine)), fine
+
+
+def _evaluations(pieces: Pieces, work: float) -> int:
+    return int(np.clip(work / (len(pieces[0]) + 2 * len(pieces[3])), 500, 30_000))
+
+
+def _construct(problem: Problem, inst: Instance, bound: float) -> list[tuple[float, Pieces]]:
+    """What bisections on the target came to, over reserves for startups and least lengths of a cut message: the best
+    of each length, then all tensors in one message per group, which always exists.
+    """
+    axes = {t.axes for t in problem.tensors}
+    startup = max(k.curve_for(a).startup_s for k in problem.links for a in axes if k.carries(a))
     crumb = float(inst.fluid.sum()) / 1000
-    for least_s in (max(crumb, k * max(startups)) for k in (0.3, 1.0, 4.0)):
-        for reserve in RESERVES:
-            low, high = bound, min(worst, best[1]) if best else worst
-            for _ in range(STEPS):
-                # The reserve and the cuts make the outcome jumpy: judge by what came out, not by the target.
-                pieces: Pieces = construct(inst, target := 0.5 * (low + high), reserve, least_s)  # type: ignore[assignment]
-                cost = _cost(inst, pieces)
-                if best is None or cost < best[1]:
-                    best = (pieces, cost)
-                if cost <= bound * (1 + 1e-9):
-                    return best
-                low, high = (low, min(target, cost)) if cost <= target * (1 + 1e-12) else (target, high)
-        if max(startups) <= crumb / 4:
+    out = [_all_in_one(inst)]
+    if startup <= crumb or inst.order.size <= 100:
+        out += _preemptive(inst)
+    worst = min(c for c, _ in out)
+    for least_s in (max(crumb, k * startup) for k in LEAST):
+        for from_s in _openings(inst):
+            best: tuple[float, Pieces] | None = None
+            for reserve in RESERVES if inst.links == 1 else RESERVES[::2]:
+                low, high = bound, min(worst, best[0]) if best else worst
+                for step in range(STEPS):
+                    target = high if step == 0 else low + (0.5 if step > 1 else 0.1) * (high - low)
+                    pieces: Pieces = construct(inst, target, reserve, least_s, from_s)  # type: ignore[assignment]
+                    cost = _cost(inst, pieces) if pieces[3].size else np.inf
+                    if best is None or cost < best[0]:
+                        best = (cost, pieces)
+                    if cost <= bound * (1 + 1e-9):
+                        return [best]
+                    low, high = (low, min(target, cost)) if cost <= target * (1 + 1e-12) else (target, high)
+            if best is not None and np.isfinite(best[0]):
+                out.append(best)
+        if startup <= crumb / 4:
             break
-    assert best is not None
-    return best
+    return out
+
+
+def _openings(inst: Instance) -> list[np.ndarray]:
+    """When each link begins: at once; or all but one a hair, or half of backward, or all of it, later."""
+    out = [np.zeros(inst.links)]
+    if inst.links > 1:
+        last = float(inst.ready.max())
+        for k in range(inst.links):
+            for late in (1e-9, 0.5, 0.999):
+                opening = np.full(inst.links, late * last)
+                opening[k] = 0.0
+                out.append(opening)
+    return out
+
+
+def _all_in_one(inst: Instance) -> tuple[float, Pieces]:
+    """Each group in one message, on its fastest link."""
+    n = inst.order.size
+    first = {int(g): i for i, g in reversed(list(enumerate(inst.group.tolist())))}
+    number = {g: i for i, g in enumerate(first)}
+    link = []
+    for g, i in first.items():
+        total = float(inst.nbytes[inst.group == g].sum())
+        rows = [int(inst.axes[i]) * inst.links + k for k in range(inst.links)]
+        link.append(min(range(inst.links), key=lambda k: _seconds(inst, rows[k], total)))
+    msg = np.asarray([number[int(g)] for g in inst.group], np.int64)
+    pieces = (msg, np.arange(n), inst.nbytes.copy(), np.asarray(link, np.int64))
+    return _cost(inst, pieces), pieces
+
+
+def _seconds(inst: Instance, row: int, nbytes: float) -> float:
+    if inst.slope[row] < 0:
+        return float("inf")
+    a, b = int(inst.ptr[row]), int(inst.ptr[row + 1])
+    s = float(np.interp(nbytes, inst.xs[a:b], inst.ys[a:b]))
+    return s + max(0.0, nbytes - float(inst.xs[b - 1])) * float(inst.slope[row])
+
+
+def _preemptive(inst: Instance) -> list[tuple[float, Pieces]]:
+    """Preemptive priority on one link, as it stands: the optimum where startups cost nothing."""
+    if inst.links > 1:
+        return []
+    pieces: Pieces = preemptive(inst)
+    return [(_cost(inst, pieces), pieces)]
 
 
 def _cost(inst: Instance, pieces: Pieces) -> float:

@@ -10,6 +10,7 @@ startups still to come, does the rest. One pass is O(messages * tensors), compil
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from pase.schedule.types import Curve, Problem
 from pase.schedule.view import PlainView
 
-__all__ = ["Instance", "construct", "instance"]
+__all__ = ["Instance", "construct", "curve_kernels", "instance", "preemptive"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,11 +90,13 @@ def instance(problem: Problem, view: PlainView) -> Instance:
     )
 
 
-def construct(inst: Instance, target_s: float, reserve: float, least_s: float) -> tuple[np.ndarray, ...]:
+def construct(
+    inst: Instance, target_s: float, reserve: float, least_s: float, from_s: np.ndarray
+) -> tuple[np.ndarray, ...]:
     """(message, place, bytes) per piece and (link) per message, aiming at target_s.
 
     reserve: share by which work to come is inflated, for startups; least_s: do not cut off a message shorter than
-    that, unless it is all there is.
+    that, unless it is all there is; from_s: float64 [links], before which a link is left alone. No message at all: the target is out of reach, or takes too many.
     """
     out: tuple[np.ndarray, ...] = _kernel()(
         inst.ready,
@@ -107,6 +110,7 @@ def construct(inst: Instance, target_s: float, reserve: float, least_s: float) -
         target_s,
         reserve,
         least_s,
+        from_s,
     )
     return out
 
@@ -153,82 +157,76 @@ def _kernel() -> Any:
 
     @numba.njit(cache=True)
     def greedy(  # type: ignore[no-untyped-def]
-        ready, tail, nbytes, group, axes, links, ptr, xs, ys, slope, fluid, target, reserve, least
+        ready, tail, nbytes, group, axes, links, ptr, xs, ys, slope, fluid, target, reserve, least, from_s
     ):
         n = ready.size
         left = nbytes.copy()
         work = fluid * (1.0 + reserve)
-        free = np.zeros(links)
+        # The front of the line that nothing was taken from yet, and none of which is ready, needs no walk: its
+        # work, its tightest limit and its next release are known for every length.
+        up_to = np.zeros(n + 1)
+        tightest = np.full(n + 1, np.inf)
+        soonest = np.full(n + 1, np.inf)
+        for t in range(n):
+            up_to[t + 1] = up_to[t] + work[t]
+            tightest[t + 1] = min(tightest[t], -tail[t] - up_to[t + 1])
+            soonest[t + 1] = min(soonest[t], ready[t])
+        skip = np.arange(n + 1)  # next place at or after this one with bytes left, by path halving
+        front = n
+        releases = np.sort(ready)
+        shortest = np.full(links, np.inf)
+        for j in range(slope.size):
+            if slope[j] >= 0.0:
+                shortest[j % links] = min(shortest[j % links], ys[ptr[j]])
+        free = from_s.copy()
         piece_msg = [0 for _ in range(0)]
         piece_at = [0 for _ in range(0)]
         piece_bytes = [0.0 for _ in range(0)]
         msg_link = [0 for _ in range(0)]
-        first = 0  # everything before it is sent
         sent = 0
         alive = np.ones(links, np.bool_)
-        most = 2 * n + 512
+        most = min(2 * n, 256) + 64
         while sent < n:
             if len(msg_link) > most:
-                alive[:] = False  # crumbs: the target is out of reach
+                break  # crumbs: the target is out of reach
             # The link that is free first takes its turn.
             k = -1
             for j in range(links):
                 if alive[j] and (k < 0 or free[j] < free[k]):
                     k = j
-            forced = k < 0
-            if forced:
-                for j in range(links):
-                    if k < 0 or free[j] < free[k]:
-                        k = j
+            if k < 0:
+                break  # nobody can meet the target
             now = free[k]
-            while first < n and left[first] <= 0.0:
-                first += 1
+            while front > 0 and soonest[front] <= now:
+                front -= 1  # times only grow, so the front only shrinks
             head = -1
-            wake = np.inf
-            limit = np.inf  # latest end that leaves room for what was passed over
-            before = 0.0
-            for t in range(first, n):
-                if left[t] <= 0.0:
-                    continue
+            limit = target + tightest[front]  # latest end that leaves room for what was passed over
+            before = up_to[front]
+            t = front - 1
+            while True:
+                t += 1
+                while skip[t] != t:
+                    skip[t] = skip[skip[t]]
+                    t = skip[t]
+                if t >= n or limit < now + shortest[k]:
+                    break
                 share = work[t] * left[t] / nbytes[t]
                 row = axes[t] * links + k
                 if ready[t] <= now:
                     if slope[row] >= 0.0:
                         end = now + seconds_of(row, min(left[t], max(1.0, bytes_in(row, least, ptr, xs, ys, slope))),
                                                ptr, xs, ys, slope)
-                        if end <= min(limit, target - tail[t]) + 1e-15 or (forced and head < 0):
+                        if end <= min(limit, target - tail[t]) + 1e-15:
                             head = t
                             break
-                        # Another release may come to nothing for this one, but a faster link may take it.
-                elif ready[t] < wake:
-                    wake = ready[t]
                 before += share
                 limit = min(limit, target - tail[t] - before)
             if head < 0:
-                for t in range(first, n):
-                    if left[t] > 0.0 and now < ready[t] < wake:
-                        wake = ready[t]
-                if wake < np.inf and not forced:
-                    free[k] = wake
-                elif not forced:
-                    alive[k] = False  # nothing here in time: leave the rest to the other links
+                following = np.searchsorted(releases, now, side="right")
+                if following < n:
+                    free[k] = releases[following]
                 else:
-                    # Nobody can meet the target. Send what is needed soonest wherever it ends first.
-                    t = first
-                    best, best_end = -1, np.inf
-                    for j in range(links):
-                        row = axes[t] * links + j
-                        if slope[row] >= 0.0:
-                            end = max(free[j], ready[t]) + seconds_of(row, left[t], ptr, xs, ys, slope)
-                            if end < best_end:
-                                best, best_end = j, end
-                    msg_link.append(best)
-                    piece_msg.append(len(msg_link) - 1)
-                    piece_at.append(t)
-                    piece_bytes.append(left[t])
-                    left[t] = 0.0
-                    sent += 1
-                    free[best] = best_end
+                    alive[k] = False  # nothing here in time: leave the rest to the other links
                 continue
             row = axes[head] * links + k
             msg_link.append(k)
@@ -236,11 +234,14 @@ def _kernel() -> Any:
             size = 0.0
             skipped = 0.0
             latest = min(limit, target - tail[head])
-            if forced:
-                latest = max(latest, now + seconds_of(row, left[head], ptr, xs, ys, slope))
-            for t in range(head, n):
-                if left[t] <= 0.0:
-                    continue
+            t = head - 1
+            while True:
+                t += 1
+                while skip[t] != t:
+                    skip[t] = skip[skip[t]]
+                    t = skip[t]
+                if t >= n:
+                    break
                 if ready[t] > now or group[t] != group[head]:
                     # Passed over: it must still be possible to send it, and all passed over before it, after us.
                     skipped += work[t] * left[t] / nbytes[t]
@@ -253,8 +254,7 @@ def _kernel() -> Any:
                 if take <= 0.0:
                     if size > 0.0:
                         break
-                    take = left[t] if forced else min(left[t], max(1.0, np.floor(
-                        bytes_in(row, least, ptr, xs, ys, slope))))
+                    take = min(left[t], max(1.0, np.floor(bytes_in(row, least, ptr, xs, ys, slope))))
                 rest = left[t] - take
                 if rest > 0.0 and size > 0.0 and take < rest:
                     # A sliver cut from the front of a tensor would cost the rest of it a startup of its own.
@@ -265,11 +265,13 @@ def _kernel() -> Any:
                 piece_bytes.append(take)
                 size += take
                 left[t] -= take
-                if left[t] <= 0.0:
-                    sent += 1
-                else:
+                if left[t] > 0.0:
                     break
+                sent += 1
+                skip[t] = t + 1
             free[k] = now + seconds_of(row, size, ptr, xs, ys, slope)
+        if sent < n:
+            msg_link = [0 for _ in range(0)]
         return (
             np.array(piece_msg, np.int64),
             np.array(piece_at, np.int64),
@@ -278,3 +280,39 @@ def _kernel() -> Any:
         )
 
     return greedy
+
+
+def preemptive(inst: Instance) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Pieces of the preemptive priority schedule on one link: the ready tensor needed soonest, always.
+
+    Its messages are as the preemptions cut them, at most two a tensor; with startups they cost more than the bound.
+    """
+    left = (inst.fluid * 1.0).tolist()
+    total = left[:]
+    by_ready = np.argsort(inst.ready, kind="stable").tolist()
+    ready, nbytes = inst.ready.tolist(), inst.nbytes.tolist()
+    waiting: list[int] = []
+    rows: list[tuple[int, float]] = []
+    gone = [0.0] * len(left)
+    now, i, n = 0.0, 0, len(left)
+    while i < n or waiting:
+        if not waiting:
+            now = max(now, ready[by_ready[i]])
+        while i < n and ready[by_ready[i]] <= now:
+            heapq.heappush(waiting, by_ready[i])
+            i += 1
+        t = waiting[0]
+        if i == n or now + left[t] <= ready[by_ready[i]]:
+            heapq.heappop(waiting)
+            now += left[t]
+            rows.append((t, nbytes[t] - gone[t]))
+            continue
+        size = min(float(int((ready[by_ready[i]] - now) / total[t] * nbytes[t])), nbytes[t] - gone[t] - 1.0)
+        left[t] -= ready[by_ready[i]] - now
+        now = ready[by_ready[i]]
+        if size > 0.0:
+            gone[t] += size
+            rows.append((t, size))
+    at, size_of = zip(*rows, strict=True)
+    count = len(rows)
+    return np.arange(count), np.asarray(at, np.int64), np.asarray(size_of, float), np.zeros(count, np.int64)

@@ -18,8 +18,12 @@ __all__ = ["improve"]
 Pieces = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def improve(inst: Instance, pieces: Pieces, *, evaluations: int, bound_s: float, seed: int) -> tuple[float, Pieces]:
-    """(iteration seconds, pieces) no worse than those given. Stops early at the bound."""
+def improve(
+    inst: Instance, pieces: Pieces, *, evaluations: int, bound_s: float, seed: int, heat: float = 0.02
+) -> tuple[float, Pieces]:
+    """(iteration seconds, pieces) no worse than those given. Stops early at the bound.
+
+    heat: worsenings accepted at first, as a share of the gap to the bound."""
     msg, at, nbytes, link = pieces
     cost, msg, at, nbytes, link = _kernel()(
         inst.ready,
@@ -36,6 +40,7 @@ def improve(inst: Instance, pieces: Pieces, *, evaluations: int, bound_s: float,
         evaluations,
         bound_s,
         seed,
+        heat,
     )
     return float(cost), (msg, at, nbytes, link)
 
@@ -83,7 +88,7 @@ def _kernel() -> Any:
     @numba.njit(cache=True)
     def search(  # type: ignore[no-untyped-def]
         ready, tail, group, axes, links, ptr, xs, ys, slope, compute,
-        msg0, at0, nbytes0, link0, evaluations, bound, seed,
+        msg0, at0, nbytes0, link0, evaluations, bound, seed, warmth,
     ):
         np.random.seed(seed)
         atoms = msg0.size
@@ -108,7 +113,7 @@ def _kernel() -> Any:
         best_cost, best_busy = cost, busy
         b_atoms, b_count = atoms, count
         b_msg, b_at, b_bytes, b_seq, b_link = msg.copy(), at.copy(), nbytes.copy(), seq.copy(), link.copy()
-        heat = 0.02 * max(cost - bound, 0.0)
+        heat = warmth * max(cost - bound, 0.0)
         # A trial changes msg/nbytes of a few atoms, seq and link: keep the old values of just those.
         o_msg, o_seq, o_link = msg.copy(), seq.copy(), link.copy()
         o_bytes = nbytes.copy()
@@ -174,7 +179,7 @@ def _kernel() -> Any:
                         y = next_id
                         next_id += 1
                     took_id = True
-                    link[y] = link[x]
+                    link[y] = link[x] if np.random.random() < 0.5 else np.random.randint(links)
                     front = np.random.random() < 0.5
                     moved = False
                     for a in range(atoms):
@@ -259,7 +264,7 @@ def _kernel() -> Any:
                         y = next_id
                         next_id += 1
                     took_id = True
-                    link[y] = link[msg[a]]
+                    link[y] = link[msg[a]] if np.random.random() < 0.5 else np.random.randint(links)
                     nbytes[a] -= amount
                     at[atoms], nbytes[atoms], msg[atoms] = at[a], amount, y
                     atoms += 1

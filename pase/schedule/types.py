@@ -245,6 +245,9 @@ def _check(p: Problem) -> None:
         raise PaseError(f"{where} has no compute blocks; give at least one forward and one backward block")
     if not p.links:
         raise PaseError(f"{where} has no links; give at least one with its cost curve")
+    names = [link.name for link in p.links]
+    if len(set(names)) < len(names):
+        raise PaseError(f"{where}: two links share a name ({', '.join(names)}); give each its own")
     for i, b in enumerate(p.blocks):
         if not (np.isfinite(b.seconds) and b.seconds >= 0):
             raise PaseError(f"{where}, blocks[{i}] '{b.name}': seconds = {b.seconds}; it must be 0 or more")

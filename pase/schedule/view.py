@@ -62,6 +62,13 @@ def ready_s(problem: Problem) -> np.ndarray:
 
 def positions(problem: Problem) -> tuple[list[int], list[int]]:
     """Per tensor: the block it is ready after (-1: the start) and the absolute block it is needed before."""
+    kept = problem.__dict__.get("_positions")  # a problem never changes; this is asked for every pair fused
+    if kept is None:
+        kept = problem.__dict__["_positions"] = _positions(problem)
+    return kept
+
+
+def _positions(problem: Problem) -> tuple[list[int], list[int]]:
     n = len(problem.blocks)
     ready: list[int] = []
     for t in problem.tensors:
@@ -86,7 +93,7 @@ def ready_order(problem: Problem) -> list[int]:
 
 def need_order(problem: Problem) -> list[int]:
     """Tensors in the order in which compute waits for them; ties in list order, followers after the followed."""
-    ready, need = positions(problem)
+    _, need = positions(problem)
     depth: list[int] = []
     for t in problem.tensors:
         depth.append(max((depth[f] + 1 for f in t.follows), default=0))

@@ -1,0 +1,164 @@
+"""pase schedule: bucket plans for a layout or a profile, policies side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pase.schedule.compare import Outcome
+    from pase.schedule.types import Problem
+
+__all__ = ["schedule"]
+
+
+def schedule(
+    source: Annotated[
+        Path, typer.Argument(metavar="LAYOUT|PROFILE", help="layout.json, a problem JSON, or a PipeDream profile.")
+    ],
+    policy: Annotated[str, typer.Option(help="A policy's name, several with commas, or all.")] = "ours",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the bucket plan (of ours, or the best).")
+    ] = None,
+    gantt: Annotated[Path | None, typer.Option(help="Draw the steady iteration: FILE.html or FILE.png.")] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) or NAME:FILE.csv; may be given again."),
+    ] = None,
+    staleness: Annotated[
+        int, typer.Option(min=0, help="Greatest age in iterations of a gradient when applied; 0 = plain updates.")
+    ] = 0,
+    loss: Annotated[
+        str | None,
+        typer.Option(help="The Preserver's walk: loss=,lowest=,lr=,mean=,spread=,batch=,lr_scaling= with commas."),
+    ] = None,
+    mode: Annotated[str, typer.Option(help="Of ours: fast, exact, or auto (exact where small).")] = "auto",
+    time_limit: Annotated[float, typer.Option("--time-limit", min=0.1, help="Seconds for exact mode.")] = 10.0,
+    dataflow: Annotated[
+        bool, typer.Option(help="Profiles: compute runs any layer whose inputs are there, as TensorFlow does.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same plan, time limits aside.")] = 0,
+    emit: Annotated[str | None, typer.Option(help="Print for others to run: xla, pgle or ddp.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Which tensors travel together, in which order, on which link, and what the iteration then takes."""
+    from pase.errors import PaseError
+    from pase.schedule.compare import compare_policies
+    from pase.schedule.io import plan_to_json
+    from pase.schedule.load import load_problem, parse_link
+    from pase.schedule.registry import Options
+
+    problem = load_problem(source, links=tuple(parse_link(x) for x in link or ()), dataflow=dataflow)
+    options = Options(
+        staleness=staleness, walk=_walk(loss), mode=mode, time_limit_s=time_limit, seed=seed
+    )
+    names = None if policy == "all" else [n.strip() for n in policy.split(",")]
+    outcomes = compare_policies(problem, names, options)
+    done = [o for o in outcomes if o.evaluation is not None]
+    best = next((o for o in done if o.policy == "ours"), None) or min(done, key=lambda o: o.evaluation.iteration_s)  # type: ignore[union-attr]
+    assert best.plan is not None and best.evaluation is not None
+    if output is not None:
+        data = plan_to_json(problem, best.plan, evaluation=best.to_json(), starts_s=best.evaluation.starts_s)
+        output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if gantt is not None:
+        from pase.schedule.gantt import write_gantt
+
+        write_gantt(gantt, problem, [o.evaluation for o in done if o.evaluation is not None])
+    if emit is not None:
+        from pase.schedule import emit as emitters
+
+        made = {
+            "xla": lambda: "\n".join(emitters.xla_flags(problem, best.plan)),
+            "pgle": lambda: emitters.pgle_text(problem, best.plan).rstrip(),
+            "ddp": lambda: json.dumps(emitters.ddp_caps_mb(problem, best.plan)),
+        }
+        if emit not in made:
+            raise PaseError(f"--emit {emit}: there are {', '.join(made)}")
+        text = made[emit]()
+        print(text, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        shown = [o.to_json() for o in outcomes]
+        head = {"problem": problem.name, "compute_s": problem.compute_s, "tensors": len(problem.tensors)}
+        print(json.dumps(head | ({"policies": shown} if names is None or len(names) > 1 else shown[0])))
+    elif emit is None:
+        _table(problem, outcomes)
+
+
+def _walk(text: str | None):  # type: ignore[no-untyped-def]
+    """The Preserver's state from "loss=0.2,lr=0.1"; None for its default."""
+    if text is None:
+        return None
+    from dataclasses import fields
+
+    from pase.errors import PaseError
+    from pase.schedule.preserver import Walk
+
+    known = {f.name: f.type for f in fields(Walk)}
+    values: dict[str, float | int | bool] = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key not in known:
+            raise PaseError(f"--loss: no '{key}'; there are {', '.join(known)}")
+        try:
+            if known[key] == "bool":
+                values[key] = {"true": True, "false": False}[value.lower()]
+            else:
+                values[key] = int(value) if known[key] == "int" else float(value)
+        except (ValueError, KeyError):
+            raise PaseError(f"--loss: {key}={value!r} is no {known[key]}") from None
+    return Walk(**values)  # type: ignore[arg-type]
+
+
+def _table(problem: Problem, outcomes: list[Outcome]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    size = problem.nbytes
+    console.print(
+        f"{problem.name} · {len(problem.tensors)} tensors, {size / 1e6:,.1f} MB · compute "
+        f"{problem.compute_s * 1e3:.2f} ms · links {', '.join(x.name for x in problem.links)}",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, side in (
+        ("policy", "left"),
+        ("iteration ms", "right"),
+        ("exposed", "right"),
+        ("bubbles", "right"),
+        ("messages", "right"),
+        ("updates", "right"),
+        ("staleness", "right"),
+        ("gap to bound", "right"),
+        ("E", "right"),
+    ):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    notes = []
+    for o in outcomes:
+        e = o.evaluation
+        if e is None:
+            notes.append(f"{o.policy}: left out. {o.note}")
+            continue
+        table.add_row(
+            o.policy,
+            f"{e.iteration_s * 1e3:.3f}",
+            f"{e.exposed_s * 1e3:.3f}",
+            f"{e.bubble_s * 1e3:.3f}",
+            str(e.messages),
+            f"{e.updates_per_iteration:.3g}",
+            str(e.staleness),
+            f"{o.gap * 100:.2f}%",
+            f"{e.efficiency:.3f}",
+        )
+        if o.plan is not None and "preserver" in o.plan.detail:
+            notes.append(f"{o.policy}: {o.plan.detail['preserver']}")
+    console.print(table)
+    plain = next((o.bound_s for o in outcomes if o.evaluation and not o.evaluation.staleness), None)
+    if plain is not None:
+        console.print(f"no plan without staleness is shorter than {plain * 1e3:.3f} ms", highlight=False)
+    for note in notes:
+        console.print(note, highlight=False)

@@ -1,0 +1,75 @@
+"""Thousands of tensors as a few hundred places for the local search, and back.
+
+A run of neighbours on the line that a plan sends whole in one message becomes a few places, fine at both ends of the
+run (1, 2, 4, … tensors) where the search moves its boundaries. A place is as late to be ready and as soon needed as
+its worst tensor, so that what the search finds holds at least as well once taken apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pase.schedule.greedy import Instance
+from pase.schedule.improve import Pieces
+
+__all__ = ["coarsen", "refine"]
+
+
+def coarsen(inst: Instance, pieces: Pieces) -> tuple[Instance, Pieces, np.ndarray]:
+    """(instance of places, the plan on it, first tensor of each place: int64 [places + 1])."""
+    msg, at, nbytes, link = pieces
+    n = inst.ready.size
+    count = np.bincount(at, minlength=n)
+    of = np.full(n, -1)
+    of[at] = msg
+    of = np.where(count == 1, of, -1 - np.arange(n))  # a cut tensor stands alone
+    key = np.stack((of, inst.group))
+    starts = np.flatnonzero(np.concatenate(([True], (key[:, 1:] != key[:, :-1]).any(0))))
+    first: list[int] = []
+    for a, b in zip(starts.tolist(), [*starts[1:].tolist(), n], strict=True):
+        step, lo, hi, ends = 1, a, b, []
+        while hi - lo > 2 * step:
+            first.append(lo)
+            ends.append(hi - step)
+            lo, hi, step = lo + step, hi - step, 2 * step
+        first += [lo, *reversed(ends)]
+    at_first = np.asarray(first, np.int64)
+    small = replace(
+        inst,
+        order=at_first,
+        ready=np.maximum.reduceat(inst.ready, at_first),
+        tail=np.maximum.reduceat(inst.tail, at_first),
+        nbytes=np.add.reduceat(inst.nbytes, at_first),
+        group=inst.group[at_first],
+        axes=inst.axes[at_first],
+        fluid=np.add.reduceat(inst.fluid, at_first),
+    )
+    place = np.searchsorted(at_first, at, side="right") - 1
+    merged: dict[tuple[int, int], float] = {}
+    for m, p, size in zip(msg.tolist(), place.tolist(), nbytes.tolist(), strict=True):
+        merged[m, p] = merged.get((m, p), 0.0) + size
+    keys = np.asarray(list(merged), np.int64)
+    made = (keys[:, 0].copy(), keys[:, 1].copy(), np.asarray(list(merged.values())), link)
+    return small, made, np.concatenate((at_first, [n]))
+
+
+def refine(inst: Instance, pieces: Pieces, first: np.ndarray) -> Pieces:
+    """The plan on tensors: a place cut between messages gives its first tensors to the first message."""
+    msg, at, nbytes, link = pieces
+    rows: list[tuple[int, int, float]] = []
+    left = inst.nbytes.copy()
+    cursor = first[:-1].copy()
+    for a in np.lexsort((at, msg)).tolist():
+        p, need = int(at[a]), float(nbytes[a])
+        while need > 0.5 and cursor[p] < first[p + 1]:
+            t = int(cursor[p])
+            take = min(need, float(left[t]))
+            rows.append((int(msg[a]), t, take))
+            left[t] -= take
+            need -= take
+            if left[t] <= 0.5:
+                cursor[p] += 1
+    m, t, size = zip(*rows, strict=True)
+    return np.asarray(m, np.int64), np.asarray(t, np.int64), np.asarray(size, float), link

@@ -1,0 +1,73 @@
+"""Ours with staleness: every k batches merged, applied d iterations later, d + k - 1 within what is allowed.
+
+With a delay of one iteration no compute waits for a message that is on its way unless the links fall behind, so
+the iteration is about max(compute, load / k): few large messages, spread over the links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pase.schedule.plan import BucketPlan, Message, Piece, Update
+from pase.schedule.registry import MIB
+from pase.schedule.simulate import evaluate
+from pase.schedule.types import Problem
+from pase.schedule.view import can_fuse, plain_view, ready_order
+
+__all__ = ["delayed_plans"]
+
+CAPS = (8 * MIB, 64 * MIB, 512 * MIB)
+
+
+def delayed_plans(problem: Problem, sync: BucketPlan, staleness: int) -> Iterator[tuple[float, BucketPlan]]:
+    """(iteration seconds, plan) for every (k, d), best message size of each."""
+    view = plain_view(problem)
+    for k in range(1, staleness + 2):
+        for d in range(0, staleness + 2 - k):
+            if k == 1 and d == 0:
+                continue
+            update = Update(first=0, last=k - 1, at=k - 1 + d)
+            made = [
+                BucketPlan(policy="ours", messages=m, dispatch=how, period=k, updates=(update,))
+                for m, how in (
+                    [(sync.messages, sync.dispatch)]
+                    if d == 0
+                    else [(_spread(problem, cap, view.ready.tolist()), "priority") for cap in CAPS]
+                )
+            ]
+            costs = [evaluate(problem, p, timeline=False).iteration_s for p in made]
+            best = min(range(len(made)), key=costs.__getitem__)
+            yield costs[best], made[best]
+
+
+def _spread(problem: Problem, cap: int, ready: list[float]) -> tuple[Message, ...]:
+    """Tensors in ready order in messages of about cap bytes, each on the link that would end it first."""
+    messages: list[Message] = []
+    free = [0.0] * len(problem.links)
+    pieces: list[Piece] = []
+
+    def close() -> None:
+        if not pieces:
+            return
+        first, size = pieces[0].tensor, sum(p.nbytes for p in pieces)
+        at = max(ready[p.tensor] for p in pieces)
+        ends = {k: max(free[k], at) + problem.message_s(k, first, size) for k in problem.links_for(first)}
+        k = min(ends, key=ends.__getitem__)
+        free[k] = ends[k]
+        messages.append(Message(pieces=tuple(pieces), link=k))
+        pieces.clear()
+
+    for t in ready_order(problem):
+        nbytes = problem.tensors[t].nbytes
+        if pieces and (
+            sum(p.nbytes for p in pieces) + nbytes > cap or not can_fuse(problem, [pieces[0].tensor], t)
+        ):
+            close()
+        parts = -(-nbytes // cap)
+        edges = [nbytes * i // parts for i in range(parts + 1)]
+        for a, b in zip(edges[:-1], edges[1:], strict=True):
+            pieces.append(Piece(tensor=t, offset=a, nbytes=b - a))
+            if parts > 1:
+                close()
+    close()
+    return tuple(messages)

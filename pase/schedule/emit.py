@@ -1,0 +1,56 @@
+"""Bucket plans for what others run: XLA flags and profile text, PyTorch DDP caps."""
+
+from __future__ import annotations
+
+from pase.schedule.plan import BucketPlan
+from pase.schedule.simulate import message_name, message_seconds
+from pase.schedule.types import Problem
+
+__all__ = ["ddp_caps_mb", "pgle_text", "xla_flags"]
+
+MIB = 2**20
+_THRESHOLD = {
+    "all_reduce": "xla_gpu_all_reduce_combine_threshold_bytes",
+    "all_gather": "xla_gpu_all_gather_combine_threshold_bytes",
+    "reduce_scatter": "xla_gpu_reduce_scatter_combine_threshold_bytes",
+}
+
+
+def xla_flags(problem: Problem, plan: BucketPlan) -> list[str]:
+    """XLA's combiner thresholds are one number a kind for the whole program: the largest bucket of each kind, with
+    the latency-hiding scheduler on. A plan of unequal buckets needs explicit collectives (`backends.to_jax_buckets`).
+    """
+    largest: dict[str, int] = {}
+    for m in plan.messages:
+        kind = problem.tensors[m.pieces[0].tensor].kind
+        largest[kind] = max(largest.get(kind, 0), m.nbytes)
+    flags = [f"--{_THRESHOLD[kind]}={size}" for kind, size in sorted(largest.items()) if kind in _THRESHOLD]
+    flags.append("--xla_gpu_enable_latency_hiding_scheduler=true")
+    links = len({m.link for m in plan.messages})
+    if links > 1:
+        flags.append(f"--xla_gpu_experimental_parallel_collective_overlap_limit={links}")
+    return flags
+
+
+def pgle_text(problem: Problem, plan: BucketPlan) -> str:
+    """Profile-guided latency estimates, text proto: cost in microseconds of each message's start op, in plan order.
+
+    XLA numbers the ops of a kind as they stand in the program; the first has no suffix.
+    """
+    seen: dict[str, int] = {}
+    lines = []
+    for m, seconds in zip(plan.messages, message_seconds(problem, plan.messages), strict=True):
+        op = problem.tensors[m.pieces[0].tensor].kind.replace("_", "-") + "-start"
+        n = seen.get(op, 0)
+        seen[op] = n + 1
+        name = f"{op}.{n}" if n else op
+        lines.append(f'costs {{ name: "{name}" cost_us: {seconds * 1e6:.3f} }}  # {message_name(problem, m)}')
+    return "\n".join(lines) + "\n"
+
+
+def ddp_caps_mb(problem: Problem, plan: BucketPlan) -> list[float]:
+    """bucket_cap_mb, bucket by bucket in order of sending (newer PyTorch takes a list; older, the largest).
+
+    DDP closes a bucket once it reaches its cap and never splits a tensor, so pieces count where they end.
+    """
+    return [round(m.nbytes / MIB, 3) for m in plan.messages if problem.tensors[m.pieces[0].tensor].lag == 1]

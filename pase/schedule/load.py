@@ -1,0 +1,90 @@
+"""A scheduling problem from any file we read: our JSON, a layout, a PipeDream-style profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pase.errors import PaseError
+from pase.schedule.io import PROBLEM_SCHEMA, problem_from_json
+from pase.schedule.pipedream import looks_like_pipedream, read_pipedream
+from pase.schedule.types import Curve, Link, Problem
+
+__all__ = ["load_problem", "parse_link"]
+
+DEFAULT_LINKS = ("net:50us:5GB/s",)
+_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_RATE = {"B/s": 1.0, "MB/s": 1e6, "GB/s": 1e9, "Gbit/s": 1e9 / 8}
+
+
+def _number(text: str, units: dict[str, float], what: str) -> float:
+    for unit in sorted(units, key=len, reverse=True):
+        if text.endswith(unit):
+            try:
+                value = float(text.removesuffix(unit))
+            except ValueError:
+                break
+            if value >= 0:
+                return value * units[unit]
+    raise PaseError(f"--link: '{text}' is no {what}; write it like {'50us' if what == 'time' else '5GB/s'}")
+
+
+def parse_link(text: str) -> Link:
+    """"NAME:STARTUP:BANDWIDTH", as "nccl:50us:5GB/s"; or "NAME:FILE.csv" with bytes and seconds in two columns.
+
+    >>> parse_link("nccl:50us:5GB/s").curve.tail_s_per_byte
+    2e-10
+    """
+    parts = text.split(":")
+    if len(parts) == 2 and parts[1].endswith(".csv"):
+        return Link(name=parts[0], curve=_curve_from_csv(Path(parts[1])))
+    if len(parts) != 3 or not parts[0]:
+        raise PaseError(f"--link: '{text}' is neither NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) nor NAME:FILE.csv")
+    rate = _number(parts[2], _RATE, "bandwidth")
+    if rate == 0:
+        raise PaseError(f"--link: '{text}' has no bandwidth")
+    return Link(
+        name=parts[0], curve=Curve.alpha_beta(alpha_s=_number(parts[1], _TIME, "time"), beta_s_per_byte=1.0 / rate)
+    )
+
+
+def _curve_from_csv(path: Path) -> Curve:
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        cells = line.split(",")
+        try:
+            rows.append((float(cells[0]), float(cells[1])))
+        except (ValueError, IndexError):
+            if number > 1:  # the first line may be a heading
+                raise PaseError(f"{path}, line {number}: expected 'bytes,seconds', got {line[:60]!r}") from None
+    if not rows:
+        raise PaseError(f"{path}: no rows of bytes and seconds")
+    return Curve.table([r[0] for r in rows], [r[1] for r in rows])
+
+
+def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = False) -> Problem:
+    """Read the file, whatever of the three it is. links are for profiles, which name none, and replace a problem's.
+
+    Raises PaseError naming the file and the place in it.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    given = links or tuple(parse_link(x) for x in DEFAULT_LINKS)
+    if looks_like_pipedream(text):
+        return read_pipedream(text, given, name=path.name, dataflow=dataflow)
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise PaseError(
+            f"{path}: neither a PipeDream-style profile nor JSON ({e.msg} at line {e.lineno}); pase schedule reads "
+            f"layout.json, a problem of schema '{PROBLEM_SCHEMA}', or a profile"
+        ) from e
+    if isinstance(data, dict) and str(data.get("schema", "")).startswith("pase.layout/"):
+        from pase.schedule.from_plan import problem_from_layout
+
+        return problem_from_layout(data, where=str(path), links=links)
+    problem = problem_from_json(data, where=str(path))
+    if links:
+        from dataclasses import replace
+
+        problem = replace(problem, links=links)
+    return problem
