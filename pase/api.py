@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pase.errors import Infeasible, PaseError
+from pase.models import resolve, traced_model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +76,7 @@ def compile(
     say = progress or (lambda _: None)
     start = time.perf_counter()
     say("tracing the model")
-    traced, name = _traced(model, params, batch, unknown)
+    traced, name = traced_model(model, params, batch, unknown)
     problem = Problem.of(traced.graph, devices, machine, cost_model, optimizer)
     seconds = {"trace": time.perf_counter() - start}
     over = problem.meshes(mesh, max_axes)
@@ -114,7 +113,7 @@ def compare(
     Arguments as for ``compile``, whose ``baselines`` and ``unknown`` are among the options.
     """
     say = progress or (lambda _: None)
-    traced, name = _traced(model, params, batch, options.get("unknown", "error"))
+    traced, name = traced_model(model, params, batch, options.get("unknown", "error"))
     ours = compile(model, params, *batch, devices=devices, progress=progress, **options)
     problem = Problem.of(
         traced.graph, devices, options.get("machine"), options.get("cost_model", "analytic"),
@@ -132,64 +131,6 @@ def load(path: str | Path) -> Plan:
     from pase.plan.layout import load as load_layout
 
     return load_layout(path)
-
-
-def _traced(model: Any, params: Any, batch: Sequence[Any], unknown: Any) -> tuple[Traced, str]:
-    if isinstance(model, str):
-        if params is not None or batch:
-            raise PaseError(f"'{model}' names a model: give no further arguments with it")
-        return resolve(model, unknown), model
-    if not callable(model):
-        raise PaseError(
-            f"a model is a name or a callable, not {type(model).__name__}: see pase.compile's help"
-        )
-    if params is None:
-        raise PaseError(
-            "give the loss function's example arguments after it: pase.compile(loss_fn, params, batch, devices=…)"
-        )
-    from pase.frontends.from_jax import trace
-
-    traced = trace(model, params, *batch, unknown=unknown)
-    return traced, traced.graph.name
-
-
-def resolve(model: str, unknown: Literal["error", "replicate"] = "error") -> Traced:
-    """Trace the model that this name means: zoo:NAME or package.module:function."""
-    from pase.frontends.from_jax import trace
-
-    if model.startswith("zoo:"):
-        from pase import zoo
-
-        m = zoo.get(model.removeprefix("zoo:"))
-        return trace(m.loss_fn, m.params, m.batch, name=model, unknown=unknown)
-    suffix = Path(model).suffix
-    if suffix in (".onnx", ".pb") or Path(model).is_dir():
-        raise PaseError(
-            f"{model}: this version reads JAX models only; ONNX and TensorFlow frontends are not there yet"
-        )
-    module, _, attribute = model.partition(":")
-    if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise PaseError(
-            f"'{model}' is not a model: write zoo:NAME (see 'pase zoo') or package.module:function"
-        )
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except ImportError as e:
-        raise PaseError(f"cannot import '{module}' for model '{model}': {e}") from e
-    except AttributeError as e:
-        raise PaseError(f"module '{module}' has no '{attribute}'") from e
-    try:
-        inspect.signature(function).bind()
-    except TypeError as e:
-        raise PaseError(
-            f"{model} must be a function without arguments that returns (loss_fn, params, *batch): {e}"
-        ) from e
-    made = function()
-    if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
-        raise PaseError(f"{model}() must return (loss_fn, params, *batch), got {type(made).__name__}")
-    return trace(made[0], made[1], *made[2:], name=model, unknown=unknown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,7 +309,8 @@ class Problem:
         given: Sequence[Baseline] = (), skipped: Sequence[Skipped] = (),
     ) -> Plan:  # fmt: skip
         """The plan of what the search found."""
-        from pase.plan.assemble import assemble, axes_by_use, raw_digest
+        from pase.ir import digest
+        from pase.plan.assemble import assemble, axes_by_use
         from pase.plan.types import Tried
 
         s = found.solution
@@ -378,12 +320,13 @@ class Problem:
             baselines={b.name: b.cost for b in given}, skipped={b.name: b.reason for b in skipped},
             tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried], seconds=seconds,
             provenance=_provenance(self.graph, s.method, s.certificate), traced=traced,
-            graph_digest=raw_digest(traced.graph),
+            graph_digest=digest(traced.graph),
         )  # fmt: skip
 
     def plan_of(self, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced) -> Plan:
         """The plan of a strategy that was not searched for (a baseline, a transferred one), priced alike."""
-        from pase.plan.assemble import assemble, raw_digest
+        from pase.ir import digest
+        from pase.plan.assemble import assemble
         from pase.plan.itemize import collectives, node_costs
 
         moved = collectives(self.graph, mesh, configs, self.model)
@@ -393,7 +336,7 @@ class Problem:
         return assemble(
             self.graph, mesh, configs, model=self.model, machine=self.machine, name=name, optimizer=self.optimizer,
             cost=cost, bound=0.0, optimal=False, baselines={}, skipped={}, tried=[], seconds={},
-            provenance=_provenance(self.graph, "given", "none"), traced=traced, graph_digest=raw_digest(traced.graph),
+            provenance=_provenance(self.graph, "given", "none"), traced=traced, graph_digest=digest(traced.graph),
         )  # fmt: skip
 
 

@@ -84,9 +84,10 @@ def _host_devices(devices: int) -> None:
 def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
     """The plan for the model and the devices at hand."""
     from pase import zoo
-    from pase.api import Problem, resolve
+    from pase.api import Problem
     from pase.errors import PaseError
     from pase.frontends.from_jax import trace
+    from pase.models import resolve
     from pase.plan.transfer import shrunk_mesh, transferred
 
     if not plan.model.startswith("zoo:"):

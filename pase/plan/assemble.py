@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,20 +20,7 @@ from pase.tables.layouts import number
 if TYPE_CHECKING:
     from pase.frontends.from_jax import Traced
 
-__all__ = ["assemble", "axes_by_use", "raw_digest"]
-
-
-def raw_digest(graph: Graph) -> str:
-    """A digest of a traced graph: what a loaded plan is held against. Source lines and names of files are left out."""
-    h = hashlib.sha256()
-    for n in graph.nodes:
-        for op in n.ops:
-            shapes = [
-                (a.tensor, graph.tensors[a.tensor].shape, graph.tensors[a.tensor].dtype)
-                for a in (*op.reads, *op.writes)
-            ]
-            h.update(repr((op.name, op.eqn, op.einsum, shapes, str(op.times))).encode())
-    return h.hexdigest()
+__all__ = ["assemble", "axes_by_use"]
 
 
 def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Mesh:

@@ -130,9 +130,9 @@ class Plan:
         return self.with_model(trace(fn, params, *batch, name=self.model))
 
     def with_model(self, traced: Traced) -> Plan:
-        from pase.plan.assemble import raw_digest
+        from pase.ir import digest
 
-        if raw_digest(traced.graph) != self.graph_digest:
+        if digest(traced.graph) != self.graph_digest:
             raise PaseError(
                 f"this is not the model that the plan for '{self.model}' was made for: its traced graph differs "
                 f"(another size, dtype, or version of the code); compile it again"
@@ -147,7 +147,7 @@ class Plan:
         from pase.plan.constraints import Constraints
 
         if self.traced is None and self.model.startswith("zoo:"):
-            from pase.api import resolve
+            from pase.models import resolve
 
             return self.with_model(resolve(self.model)).jax
         if self.traced is None:
