@@ -44,7 +44,8 @@ class _State:
         self.choice: np.ndarray | None = None
         self.cost = np.inf
         self.bound = -np.inf
-        self.certificate = "Lagrangian dual"
+        self.certificate = "dual bound"
+        self.enough = 0.0
 
     @cached_property
     def integers(self) -> bool:
@@ -136,13 +137,15 @@ def bounded_search(
     began: float,
     progress: Progress | None = None,
     start: np.ndarray | None = None,
+    gap: float = 0.0,
 ) -> Solution:
     """The best choice found within ``time_limit`` seconds (60 if None) of ``began``, and a lower bound.
 
-    start: a choice to begin with. Raises Infeasible where it is proven that nothing fits.
+    start: a choice to begin with. gap: the relative gap that suffices. Raises Infeasible where it is proven that nothing fits.
     """
     ends_at = began + (DEFAULT_SECONDS if time_limit is None else time_limit)
     state = _State(tables, memory, began)
+    state.enough = gap
     if start is not None:
         state.offer(start)
     try:
@@ -207,6 +210,8 @@ def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress
                     return "integer program"
             if state.done():
                 return "dual bound and neighbourhood search"
+            if state.cost - state.bound <= state.enough * abs(state.cost):
+                return "dual bound and neighbourhood search, to the gap asked for"
             if time.perf_counter() >= ends_at:
                 return "dual bound and neighbourhood search, stopped by time"
             if job is not None:

@@ -63,6 +63,7 @@ def solve(
     kernel: Kernel = "numba",
     threads: int = 2,
     progress: Progress | None = None,
+    gap: float = 0.0,
 ) -> Solution:
     """The choice of least cost, optionally within a memory limit, with its certificate.
 
@@ -72,6 +73,7 @@ def solve(
 
     seed: steers the random parts; the same seed takes the same path, up to where the clock ends it.
     kernel: "numba", or "numpy" (elimination alone).
+    gap: a bounded search may stop once (cost - bound) / |cost| is at most this; 0 asks for a proof.
     progress: called now and then with (phase, best cost, bound, seconds).
     Raises Infeasible where it is proven that nothing has a finite cost or nothing fits.
     """
@@ -88,7 +90,7 @@ def solve(
             free = _finish(tables, plan, pool, kernel, threads, began)
             if memory is None or not (memory.usage(free.choice) > memory.limit_bytes).any():
                 return free
-    found = bounded_search(tables, memory, time_limit, seed, began, progress)
+    found = bounded_search(tables, memory, time_limit, seed, began, progress, gap=gap)
     if free is not None and free.bound > found.bound:
         found = replace(found, bound=min(free.bound, found.cost), certificate="elimination without the limit")
     return found

@@ -1,0 +1,253 @@
+"""What the search benches share: one way to run a solver on tables, one form of the result files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pase.errors import Infeasible
+from pase.search import MemoryProfile, solve, verify
+from pase.search.contract import contract, fixed_bytes
+from pase.search.flat import flatten
+from pase.search.ilp import ilp_problem, solve_ilp
+from pase.search.rows import Rows, memory_rows
+from pase.tables.types import CostTables
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared" / "data"
+
+
+def bench_arguments(doc: str | None, seconds: float, repeats: int = 3) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=seconds, help="time limit of each run")
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--only", default="", help="run the rows whose name contains this")
+    parser.add_argument("--solvers", default="pase,cpsat,highs,toulbar2", help="comma-separated")
+    return parser.parse_args()
+
+
+def _pase(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
+    found = solve(tables, memory, time_limit=seconds)
+    verify(tables, found, memory)
+    return {
+        "cost": found.cost if found.feasible else None,
+        "bound": found.bound,
+        "optimal": found.optimal,
+        "method": found.method,
+        "work": found.work,
+        "peak_entries": found.peak_entries,
+    }
+
+
+def _highs(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
+    """scipy's HiGHS on the local polytope, memory rows added as they are broken."""
+    costs, pairs, matrices, rows = plain(tables, memory)
+    flat = flatten(costs, pairs, matrices)
+    scale = float(np.median([np.abs(c[np.isfinite(c)]).max() for c in costs])) or 1.0
+    status, choice, bound = solve_ilp(ilp_problem(flat, rows, np.isfinite(flat.entries), scale, seconds))
+    cost = None if choice is None else flat.cost_of(choice)
+    return {"cost": cost, "bound": bound, "optimal": status == "optimal"}
+
+
+def _cpsat(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
+    """OR-tools CP-SAT: a Boolean a config, a Boolean an allowed pair; costs in whole numbers."""
+    from ortools.sat.python import cp_model
+
+    costs, pairs, matrices, rows = plain(tables, memory)
+    model = cp_model.CpModel()
+    terms: list[tuple[Any, int]] = []
+    x = []
+    for c in costs:
+        v = [model.new_bool_var("") for _ in range(c.size)]
+        model.add_exactly_one(v)
+        for var, value in zip(v, c, strict=True):
+            if np.isinf(value):
+                model.add(var == 0)
+            elif value:
+                terms.append((var, int(value)))
+        x.append(v)
+    for (a, b), m in zip(pairs, matrices, strict=True):
+        cells: dict[tuple[int, int], Any] = {}
+        for i, j in zip(*np.nonzero(np.isfinite(m)), strict=True):
+            cells[i, j] = model.new_bool_var("")
+            if m[i, j]:
+                terms.append((cells[i, j], int(m[i, j])))
+        by_row: dict[int, list[Any]] = {}
+        for (i, _), v in cells.items():
+            by_row.setdefault(i, []).append(v)
+        for i in range(m.shape[0]):
+            model.add(sum(by_row.get(i, [])) == x[a][i])
+        by_col: dict[int, list[Any]] = {}
+        for (_, j), v in cells.items():
+            by_col.setdefault(j, []).append(v)
+        for j in range(m.shape[1]):
+            model.add(sum(by_col.get(j, [])) == x[b][j])
+    if memory is not None:
+        held = rows.dense(np.arange(rows.points))
+        flat_x = [var for v in x for var in v]
+        for t in range(rows.points):
+            at = np.flatnonzero(held[:, t])
+            model.add(sum(int(held[i, t]) * flat_x[i] for i in at) <= int(rows.capacity[t]))
+    model.minimize(sum(value * var for var, value in terms))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 2
+    status = solver.solve(model)
+    some = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return {
+        "cost": solver.objective_value if some else None,
+        "bound": solver.best_objective_bound,
+        "optimal": status == cp_model.OPTIMAL,
+    }
+
+
+def _toulbar2(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
+    """toulbar2 with virtual arc consistency, on whole numbers; no memory limit."""
+    import pytoulbar2
+
+    if memory is not None:
+        return {"cost": None, "bound": None, "optimal": False, "note": "memory limit not modelled"}
+    costs, pairs, matrices, _ = plain(tables, None)
+    top = 10 * float(sum(c[np.isfinite(c)].max() for c in costs)) + 1e15
+    problem = pytoulbar2.CFN(top, resolution=0, vac=1)
+    whole = [np.where(np.isfinite(c), np.round(c), top) for c in costs]
+    for i, c in enumerate(whole):
+        problem.AddVariable(f"x{i}", range(c.size))
+        problem.AddFunction([f"x{i}"], [int(value) for value in c])
+    for (a, b), m in zip(pairs, matrices, strict=True):
+        cells = np.where(np.isfinite(m), np.round(m), top).reshape(-1)
+        problem.AddFunction([f"x{a}", f"x{b}"], [int(value) for value in cells])
+    answer = problem.Solve(showSolutions=0, timeLimit=max(1, int(seconds)))
+    cost = None if answer is None else float(answer[1])
+    bound = float(problem.GetDDualBound())
+    return {"cost": cost, "bound": bound, "optimal": cost is not None and cost - bound < 1e-9 * abs(cost) + 1}
+
+
+SOLVERS: dict[str, Callable[[CostTables, MemoryProfile | None, float], dict[str, Any]]] = {
+    "pase": _pase,
+    "highs": _highs,
+    "cpsat": _cpsat,
+    "toulbar2": _toulbar2,
+}
+
+
+def plain(
+    tables: CostTables, memory: MemoryProfile | None
+) -> tuple[list[np.ndarray], list[tuple[int, int]], list[np.ndarray], Rows]:
+    """The problem as the others get it: dense matrices, parallel edges added, nothing reduced."""
+    matrices: dict[tuple[int, int], np.ndarray] = {}
+    for e in tables.edges:
+        a, b, m = (e.src, e.dst, e.dense()) if e.src < e.dst else (e.dst, e.src, e.dense().T)
+        matrices[a, b] = matrices[a, b] + m if (a, b) in matrices else m
+    costs = list(tables.node_costs)
+    sizes = [c.size for c in costs]
+    own = [[(v, np.arange(k))] for v, k in enumerate(sizes)]
+    profile = memory or MemoryProfile(
+        bytes=tuple(np.zeros(k) for k in sizes),
+        start=np.zeros(len(sizes), np.int64),
+        stop=np.zeros(len(sizes), np.int64),
+        limit_bytes=0.0,
+    )
+    return costs, list(matrices), list(matrices.values()), memory_rows(profile, sizes, own, [])
+
+
+def _child(
+    pipe: Any, solver: str, tables: CostTables, memory: MemoryProfile | None, seconds: float, repeats: int
+) -> None:
+    """In a process of its own: peak memory is then this solver's."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times = []
+    answer: dict[str, Any] = {}
+    for i in range(repeats + 1):
+        began = time.perf_counter()
+        try:
+            answer = SOLVERS[solver](tables, memory, seconds)
+        except Infeasible:
+            answer = {"cost": None, "bound": None, "optimal": True}
+        took = time.perf_counter() - began
+        if i == 0:
+            answer["first_s"] = round(took, 4)
+            if took > 5 or solver != "pase":  # long runs, and those of others, are not repeated
+                times = [took]
+                break
+        else:
+            times.append(took)
+    answer["median_s"] = round(statistics.median(times), 5)
+    answer["peak_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    answer["before_mb"] = round(before / 1024)
+    pipe.send(answer)
+
+
+def measure(
+    name: str, tables: CostTables, memory: MemoryProfile | None, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One row per solver, each in a fresh process, killed at three times its limit plus a minute."""
+    rows = []
+    for solver in args.solvers.split(","):
+        ours, theirs = multiprocessing.get_context("fork").Pipe()
+        process = multiprocessing.get_context("fork").Process(
+            target=_child, args=(theirs, solver, tables, memory, args.seconds, args.repeats)
+        )
+        process.start()
+        theirs.close()
+        answer: dict[str, Any]
+        try:
+            answer = (
+                ours.recv() if ours.poll(3 * args.seconds + 60) else {"note": "killed: did not stop in time"}
+            )
+        except EOFError:
+            answer = {"note": "died (out of memory, or not installed)"}
+        process.kill()
+        process.join()
+        row = {"instance": name, "solver": solver, "limit_s": args.seconds, **answer}
+        rows.append({k: _plain(v) for k, v in row.items()})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]], **more: Any) -> None:
+    """bench/results/<name>.json: machine, load, commit, command, rows."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "load_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
+        "command": "python " + " ".join(["bench/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "settings": vars(args),
+        **more,
+        "rows": rows,
+    }
+    out = ROOT / "bench" / "results" / f"{name}.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {out}")
+
+
+def contracted_size(tables: CostTables, memory: MemoryProfile | None) -> dict[str, int]:
+    """How much the exact reductions leave."""
+    left = contract(tables, memory)
+    points = 0
+    if memory is not None:
+        sizes = [c.size for c in left.costs]
+        points = memory_rows(memory, sizes, left.members, fixed_bytes(left, memory)).points
+    return {"left_nodes": len(left.nodes), "left_edges": len(left.pairs), "left_points": points}
