@@ -24,7 +24,7 @@ def diagnose(
 ) -> None:
     """Why a traced run is slow, in plain words, each reason with what it costs."""
     from pase.errors import PaseError
-    from pase.replay.align import align as align_clocks
+    from pase.replay.clocks import align as align_clocks
     from pase.replay.analyse import path_steps
     from pase.replay.diagnose import diagnose_run
     from pase.replay.model import measure

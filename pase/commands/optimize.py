@@ -35,7 +35,7 @@ def optimize(
 ) -> None:
     """What would make a traced run faster: tensor fusion and partition, op fusion, memory passes."""
     from pase.errors import PaseError
-    from pase.replay.align import align as align_clocks
+    from pase.replay.clocks import align as align_clocks
     from pase.replay.memory import memory_use
     from pase.replay.model import estimate, measure
     from pase.replay.optimize import optimize_graph

@@ -118,6 +118,5 @@ def _comparison(report: dict[str, Any]) -> None:
             f"{difference * 1e6:+.1f}",
         )
     console.print(table)
-    console.print(
-        f"{report['matched']} ops matched; only predicted: {report['only_predicted']}, only measured: {report['only_measured']}"
-    )
+    alone = f"only predicted: {report['only_predicted']}, only measured: {report['only_measured']}"
+    console.print(f"{report['matched']} ops matched; {alone}")

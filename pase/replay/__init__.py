@@ -1,1 +1,52 @@
+"""Traces of a distributed run: aligned, replayed, diagnosed, optimized.
 
+t = align(load("traces"))          # one timeline, one clock
+m = measure(t)                     # programs of every rank and iteration
+g = estimate(m, m.steady())        # the graph that predicts one iteration
+replay_graph(g).makespan_ns
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = [
+    "Event",
+    "Timeline",
+    "align",
+    "diagnose_run",
+    "estimate",
+    "held_out",
+    "load",
+    "measure",
+    "optimize_graph",
+    "profile",
+    "replay_graph",
+    "schema",
+]
+
+_HOMES = {
+    "Event": "types",
+    "Timeline": "types",
+    "align": "clocks",
+    "diagnose_run": "diagnose",
+    "estimate": "model",
+    "held_out": "predict",
+    "load": "ingest",
+    "measure": "model",
+    "optimize_graph": "optimize",
+    "profile": "profiling",
+    "replay_graph": "simulate",
+    "schema": "timeline_io",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: numba and parsers cost nothing to those who only name the package."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pase.replay' has no attribute '{name}'")
+    module = importlib.import_module(f"pase.replay.{_HOMES[name]}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value

@@ -122,7 +122,7 @@ def waits_ns(g: DataflowGraph, r: Replay) -> np.ndarray:
 def path_steps(g: DataflowGraph, r: Replay, end: int | None = None) -> list[PathStep]:
     """The critical path, with what each task added to it. The additions sum to the end of the path."""
     path = critical_path(g, r, end)
-    out = []
+    out: list[PathStep] = []
     before = 0.0
     for i in path:
         if g.gang[i] >= 0 and int(r.latest[g.gang[i]]) == i and len(path) > len(out) + 1:

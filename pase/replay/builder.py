@@ -142,11 +142,11 @@ def _largest_cluster(starts: np.ndarray) -> np.ndarray | None:
     return keep
 
 
-def split_devices(t: Timeline) -> Timeline:
+def split_devices(t: Timeline, executions: list[tuple[int, Mark]] | None = None) -> Timeline:
     """One rank per device where a process drives several (XLA lanes are named "device:stream").
 
     Device d of process p becomes rank p · devices + d. The CPU threads stay with the first; every rank
-    gets the process's iterations, as they share its clock.
+    gets the process's iterations, as they share its clock; or, where no step is marked, its device's executions.
     """
     parsed = [lane.name.partition(":") if lane.device else ("", "", "") for lane in t.lanes]
     numbers = sorted({int(p[0]) for p in parsed if p[1] and p[0].isdigit()})
@@ -161,6 +161,8 @@ def split_devices(t: Timeline) -> Timeline:
     ]
     ranks = range(base, base + len(numbers))
     marks = tuple(replace(m, rank=r) for r in ranks for m in t.marks)
+    if not marks:
+        marks = tuple(replace(m, rank=base + numbers.index(d)) for d, m in executions or () if d in numbers)
     host = next(iter(t.hosts.values()), "")
     everyone = tuple(Group(name=g.name, ranks=g.ranks or tuple(ranks) * (len(numbers) > 1)) for g in t.groups)
     return replace(

@@ -12,6 +12,7 @@ from pase.errors import PaseError
 from pase.replay.builder import Builder, split_devices
 from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
 from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Mark, Problem, Timeline
+from pase.replay.xla import Executions, untangle
 
 __all__ = ["DEVICE_LINES", "collective_operation", "hlo_collective", "read_chrome", "step_marks", "xla_lane"]
 
@@ -77,7 +78,8 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     A file that stops short gives the events before the cut, and a Problem. PaseError where nothing is usable.
     """
     header = _header(path, limits)
-    info = header.get("distributedInfo") if isinstance(header.get("distributedInfo"), dict) else {}
+    info = header.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
     if rank is None:
         rank = _whole(info.get("rank"), 0)
     b = Builder(str(path), rank, limits)
@@ -102,7 +104,8 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
         raise PaseError(f"{path}: no usable event ({why})")
     feed.finish(bool(stream.broken or cut))
     t = b.finish()
-    return split_devices(replace(t, problems=(*t.problems, *problems)))
+    t = replace(t, problems=(*t.problems, *problems))
+    return untangle(split_devices(t, feed.executions.marks(b.rank))) if feed.executions.spans else t
 
 
 def _whole(x: Any, default: int) -> int:
@@ -166,6 +169,7 @@ class _Feed:
         self.steps: list[tuple[int, int, int]] = []
         self.thread_names: dict[tuple[object, object], str] = {}
         self.process_names: dict[object, str] = {}
+        self.executions = Executions()
         self.open: dict[int, list[tuple[int, int, int]]] = {}
 
     def take(self, e: Any) -> None:
@@ -212,6 +216,9 @@ class _Feed:
                 if operation:
                     kind, group = COLLECTIVE, b.group("", self.default_group)
                 correlation = _whole(args.get("correlation_id"), -1)
+                ordinal, module = str(args.get("device_ordinal", 0)), str(args.get("hlo_module", ""))[:200]
+                number = int(ordinal) if ordinal.isdigit() and len(ordinal) < 9 else 0
+                self.executions.add(number, module, str(args.get("run_id", ""))[:40], start, start + duration)
             if isinstance(args.get("bytes"), int):
                 nbytes = args["bytes"]
         elif kind == _K["annotation"]:

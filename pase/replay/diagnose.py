@@ -7,7 +7,7 @@ Costs of different findings overlap, so they do not add up.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -210,10 +210,10 @@ def _stragglers(m: Measured, g: DataflowGraph, r: Replay, uses: list[RankUse], b
         return []
     last = g.rank[r.latest[gangs]]
     wait = waits_ns(g, r)
-    caused: Counter[int] = Counter()
+    caused: defaultdict[int, float] = defaultdict(float)
     for k, rank in zip(gangs.tolist(), last.tolist(), strict=True):
         caused[rank] += float(wait[g.gang == k].sum())
-    rank, total = caused.most_common(1)[0]
+    rank, total = max(caused.items(), key=lambda x: x[1])
     share = total / max(sum(caused.values()), 1.0)
     cost = _saved(apply(g, [("balance", "", 1.0)]), base)
     waiting = max(uses, key=lambda u: u.waiting_ns)
@@ -265,7 +265,7 @@ def _small_collectives(
             detail=(
                 f"They take {_ms(float(g.duration_ns[small].sum()) / len(g.ranks))} a rank, "
                 f"{_ms(float(fixed[small].sum()) / len(g.ranks))} of it fixed cost. Fused ten to one an iteration "
-                "would be shorter by the cost given. Use larger buckets (DDP's bucket_cap_mb, XLA's combine thresholds)."
+                "would be shorter by the cost given. Use larger buckets (bucket_cap_mb, combine thresholds)."
             ),
             cost_ns=_saved(replace(g, duration_ns=duration), base),
             evidence=_some([_event(m, g, int(i)) for i in np.flatnonzero(small)[:3]]),
@@ -275,12 +275,12 @@ def _small_collectives(
 
 def _hot_ops(m: Measured, g: DataflowGraph, r: Replay, uses: list[RankUse], base: float) -> list[Finding]:
     """The device op whose halving would help most, of the three that weigh most on the critical path."""
-    weight: Counter[int] = Counter()
+    weight: defaultdict[int, float] = defaultdict(float)
     for s in path_steps(g, r):
         if int(g.kind[s.task]) in GPU_KINDS and g.kind[s.task] != COLLECTIVE:
             weight[int(g.name[s.task])] += s.added_ns - s.lag_ns
     out = []
-    for name, on_path in weight.most_common(3):
+    for name, on_path in sorted(weight.items(), key=lambda x: -x[1])[:3]:
         mine = (g.name == name) & np.isin(g.kind, GPU_KINDS)
         duration = np.where(mine, 0.5 * g.duration_ns, g.duration_ns)
         first = np.flatnonzero(mine)
@@ -326,7 +326,7 @@ def _remarks(m: Measured, g: DataflowGraph) -> list[Finding]:
             Finding(
                 kind="allocation",
                 title=f"{len(allocations) / max(1, len(m.programs)):.0f} driver allocations in a steady iteration",
-                detail=f"They take {_ms(spent)} an iteration and synchronise the device; a caching allocator avoids them.",
+                detail=f"They take {_ms(spent)} an iteration and synchronise the device; let the allocator cache.",
                 cost_ns=0.0,
             )
         )

@@ -43,12 +43,12 @@ def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> 
             failures.append(e)
             problems.append(Problem(where=str(path), what=f"left out: {e}"))
             continue
-        t, clash = _settle_rank(t, path, by_rank)
+        settled, clash = _settle_rank(t, path, by_rank)
         if clash:
             problems.append(clash)
-        if t is not None:
-            by_rank.update(dict.fromkeys(t.ranks, path))
-            parts.append(t)
+        if settled is not None:
+            by_rank.update(dict.fromkeys(settled.ranks, path))
+            parts.append(settled)
     if not parts:
         if failures:
             raise (

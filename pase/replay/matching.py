@@ -40,7 +40,7 @@ def match_collectives(t: Timeline) -> tuple[list[Match], list[Problem]]:
     for i, e in enumerate(events.tolist()):
         members = t.groups[group[i]] if group[i] >= 0 else None
         who = members.ranks if members and members.ranks else (members.name if members else "")
-        key = (iteration[i], who, operation[i], t.names[name[i]] if named else "")
+        key: tuple[object, ...] = (iteration[i], who, operation[i], t.names[name[i]] if named else "")
         counts.setdefault(key, {}).setdefault(ranks[i], []).append(e)
     out: list[Match] = []
     uneven = 0

@@ -19,7 +19,7 @@ __all__ = ["Measured", "estimate", "measure"]
 
 _E = {k: i for i, k in enumerate(EDGES)}
 _STEADY = 1.05
-"""An iteration longer than this times the median of the shorter two thirds is not steady."""
+"""An iteration longer than this times the median of the shorter two thirds, and past their noise, is not steady."""
 
 _INTO_OP = (_E["launch"], _E["stream"], _E["wait"])
 _DEFAULT_LAG_NS = {_E["launch"]: 8_000.0, _E["stream"]: 1_000.0, _E["wait"]: 4_000.0}
@@ -49,13 +49,16 @@ class Measured:
         return sorted(i for i, n in count.items() if n == len(ranks))
 
     def steady(self) -> list[int]:
-        """Iterations without those that are far longer than the median: warm-up, checkpoints, compiling."""
+        """Iterations without those that are far longer than usual: warm-up, checkpoints, compiling."""
         every = self.iterations()
         if len(every) < 3:
             return every
         length = np.array([max(v for (_, i), v in self.measured_ns.items() if i == k) for k in every])
-        middle = float(np.median(np.sort(length)[: max(3, (2 * len(length) + 2) // 3)]))
-        keep = [k for k, v in zip(every, length, strict=True) if v <= _STEADY * middle]
+        short = np.sort(length)[: max(3, (2 * len(length) + 2) // 3)]
+        middle = float(np.median(short))
+        noise = 1.4826 * float(np.median(np.abs(short - middle)))
+        limit = middle + max((_STEADY - 1) * middle, 3 * noise)
+        keep = [k for k, v in zip(every, length, strict=True) if v <= limit]
         return keep if len(keep) >= 2 else every
 
 
@@ -82,8 +85,12 @@ def measure(t: Timeline) -> Measured:
         at = (mark.rank, mark.iteration)
         if not mark.complete or at in programs or at not in has_ops:
             continue
-        programs[at] = extract(t, mark)
+        p = programs[at] = extract(t, mark)
         measured[at] = float(mark.end_ns - mark.start_ns)
+        if p.root < 0 or p.tail < 0:
+            # No thread shows where the step begins and ends: it is as long as its device is at work.
+            ops = [i for i, d in enumerate(p.device) if d[1] == "stream"]
+            measured[at] = float(max(p.end[i] for i in ops) - min(p.start[i] for i in ops))
         begins[at] = float(t.clock(mark.rank).to_global(np.array([mark.start_ns]))[0])
     if not programs:
         raise PaseError("no rank has a whole iteration with device ops, so there is nothing to replay")

@@ -8,6 +8,7 @@ A Plan is what to change; ``apply_plan`` makes the graph. Passes propose changes
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -162,7 +163,7 @@ def tensor_fusion(view: View) -> Proposals:
     buckets = view.plan.buckets(n)
     order = sorted(buckets)
     scored = []
-    for a, b in zip(order, order[1:], strict=False):
+    for a, b in itertools.pairwise(order):
         one, two = c.tensors[a], c.tensors[b]
         if not c.may_join(buckets[a] + buckets[b]):
             continue
@@ -184,7 +185,7 @@ def tensor_fusion(view: View) -> Proposals:
                 f"cut tensors {members[0]}..{last} after {members[cut - 1]}",
                 _with_buckets(view.plan, moved),
             )
-    for a, b in zip(order, order[1:], strict=False):
+    for a, b in itertools.pairwise(order):
         both = buckets[a] + buckets[b]
         if len(both) > 2 and c.may_join(both):
             for cut in _spots(len(both)):

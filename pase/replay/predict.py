@@ -52,7 +52,7 @@ def held_out(m: Measured, iterations: list[int] | None = None) -> list[HeldOut]:
     With one iteration there is nothing to hold out, and the list is empty.
     """
     steady = m.steady() if iterations is None else iterations
-    out = []
+    out: list[HeldOut] = []
     if len(steady) < 2:
         return out
     for k in steady:

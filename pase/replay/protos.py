@@ -71,9 +71,10 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "uint64_value": (3, "uint64"),
         "int64_value": (4, "int64"),
         "str_value": (5, "string"),
+        "bytes_value": (6, "bytes"),
         "ref_value": (7, "uint64"),
     },
-    "XEventMetadata": {"name": (2, "string"), "display_name": (4, "string")},
+    "XEventMetadata": {"name": (2, "string"), "display_name": (4, "string"), "stats": (5, "*XStat")},
     "XStatMetadata": {"name": (2, "string")},
 }
 
@@ -88,6 +89,7 @@ def _classes() -> dict[str, Any]:
         "int64": fd.TYPE_INT64,
         "uint64": fd.TYPE_UINT64,
         "double": fd.TYPE_DOUBLE,
+        "bytes": fd.TYPE_BYTES,
     }
     # proto2: strings are not checked to be UTF-8, and presence is known.
     f = descriptor_pb2.FileDescriptorProto(name="pase/traces.proto", package="pase.traces", syntax="proto2")

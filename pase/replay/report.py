@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
-from pase.replay.align import align as align_clocks
+from pase.replay.clocks import align as align_clocks
 from pase.replay.analyse import path_steps, rank_uses, to_timeline
 from pase.replay.ingest import load
 from pase.replay.model import Measured, estimate, measure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -45,10 +46,15 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
     if len(g) and not (np.isfinite(g.duration_ns).all() and float(g.duration_ns.min()) >= 0):
         bad = int(np.flatnonzero(~(np.isfinite(g.duration_ns) & (g.duration_ns >= 0)))[0])
         raise PaseError(f"task '{g.task_name(bad)}' has no sound duration: {g.duration_ns[bad]} ns")
+    simulate: Any
     if kernel == "numba":
-        from pase.replay._kernels import simulate
+        from pase.replay import _kernels
+
+        simulate = _kernels.simulate
     elif kernel == "python":
-        from pase.replay._twin import simulate
+        from pase.replay import _twin
+
+        simulate = _twin.simulate
     else:
         raise ValueError(f"no kernel '{kernel}'; there are numba and python")
     ptr, dst, lag = csr(g)

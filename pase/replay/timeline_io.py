@@ -146,8 +146,10 @@ def chrome_trace(
         for tid, name in ((0, "critical path"), (1, "findings"), (2, "iterations")):
             out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
     for i, lane in enumerate(t.lanes):
-        args = {"name": ("stream " if lane.device else "thread ") + lane.name}
-        out.append({"ph": "M", "name": "thread_name", "pid": lane.rank, "tid": i + 10, "args": args})
+        label = ("stream " if lane.device else "thread ") + lane.name
+        out.append(
+            {"ph": "M", "name": "thread_name", "pid": lane.rank, "tid": i + 10, "args": {"name": label}}
+        )
     starts = t.global_start_ns()
     zero = float(starts.min()) if len(t) else 0.0
     marked = set(critical)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -177,8 +178,10 @@ def unroll(g: DataflowGraph, times: int) -> DataflowGraph:
     lag = np.concatenate([np.tile(g.lag_ns, times), np.tile([x[2] for x in extra], times - 1)])
     kind = np.concatenate([np.tile(g.edge_kind, times), np.zeros(len(extra) * (times - 1), dtype=np.uint8)])
     gangs = len(g.group_ranks)
-    copies = {f: np.tile(getattr(g, f), times) for f in ("name", "kind", "device", "duration_ns", "priority")}
-    copies |= {f: np.tile(getattr(g, f), times) for f in ("nbytes", "operation", "event")}
+    copies: dict[str, Any] = {
+        f: np.tile(getattr(g, f), times) for f in ("name", "kind", "device", "duration_ns", "priority")
+    }
+    copies |= {f: np.tile(getattr(g, f), times) for f in ("priority", "nbytes", "operation", "event")}
     release = np.zeros(n * times)
     release[:n] = g.release_ns
     return replace(

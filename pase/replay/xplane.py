@@ -9,9 +9,11 @@ from typing import Any
 from pase.errors import PaseError
 from pase.replay.builder import Builder, split_devices
 from pase.replay.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
+from pase.replay.hlo import HloFacts, read_hlo
 from pase.replay.protos import parse
 from pase.replay.reader import LIMITS, Limits
 from pase.replay.types import COLLECTIVE, KINDS, Timeline
+from pase.replay.xla import Executions, describe, untangle
 
 __all__ = ["read_xplane"]
 
@@ -29,19 +31,50 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
         raise PaseError(f"{path}: {size >> 20} MiB; protobuf messages end at 2 GiB: profile fewer steps")
     space = parse("XSpace", path.read_bytes(), str(path))
     b = Builder(str(path), rank or 0, limits)
-    b.host = space.hostnames[0] if space.hostnames else ""
+    begun = _start_ns(space)
+    if begun:
+        # Times count from the profile's start; with that known, processes of one machine share a clock.
+        b.host = space.hostnames[0] if space.hostnames else ""
     steps: list[tuple[int, int, int]] = []
+    executions = Executions()
     for plane in space.planes:
-        _plane(plane, b, steps)
+        _plane(plane, b, steps, executions, begun)
     if not len(b):
         raise PaseError(
             f"{path}: no usable event in {len(space.planes)} planes ({'; '.join(b.left_out) or 'empty'})"
         )
     b.marks.extend(step_marks(steps, b.rank, False))
-    return split_devices(b.finish())
+    t = split_devices(b.finish(), executions.marks(b.rank))
+    facts = _facts(space, executions.main(), str(path))
+    return untangle(describe(t, facts) if facts else t)
 
 
-def _plane(plane: Any, b: Builder, steps: list[tuple[int, int, int]]) -> None:
+def _facts(space: Any, module: str, where: str) -> HloFacts | None:
+    """The HLO of the module that makes the iterations; the profiler keeps it in a plane of its own."""
+    for plane in space.planes:
+        if plane.name != "/host:metadata":
+            continue
+        for meta in plane.event_metadata.values():
+            if meta.name == module or meta.name.startswith(module + "("):
+                data = next((s.bytes_value for s in meta.stats if s.bytes_value), b"")
+                if data:
+                    return read_hlo(data, f"{where}: {meta.name}")
+    return None
+
+
+def _start_ns(space: Any) -> int:
+    """Wall-clock time at which the profile began, 0 where the file does not say."""
+    for plane in space.planes:
+        names = {k: v.name for k, v in plane.stat_metadata.items()}
+        for s in plane.stats:
+            if names.get(s.metadata_id) == "profile_start_time":
+                return _number(s) if _number(s) > 0 else 0
+    return 0
+
+
+def _plane(
+    plane: Any, b: Builder, steps: list[tuple[int, int, int]], executions: Executions, begun: int
+) -> None:
     stat_names = {k: v.name for k, v in plane.stat_metadata.items()}
     device_plane = plane.name.startswith("/device:")
     if not device_plane and not plane.name.startswith("/host:CPU"):
@@ -56,7 +89,7 @@ def _plane(plane: Any, b: Builder, steps: list[tuple[int, int, int]]) -> None:
             text = (meta.display_name or meta.name) if meta else "(unnamed)"
             if text.startswith(_SYNTHETIC):
                 continue
-            start = line.timestamp_ns + e.offset_ps // 1000
+            start = begun + line.timestamp_ns + e.offset_ps // 1000
             _event(
                 b,
                 plane.name,
@@ -67,6 +100,7 @@ def _plane(plane: Any, b: Builder, steps: list[tuple[int, int, int]]) -> None:
                 stats,
                 stat_names,
                 steps,
+                executions,
             )
 
 
@@ -80,6 +114,7 @@ def _event(
     stats: dict[str, Any],
     stat_names: dict[int, str],
     steps: list[tuple[int, int, int]],
+    executions: Executions,
 ) -> None:
     op = _text(stats.get("hlo_op"), stat_names)
     correlation = _number(stats.get("correlation_id"))
@@ -92,13 +127,24 @@ def _event(
         group = b.group("") if operation else -1
         kind = COLLECTIVE if operation else KINDS.index("kernel")
         b.add(lane, kind, b.name(op or text), start, duration, correlation, -1, operation, group)
+        if op:
+            module, run = _text(stats.get("hlo_module"), stat_names), stats.get("run_id")
+            executions.add(
+                ordinal,
+                module,
+                str(run.int64_value or run.uint64_value) if run else "",
+                start,
+                start + duration,
+            )
         return
     lane = b.lane(line, False, line[1] or str(line[0]))
     step = _number(stats.get("step_num"))
     if step >= 0:
         steps.append((start, start + duration, step))
-    kind = "runtime" if correlation >= 0 and _LAUNCH.match(text) else "annotation"
-    b.add(lane, KINDS.index(kind), b.name(text), start, duration, correlation)
+    launches = correlation >= 0 and _LAUNCH.match(text)
+    b.add(
+        lane, KINDS.index("runtime" if launches else "annotation"), b.name(text), start, duration, correlation
+    )
 
 
 def _number(stat: Any) -> int:
@@ -107,7 +153,7 @@ def _number(stat: Any) -> int:
     value = stat.int64_value or stat.uint64_value
     if not value and stat.str_value.isdigit() and len(stat.str_value) < 19:
         value = int(stat.str_value)
-    return value if 0 <= value < 1 << 60 else -1
+    return value if 0 <= value < 1 << 61 else -1
 
 
 def _text(stat: Any, stat_names: dict[int, str]) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pase.replay.align import align, collective_costs
+from pase.replay.clocks import align, collective_costs
 from pase.replay.ingest import load
 from pase.replay.matching import match_collectives
 from pase.replay.types import Event, Group, Timeline, from_events

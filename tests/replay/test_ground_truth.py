@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pase.replay.align import align
+from pase.replay.clocks import align
 from pase.replay.graph import EDGES
 from pase.replay.ingest import load
 from pase.replay.model import estimate, measure

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pase.errors import Infeasible, PaseError
 from pase.replay import passes
-from pase.replay.align import align
+from pase.replay.clocks import align
 from pase.replay.coarse import coarsen
 from pase.replay.fine import best_parts, sync_ns
 from pase.replay.graph import DataflowGraph, build_graph
@@ -212,7 +212,7 @@ def test_memory_passes_meet_the_limit_or_say_so(tmp_path: Path) -> None:
     assert tight.memory.iteration_ns == min(o.iteration_ns for o in fitting)
     # Every way to save memory costs time, and none changes the work in 'as it is'.
     assert all(o.iteration_ns >= tight.memory_options[0].iteration_ns * 0.999 for o in tight.memory_options)
-    with pytest.raises(Infeasible, match="no memory pass fits 4.00 GiB"):
+    with pytest.raises(Infeasible, match=r"no memory pass fits 4\.00 GiB"):
         optimize_graph(g, memory=use, memory_limit_bytes=4 << 30)
     with pytest.raises(PaseError, match="no memory events"):
         optimize_graph(g, memory_limit_bytes=4 << 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -135,13 +136,13 @@ def test_a_part_keeps_its_edges_and_gangs(g: DataflowGraph, data: st.DataObject)
     old = np.flatnonzero(keep)
     kept = {(a, b) for a, b in zip(g.src.tolist(), g.dst.tolist(), strict=True) if keep[a] and keep[b]}
     assert {(int(old[a]), int(old[b])) for a, b in zip(part.src, part.dst, strict=True)} == kept
-    for i, j in ((i, j) for i in range(len(part)) for j in range(i)):
+    for i, j in itertools.combinations(range(len(part)), 2):
         assert (part.gang[i] == part.gang[j] >= 0) == (g.gang[old[i]] == g.gang[old[j]] >= 0)
 
 
 def test_a_circle_is_named() -> None:
     tasks = [{"device": (0, "s"), "duration_ns": 1, "name": n} for n in ("egg", "hen")]
-    with pytest.raises(PaseError, match="wait for each other.*'egg' on rank 0"):
+    with pytest.raises(PaseError, match=r"wait for each other.*'egg' on rank 0"):
         replay_graph(build_graph(tasks, [(0, 1), (1, 0)]))
 
 

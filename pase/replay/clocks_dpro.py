@@ -3,12 +3,13 @@
 min a1·O1 + a2·O2 subject to: no rank receives before the sender sends. O1 is the variance, within a family
 (one collective of the program, over its iterations), of the time from the latest aligned start to the end;
 O2 the variance of offsets on one machine. O1 is flat where one rank is always the last to arrive, so the
-optimum is a set, and the centre of the feasible box breaks the tie; prefer align_ends.
+optimum is a set, and the centre of the feasible box breaks the tie; prefer clocks.align_ends.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,8 @@ def align_dpro(
         return tuple(Clock(rank=r, uncertainty_ns=math.inf) for r in ranks), [
             Problem(where="clocks", what=f"dPRO's alignment found no solution ({centre.message})")
         ]
-    slack = min(0.0, float(centre.x[n]))
+    solved: np.ndarray = np.asarray(centre.x)
+    slack = min(0.0, float(solved[n]))
     if slack < 0:
         what = f"sends and receives contradict each other by {-slack / 1e3:.1f} µs: clocks drift or jump"
         problems.append(Problem(where="clocks", what=what))
@@ -77,12 +79,14 @@ def align_dpro(
             total += a2 * float(np.var(theta[members] - theta[members[0]]))
         return total / scale**2
 
-    limits = {"type": "ineq", "fun": lambda free: (tight - rows[:, :n] @ np.r_[0.0, free * scale]) / scale}
-    begin = centre.x[1:n] / scale
-    found = minimize(
-        objective, begin, method="SLSQP", constraints=[limits], options={"maxiter": 200, "ftol": 1e-10}
-    )
-    inside = bool(np.all(limits["fun"](found.x) > -1e-3))
+    def room(free: np.ndarray) -> np.ndarray:
+        return (tight - rows[:, :n] @ np.r_[0.0, free * scale]) / scale
+
+    begin = solved[1:n] / scale
+    options: Any = {"maxiter": 200, "ftol": 1e-10}
+    constraint: Any = {"type": "ineq", "fun": room}
+    found: Any = minimize(objective, begin, method="SLSQP", constraints=[constraint], options=options)
+    inside = bool(np.all(room(found.x) > -1e-3))
     best = found.x if inside and objective(found.x) <= objective(begin) else begin
     theta = np.r_[0.0, best * scale] - (zero - zero[0])
     # Half the interval that ordering leaves, directly against rank 0.

@@ -25,14 +25,14 @@ def align(t: Timeline, method: str = "ends") -> Timeline:
     """The timeline with clocks that bring every rank to the clock of the lowest one.
 
     method: "ends" (median difference of collective ends, with drift where the data show one),
-    "dpro" (the paper's optimization, see align_dpro) or "none".
+    "dpro" (the paper's optimization, see clocks_dpro) or "none".
     """
     if method == "none" or len(t.ranks) < 2:
         return replace(t, clocks=tuple(Clock(rank=r) for r in t.ranks))
     matches, problems = match_collectives(t)
     shared = [m for m in matches if len(m.members) > 1]
     if method == "dpro":
-        from pase.replay.align_dpro import align_dpro
+        from pase.replay.clocks_dpro import align_dpro
 
         clocks, more = align_dpro(t, shared)
     elif method == "ends":
@@ -49,23 +49,27 @@ def align_ends(t: Timeline, matches: list[Match]) -> tuple[tuple[Clock, ...], li
     rank (median over its collectives), then fits drift by Theil–Sen and keeps it where it is clear of noise.
     """
     ranks = list(t.ranks)
-    row = {r: i for i, r in enumerate(ranks)}
-    pieces = _components(ranks, matches)
+    # Ranks known to read the clock of one machine have one offset.
+    units: dict[object, int] = {}
+    row = {r: units.setdefault(t.hosts.get(r, r), len(units)) for r in ranks}
+    pieces = _components(ranks, matches, row)
     end = t.end_ns
     pairs = [(c, row[r], int(end[e])) for c, m in enumerate(matches) for r, e in m.members.items()]
-    if not pairs:
+    if not pairs and len(units) > 1:
         what = "no collective is shared by two ranks, so clocks cannot be aligned; they are taken as they are"
         return tuple(Clock(rank=r, uncertainty_ns=0.0 if r == ranks[0] else math.inf) for r in ranks), [
             Problem(where="clocks", what=what)
         ]
+    if len(units) == 1:
+        return tuple(Clock(rank=r) for r in ranks), []
     which = np.array([p[0] for p in pairs])
     who = np.array([p[1] for p in pairs])
     # Differences from the first end of each rank keep float64 exact to well below a nanosecond.
     zero = np.array(
-        [min((p[2] for p in pairs if p[1] == i), default=0) for i in range(len(ranks))], dtype=np.int64
+        [min((p[2] for p in pairs if p[1] == i), default=0) for i in range(len(units))], dtype=np.int64
     )
     local = np.array([p[2] for p in pairs], dtype=np.int64)
-    offset, drift, spread = _fit(which, who, local, zero, len(ranks), len(matches))
+    offset, drift, spread = _fit(which, who, local, zero, len(units), len(matches))
     clocks: list[Clock] = []
     problems: list[Problem] = []
     for piece in pieces:
@@ -85,10 +89,10 @@ def align_ends(t: Timeline, matches: list[Match]) -> tuple[tuple[Clock, ...], li
             clocks.append(
                 Clock(
                     rank=r,
-                    offset_ns=0.0 if r == anchor else shift,
-                    drift=0.0 if r == anchor else delta,
+                    offset_ns=0.0 if i == a else shift,
+                    drift=0.0 if i == a else delta,
                     reference_ns=at,
-                    uncertainty_ns=0.0 if r == ranks[0] else (uncertainty if tied else math.inf),
+                    uncertainty_ns=0.0 if i == row[ranks[0]] else (uncertainty if tied else math.inf),
                 )
             )
     return tuple(sorted(clocks, key=lambda c: c.rank)), problems
@@ -197,8 +201,8 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return slope, sigma / (float(around.std()) * math.sqrt(int(fine.sum())))
 
 
-def _components(ranks: list[int], matches: list[Match]) -> list[list[int]]:
-    """Ranks tied to each other by shared collectives, each list sorted, the lowest rank's first."""
+def _components(ranks: list[int], matches: list[Match], unit: dict[int, int]) -> list[list[int]]:
+    """Ranks tied by shared collectives or one clock, each list sorted, the lowest rank's first."""
     root = {r: r for r in ranks}
 
     def find(r: int) -> int:
@@ -212,6 +216,10 @@ def _components(ranks: list[int], matches: list[Match]) -> list[list[int]]:
         for r in rest:
             a, b = find(first), find(r)
             root[max(a, b)] = min(a, b)
+    first_of: dict[int, int] = {}
+    for r in ranks:
+        a, b = find(first_of.setdefault(unit[r], r)), find(r)
+        root[max(a, b)] = min(a, b)
     out: dict[int, list[int]] = {}
     for r in ranks:
         out.setdefault(find(r), []).append(r)

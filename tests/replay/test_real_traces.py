@@ -1,0 +1,169 @@
+"""The shared real traces, where they are: alignment, replay from other iterations and ranks, diagnosis, plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pase.replay.clocks import align, collective_costs
+from pase.replay.diagnose import diagnose_run
+from pase.replay.ingest import load
+from pase.replay.matching import match_collectives
+from pase.replay.model import Measured, estimate, measure
+from pase.replay.optimize import optimize_graph
+from pase.replay.predict import held_out, rank_length_ns
+from pase.replay.simulate import replay_graph
+from pase.replay.types import Timeline
+
+SHARED = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces"
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason=f"no shared traces at {SHARED}")
+
+FSDP = "jaxtoolbox_pax_fsdp4"
+DDP = "hta/nccl_parser_config_nccl_data.json.gz"
+UNFUSED = "hta/df_index_resolver_df_index_resolver.json.gz"
+DLRM = "hta/trace_diff_control_control.json.gz"
+
+
+@cache
+def _timeline(name: str) -> Timeline:
+    return align(load(SHARED / name))
+
+
+@cache
+def _measured(name: str) -> Measured:
+    return measure(_timeline(name))
+
+
+def test_clocks_of_four_processes_agree_within_microseconds() -> None:
+    t = _timeline(FSDP)
+    at = {m.rank: m.start_ns for m in t.marks if m.iteration == 3}
+    offsets = [float(t.clock(r).to_global(np.array([at[r]]))[0] - at[r]) / 1e6 for r in t.ranks]
+    assert offsets == pytest.approx([0.0, 28.54, 174.41, -305.48], abs=0.01)
+    assert all(t.clock(r).uncertainty_ns < 1000 for r in t.ranks)
+    matches, problems = match_collectives(t)
+    assert not problems
+    steady = [m for m in matches if m.iteration >= 2]
+    assert len(steady) == 3 * 23
+    spread = [c["end_spread_ns"] for c in collective_costs(t, steady)]
+    assert np.median(spread) < 7_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_injected_skew_and_drift_come_back_out(seed: int) -> None:
+    t = load(SHARED / FSDP)
+    rng = np.random.default_rng(seed)
+    columns = {k: v.copy() for k, v in t.columns.items()}
+    skew, drift = rng.uniform(-5e6, 5e6, 4), rng.uniform(-50e-6, 50e-6, 4) * (seed > 0)
+    rank, zero = t.rank_of, {r: int(t["start_ns"][t.rank_of == r].min()) for r in t.ranks}
+    for r in t.ranks:
+        mine = rank == r
+        begin, end = t["start_ns"][mine], t.end_ns[mine]
+        columns["start_ns"][mine] = (
+            begin + np.int64(skew[r]) + ((begin - zero[r]) * drift[r]).astype(np.int64)
+        )
+        columns["duration_ns"][mine] = (
+            end
+            + np.int64(skew[r])
+            + ((end - zero[r]) * drift[r]).astype(np.int64)
+            - columns["start_ns"][mine]
+        )
+    changed = align(replace(t, columns=columns))
+    # Compared by what alignment is for: the ends of steady collectives, on the common clock, relative to rank 0.
+    before = _ends(_timeline(FSDP))
+    after = _ends(changed)
+    moved = (after - after[:, :1]) - (before - before[:, :1])
+    assert np.abs(np.median(moved, axis=0)).max() < 5_000
+    for r in t.ranks[1:]:
+        got = (1 + changed.clock(r).drift) * (1 + drift[r]) / (1 + drift[0])
+        assert abs(got - 1 - _timeline(FSDP).clock(r).drift) < 1e-6
+
+
+def _ends(t: Timeline) -> np.ndarray:
+    matches = [m for m in match_collectives(t)[0] if m.iteration >= 2]
+    end = t.to_global(t.end_ns)
+    return np.array([[end[m.members[r]] for r in t.ranks] for m in matches])
+
+
+def test_fsdp_iterations_are_predicted_from_the_others_within_one_percent() -> None:
+    m = _measured(FSDP)
+    assert m.steady() == [2, 3, 4]
+    errors = [p.error for p in held_out(m)]
+    assert len(errors) == 12
+    assert max(map(abs, errors)) < 0.01
+
+
+def test_fsdp_ranks_are_predicted_from_other_ranks_within_one_percent() -> None:
+    """Times of rank r's compute from the other three only."""
+    m = _measured(FSDP)
+    g = estimate(m, m.steady())
+    rows: dict[object, dict[int, int]] = {}
+    for i, key in enumerate(g.key):
+        assert isinstance(key, tuple)
+        # A key holds its rank before the names, and a count at the end.
+        same = (*(x for x in key[:-1] if not isinstance(x, int)), key[-1] if key[0] != "tail" else 0)
+        rows.setdefault(same, {})[int(g.rank[i])] = i
+    for rank in g.ranks:
+        duration = g.duration_ns.copy()
+        for twins in rows.values():
+            others = [g.duration_ns[i] for r, i in twins.items() if r != rank]
+            if rank in twins and others:
+                duration[twins[rank]] = np.median(others)
+        r = replay_graph(replace(g, duration_ns=duration))
+        measured = np.median([m.measured_ns[(rank, i)] for i in m.steady()])
+        assert abs(rank_length_ns(g, r, rank) / measured - 1) < 0.01
+
+
+@pytest.mark.parametrize("name", [DDP, UNFUSED, DLRM])
+def test_host_bound_runs_are_predicted_within_one_percent_of_their_median(name: str) -> None:
+    """Single iterations of these runs differ by 2–5%; the median of predictions meets the median of iterations."""
+    m = _measured(name)
+    predictions = held_out(m)
+    replayed = np.median([p.replayed_ns for p in predictions])
+    measured = np.median([p.measured_ns for p in predictions])
+    assert abs(replayed / measured - 1) < 0.01
+    # No prediction is worse than its iteration is unusual, within 1%.
+    for p in predictions:
+        unusual = abs(p.others_median_ns / p.measured_ns - 1)
+        assert abs(p.error) < unusual + 0.01
+
+
+def test_a_device_only_replay_would_miss_the_launching_thread() -> None:
+    m = _measured(DDP)
+    findings = {f.kind: f for f in diagnose_run(m).findings}
+    f = findings["launch-bound"]
+    assert f.cost_ns > 0.75 * np.median([m.measured_ns[k] for k in m.programs])
+    assert f.evidence
+
+
+def test_exposed_communication_is_found_and_costed() -> None:
+    d = diagnose_run(_measured(FSDP))
+    f = next(f for f in d.findings if f.kind == "exposed-communication")
+    assert 0.01 * d.iteration_ns < f.cost_ns < 0.05 * d.iteration_ns
+    assert "reduce-scatter.131" in f.detail
+
+
+def test_unfused_all_reduces_are_fused() -> None:
+    m = _measured(UNFUSED)
+    o = optimize_graph(estimate(m, m.steady()), passes=["tensor-fusion"])
+    assert o.after_ns < 0.98 * o.before_ns
+    assert max(len(b) for b in o.plan.buckets(len(o.coarse.tensors)).values()) > 100
+    assert o.seconds < 30
+
+
+def test_sampled_traces_are_read_and_paired() -> None:
+    files = sorted((SHARED / "hta").glob("trace_filter_sampled_rank-*"))
+    t = align(load(files))
+    assert t.ranks == (0, 1)
+    assert any("126 of 128 ranks left no trace" in str(p) for p in t.problems)
+    matches, _ = match_collectives(t)
+    assert matches
+
+
+def test_xplane_of_eight_devices() -> None:
+    t = load(SHARED / "tracelens")
+    assert len(t.ranks) == 8
+    assert "cudnn-conv.1" in t.dataflow
