@@ -6,6 +6,7 @@ gets a stable path (its index in each enclosing jaxpr), by which ``backends/to_j
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -104,8 +105,8 @@ def trace(
         )
     param_paths = tuple(_path(k) for k, _ in jax.tree_util.tree_flatten_with_path(params)[0])
     input_paths = tuple(_path(k) for k, _ in jax.tree_util.tree_flatten_with_path(batch)[0])
-    if len(set(param_paths)) != len(param_paths):
-        raise PaseError("two parameters have the same path; give the pytree's keys distinct names")
+    if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
+        raise PaseError(f"two parameters have the path '{twice[0]}': give the pytree's keys distinct names")
     b = GraphBuilder(name=name or _name_of(fn))
     lower = _Lower(b=b, unknown=unknown)
     invars = closed.jaxpr.invars
@@ -118,6 +119,11 @@ def trace(
         lower.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
     lower.eqns(closed.jaxpr.eqns, "")
     outs = [t for v in closed.jaxpr.outvars[:1] if (t := lower.read(v)) is not None]
+    if not outs or not b.tensors[outs[0].name].needs_grad:
+        raise PaseError(
+            f"{_name_of(fn)}'s loss does not depend on any parameter: params come first, fn(params, *batch), and "
+            f"at least one must be floating-point and reach the loss"
+        )
     for t in outs:
         b.output(t)
     return Traced(
@@ -213,7 +219,9 @@ class _Lower:
             self.b.source = _source(eqn) or self.b.source  # a cached inner jaxpr has lost its lines
             path = self.b.eqn = self.inside or f"{prefix}{i}"
             if not self.inside:
-                self.operands[path] = tuple(None if (t := self.read(v)) is None else t.name for v in eqn.invars)
+                self.operands[path] = tuple(
+                    None if (t := self.read(v)) is None else t.name for v in eqn.invars
+                )
             name = eqn.primitive.name
             self.b.saved = self.policy is not None and _saves(self.policy, eqn)
             if name in INLINED:
@@ -314,16 +322,16 @@ class _Lower:
                 inner.env[var] = tensor
             else:
                 b.eqn = f"{eqn_path}:const{k}"
-                inner.env[var] = _copy(b, tensor, "loop_const")
-                self.results[b.eqn] = (inner.env[var].name,)
+                settled = inner.env[var] = _copy(b, tensor, "loop_const")
+                self.results[b.eqn] = (settled.name,)
         carried: list[Tensor] = []
         for k, (var, value) in enumerate(zip(carry, eqn.invars[nc : nc + nk], strict=True)):
             init = self.read(value)
             if init is None:
                 init = b.constant(shape_of(var.aval), dtype_of(var.aval))
-            inner.env[var] = b.carry(init, f"{eqn_path}:carry{k}")
-            self.results[b.eqn] = (inner.env[var].name,)
-            carried.append(inner.env[var])
+            inside = inner.env[var] = b.carry(init, f"{eqn_path}:carry{k}")
+            self.results[b.eqn] = (inside.name,)
+            carried.append(inside)
         stacks: list[Tensor] = []
         for k, value in enumerate(eqn.invars[nc + nk :]):
             b.eqn = f"{eqn_path}:xs{k}"
@@ -337,8 +345,8 @@ class _Lower:
         with b.region(f"loop{prefix}", times=length):
             for k, (var, stacked) in enumerate(zip(xs, stacks, strict=True)):
                 b.eqn = f"{eqn_path}:x{k}"
-                inner.env[var] = _unstack(b, stacked)
-                self.results[b.eqn] = (inner.env[var].name,)
+                layer = inner.env[var] = _unstack(b, stacked)
+                self.results[b.eqn] = (layer.name,)
             inner.eqns(jaxpr.eqns, prefix)
             b.source = source
             outs = [inner.read(v) for v in jaxpr.outvars]
@@ -416,7 +424,9 @@ def _unstack(b: GraphBuilder, x: Tensor) -> Tensor:
     if "d0" in dims:
         dims["d0"] = (x.shape[0], "replicated")
     write = Write(x.shape[1:], x.dtype, AccessMap(m.walks[1:]))
-    return b.nest("unstack", "view", [Read(x, m, sparse=True)], [write], dims, flops=0, over=write.map.dims)[0]
+    return b.nest("unstack", "view", [Read(x, m, sparse=True)], [write], dims, flops=0, over=write.map.dims)[
+        0
+    ]
 
 
 def _stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...]) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.ir import Size, Tensor, parse_size
-from pase.ir.sizes import product
-from pase.ops import GraphBuilder, nests
+from pase.ir.sizes import is_one, product
+from pase.ops import GraphBuilder, indexed, nests
 
 __all__ = ["ELEMENTWISE", "RULES", "UnknownOp", "lowers"]
 
@@ -111,9 +111,7 @@ def _conv(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[T
     ]  # fmt: skip
 
 
-def _opaque(
-    b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None], flops: float = 0.0
-) -> Sequence[Tensor]:
+def _opaque(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None], flops: float = 0.0) -> Sequence[Tensor]:
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, flops=flops)
 
@@ -164,7 +162,9 @@ def _reshape(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
 def _bitcast(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
     if len(x.shape) == len(shape):
-        return nests.elementwise(b, "bitcast_convert_type", [x], [_dtype(eqn.outvars[0])], flops=0.0, shape=shape)
+        return nests.elementwise(
+            b, "bitcast_convert_type", [x], [_dtype(eqn.outvars[0])], flops=0.0, shape=shape
+        )
     return _opaque(b, eqn, ins)
 
 
@@ -186,7 +186,9 @@ def _stack(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[
     axis, wide = eqn.params["axis"], _shape(eqn.outvars[0] if stacks else eqn.invars[0])
     one = [*wide[:axis], 1, *wide[axis + 1 :]]
     if stacks:
-        return [nests.concat(b, [nests.reshape(b, _operand(b, eqn, ins, i), one) for i in range(len(ins))], axis)]
+        return [
+            nests.concat(b, [nests.reshape(b, _operand(b, eqn, ins, i), one) for i in range(len(ins))], axis)
+        ]
     kept = [i != axis for i in range(len(wide))]
     x = _operand(b, eqn, ins)
     return [nests.reshape(b, nests.restrict(b, "unstack", [x], one, kept), _shape(v)) for v in eqn.outvars]
@@ -264,11 +266,14 @@ def _general_pool(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Se
 def _gather(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     p = eqn.params
     d = p["dimension_numbers"]
+    x, ids, shape = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1), _shape(eqn.outvars[0])
+    if all(is_one(x.shape[i]) for i in d.start_index_map) and product(shape) == product(x.shape):
+        return [nests.reshape(b, x, shape)]  # x[:, 0] of a dim of one element
     return [
-        nests.gather(
-            b, "gather", _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1), _shape(eqn.outvars[0]),
-            offset_dims=d.offset_dims, collapsed=d.collapsed_slice_dims, indexed=d.start_index_map,
-            slice_sizes=p["slice_sizes"], x_batch=d.operand_batching_dims, ids_batch=d.start_indices_batching_dims,
+        indexed.gather(
+            b, "gather", x, ids, shape, offset_dims=d.offset_dims, collapsed=d.collapsed_slice_dims,
+            indexed=d.start_index_map, slice_sizes=[_size(n) for n in p["slice_sizes"]],
+            x_batch=d.operand_batching_dims, ids_batch=d.start_indices_batching_dims,
         )
     ]  # fmt: skip
 
@@ -279,7 +284,7 @@ def _scatter(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
     d = eqn.params["dimension_numbers"]
     x, ids, updates = (_operand(b, eqn, ins, i) for i in range(3))
     return [
-        nests.scatter(
+        indexed.scatter(
             b, eqn.primitive.name, x, ids, updates, window_dims=d.update_window_dims, inserted=d.inserted_window_dims,
             indexed=d.scatter_dims_to_operand_dims, x_batch=d.operand_batching_dims,
             ids_batch=d.scatter_indices_batching_dims, combines=eqn.primitive.name != "scatter",
@@ -353,7 +358,11 @@ def _ragged_dot(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequ
         points = product([*_shape(eqn.outvars[0]), *(x.shape[i] for i in contracting[0])])
         return _opaque(b, eqn, ins, flops=2.0 * float(points))  # type: ignore[arg-type]
     (k,) = contracting[0]
-    return [nests.grouped_product(b, x, w, k, contracting[1][0], d.rhs_group_dimensions[0], _dtype(eqn.outvars[0]))]
+    return [
+        nests.grouped_product(
+            b, x, w, k, contracting[1][0], d.rhs_group_dimensions[0], _dtype(eqn.outvars[0])
+        )
+    ]
 
 
 @lowers("fft")
@@ -364,7 +373,9 @@ def _fft(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Te
     flops = 5.0 * math.log2(points) if isinstance(points, int) else 50.0
     x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
     rank = len(x.shape) - len(lengths)
-    return nests.batched(b, "fft", [x], [(shape, _dtype(eqn.outvars[0]))], rank, flops=flops * _count(shape[rank:]))
+    return nests.batched(
+        b, "fft", [x], [(shape, _dtype(eqn.outvars[0]))], rank, flops=flops * _count(shape[rank:])
+    )
 
 
 # FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
@@ -387,7 +398,9 @@ def _matrix(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence
     if any(shape[:rank] != lead for shape in (*(t.shape for t in inputs), *(o for o, _ in outs))):
         rank = 0
     side = max((_count(t.shape[rank:]) for t in inputs), default=1.0) ** 0.5
-    return nests.batched(b, eqn.primitive.name, inputs, outs, rank, flops=_MATRIX[eqn.primitive.name] * side**3)
+    return nests.batched(
+        b, eqn.primitive.name, inputs, outs, rank, flops=_MATRIX[eqn.primitive.name] * side**3
+    )
 
 
 @lowers("select_and_scatter_add", "select_and_scatter", "select_and_gather_add", "random_gamma")

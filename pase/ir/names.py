@@ -125,13 +125,17 @@ def _node_names(graph: Graph) -> dict[str, str]:
             base = _function(n)
             if n.kind in _VERBS and (weight := _weight(graph, n)) is not None:
                 base = f"{weight}:{_VERBS[n.kind]}"
+            if n.kind == "copy":
+                source = graph.producer.get(n.main.reads[0].tensor)
+                if source is not None and source.kind == "parameter":
+                    base = f"{graph.tensors[source.ops[0].writes[0].tensor].path}:copy"
         taken[base] += 1
         out[n.name] = base if taken[base] == 1 else f"{base}~{taken[base]}"
     return out
 
 
 def _weight(graph: Graph, n: Node) -> str | None:
-    """Path of the parameter that the node's matmul multiplies (or its gather looks up): not that of a bias on the way."""
+    """Path of the parameter that the node's matmul multiplies or its gather looks up: not of a bias on the way."""
     inside = {a.tensor: op for op in n.ops for a in op.writes}
 
     def parameters(tensor: str) -> list[str] | None:

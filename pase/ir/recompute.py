@@ -14,8 +14,20 @@ from pase.ir.types import Graph, Op
 __all__ = ["mark_recomputed"]
 
 _LINEAR = frozenset(
-    "add sub neg add_any convert_element_type copy copy_p reduce_sum reduce_precision real imag conj "
-    "sharding_constraint optimization_barrier stop_gradient cumsum".split()
+    (
+        *(
+            "add",
+            "sub",
+            "neg",
+            "add_any",
+            "convert_element_type",
+            "copy",
+            "copy_p",
+            "reduce_sum",
+            "reduce_precision",
+        ),
+        *("real", "imag", "conj", "sharding_constraint", "optimization_barrier", "stop_gradient", "cumsum"),
+    )
 )
 
 

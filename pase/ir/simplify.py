@@ -223,9 +223,13 @@ class _Groups:
         for i in range(len(self.graph.nodes)):  # what has one reader may go there, whatever its level
             if self._is_light(i) and self.find(i) == i:
                 readers = self._outside_readers(i)
-                if len(readers) == 1 and self._is_light(target := readers.pop()):
-                    if _loops(self._op(target)) == _loops(self._op(i)):
-                        self.join(target, i, free=self._whole(target) or self._whole(i))
+                target = next(iter(readers), i)
+                if (
+                    len(readers) == 1
+                    and self._is_light(target)
+                    and _loops(self._op(target)) == _loops(self._op(i))
+                ):
+                    self.join(target, i, free=self._whole(target) or self._whole(i))
         for root in {self.find(i) for i in range(len(self.graph.nodes)) if self._is_light(i)}:
             self._unify_reads(root)
 
@@ -416,7 +420,8 @@ def _with_copies(graph: Graph) -> Graph:
         m = AccessMap(tuple(walks))
         copy = Op(
             name="copy", kind="copy", reads=(Access(t, m, again=(t, scope) in again),), writes=(Access(new, m),),
-            flops_per_point=0, over=(), source=op.source, eqn=op.eqn, scope=scope, times=inside.times, remat=inside.remat,
+            flops_per_point=0, over=(), source=op.source or inside.source, eqn=op.eqn, scope=scope, times=inside.times,
+            remat=inside.remat,
         )  # fmt: skip
         pending = [Dim(name="pending", size=0, kind="pending")] if tensor.needs_grad else []
         copies[producer.name].append(

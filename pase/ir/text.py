@@ -10,7 +10,8 @@
       matmul dot_general t2[b s d], t1[d h] -> t3[b s h] | flops=2.0 eqn=3.1 times=12 scope=loop3. remat
 
 One line a tensor, one a node, one an op under it. An op's line: kind, name, reads ``->`` writes, each a tensor
-and its access map (``sparse`` before it where few elements are touched, ``again`` where backward reads it anew), then what differs from the default:
+and its access map (``sparse`` before it where few elements are touched, ``again`` where backward reads it
+anew), then what differs from the default:
 ``flops`` (per point), ``over`` (dims), ``times``, ``scope`` (once per enclosing loop), ``remat``, ``nodiff``,
 ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with other characters
 than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
@@ -362,8 +363,9 @@ def _read_op(line: _Line) -> Op:
 def _read_access(line: _Line) -> Access:
     marks = {}
     for mark in ("sparse", "again"):
-        found = re.compile(mark + r"(?=[ ]+[\w\"])").match(line.text, line.position) if not line.at_end() else None
+        line.at_end()
+        found = re.compile(rf"{mark}(?= +[^\[ ])").match(line.text, line.position)
         marks[mark] = found is not None
-        if found:
+        if found is not None:
             line.position = found.end()
     return Access(line.word("a tensor"), line.map(), **marks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from pase.errors import PaseError
 from pase.ir import (
@@ -159,7 +160,7 @@ class GraphBuilder:
         node = self.nodes[at]
         back = Op(
             name="carry", kind="carry", reads=(Access(value.name, _map(value.shape)),), writes=(), flops_per_point=0,
-            eqn=node.ops[0].eqn, scope=self._scope, times=self._times, remat=self._remat,
+            source=node.ops[0].source, eqn=node.ops[0].eqn, scope=self._scope, times=self._times, remat=self._remat,
         )  # fmt: skip
         self.nodes[at] = replace(node, ops=(*node.ops, back))
 
@@ -188,13 +189,18 @@ class GraphBuilder:
         return t
 
     def _leaf(
-        self, role: Role, path: str, shape: Sequence[Size], dtype: str, needs_grad: bool = False
+        self,
+        role: Literal["parameter", "input", "constant"],
+        path: str,
+        shape: Sequence[Size],
+        dtype: str,
+        needs_grad: bool = False,
     ) -> Tensor:
         t = self._tensor(shape, dtype, role, path=path, needs_grad=needs_grad)
         kind: DimKind = "replicated" if role == "constant" else "parallel"
         op = Op(
             name=role, kind=role, reads=(), writes=(Access(t.name, _map(shape)),), flops_per_point=0, eqn=path
-        )  # type: ignore[arg-type]
+        )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=kind) for n, s in _dims(shape)))
         self.nodes.append(Node(name=f"{role}.{self._count}", space=space, ops=(op,)))
         return t

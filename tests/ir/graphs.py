@@ -75,9 +75,9 @@ def canonical(graph: Graph) -> str:
     return re.sub(r"\b(t\d+c?\d*)\[", number, text)
 
 
-def without_carries(graph: Graph) -> nx.MultiDiGraph:
+def without_carries(graph: Graph) -> nx.MultiDiGraph[str]:
     """Nodes and flows, less those that close a loop."""
-    out = nx.MultiDiGraph()
+    out: nx.MultiDiGraph[str] = nx.MultiDiGraph()
     out.add_nodes_from(n.name for n in graph.nodes)
     for e in graph.edges:
         closing = graph.node[e.dst].kind == "carry" and e.op is not graph.node[e.dst].ops[0]
@@ -93,7 +93,7 @@ def ops(graph: Graph) -> Iterator[Op]:
 
 # Random graphs: well-formed as far as the text form cares, not models.
 
-names = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=8)
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 dim_names = st.from_regex(r"[a-z][a-z0-9_]{0,3}", fullmatch=True)
 sizes = st.one_of(
     st.integers(1, 10**9),
@@ -131,7 +131,7 @@ def graphs(draw: Callable[..., Any]) -> Graph:
         space = IterationSpace(tuple(Dim(name=d, size=draw(sizes), kind=draw(kinds)) for d in dims))
         maps = st.builds(AccessMap, st.lists(walks(dims), max_size=3).map(tuple))
         accesses = st.lists(
-            st.builds(Access, st.sampled_from(keys), maps, st.booleans()), max_size=3
+            st.builds(Access, st.sampled_from(keys), maps, st.booleans(), st.booleans()), max_size=3
         ).map(tuple)
         op = st.builds(
             Op,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from pase.ir.dims import Conflict, DimTable
 from pase.ir.types import DimKind
 from pase.ops.nests import common_factors
 
-kinds = st.sampled_from(["parallel", "reduction", "replicated"])
+kinds: st.SearchStrategy[DimKind] = st.sampled_from(["parallel", "reduction", "replicated"])
 shapes = st.lists(st.integers(1, 12), max_size=4)
 
 
@@ -67,10 +69,8 @@ def test_undo_restores(a: list[int], b: list[int], c: list[int], data: st.DataOb
         return
     before = state(t, keys)
     with t.attempt() as attempt:
-        try:
+        with suppress(Conflict):
             t.unify(keys[1], keys[2])
-        except Conflict:
-            pass
         attempt.undo()
     assert state(t, keys) == before
 
@@ -114,7 +114,7 @@ def test_common_factors(two: tuple[list[int], list[int]]) -> None:
     found = common_factors(a, b)
     cuts = [sorted({math.prod(s[i:]) for i in range(len(s) + 1)}) for s in (a, b)]
     merged = sorted({*cuts[0], *cuts[1]})
-    nests = all(y % x == 0 for x, y in zip(merged, merged[1:], strict=False))
+    nests = all(y % x == 0 for x, y in pairwise(merged))
     assert (found is not None) == nests
     if found is not None:
         factors, of_a, of_b = found

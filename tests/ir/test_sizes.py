@@ -17,10 +17,12 @@ VALUES = {"b": 12, "s": 5}
 leaves = st.integers(1, 40).map(str) | st.sampled_from(["b", "s"])
 expressions = st.recursive(
     leaves,
-    lambda x: st.builds("({} {} {})".format, x, st.sampled_from(["+", "-", "*"]), x)
-    | st.builds("{}({}, {})".format, st.sampled_from(["max", "min"]), x, x)
-    | st.builds("({} // {})".format, x, st.integers(1, 9))
-    | st.builds("({} % {})".format, x, st.integers(1, 9)),
+    lambda x: (
+        st.builds("({} {} {})".format, x, st.sampled_from(["+", "-", "*"]), x)
+        | st.builds("{}({}, {})".format, st.sampled_from(["max", "min"]), x, x)
+        | st.builds("({} // {})".format, x, st.integers(1, 9))
+        | st.builds("({} % {})".format, x, st.integers(1, 9))
+    ),
     max_leaves=4,
 )
 

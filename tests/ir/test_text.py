@@ -102,7 +102,8 @@ def test_errors_say_where(text: str, message: str) -> None:
 def test_digest_is_of_the_model_not_of_where_it_lies() -> None:
     g = simple("mlp")
     moved = replace(
-        g, nodes=tuple(replace(n, ops=tuple(replace(o, source="/else/x.py:1") for o in n.ops)) for n in g.nodes)
+        g,
+        nodes=tuple(replace(n, ops=tuple(replace(o, source="/else/x.py:1") for o in n.ops)) for n in g.nodes),
     )
     assert digest(moved) == digest(g) and len(digest(g)) == 64
     wider = replace(g, tensors={k: replace(t, dtype="float16") for k, t in g.tensors.items()})
