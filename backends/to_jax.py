@@ -16,7 +16,7 @@ from typing import Any
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
 from pase.machine import Mesh
-from pase.plan.constraints import Constraints, Placement
+from pase.plan.constraints import Constraints, Placement, raw_name
 
 __all__ = ["JaxPlan"]
 
@@ -63,6 +63,16 @@ class JaxPlan:
         return leaves[: len(self.traced.param_paths) + len(self.traced.input_paths)]
 
     @cached_property
+    def copies(self) -> dict[str, str]:
+        """"EQUATION|TENSOR" -> the copy of the tensor that this equation reads."""
+        out = {}
+        for key in self.constraints.read:
+            path, _, tensor = key.rpartition("|")
+            if tensor != raw_name(tensor):
+                out[f"{path}|{raw_name(tensor)}"] = tensor
+        return out
+
+    @cached_property
     def specs(self) -> tuple[Any, ...]:
         """(params, *batch) pytrees of PartitionSpec: how parameters are stored, how the batch arrives."""
         import jax
@@ -92,14 +102,15 @@ class JaxPlan:
             leaves, tree = jax.tree.flatten(args)
             if tree != self.traced.in_tree:
                 raise PaseError(f"the plan was compiled for arguments {self.traced.in_tree}, got {tree}")
-            for leaf, aval, path in zip(
-                leaves, closed.in_avals, (*self.traced.param_paths, *self.traced.input_paths), strict=True
-            ):
-                if jax.numpy.shape(leaf) != aval.shape:
-                    raise PaseError(f"'{path}' has shape {jax.numpy.shape(leaf)}; the plan was compiled for {aval.shape}")
+            paths = (*self.traced.param_paths, *self.traced.input_paths)
+            for leaf, aval, path in zip(leaves, closed.in_avals, paths, strict=True):
+                got = _shape_and_dtype(leaf)
+                for what, is_, was in zip(("shape", "dtype"), got, (aval.shape, aval.dtype), strict=True):
+                    if is_ != was:
+                        raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
             walk = _Walk(plan=self, mesh=mesh)
-            leaves = [walk._defined(x, t) for x, t in zip(leaves, self._leaf_names(), strict=True)]
-            outs = walk.run(closed.jaxpr, closed.consts, leaves, "")
+            leaves = [walk.defined(x, t) for x, t in zip(leaves, self._leaf_names(), strict=True)]
+            outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
             return outs[0] if len(outs) == 1 else (outs[0], tuple(outs[1:]))
 
         return constrained
@@ -198,11 +209,16 @@ class JaxPlan:
         def put(leaf: Any, sharding: Any) -> Any:
             if jax.process_count() == 1:
                 # The step donates its arguments: none may share memory with what the caller holds.
-                return jax.device_put(jax.numpy.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf, sharding)
+                mine = jax.numpy.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
+                return jax.device_put(mine, sharding)
             host = np.asarray(leaf)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
         return tuple(jax.tree.map(put, x, s) for x, s in zip((params, *batch), shardings, strict=True))
+
+
+Copies = dict[str, Any]
+"""Copy -> its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,22 +228,30 @@ class _Walk:
     plan: JaxPlan
     mesh: Any
 
-    def _constrain(self, value: Any, placement: Placement) -> Any:
+    def _through(self, value: Any, placements: Sequence[Placement]) -> Any:
         import jax
 
-        return jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
-
-    def _defined(self, value: Any, tensor: str | None) -> Any:
-        for placement in self.plan.constraints.define.get(tensor or "", ()):
-            value = self._constrain(value, placement)
+        for placement in placements:
+            value = jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
         return value
 
-    def _read(self, value: Any, path: str, tensor: str | None) -> Any:
-        for placement in self.plan.constraints.read.get(f"{path}|{tensor}", ()):
-            value = self._constrain(value, placement)
-        return value
+    def defined(self, value: Any, tensor: str | None) -> Any:
+        return self._through(value, self.plan.constraints.define.get(tensor or "", ()))
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str) -> list[Any]:
+    def _read(self, value: Any, path: str, tensor: str | None, copies: Copies) -> Any:
+        """The value as the equation reads it: of the copy that it shares with others, if it does."""
+        key = f"{path}|{tensor}"
+        copy = self.plan.copies.get(key)
+        if copy is not None:
+            if copy not in copies:
+                copies[copy] = self.defined(value, copy)
+            value, key = copies[copy], f"{path}|{copy}"
+        return self._through(value, self.plan.constraints.read.get(key, ()))
+
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str, copies: Copies
+    ) -> list[Any]:
+        """copies: those made so far in this loop's or rematerialised region's body."""
         from jax.extend.core import Literal
 
         traced = self.plan.traced
@@ -243,58 +267,72 @@ class _Walk:
             name = eqn.primitive.name
             ins = [value(v) for v in eqn.invars]
             if name in INLINED and name not in KEPT_WHOLE:
-                outs = self._call(eqn, ins, f"{path}.")
+                outs = self._call(eqn, ins, f"{path}.", copies)
             elif name == "scan":
-                outs = self._scan(eqn, ins, path)
+                outs = self._scan(eqn, ins, path, copies)
             else:
-                ins = [self._read(x, path, t) for x, t in zip(ins, names, strict=True)]
+                ins = [self._read(x, path, t, copies) for x, t in zip(ins, names, strict=True)]
                 outs = _evaluate(eqn, ins)
-                outs = [self._defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
+                outs = [self.defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
             env.update(zip(eqn.outvars, outs, strict=True))
         return [value(v) for v in jaxpr.outvars]
 
-    def _call(self, eqn: Any, ins: Sequence[Any], prefix: str) -> Sequence[Any]:
+    def _call(self, eqn: Any, ins: Sequence[Any], prefix: str, copies: Copies) -> Sequence[Any]:
         import jax
 
         jaxpr, consts = inner_jaxpr(eqn)
+        if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
+            return self.run(jaxpr, consts, ins, prefix, copies)
 
         def body(*args: Any) -> list[Any]:
-            return self.run(jaxpr, consts, args, prefix)
+            return self.run(jaxpr, consts, args, prefix, {})
 
-        if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
-            p = eqn.params
-            body = jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])  # type: ignore[assignment]
-        return body(*ins)
+        p = eqn.params
+        return jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
 
-    def _scan(self, eqn: Any, ins: Sequence[Any], path: str) -> Sequence[Any]:
+    def _scan(self, eqn: Any, ins: Sequence[Any], path: str, copies: Copies) -> Sequence[Any]:
         import jax
 
         p, results = eqn.params, self.plan.traced.results
         nc, nk = p["num_consts"], p["num_carry"]
         closed = p["jaxpr"]
 
-        def settled(kind: str, values: Sequence[Any], names: Sequence[str | None]) -> list[Any]:
+        def settled(
+            kind: str, values: Sequence[Any], names: Sequence[str | None], copies: Copies
+        ) -> list[Any]:
             """Values brought into the layouts of the loop's tensors of this kind (const, xs, x, carry, y)."""
             out = []
             for k, (x, name) in enumerate(zip(values, names, strict=True)):
                 key = f"{path}:{kind}{k}"
-                x = self._read(x, key, name)
-                out.append(self._defined(x, results[key][0]) if key in results else x)
+                x = self._read(x, key, name, copies)
+                out.append(self.defined(x, results[key][0]) if key in results else x)
             return out
 
         names, outs = self.plan.traced.operands[path], results[f"{path}:outs"]
-        consts = settled("const", ins[:nc], names[:nc])
-        init = settled("carry", ins[nc : nc + nk], names[nc : nc + nk])
-        xs = settled("xs", ins[nc + nk :], names[nc + nk :])
+        consts = settled("const", ins[:nc], names[:nc], copies)
+        init = settled("carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
+        xs = settled("xs", ins[nc + nk :], names[nc + nk :], copies)
 
         def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            carry = settled("carry", carry, [None] * nk)
-            x = settled("x", x, [None] * len(x))
-            made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{path}.")
-            return settled("carry", made[:nk], outs[:nk]), settled("y", made[nk:], outs[nk:])
+            inside: Copies = {}
+            carry = settled("carry", carry, [None] * nk, inside)
+            x = settled("x", x, [None] * len(x), inside)
+            made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{path}.", inside)
+            carried = settled("carry", made[:nk], outs[:nk], inside)
+            return carried, settled("y", made[nk:], outs[nk:], inside)
 
-        carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
-        return [self._defined(x, t) for x, t in zip([*carry, *ys], results[path], strict=True)]
+        carry, ys = jax.lax.scan(
+            body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
+        )
+        return [self.defined(x, t) for x, t in zip([*carry, *ys], results[path], strict=True)]
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
+    """As JAX will see it: 64-bit numbers become 32-bit ones unless it is told otherwise."""
+    import jax
+
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
+    return jax.numpy.shape(leaf), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def _evaluate(eqn: Any, ins: Sequence[Any]) -> list[Any]:

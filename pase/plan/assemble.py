@@ -67,7 +67,8 @@ def assemble(
     for e in graph.edges:
         src = graph.node[e.src]
         if src.kind == "parameter":
-            through = c.read.get(f"{e.op.eqn}|{raw_name(e.tensor)}")
+            key = f"{e.op.eqn}|{raw_name(e.tensor)}"
+            through = c.define.get(e.op.writes[0].tensor) if e.op.kind == "copy" else c.read.get(key)
             if through is not None:
                 uses.setdefault(src.ops[0].writes[0].tensor, {})[through[-1]] = None
     for t in graph.tensors.values():

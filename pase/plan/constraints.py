@@ -4,9 +4,12 @@ Framework-free. A placement is, per tensor dim, the mesh axes that split it, maj
 as a PartitionSpec). Three kinds of place:
 
 - storage: how a parameter, its gradient and its optimizer state are kept; how a batch input arrives;
-- define: where a tensor is made (further entries lead to the copy that several readers share);
-- read: where one op wants a tensor in another layout than it was made or copied in. Entries but the last are
-  layouts on the way: a partitioner that is asked for several moves at once falls back to gathering everything.
+- define: where a tensor is made, or (T27c) how the copy of T27 is made that several readers share;
+- read: where one op wants a tensor in another layout than it was made or copied in, and (with its name, perhaps
+  without a layout) who reads the copy.
+
+Entries but the last are layouts on the way: a partitioner that is asked for several moves at once falls back to
+gathering everything.
 
 A tensor that is still partial when it is made is not constrained there: its reader's layout settles the sum.
 """
@@ -58,7 +61,7 @@ def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placeme
 def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Constraints:
     """All constraints of a strategy: node name -> config, int8 [axes]."""
     storage: dict[str, Placement] = {}
-    define: dict[str, list[Placement]] = {}
+    define: dict[str, tuple[Placement, ...]] = {}
     read: dict[str, tuple[Placement, ...]] = {}
     current: dict[str, np.ndarray] = {}
 
@@ -73,7 +76,9 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                 want = read_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
                 want = np.where(want == PARTIAL, REPLICATED, want)
                 rows = _between(current[a.tensor], want, tensor, mesh)
-                if rows:
+                if a.tensor in define and raw_name(a.tensor) != a.tensor:
+                    read[f"{op.eqn}|{a.tensor}"] = rows
+                elif rows:
                     read[f"{op.eqn}|{raw_name(a.tensor)}"] = rows
             for a in op.writes:
                 tensor = graph.tensors[a.tensor]
@@ -86,13 +91,15 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                 if not tensor.shape or not graph.read_outside(n, a.tensor):
                     continue
                 current[a.tensor] = states
-                made = define.setdefault(raw_name(a.tensor), [])
+                made: tuple[Placement, ...] = ()
                 if n.kind == "copy":
-                    made += _between(current[op.reads[0].tensor], states, tensor, mesh)
+                    made = _between(current[op.reads[0].tensor], states, tensor, mesh)
                 elif n.kind != "input" and not (states == PARTIAL).any():
                     where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
-                    made += [] if where is None else [where]
-    return Constraints(storage=storage, define={t: tuple(p) for t, p in define.items() if p}, read=read)
+                    made = () if where is None else (where,)
+                if made:
+                    define[a.tensor] = made
+    return Constraints(storage=storage, define=define, read=read)
 
 
 def _between(have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
