@@ -1,1 +1,35 @@
+"""Communication scheduling: which tensors travel together, in which order, on which link, and when they apply.
 
+`Problem` in, `BucketPlan` out, and one evaluator for all policies. Papers and figures: docs/schedule.md.
+"""
+
+from pase.schedule.bound import lower_bound_s
+from pase.schedule.compare import Outcome, compare_policies
+from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan, whole
+from pase.schedule.registry import Options, all_policies, get_policy
+from pase.schedule.simulate import Evaluation, as_sequence, evaluate
+from pase.schedule.types import Block, Curve, Link, Problem, Tensor, problem_from_times
+
+__all__ = [
+    "Block",
+    "BucketPlan",
+    "Curve",
+    "Evaluation",
+    "Link",
+    "Message",
+    "Options",
+    "Outcome",
+    "Piece",
+    "Problem",
+    "Tensor",
+    "Update",
+    "as_sequence",
+    "check_plan",
+    "compare_policies",
+    "evaluate",
+    "get_policy",
+    "lower_bound_s",
+    "all_policies",
+    "problem_from_times",
+    "whole",
+]

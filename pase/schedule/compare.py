@@ -9,7 +9,7 @@ from typing import Any
 from pase.errors import Infeasible
 from pase.schedule.bound import delayed_bound_s, lower_bound_s
 from pase.schedule.plan import BucketPlan
-from pase.schedule.registry import Options, Policy, get_policy, policies
+from pase.schedule.registry import Options, Policy, all_policies, get_policy
 from pase.schedule.simulate import Evaluation, as_sequence, evaluate
 from pase.schedule.types import Problem
 
@@ -57,7 +57,7 @@ def compare_policies(problem: Problem, names: Iterable[str] | None, options: Opt
 
     A policy that does not apply is in the list with its reason when all were asked for, and an error when named.
     """
-    wanted = [get_policy(n) for n in names] if names is not None else list(policies().values())
+    wanted = [get_policy(n) for n in names] if names is not None else list(all_policies().values())
     wanted.sort(key=lambda p: p.name == "ours")
     bound = lower_bound_s(problem)
     out: list[Outcome] = []

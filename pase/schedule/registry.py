@@ -14,7 +14,7 @@ from pase.schedule.types import Problem
 if TYPE_CHECKING:
     from pase.schedule.preserver import Walk
 
-__all__ = ["Options", "Policy", "get_policy", "policies", "register"]
+__all__ = ["Options", "Policy", "all_policies", "get_policy", "register"]
 
 MIB = 2**20
 
@@ -65,15 +65,16 @@ def register(
     return add
 
 
-def policies() -> dict[str, Policy]:
+def all_policies() -> dict[str, Policy]:
     """All policies by name, ours last."""
     for module in _MODULES:
         import_module(f"pase.schedule.policies.{module}")
-    return dict(_REGISTRY)
+    place = {f"pase.schedule.policies.{m}": i for i, m in enumerate(_MODULES)}
+    return dict(sorted(_REGISTRY.items(), key=lambda x: place.get(x[1].make.__module__, -1)))
 
 
 def get_policy(name: str) -> Policy:
-    known = policies()
+    known = all_policies()
     if name not in known:
         raise PaseError(f"no scheduling policy '{name}'; there are: {', '.join(known)} (or 'all')")
     return known[name]

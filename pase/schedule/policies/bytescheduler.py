@@ -63,7 +63,7 @@ def bytescheduler(problem: Problem, options: Options) -> BucketPlan:
     sizes = [s for s in PARTITIONS if problem.nbytes / s <= MOST_MESSAGES and s < largest] + [largest]
     best = min(((s, c) for s in sizes for c in CREDITS), key=lambda x: trial(*x))
     for factor in (0.6, 0.75, 0.875, 1.15, 1.3, 1.6):
-        size = int(best[0] * factor)
+        size = max(1, int(best[0] * factor))
         if size <= largest and problem.nbytes / size <= MOST_MESSAGES:
             trial(size, best[1])
     return min(tried.values(), key=lambda x: x[0])[1]

@@ -1,0 +1,208 @@
+"""Each named policy does what its paper says, on cases small enough to follow."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pase.schedule import BucketPlan, Curve, Link, Options, Problem, check_plan, all_policies, evaluate, get_policy, whole
+from pase.schedule.pipedream import Layer, problem_from_layers
+from pase.schedule.policies.tictac import dependencies, parameter_server, tac_order, tic_order, update_properties
+from pase.schedule.registry import MIB
+from tests.schedule.cases import chain, link, random_problem, vgg19
+
+
+@pytest.mark.parametrize("name", list(all_policies()))
+def test_every_policy_covers_each_byte_once_and_repeats_itself(name: str) -> None:
+    problem = random_problem(15, 7)
+    options = Options(staleness=4, mode="fast")
+    plan = get_policy(name).make(problem, options)
+    check_plan(problem, plan)
+    assert get_policy(name).make(problem, options) == plan
+    assert plan.policy == name
+
+
+def test_ddp_closes_a_bucket_once_it_is_full() -> None:
+    sizes = [10, 20, 4, 8, 2, 1, 3]  # MiB, last layer first
+    problem = chain([1.0] * 7, [1.0] * 7, [s * MIB for s in reversed(sizes)])
+    plan = get_policy("ddp").make(problem, Options())
+    buckets = [[sizes[6 - p.tensor] for p in m.pieces] for m in plan.messages]
+    assert buckets == [[10], [20, 4, 8], [2, 1, 3]]
+    assert plan.barrier
+
+
+def test_horovod_sends_at_ticks() -> None:
+    problem = chain([1e-3] * 4, [0.4e-3] * 4, [MIB] * 4, link(beta=1e-10))
+    plan = get_policy("horovod").make(problem, Options())
+    cycle = plan.detail["cycle_s"]
+    starts = evaluate(problem, plan).starts_s
+    assert starts is not None
+    ready = [4e-3 + 0.4e-3 * (4 - min(p.tensor for p in m.pieces)) for m in plan.messages]
+    for m, r in zip(plan.messages, ready, strict=True):
+        ticks = (r + m.hold_s) / cycle
+        assert ticks == pytest.approx(round(ticks), abs=1e-6)
+        assert 0 <= m.hold_s < cycle + 1e-12
+
+
+def test_mg_wfbp_merges_what_would_wait_anyway() -> None:
+    """Startup 3: the second gradient is ready 1 s after the first, before the first could have gone out."""
+    slow = chain([1.0] * 3, [1.0, 9.0, 1.0], [1, 1, 1], link(alpha_s=3.0))
+    assert [len(m.pieces) for m in get_policy("mg_wfbp").make(slow, Options()).messages] == [1, 2]
+    cheap = chain([1.0] * 3, [1.0, 9.0, 1.0], [1, 1, 1], link(alpha_s=0.0))
+    assert [len(m.pieces) for m in get_policy("mg_wfbp").make(cheap, Options()).messages] == [1, 1, 1]
+
+
+def test_bytescheduler_partitions_and_is_tuned() -> None:
+    plan = get_policy("bytescheduler").make(vgg19(), Options())
+    assert plan.dispatch == "priority" and len(plan.messages) > 6
+    assert evaluate(vgg19(), plan).iteration_s * 1e3 == pytest.approx(257.99, abs=0.05)
+
+
+def test_credit_lets_later_needed_bytes_through() -> None:
+    """With credit for two, the second message is accepted before the urgent third is ready."""
+    problem = chain([5.0, 5.0], [3.0, 1.0], [4, 8])
+    pieces = [whole(problem, [0]), *(_half(problem, 1, i) for i in (0, 1))]
+    costs = []
+    for credit in (1, 5):
+        plan = BucketPlan(policy="x", messages=tuple(pieces), dispatch="priority", credit_bytes=credit)
+        costs.append(evaluate(problem, plan).iteration_s)
+    assert costs == [19.0, 23.0]
+
+
+def _half(problem: Problem, tensor: int, i: int):  # type: ignore[no-untyped-def]
+    from pase.schedule import Message, Piece
+
+    n = problem.tensors[tensor].nbytes // 2
+    return Message(pieces=(Piece(tensor=tensor, offset=i * n, nbytes=n),))
+
+
+def test_us_byte_fills_gaps_and_keeps_only_swaps_that_pay() -> None:
+    problem = vgg19()
+    plan = get_policy("us_byte").make(problem, Options())
+    cost = evaluate(problem, plan).iteration_s
+    assert cost * 1e3 == pytest.approx(257.99, abs=0.2)
+    assert cost <= evaluate(problem, get_policy("priority").make(problem, Options())).iteration_s
+
+
+# --- TicTac ------------------------------------------------------------------------------------------------------
+
+
+def two_machine_flow_shop(m: list[float], p: list[float]) -> Problem:
+    """Transfers of m seconds, each freeing one independent block of p seconds; then one block of nothing."""
+    layers = [
+        Layer(name=f"x{i}", forward_s=c, backward_s=0.0, parameters=((f"x{i}", int(t)),), after=())
+        for i, (t, c) in enumerate(zip(m, p, strict=True))
+    ]
+    return problem_from_layers(layers, (link(),), name="flow shop", dataflow=True)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=5))
+def test_tac_is_johnsons_rule_and_optimal_on_flow_shops(jobs: list[tuple[int, int]]) -> None:
+    problem = two_machine_flow_shop([j[0] for j in jobs], [j[1] for j in jobs])
+
+    def makespan(order: tuple[int, ...] | list[int]) -> float:
+        a = b = 0.0
+        for i in order:
+            a += jobs[i][0]
+            b = max(b, a) + jobs[i][1]
+        return b
+
+    best = min(makespan(o) for o in itertools.permutations(range(len(jobs))))
+    assert makespan(tac_order(problem)) == best
+
+
+def test_the_printed_comparator_is_reversed_and_not_transitive() -> None:
+    """(P, M, M+) = (2,3,3), (1,1,4), (3,2,5): Eq. 6 with ties by M+ is a cycle."""
+    ops = [(2, 3, 3), (1, 1, 4), (3, 2, 5)]
+
+    def before(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
+        left, right = min(b[0], a[1]), min(a[0], b[1])
+        return left < right if left != right else a[2] < b[2]
+
+    assert before(ops[0], ops[1]) and before(ops[1], ops[2]) and before(ops[2], ops[0])
+
+
+def figure_1() -> Problem:
+    """TicTac's toy graph: op1 needs recv1, op2 needs op1 and recv2."""
+    layers = [
+        Layer(name="op1", forward_s=2.0, backward_s=0.0, parameters=(("recv1", 3),)),
+        Layer(name="op2", forward_s=4.0, backward_s=0.0, parameters=(("recv2", 5),), after=(0,)),
+    ]
+    return problem_from_layers(layers, (link(),), name="figure 1", dataflow=True)
+
+
+def test_properties_of_figure_1() -> None:
+    problem = figure_1()
+    dep = dependencies(problem)[:2]
+    assert dep.tolist() == [[True, False], [True, True]]
+    p, m_plus = update_properties(dep, np.array([2.0, 4.0]), np.array([3.0, 5.0]), np.ones(2, bool))
+    assert p.tolist() == [2.0, 0.0]
+    assert m_plus.tolist() == [8.0, 8.0]
+    p, m_plus = update_properties(dep, np.array([2.0, 4.0]), np.array([3.0, 5.0]), np.array([False, True]))
+    assert p.tolist() == [0.0, 4.0] and m_plus[1] == np.inf
+    assert tac_order(problem) == tic_order(problem) == [0, 1]
+
+
+def test_figure_4b_the_pair_that_frees_a_block_goes_first() -> None:
+    """All P are 0: A and B free a block together, C and D only later; M+ decides."""
+    layers = [
+        Layer(name="ab", forward_s=1.0, backward_s=0.0, parameters=(("A", 2), ("B", 2))),
+        Layer(name="abc", forward_s=1.0, backward_s=0.0, parameters=(("C", 1),), after=(0,)),
+        Layer(name="abcd", forward_s=1.0, backward_s=0.0, parameters=(("D", 1),), after=(1,)),
+    ]
+    problem = problem_from_layers(layers, (link(),), name="figure 4b", dataflow=True)
+    assert tac_order(problem) == tic_order(problem) == [0, 1, 2, 3]
+
+
+
+
+def test_in_a_chain_tac_and_tic_are_layer_order() -> None:
+    problem = random_problem(12, 1)
+    assert tac_order(problem) == tic_order(problem) == list(range(12))
+
+
+def test_efficiency_and_speedup() -> None:
+    """U = all work, L = the busiest resource: 4 + 4 s of compute, 6 s on the link."""
+    problem = chain([2.0, 2.0], [2.0, 2.0], [3, 3])
+    plan = BucketPlan(policy="x", messages=(whole(problem, [1]), whole(problem, [0])))
+    e = evaluate(problem, plan)
+    assert e.iteration_s == 2 + 3 + 3 + 4
+    assert e.efficiency == pytest.approx((14 - 12) / (14 - 8))
+    assert e.speedup == pytest.approx((14 - 8) / 8)
+
+
+def test_a_dag_with_many_receives_in_both_forms() -> None:
+    """A branch whose transfer is late must not hold up the other (dataflow), in all-reduce and server form."""
+    layers = [
+        Layer(name="stem", forward_s=1.0, backward_s=1.0, parameters=(("s", 1),)),
+        Layer(name="wide", forward_s=1.0, backward_s=1.0, parameters=(("w", 20),), after=(0,)),
+        Layer(name="deep", forward_s=6.0, backward_s=6.0, parameters=(("d", 2),), after=(0,)),
+        Layer(name="join", forward_s=1.0, backward_s=1.0, parameters=(("j", 1),), after=(1, 2)),
+    ]
+    flow = problem_from_layers(layers, (link(),), name="dag", dataflow=True)
+    tac = get_policy("tac")
+    assert tac_order(flow)[0] == 0
+    order = [flow.tensors[i].name for i in tac_order(flow)]
+    assert order.index("d") < order.index("w")
+    in_order = problem_from_layers(layers, (link(),), name="dag", dataflow=False)
+    cost = {p.dataflow: evaluate(p, tac.make(p, Options())).iteration_s for p in (flow, in_order)}
+    assert cost[True] <= cost[False]
+    server = parameter_server(flow, push=link("up"), pull=link("down"))
+    e = evaluate(server, tac.make(server, Options()))
+    assert e.iteration_s >= server.compute_s
+    assert {i.resource for i in e.timeline} == {"compute", "up", "down"}
+
+
+def test_heterogeneous_links_take_their_own_time() -> None:
+    slow = Link(name="slow", curve=Curve.alpha_beta(alpha_s=0.0, beta_s_per_byte=2.0), axes=("model",))
+    fast = replace(link("fast"), axes=("", "data"))
+    problem = chain([1.0], [1.0], [3], fast, slow)
+    problem = replace(problem, tensors=(replace(problem.tensors[0], axes="model"),))
+    plan = get_policy("fifo").make(problem, Options())
+    assert plan.messages[0].link == 1
+    assert evaluate(problem, plan).iteration_s == 1 + 6 + 1
