@@ -21,7 +21,7 @@ from pase.errors import PaseError
 from pase.plan.types import Plan
 
 if TYPE_CHECKING:
-    from pase.ir import Graph
+    from pase.ir import Access, Graph, Op
     from pase.plan.itemize import Collective
 
 __all__ = ["Row", "Step", "compare", "sharded_step", "total_error", "unsharded_step", "worst_difference"]
@@ -66,6 +66,7 @@ class _Sums:
     """How many all-reduces the CPU pipeline makes of one that the plan has."""
 
     plan: Plan
+    graph: Graph
     readers: Mapping[str, Sequence[str]]
     """Copy node -> the nodes that read it."""
 
@@ -74,18 +75,29 @@ class _Sums:
         graph = _graph(plan)
         readers: dict[str, list[str]] = {}
         for e in graph.edges:
-            if graph.node[e.src].kind == "copy" and e.op.differentiable:
+            if graph.node[e.src].kind == "copy":
                 readers.setdefault(e.src, []).append(e.dst)
-        return cls(plan=plan, readers=readers)
+        return cls(plan=plan, graph=graph, readers=readers)
 
     def count(self, c: Collective) -> int:
         """A gradient is reduced once for each reader that sums it, and once for each split dim summed over."""
         if c.phase == "forward":
-            return max(self._dims(c.source, c.axes), 1)
-        return max(sum(self._dims(n, c.axes) for n in self.readers.get(c.node, (c.node,))), 1)
+            op, access = self.graph.node[c.source].write_of(c.tensor)
+            return max(self._dims(c, c.source, op, access), 1)
+        copied, nodes = c.tensor, [c.node]
+        if self.graph.node[c.node].kind == "copy":
+            copied, nodes = self.graph.node[c.node].ops[0].writes[0].tensor, list(self.readers[c.node])
+        return max(sum(self._read(c, n, copied) for n in nodes), 1)
 
-    def _dims(self, node: str, axes: Sequence[str]) -> int:
-        return sum(bool(set(axes) & set(on)) for on in self.plan.strategy[node].values())
+    def _read(self, c: Collective, node: str, tensor: str) -> int:
+        ops = self.graph.node[node].ops
+        reads = [(op, a) for op in ops if op.differentiable for a in op.reads if a.tensor == tensor]
+        return max((self._dims(c, node, op, a) for op, a in reads), default=0)
+
+    def _dims(self, c: Collective, node: str, op: Op, access: Access) -> int:
+        """Split dims of the op that the tensor knows nothing of: each is a sum."""
+        split = self.plan.strategy[node]
+        return sum(bool(set(c.axes) & set(split.get(d, ()))) for d in op.dims if d not in access.map.dims)
 
 
 def _graph(plan: Plan) -> Graph:

@@ -76,6 +76,10 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                 want = read_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
                 want = np.where(want == PARTIAL, REPLICATED, want)
                 rows = _between(current[a.tensor], want, tensor, mesh)
+                if rows and graph.producer[a.tensor].kind == "copy":  # gradients are summed in the copy's layout
+                    rows = (*_only(current[a.tensor], tensor, mesh), *rows)
+                if not rows and op.kind == "gather" and a.sparse:
+                    rows = _only(want, tensor, mesh)  # else the gradient's scatter is laid out anyhow
                 if a.tensor in define and raw_name(a.tensor) != a.tensor:
                     read[f"{op.eqn}|{a.tensor}"] = rows
                 elif rows:
@@ -95,8 +99,7 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                 if n.kind == "copy":
                     made = _between(current[op.reads[0].tensor], states, tensor, mesh)
                 elif n.kind != "input" and not (states == PARTIAL).any():
-                    where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
-                    made = () if where is None else (where,)
+                    made = _only(states, tensor, mesh)
                 if made:
                     define[a.tensor] = made
     return Constraints(storage=storage, define=define, read=read)
@@ -114,6 +117,12 @@ def _between(have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh) -> 
         if where is not None and (not out or out[-1] != where):
             out.append(where)
     return tuple(out)
+
+
+def _only(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
+    """This layout alone, where it can be written down."""
+    where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
+    return () if where is None else (where,)
 
 
 def raw_name(tensor: str) -> str:
