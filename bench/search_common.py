@@ -27,6 +27,8 @@ from pase.search.rows import Rows, memory_rows
 from pase.tables.types import CostTables
 
 ROOT = Path(__file__).parents[1]
+MOST_PAIRS = {"highs": 4_000_000, "cpsat": 2_000_000}  # more would take the machine's memory
+TOO_LARGE: dict[str, Any] = {"cost": None, "bound": None, "optimal": False, "note": "too many pairs to state"}
 DATA = ROOT.parent / "shared" / "data"
 
 
@@ -55,6 +57,8 @@ def _pase(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> d
 def _highs(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
     """scipy's HiGHS on the local polytope, memory rows added as they are broken."""
     costs, pairs, matrices, rows = plain(tables, memory)
+    if sum(m.size for m in matrices) > MOST_PAIRS["highs"]:
+        return TOO_LARGE
     flat = flatten(costs, pairs, matrices)
     scale = float(np.median([np.abs(c[np.isfinite(c)]).max() for c in costs])) or 1.0
     status, choice, bound = solve_ilp(ilp_problem(flat, rows, np.isfinite(flat.entries), scale, seconds))
@@ -67,6 +71,8 @@ def _cpsat(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> 
     from ortools.sat.python import cp_model
 
     costs, pairs, matrices, rows = plain(tables, memory)
+    if sum(m.size for m in matrices) > MOST_PAIRS["cpsat"]:
+        return TOO_LARGE
     model = cp_model.CpModel()
     terms: list[tuple[Any, int]] = []
     x = []
@@ -174,7 +180,7 @@ def _child(
     for i in range(repeats + 1):
         began = time.perf_counter()
         try:
-            answer = SOLVERS[solver](tables, memory, seconds)
+            answer = dict(SOLVERS[solver](tables, memory, seconds))
         except Infeasible:
             answer = {"cost": None, "bound": None, "optimal": True}
         took = time.perf_counter() - began

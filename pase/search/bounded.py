@@ -141,7 +141,8 @@ def bounded_search(
 ) -> Solution:
     """The best choice found within ``time_limit`` seconds (60 if None) of ``began``, and a lower bound.
 
-    start: a choice to begin with. gap: the relative gap that suffices. Raises Infeasible where it is proven that nothing fits.
+    start: a choice to begin with. gap: the relative gap that suffices. Raises Infeasible where it is
+    proven that nothing fits.
     """
     ends_at = began + (DEFAULT_SECONDS if time_limit is None else time_limit)
     state = _State(tables, memory, began)

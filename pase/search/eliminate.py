@@ -139,9 +139,9 @@ def _merge(
     return own, scope, total
 
 
-def back_substitute(plan: Plan, pool: Pool, n: int) -> np.ndarray:
-    """Choose configs in reverse order of elimination; int64 [n]."""
-    choice = np.zeros(n, np.int64)
+def back_substitute(plan: Plan, pool: Pool, n: int, given: np.ndarray | None = None) -> np.ndarray:
+    """Choose configs in reverse order of elimination; int64 [n]. given: the choice of nodes kept, int64 [n]."""
+    choice = np.zeros(n, np.int64) if given is None else given.copy()
     arrays = pool.arrays
     known: dict[tuple[int, ...], int] = {}
     for step in reversed(plan.steps):

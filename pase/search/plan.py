@@ -30,13 +30,14 @@ class Step:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """steps in order; work: min-plus operations of the distinct steps; peak: entries of the largest table;
-    entries: entries of all distinct tables made."""
+    entries: entries of all distinct tables made; left: the factors over the nodes that were kept."""
 
     steps: list[Step]
     work: int
     peak: int
     entries: int
     complete: bool = True
+    left: tuple[Factor, ...] = ()
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -192,8 +193,9 @@ def plan_elimination(
     noise: float = 0.0,
     seed: int = 0,
     stop_above: float = np.inf,
+    keep: tuple[int, ...] = (),
 ) -> Plan:
-    """Simulate the elimination of all n nodes; by ``order`` if given, else greedily by ``rule``.
+    """Simulate the elimination of all n nodes but those of ``keep``; by ``order`` if given, else greedily by ``rule``.
 
     rule: "growth" (entries made less entries removed), "work", "size", or "degree" (the paper's).
     noise: scores of the tables' sizes are multiplied by up to 1 + noise, at random by ``seed``.
@@ -218,7 +220,7 @@ def plan_elimination(
         s, level, _ = planner.score(v, rule)
         return (s * factor[v] if factor and s > 0 else s, level, v)
 
-    current: list[tuple[float, float, int] | None] = [score(v) for v in range(n)]
+    current: list[tuple[float, float, int] | None] = [None if v in keep else score(v) for v in range(n)]
     heap = [s for s in current if s is not None]
     heapq.heapify(heap)
     while heap:
@@ -233,8 +235,11 @@ def plan_elimination(
         if work > stop_above:
             return Plan(steps=steps, work=work, peak=peak, entries=entries, complete=False)
         for u in near:
+            if u in keep:
+                continue
             s = score(u)
             if s != current[u]:
                 current[u] = s
                 heapq.heappush(heap, s)
-    return Plan(steps=steps, work=work, peak=peak, entries=entries)
+    left = tuple({serial: f for v in keep for serial, f in planner.at[v].items()}.values())
+    return Plan(steps=steps, work=work, peak=peak, entries=entries, left=left)

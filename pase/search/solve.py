@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
+
 from pase.search import kernels_numpy
 from pase.search.bounded import Progress, bounded_search
 from pase.search.check import cost_of
@@ -12,6 +14,7 @@ from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import Kernel, best_plan, kernels_for
 from pase.search.factors import Pool, load
 from pase.search.plan import Plan, generate_seq, plan_elimination
+from pase.search.repeat import fold
 from pase.search.types import MemoryProfile, Solution
 from pase.tables.types import CostTables
 
@@ -82,6 +85,9 @@ def solve(
         raise ValueError(f"memory profile of {len(memory.bytes)} nodes for {len(tables.node_costs)} nodes")
     free: Solution | None = None
     if len(tables.node_costs) <= _MAX_PLANNED_NODES:
+        free = _fold_and_solve(tables, kernel, threads, seed, began) if memory is None else None
+        if free is not None:
+            return free
         pool = Pool()
         entries = sum({id(e.cost): e.cost.size for e in tables.edges}.values())
         factors = load(tables, pool, kernels_for(kernel, entries * 20))
@@ -96,4 +102,41 @@ def solve(
     return found
 
 
+def _fold_and_solve(
+    tables: CostTables, kernel: Kernel, threads: int, seed: int, began: float
+) -> Solution | None:
+    """Through repeated blocks, where there are some and what is left can be eliminated."""
+    small = tables
+    folds = []
+    while len(small.node_costs) >= _WORTH_FOLDING:
+        folded = fold(small, kernel, threads)
+        if folded is None:
+            break
+        folds.append(folded)
+        small = folded.tables
+    if not folds:
+        return None
+    pool = Pool()
+    kernels = kernels_for(kernel, np.inf)
+    plan = best_plan(len(small.node_costs), load(small, pool, kernels), pool, seed)
+    if plan is None:
+        return None
+    found = _finish(small, plan, pool, kernel, threads, began)
+    choice, order = found.choice, np.array(found.order, np.int64)
+    for folded in reversed(folds):
+        choice, order = folded.expand(choice), folded.nodes[order]
+    cost = cost_of(tables, choice)
+    return replace(
+        found,
+        choice=choice,
+        cost=cost,
+        bound=min(found.bound, cost),
+        order=tuple(order.tolist()),
+        seconds=time.perf_counter() - began,
+        method="elimination, repeated blocks folded",
+        work=found.work + sum(folded.work for folded in folds),
+    )
+
+
+_WORTH_FOLDING = 150  # nodes; below, planning is as quick
 _MAX_PLANNED_NODES = 20_000  # beyond, reductions come first: planning takes a while per node

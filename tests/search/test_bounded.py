@@ -10,8 +10,8 @@ import pytest
 from pase.errors import Infeasible
 from pase.search import MemoryProfile, brute_force, cost_of, solve, verify
 from pase.search.bounded import bounded_search
-from pase.search.contract import contract, fixed_bytes
-from pase.search.flat import flatten
+from pase.search.contract import Contracted, contract, fixed_bytes
+from pase.search.flat import Flat, flatten
 from pase.search.rows import memory_rows
 from pase.tables.types import CostTables, EdgeTable
 
@@ -25,14 +25,14 @@ def optimum(tables: CostTables, memory: MemoryProfile | None = None) -> float | 
         return None
 
 
-def contracted(tables: CostTables, memory: MemoryProfile | None = None):
+def contracted(tables: CostTables, memory: MemoryProfile | None = None) -> Contracted | None:
     try:
         return contract(tables, memory)
     except Infeasible:
         return None
 
 
-def residual_tables(left) -> CostTables:
+def residual_tables(left: Contracted) -> CostTables:
     edges = tuple(
         EdgeTable(
             src=a,
@@ -117,7 +117,7 @@ def test_bounded_search_without_a_limit_is_brute_force() -> None:
         assert verify(tables, found) == want and found.optimal, seed
 
 
-def flat_of(tables: CostTables):
+def flat_of(tables: CostTables) -> Flat | None:
     """Flat arrays of tables whose configs all keep a finite partner, parallel edges added; None otherwise."""
     matrices: dict[tuple[int, int], np.ndarray] = {}
     for e in tables.edges:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 
 from pase.errors import Infeasible
 from pase.search import (
+    Solution,
     brute_force,
+    cost_of,
     dependent_sets,
     find_best_strategy,
     generate_seq,
@@ -17,12 +21,13 @@ from pase.search import (
     solve,
     verify,
 )
+from pase.search.repeat import fold
 from pase.tables.types import CostTables, EdgeTable
 
 from .instances import chain_of_blocks, random_tables
 
 
-def answer(f, tables):
+def answer(f: Callable[[CostTables], Solution], tables: CostTables) -> float | None:
     try:
         s = f(tables)
     except Infeasible:
@@ -153,3 +158,87 @@ def test_orders_and_kernels_of_other_names_are_refused() -> None:
         find_best_strategy(tables, (0, 0))
     with pytest.raises(ValueError, match="'numba' and 'numpy'"):
         solve(tables, kernel="fortran")  # type: ignore[arg-type]
+
+
+def test_folded_runs_of_blocks_cost_what_unfolded_ones_do() -> None:
+    """Random blocks in a row, between random nodes before and after, with and without forbidden pairs."""
+    folds = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        tables = blocks_in_a_row(rng, layers=int(rng.integers(8, 20)))
+        want = answer(find_best_strategy, tables)
+        if want is None:
+            assert answer(solve, tables) is None
+            continue
+        folded = fold(tables, "numpy")
+        if folded is None:
+            continue
+        folds += 1
+        assert len(folded.tables.node_costs) < len(tables.node_costs)
+        small = find_best_strategy(folded.tables)
+        assert small.cost == want, seed
+        assert cost_of(tables, folded.expand(small.choice)) == want, seed
+    assert folds > 60
+
+
+def test_solve_folds_a_long_model() -> None:
+    tables = blocks_in_a_row(np.random.default_rng(3), layers=200, forbid=0.0)
+    found = solve(tables)
+    assert found.method == "elimination, repeated blocks folded"
+    assert verify(tables, found) == find_best_strategy(tables).cost
+    assert (
+        found.work
+        < 30 * find_best_strategy(blocks_in_a_row(np.random.default_rng(3), layers=8, forbid=0.0)).work
+    )
+
+
+def blocks_in_a_row(rng: np.random.Generator, layers: int, forbid: float = 0.05) -> CostTables:
+    """A prefix, ``layers`` equal blocks that speak through one node each, a suffix."""
+    block, sizes = int(rng.integers(1, 6)), rng.integers(1, 5, 8)
+    speaker = int(rng.integers(block))
+
+    def costs(*shape: int) -> np.ndarray:
+        c = rng.integers(0, 100, shape).astype(float)
+        c[rng.random(shape) < forbid] = np.inf
+        return c
+
+    def edge_parts(a: int, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ca, cb = (int(x) for x in rng.integers(1, 4, 2))
+        return (
+            costs(ca, cb),
+            rng.integers(0, ca, sizes[a]).astype(np.int32),
+            rng.integers(0, cb, sizes[b]).astype(np.int32),
+        )
+
+    node = [costs(int(sizes[j])) for j in range(block)]
+    inner = [(i, j, *edge_parts(i, j)) for j in range(block) for i in range(j) if rng.random() < 0.7]
+    link = [(j, *edge_parts(speaker, j)) for j in range(block) if j == 0 or rng.random() < 0.5]
+    before = int(rng.integers(0, 3))
+    nodes = [costs(2) for _ in range(before)]
+    edges = []
+
+    def add(src: int, dst: int, cost: np.ndarray, src_class: np.ndarray, dst_class: np.ndarray) -> None:
+        edges.append(EdgeTable(src=src, dst=dst, cost=cost, src_class=src_class, dst_class=dst_class))
+
+    for k in range(layers):
+        at = before + k * block
+        nodes += node
+        for i, j, *parts in inner:
+            add(at + i, at + j, *parts)
+        for j, *parts in link:
+            if k:
+                add(at - block + speaker, at + j, *parts)
+    after = len(nodes)
+    nodes += [costs(3)]
+    for u in range(before):
+        small = np.arange(2, dtype=np.int32)
+        own = np.zeros(sizes[0], np.int32)
+        add(u, before, costs(2, 1), small, own)
+    add(
+        after - block + speaker,
+        after,
+        costs(int(sizes[speaker]), 3),
+        np.arange(sizes[speaker], dtype=np.int32),
+        np.arange(3, dtype=np.int32),
+    )
+    return CostTables(node_costs=tuple(nodes), edges=tuple(edges))

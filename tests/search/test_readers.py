@@ -7,6 +7,7 @@ import json
 import pickle
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ PROBLEM = {
 }
 
 
-def changed(*path_and_value):
+def changed(*path_and_value: Any) -> Any:
     """PROBLEM with one place changed."""
     doc = json.loads(json.dumps(PROBLEM))
     *path, last, value = path_and_value
@@ -61,8 +62,8 @@ def test_contest_form(tmp_path: Path, suffix: str) -> None:
     assert json.loads((tmp_path / "out.json").read_text()) == [0, 1, 0]
 
 
-def write_index(tmp_path: Path, arrays: dict[str, np.ndarray], doc: dict) -> Path:
-    np.savez_compressed(tmp_path / "x.npz", **arrays)
+def write_index(tmp_path: Path, arrays: dict[str, np.ndarray], doc: dict[str, Any]) -> Path:
+    np.savez_compressed(tmp_path / "x.npz", **arrays)  # type: ignore[arg-type]
     (tmp_path / "x.json").write_text(json.dumps(doc))
     return tmp_path / "x.json"
 
