@@ -182,3 +182,19 @@ def test_cycles_do_not_arise_around_what_cannot_join() -> None:
     shape = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     before = trace(loss, shape, shape).graph
     check(before, simplify(before))
+
+
+def test_cycles_do_not_arise_around_a_wide_argmax() -> None:
+    """e feeds argmax, which may not take e's dim; what follows both must not fall back into e's node."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(p: jax.Array, x: jax.Array) -> jax.Array:
+        e = jnp.exp(x @ p)
+        best = jnp.argmax(e, -1, keepdims=True) == jnp.arange(1024)
+        c = e * best
+        return jnp.sum(jnp.sin(c + e))
+
+    shape = jax.ShapeDtypeStruct
+    before = trace(loss, shape((16, 1024), jnp.float32), shape((8, 16), jnp.float32)).graph
+    check(before, simplify(before))
