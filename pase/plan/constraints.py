@@ -11,7 +11,8 @@ as a PartitionSpec). Three kinds of place:
 Entries but the last are layouts on the way: a partitioner that is asked for several moves at once falls back to
 gathering everything.
 
-A tensor that is still partial when it is made is not constrained there: its reader's layout settles the sum.
+A tensor that is still partial when it is made is constrained as if it were summed there: its gradient arrives so,
+and a sum and a slice of it for its reader become a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                 made: tuple[Placement, ...] = ()
                 if n.kind == "copy":
                     made = _between(current[op.reads[0].tensor], states, tensor, mesh)
-                elif n.kind != "input" and not (states == PARTIAL).any():
-                    made = _only(states, tensor, mesh)
+                elif n.kind != "input":
+                    made = _only(np.where(states == PARTIAL, REPLICATED, states), tensor, mesh)
                 if made:
                     define[a.tensor] = made
     return Constraints(storage=storage, define=define, read=read)
