@@ -24,7 +24,7 @@ import numpy as np
 
 from pase.ir import Graph, Tensor
 from pase.machine import Mesh
-from pase.tables.layouts import PARTIAL, PENDING, REPLICATED, read_states, stride_of, tensor_dim, write_states
+from pase.tables.layouts import PARTIAL, PENDING, REPLICATED, blocks_of, read_states, tensor_dim, write_states
 from pase.tables.reshard_path import path
 
 __all__ = ["Constraints", "Placement", "constraints", "placement", "raw_name"]
@@ -45,15 +45,14 @@ class Constraints:
 def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placement | None:
     """Axes per tensor dim, or None where blocks of the dim are not contiguous (a minor factor is split)."""
     out: list[tuple[str, ...]] = []
-    for t, size in enumerate(shape):
+    for t in range(len(shape)):
         axes = sorted(
-            ((stride_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t),
-            reverse=True,
+            (blocks_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t
         )
-        left = int(size)
-        for stride, a in axes:
-            left //= mesh.sizes[a]
-            if stride != left:
+        cut = 1
+        for blocks, a in axes:
+            cut *= mesh.sizes[a]
+            if blocks != cut:
                 return None
         out.append(tuple(mesh.names[a] for _, a in axes))
     return tuple(out)

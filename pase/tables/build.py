@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from pase.ir import Edge, Graph, Node
-from pase.machine import CostModel, Mesh
-from pase.tables.derive import Charge, Work, edge_charges, node_charges, node_work
-from pase.tables.layouts import configs, read_states, write_states
+from pase.ir import Access, Graph, Node
+from pase.machine import COLLECTIVES, CostModel, Mesh
+from pase.tables.derive import Charge, Flow, Work, edge_flows, node_charges, node_work
+from pase.tables.layouts import LayoutRule, configs, read_rule, write_rule
+from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
 
 __all__ = ["BUCKET_BYTES", "Space", "build", "charge_cost", "charge_price", "work_cost"]
@@ -30,7 +31,9 @@ class Space:
         for v, n in enumerate(self.graph.nodes):
             hit = np.flatnonzero((self.configs[v] == strategy[n.name]).all(axis=1))
             if not len(hit):
-                raise KeyError(f"node '{n.name}': {strategy[n.name]} is not among its configs on mesh {self.mesh.sizes}")
+                raise KeyError(
+                    f"node '{n.name}': {strategy[n.name]} is not among its configs on mesh {self.mesh.sizes}"
+                )
             out[v] = hit[0]
         return out
 
@@ -44,7 +47,9 @@ def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
     """Cost of a charge, all times of it."""
     alone = model.collective(charge.kind, mesh, charge.axes, charge.nbytes)
     if charge.bucketed:
-        full = model.collective(charge.kind, mesh, charge.axes, np.full_like(charge.nbytes, BUCKET_BYTES, dtype=float))
+        full = model.collective(
+            charge.kind, mesh, charge.axes, np.full_like(charge.nbytes, BUCKET_BYTES, dtype=float)
+        )
         alone = np.where(charge.nbytes < BUCKET_BYTES, full * (charge.nbytes / BUCKET_BYTES), alone)
     return charge.times * alone
 
@@ -65,86 +70,154 @@ def build(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str = "adam") -
 
     Equal nodes and edges of repeated layers are priced once and share their arrays.
     """
-    space: list[np.ndarray] = []
+    space = _configs(graph, mesh)
     costs: list[np.ndarray] = []
     memo: dict[object, np.ndarray] = {}
-    shared: dict[object, np.ndarray] = {}
-    for n in graph.nodes:
-        key = _space_key(n)
-        if key not in shared:
-            shared[key] = configs(n, mesh)
-        cfg = shared[key]
-        space.append(cfg)
-        node_key = _node_key(graph, n)
-        if node_key not in memo:
+    for n, cfg in zip(graph.nodes, space, strict=True):
+        key = node_key(graph, n)
+        if key not in memo:
             cost = work_cost(node_work(graph, n, cfg, mesh, optimizer), model)
             cost = cost + charge_cost(node_charges(graph, n, cfg, mesh), model, mesh)
-            memo[node_key] = np.broadcast_to(np.asarray(cost, dtype=np.float64), (len(cfg),)).copy()
-        costs.append(memo[node_key])
-    position = {n.name: v for v, n in enumerate(graph.nodes)}
-    edge_memo: dict[object, tuple[np.ndarray, np.ndarray, np.ndarray] | None] = {}
-    classes: dict[object, tuple[np.ndarray, np.ndarray]] = {}
-    edges: list[EdgeTable] = []
-    for e in graph.edges:
-        u, v = position[e.src], position[e.dst]
-        src, dst = graph.nodes[u], graph.nodes[v]
-        op, write = src.write_of(e.tensor)
-        tensor = graph.tensors[e.tensor]
-        shape = tuple(tensor.shape)
-        out_key = ("w", _space_key(src), op.dims, write.map, shape)
-        if out_key not in classes:
-            classes[out_key] = _classes(write_states(src, op, write, tensor, space[u], mesh))
-        in_key = ("r", _space_key(dst), e.op.dims, e.access.map, shape)
-        if in_key not in classes:
-            classes[in_key] = _classes(read_states(dst, e.op, e.access, tensor, space[v], mesh))
-        key = (out_key, in_key, tensor.dtype, tensor.needs_grad, src.kind == "parameter", e.op.differentiable, e.op.times, e.access.again)
-        if key not in edge_memo:
-            edge_memo[key] = _edge_table(graph, e, classes[out_key], classes[in_key], model, mesh)
-        found = edge_memo[key]
-        if found is not None:
-            cost, src_class, dst_class = found
-            edges.append(EdgeTable(src=u, dst=v, cost=cost, src_class=src_class, dst_class=dst_class))
-    names = tuple(n.name for n in graph.nodes)
-    tables = CostTables(node_costs=tuple(costs), edges=tuple(edges), names=names)
+            memo[key] = np.broadcast_to(np.asarray(cost, dtype=np.float64), (len(cfg),)).copy()
+        costs.append(memo[key])
+    tables = CostTables(
+        node_costs=tuple(costs),
+        edges=tuple(_edges(graph, space, mesh, model)),
+        names=tuple(n.name for n in graph.nodes),
+    )
     return tables, Space(graph=graph, mesh=mesh, configs=tuple(space))
 
 
-def _space_key(n: Node) -> object:
-    windows = tuple((w.dims, w.window) for op in n.ops for a in op.reads for w in a.map.walks if w.window)
-    return (n.space, windows)
+def _configs(graph: Graph, mesh: Mesh) -> list[np.ndarray]:
+    """Per node; equal ones are one array."""
+    memo: dict[object, np.ndarray] = {}
+    same: dict[bytes, np.ndarray] = {}
+    out = []
+    for n in graph.nodes:
+        key = space_key(n)
+        if key not in memo:
+            cfg = configs(n, mesh)
+            memo[key] = same.setdefault(cfg.tobytes(), cfg)
+        out.append(memo[key])
+    return out
 
 
-def _node_key(graph: Graph, n: Node) -> object:
-    """All that a node's price depends on; tensor names are left out, so that repeated layers agree."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Classes:
+    """Distinct layouts [C, axes], and each config's class, int32 [K]."""
+
+    rows: np.ndarray
+    index: np.ndarray
+
+
+class _Layouts:
+    """Classes of configs by how they lay a tensor out; equal ones, and their rows, are one object."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.memo: dict[tuple[LayoutRule, int], _Classes] = {}
+        self.rows: dict[bytes, np.ndarray] = {}
+
+    def of(self, rule: LayoutRule, cfg: np.ndarray) -> _Classes:
+        key = (rule, id(cfg))
+        if key not in self.memo:
+            rows, index = np.unique(rule.states(cfg, self.mesh), axis=0, return_inverse=True)
+            self.memo[key] = _Classes(rows=self.one(rows), index=index.reshape(-1).astype(np.int32))
+        return self.memo[key]
+
+    def one(self, rows: np.ndarray) -> np.ndarray:
+        return self.rows.setdefault(rows.tobytes(), rows)
+
+
+def _edges(graph: Graph, space: list[np.ndarray], mesh: Mesh, model: CostModel) -> Iterator[EdgeTable]:
+    """Edges that cost something under some pair of layouts."""
+    layouts = _Layouts(mesh)
+    position = {n.name: v for v, n in enumerate(graph.nodes)}
+    ends: dict[tuple[int, int, str], tuple[np.ndarray, np.ndarray]] = {}
+    found = []
+    for e in graph.edges:
+        u, v = position[e.src], position[e.dst]
+        src = layouts.of(write_rule(graph.nodes[u], *graph.nodes[u].write_of(e.tensor)), space[u])
+        dst = layouts.of(read_rule(graph.nodes[v], e.op, e.access), space[v])
+        flows = edge_flows(graph, e)
+        for f in flows:
+            key = (id(src.rows), id(dst.rows), f.phase)
+            if key not in ends:
+                a, b = f.ends(src.rows, dst.rows)
+                ends[key] = (layouts.one(a), layouts.one(b))
+        found.append((u, v, src, dst, flows))
+    pairs = {(id(a), id(b)): (a, b) for a, b in ends.values()}
+    plans = dict(zip(pairs, compare(list(pairs.values()), mesh), strict=True)) if pairs else {}
+    price = _Prices(plans.values(), {f for *_, flows in found for f in flows}, mesh, model)
+    memo: dict[object, np.ndarray | None] = {}
+    for u, v, src, dst, flows in found:
+        where = (id(src.rows), id(dst.rows), flows)
+        if where not in memo:
+            cost = np.zeros((len(src.rows), len(dst.rows)))
+            for f in flows:
+                a, b = ends[id(src.rows), id(dst.rows), f.phase]
+                one = plans[id(a), id(b)].cost(price.of(f))
+                cost += one.T if f.phase == "backward" else one
+            memo[where] = cost if cost.any() else None
+        matrix = memo[where]
+        if matrix is not None:
+            yield EdgeTable(src=u, dst=v, cost=matrix, src_class=src.index, dst_class=dst.index)
+
+
+class _Prices:
+    """What each code of the plans costs for each flow, one call of the cost model for each kind of collective."""
+
+    def __init__(self, plans: Iterable[Plans], flows: set[Flow], mesh: Mesh, model: CostModel) -> None:
+        n = len(mesh.sizes)
+        used = np.unique(np.concatenate([np.zeros(1, np.int32), *(p.codes.ravel() for p in plans)]))[1:]
+        kind, axes, split = (used - 1) >> 2 * n, (used - 1) >> n & (1 << n) - 1, (used - 1) & (1 << n) - 1
+        fraction = 1.0 / np.array([mesh.ways(s) for s in range(1 << n)], dtype=float)[split]
+        self.rows: dict[tuple[int, bool], np.ndarray] = {}
+        for bucketed in (False, True):
+            sizes = sorted({f.nbytes for f in flows if f.bucketed == bucketed})
+            table = np.zeros((len(sizes), 1 + len(COLLECTIVES) << 2 * n))
+            for k, name in enumerate(COLLECTIVES):
+                on = kind == k
+                charge = Charge(
+                    kind=name, axes=axes[None, on], nbytes=np.array(sizes, dtype=float)[:, None] * fraction[on],
+                    tensor="", phase="forward", times=1.0, bucketed=bucketed,
+                )  # fmt: skip
+                table[:, used[on]] = charge_price(charge, model, mesh)
+            self.rows |= dict(zip(((size, bucketed) for size in sizes), table, strict=True))
+
+    def of(self, flow: Flow) -> np.ndarray:
+        """Cost of every code for this flow, all times of it; 0 at 0."""
+        return flow.times * self.rows[flow.nbytes, flow.bucketed]
+
+
+def space_key(n: Node) -> object:
+    """All that a node's configs depend on; names are left out, so that repeated layers agree."""
+    place = {d.name: i for i, d in enumerate(n.space)}
+    windows = [
+        (tuple(place[d] for d in w.dims), w.window) for op in n.ops for a in op.reads for w in a.map.walks
+    ]
+    return tuple((d.size, d.kind) for d in n.space), tuple(w for w in windows if w[1])
+
+
+def node_key(graph: Graph, n: Node) -> object:
+    """All that a node's price depends on; names are left out, so that repeated layers agree."""
+    place = {d.name: i for i, d in enumerate(n.space)}
     order: dict[str, int] = {}
 
-    def tensor(name: str) -> object:
-        t = graph.tensors[name]
-        number = order.setdefault(name, len(order))
-        return number, t.shape, t.dtype, t.needs_grad, name in graph.producer, graph.read_outside(n, name)
+    def access(a: Access) -> object:
+        t = graph.tensors[a.tensor]
+        known = order.setdefault(a.tensor, len(order))
+        walks = tuple((tuple(place[d] for d in w.dims), w.window) for w in a.map.walks)
+        return (
+            known, walks, a.sparse, t.shape, t.dtype, t.needs_grad, t.role,
+            a.tensor in graph.producer, graph.read_outside(n, a.tensor),
+        )  # fmt: skip
 
-    return (n.space,) + tuple(
+    ops = tuple(
         (
-            op.kind, op.flops_per_point, op.over, op.differentiable, op.times, op.remat,
-            tuple((tensor(a.tensor), a.map, a.sparse) for a in (*op.reads, *op.writes)), len(op.reads),
+            op.kind, op.flops_per_point, op.over and tuple(place[d] for d in op.over), op.differentiable,
+            op.times, op.remat, tuple(map(access, op.reads)), tuple(map(access, op.writes)),
         )
         for op in n.ops
     )  # fmt: skip
-
-
-def _classes(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct layouts [C, axes], and each config's class, int32 [K]."""
-    rows, inverse = np.unique(states, axis=0, return_inverse=True)
-    return rows, inverse.reshape(-1).astype(np.int32)
-
-
-def _edge_table(
-    graph: Graph, e: Edge, src: tuple[np.ndarray, np.ndarray], dst: tuple[np.ndarray, np.ndarray],
-    model: CostModel, mesh: Mesh,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:  # fmt: skip
-    """None where the edge costs nothing under any pair of layouts."""
-    cost = charge_cost(edge_charges(graph, e, src[0], dst[0], mesh), model, mesh)
-    if not np.any(cost):
-        return None
-    matrix = np.broadcast_to(np.asarray(cost, dtype=np.float64), (len(src[0]), len(dst[0]))).copy()
-    return matrix, src[1], dst[1]
+    return tuple((d.size, d.kind) for d in n.space), ops

@@ -25,7 +25,17 @@ from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import PARTIAL, PENDING, REPLICATED, axis_bits, dim_index, number, shards
 from pase.tables.reshard import reshard
 
-__all__ = ["OPTIMIZERS", "Charge", "Phase", "Work", "edge_charges", "node_charges", "node_work"]
+__all__ = [
+    "OPTIMIZERS",
+    "Charge",
+    "Flow",
+    "Phase",
+    "Work",
+    "edge_charges",
+    "edge_flows",
+    "node_charges",
+    "node_work",
+]
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -72,7 +82,9 @@ def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh
     return points / shards(cfg, index, mesh)
 
 
-def _local_bytes(node: Node, tensor: Tensor, walked: tuple[str, ...], cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+def _local_bytes(
+    node: Node, tensor: Tensor, walked: tuple[str, ...], cfg: np.ndarray, mesh: Mesh
+) -> np.ndarray:
     return number(tensor.nbytes, tensor.name) / shards(cfg, dim_index(node, walked), mesh)
 
 
@@ -80,7 +92,9 @@ def _grad(graph: Graph, op: Op, tensor: str) -> bool:
     return op.differentiable and graph.tensors[tensor].needs_grad
 
 
-def node_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Work]:
+def node_work(
+    graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam"
+) -> Iterator[Work]:
     """The node's local work under each config."""
     if node.kind == "parameter":
         yield from _parameter_work(graph, node, cfg, mesh, optimizer)
@@ -116,7 +130,11 @@ def node_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: 
         elif op.kind == "gather":
             light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
             for a in grads:  # a scatter-add into zeros of the table's local size
-                back_bytes = back_bytes + 2 * wrote + _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
+                back_bytes = (
+                    back_bytes
+                    + 2 * wrote
+                    + _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
+                )
         elif op.kind not in ("carry", "copy", "output", "input", "constant"):
             light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
             if grads:
@@ -131,7 +149,13 @@ def node_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: 
         )  # fmt: skip
         if back_flops.any() or back_bytes.any():
             yield Work(
-                kind="memory", dtype=dtype, flops=back_flops, nbytes=back_bytes, mnk=None, phase="backward", times=times
+                kind="memory",
+                dtype=dtype,
+                flops=back_flops,
+                nbytes=back_bytes,
+                mnk=None,
+                phase="backward",
+                times=times,
             )
 
 
@@ -153,7 +177,9 @@ def _products(
     yield Work(kind=kind, dtype=dtype, flops=flops, nbytes=nbytes, mnk=(m, n, k), phase="forward", times=runs)
     for a, mnk in zip(op.reads, ((m, k, n), (k, n, m)), strict=True):
         if _grad(graph, op, a.tensor):
-            yield Work(kind=kind, dtype=dtype, flops=flops, nbytes=nbytes, mnk=mnk, phase="backward", times=times)
+            yield Work(
+                kind=kind, dtype=dtype, flops=flops, nbytes=nbytes, mnk=mnk, phase="backward", times=times
+            )
 
 
 def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Work]:
@@ -161,7 +187,8 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
     for op in node.ops[1:]:
         if op.kind == "elementwise":
             moved = sum(
-                _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh) for a in (*op.reads, *op.writes)
+                _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
+                for a in (*op.reads, *op.writes)
             )
             yield Work(
                 kind="memory", dtype=graph.tensors[op.writes[0].tensor].dtype, flops=np.zeros(len(cfg)),
@@ -213,30 +240,50 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
                 part = walk.window.halo * ways / number(extent, t.name)
                 size = _local_bytes(node, t, a.map.dims, cfg, mesh) * part
                 axes = axis_bits(cfg, index, mesh)
-                yield Charge(kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="forward", times=runs)
+                yield Charge(
+                    kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="forward", times=runs
+                )
                 if _grad(graph, op, a.tensor):
                     yield Charge(
                         kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times
                     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """A tensor, or its gradient, on its way along an edge: bytes of the whole, and how often in a step."""
+
+    phase: Phase
+    nbytes: int
+    times: float
+    bucketed: bool
+
+    def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The layouts that it leaves and those that it reaches; src from write_states, dst from read_states."""
+        if self.phase == "forward":
+            return np.where(src == PENDING, REPLICATED, src), np.where(dst == PARTIAL, REPLICATED, dst)
+        return dst, np.where(src == PENDING, PARTIAL, np.where(src == PARTIAL, REPLICATED, src))
+
+
+def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
+    """The tensor forward, and where it has a gradient, that one back."""
+    tensor = graph.tensors[edge.tensor]
+    nbytes, times = number(tensor.nbytes, tensor.name), float(number(edge.op.times, edge.dst))
+    bucketed = graph.producer[edge.tensor].kind == "parameter"
+    again = 2 if edge.access.again else 1
+    forward = Flow(phase="forward", nbytes=nbytes, times=times * again, bucketed=bucketed)
+    if not (tensor.needs_grad and edge.op.differentiable):
+        return (forward,)
+    return forward, Flow(phase="backward", nbytes=nbytes, times=times, bucketed=bucketed)
+
+
 def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
     """Collectives of an edge for every pair of layouts; src from write_states, dst from read_states."""
-    tensor = graph.tensors[edge.tensor]
-    total = number(tensor.nbytes, tensor.name)
-    times = float(number(edge.op.times, edge.dst))
-    written = np.where(src == PENDING, REPLICATED, src)
-    wanted = np.where(dst == PARTIAL, REPLICATED, dst)
-    bucketed = graph.producer[edge.tensor].kind == "parameter"
-    for step in reshard(written, wanted, mesh):
-        yield Charge(
-            kind=step.kind, axes=step.axes, nbytes=step.fraction * total, tensor=edge.tensor, phase="forward",
-            times=times * (2 if edge.access.again else 1), bucketed=bucketed,
-        )  # fmt: skip
-    if tensor.needs_grad and edge.op.differentiable:
-        back = np.where(src == PENDING, PARTIAL, np.where(src == PARTIAL, REPLICATED, src))
-        for step in reshard(dst, back, mesh):
+    for flow in edge_flows(graph, edge):
+        for step in reshard(*flow.ends(src, dst), mesh):
+            back = flow.phase == "backward"
+            axes, fraction = (step.axes.T, step.fraction.T) if back else (step.axes, step.fraction)
             yield Charge(
-                kind=step.kind, axes=step.axes.T, nbytes=step.fraction.T * total, tensor=edge.tensor,
-                phase="backward", times=times, bucketed=bucketed,
+                kind=step.kind, axes=axes, nbytes=fraction * flow.nbytes, tensor=edge.tensor, phase=flow.phase,
+                times=flow.times, bucketed=flow.bucketed,
             )  # fmt: skip

@@ -5,14 +5,16 @@ one dim split it in mesh order, major to minor.
 
 A layout is, per mesh axis, a *state*: which digit of which tensor dim the axis selects, ``REPLICATED``,
 ``PARTIAL`` (the shards still have to be summed) or ``PENDING`` (a copy whose gradient may stay partial).
-A digit is (tensor dim, stride): index // stride % size of the axis. Two layouts place elements alike exactly
-where their states are equal, however dims were merged or split; counts alone cannot say that.
+A digit is (tensor dim, blocks): index * blocks // extent % size of the axis, the dim being cut in so many blocks.
+Two layouts place elements alike exactly where their states are equal, however dims were merged or split; counts
+alone cannot say that.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,17 +28,22 @@ __all__ = [
     "PARTIAL",
     "PENDING",
     "REPLICATED",
+    "LayoutRule",
     "axis_bits",
+    "blocks_of",
     "configs",
     "number",
+    "read_rule",
     "read_states",
     "shards",
+    "tensor_dim",
+    "write_rule",
     "write_states",
 ]
 
 NOT_SPLIT = -1
 REPLICATED, PARTIAL, PENDING = -1, -2, -3
-_DIM = 1 << 44  # strides stay below it
+_DIM = 1 << 44  # blocks stay below it
 
 _MAX_CONFIGS = 1 << 17
 
@@ -108,44 +115,77 @@ def dim_index(node: Node, names: Sequence[str]) -> list[int]:
     return [order[n] for n in names]
 
 
-def _digits(node: Node, access: Access, tensor: Tensor, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """States from the dims that the map walks alone: digit or REPLICATED, int64 [K, axes]."""
-    states = np.full(cfg.shape, REPLICATED, dtype=np.int64)
-    for t, (walk, extent) in enumerate(zip(access.map.walks, tensor.shape, strict=True)):
-        minor = 1
-        factors = dim_index(node, walk.dims)
-        for i in reversed(factors):
-            size = number(extent, tensor.name) if len(factors) == 1 else number(node.space.dims[i].size, node.name)
-            left = np.full(len(cfg), size, dtype=np.int64)
-            for a, ways in enumerate(mesh.sizes):
-                on = cfg[:, a] == i
-                left[on] //= ways
-                states[on, a] = t * _DIM + minor * left[on]
-            minor *= size
-    return states
+@dataclass(frozen=True, kw_only=True)
+class LayoutRule:
+    """How a config lays a tensor out; equal for equal ops of repeated layers, whatever their names.
+
+    walks: per tensor dim, major to minor, (iteration dim, blocks that more major ones cut the dim in).
+    partial, pending: iteration dims whose axes leave the tensor PARTIAL or PENDING.
+    """
+
+    walks: tuple[tuple[tuple[int, int], ...], ...]
+    partial: tuple[int, ...] = ()
+    pending: tuple[int, ...] = ()
+
+    def states(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        """int64 [K, axes]."""
+        out = np.full(cfg.shape, REPLICATED, dtype=np.int64)
+        out[np.isin(cfg, self.pending)] = PENDING
+        out[np.isin(cfg, self.partial)] = PARTIAL
+        for t, walk in enumerate(self.walks):
+            for i, major in walk:
+                blocks = np.full(len(cfg), major, dtype=np.int64)
+                for a, ways in enumerate(mesh.sizes):
+                    on = cfg[:, a] == i
+                    blocks[on] *= ways
+                    out[on, a] = t * _DIM + blocks[on]
+        return out
 
 
-def write_states(node: Node, op: Op, access: Access, tensor: Tensor, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Layout of a written tensor: split dims that the op sums over leave it PARTIAL. int64 [K, axes]."""
-    states = _digits(node, access, tensor, cfg, mesh)
-    walked = set(access.map.dims)
+def _walks(node: Node, access: Access) -> tuple[tuple[tuple[int, int], ...], ...]:
+    out = []
+    for walk in access.map.walks:
+        major, factors = 1, []
+        for i in dim_index(node, walk.dims):
+            factors.append((i, major))
+            major *= number(node.space.dims[i].size, node.name)
+        out.append(tuple(factors))
+    return tuple(out)
+
+
+def _not_walked(node: Node, op: Op, access: Access) -> tuple[int, ...]:
+    return tuple(dim_index(node, [d for d in op.dims if d not in access.map.dims]))
+
+
+def _pending(node: Node) -> tuple[int, ...]:
+    return tuple(i for i, d in enumerate(node.space) if d.kind == "pending")
+
+
+def write_rule(node: Node, op: Op, access: Access) -> LayoutRule:
+    """Layout of a written tensor: split dims that the op sums over leave it PARTIAL."""
     settled = any(a.tensor == access.tensor for o in node.ops for a in o.reads)  # summed inside the node
-    summed = [] if settled else dim_index(node, [d for d in op.dims if d not in walked])
-    pending = [i for i, d in enumerate(node.space) if d.kind == "pending"]
-    states[(states == REPLICATED) & np.isin(cfg, summed)] = PARTIAL
-    states[(states == REPLICATED) & np.isin(cfg, pending)] = PENDING
-    return states
+    summed = () if settled else _not_walked(node, op, access)
+    return LayoutRule(walks=_walks(node, access), partial=summed, pending=_pending(node))
 
 
-def read_states(node: Node, op: Op, access: Access, tensor: Tensor, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+def read_rule(node: Node, op: Op, access: Access) -> LayoutRule:
     """Layout that a read wants; PARTIAL marks the axes over which its gradient will have to be summed: those of
-    split dims that the op works on and the map does not walk. int64 [K, axes]."""
-    states = _digits(node, access, tensor, cfg, mesh)
-    walked = set(access.map.dims)
-    other = dim_index(node, [d for d in op.dims if d not in walked])
-    other += [i for i, d in enumerate(node.space) if d.kind == "pending"]
-    states[(states == REPLICATED) & np.isin(cfg, other)] = PARTIAL
-    return states
+    split dims that the op works on and the map does not walk."""
+    return LayoutRule(walks=_walks(node, access), partial=(*_not_walked(node, op, access), *_pending(node)))
+
+
+def write_states(
+    node: Node, op: Op, access: Access, tensor: Tensor, cfg: np.ndarray, mesh: Mesh
+) -> np.ndarray:
+    """``write_rule`` applied to configs: int64 [K, axes]."""
+    return write_rule(node, op, access).states(cfg, mesh)
+
+
+def read_states(
+    node: Node, op: Op, access: Access, tensor: Tensor, cfg: np.ndarray, mesh: Mesh
+) -> np.ndarray:
+    """``read_rule`` applied to configs: int64 [K, axes]."""
+    return read_rule(node, op, access).states(cfg, mesh)
 
 
 def tensor_dim(state: int) -> int:
@@ -153,5 +193,6 @@ def tensor_dim(state: int) -> int:
     return state // _DIM
 
 
-def stride_of(state: int) -> int:
+def blocks_of(state: int) -> int:
+    """How many blocks the digit and all more major ones cut its tensor dim in."""
     return state % _DIM

@@ -1,102 +1,140 @@
-"""From one layout to another: which collectives, over which axes, on how many bytes.
+"""Many pairs of layouts at once: which collectives, over which axes, on how many bytes.
 
-The one place where resharding is decided. Vectorised over pairs of layouts: states are those of
-``pase.tables.layouts``. Order of the steps: slice what can be sliced for free, reduce-scatter, all-to-all,
-permute, all-reduce, all-gather, so that each moves as little as possible; a slice whose digit another axis
-still holds comes after that axis is gathered.
+What has to move depends on little: per axis, which digit of which tensor dim it selects before and after. Pairs
+that agree in that share a *plan*, made once by ``pase.tables.reshard_path.moves`` and kept across edges,
+tensors and meshes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from pase.machine import CollectiveKind, Mesh
-from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
+from pase.errors import PaseError
+from pase.machine import COLLECTIVES, CollectiveKind, Mesh
+from pase.tables.layouts import _DIM, REPLICATED
+from pase.tables.reshard_path import moves
 
-__all__ = ["Step", "reshard"]
+__all__ = ["Plans", "Step", "compare", "reshard"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One collective per pair of layouts: axes as bit sets (0: none), and bytes as CostModel.collective has them,
-    in units of the whole tensor."""
+    """One collective per pair of layouts: axes as bit sets (0: none), and bytes as CostModel.collective has
+    them, in units of the whole tensor."""
 
     kind: CollectiveKind
     axes: np.ndarray
     fraction: np.ndarray
 
 
-def _overlap(code_a: np.ndarray, ways_a: int, code_b: np.ndarray, ways_b: int) -> np.ndarray:
-    """Do two digits select from the same part of the same tensor dim?"""
-    same = (code_a // _DIM == code_b // _DIM) & (code_a >= 0) & (code_b >= 0)
-    a, b = code_a % _DIM, code_b % _DIM
-    return same & (a < b * ways_b) & (b < a * ways_a)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plans:
+    """The plan of every pair of layouts.
+
+    index: int32 [S, D], which plan; codes: int32 [plans, most moves], a plan's moves, 0 where there are fewer:
+    1 + kind (as in COLLECTIVES) << 2 * axes | bit set moved << axes | bit set that splits the larger buffer.
+    """
+
+    index: np.ndarray
+    codes: np.ndarray
+
+    def cost(self, price: np.ndarray) -> np.ndarray:
+        """[S, D], given the price of each code."""
+        return price[self.codes].sum(axis=1)[self.index]
 
 
 def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[Step]:
-    """Steps from each src layout to each dst layout: src int64 [S, axes], dst int64 [D, axes] -> arrays [S, D].
+    """Steps from each src layout to each dst layout: int64 [S, axes], [D, axes] -> arrays [S, D].
 
     A dst state of PARTIAL lets the tensor stay (or become) partial over that axis.
     """
-    s, d = src[:, None, :], dst[None, :, :]
-    shape = (len(src), len(dst))
-    sizes = mesh.sizes
-    axes = range(len(sizes))
-    inverse = np.array([1.0 / n for n in sizes])
-    local = np.where(src >= 0, inverse, 1.0).prod(axis=1)[:, None] * np.ones(shape)
-
-    same = s == d
-    reduce_scatter = (s == PARTIAL) & (d >= 0)
-    all_reduce = (s == PARTIAL) & (d == REPLICATED)
-    gather = (s >= 0) & (d < 0)
-    move = (s >= 0) & (d >= 0) & ~same
-    enter = (s < 0) & (s != PARTIAL) & (d >= 0)
-
-    permute = _relabelled(src, dst, sizes) & ~same.all(axis=-1)
-    for mask in (gather, move, enter):
-        mask &= ~permute[:, :, None]
-
-    blocked = np.zeros((*shape, len(sizes)), dtype=bool)
-    for a in axes:
-        for b in axes:
-            if a != b:
-                held = (gather[:, :, b] | move[:, :, b]) & _overlap(d[:, :, a], sizes[a], s[:, :, b], sizes[b])
-                blocked[:, :, a] |= held & enter[:, :, a]
-    free = enter & ~blocked
-    local = local * np.where(free, inverse, 1.0).prod(axis=-1)
-
-    def bits(mask: np.ndarray) -> np.ndarray:
-        out = np.zeros(shape, dtype=np.int64)
-        for a in axes:
-            out |= mask[:, :, a].astype(np.int64) << a
-        return out
-
-    changed = ~same
-    steps = [Step("reduce_scatter", bits(reduce_scatter), local)]
-    local = local * np.where(reduce_scatter, inverse, 1.0).prod(axis=-1)
-    steps += [
-        Step("all_to_all", bits(move), local),
-        Step("permute", np.where(permute, bits(changed), 0), local),
-        Step("all_reduce", bits(all_reduce), local),
-    ]
-    local = local * np.where(gather, np.array(sizes, dtype=float), 1.0).prod(axis=-1)
-    steps.append(Step("all_gather", bits(gather), local))
-    return [step for step in steps if step.axes.any()]
+    n, steps = len(mesh.sizes), []
+    (plans,) = compare([(src, dst)], mesh)
+    ways = np.array([mesh.ways(s) for s in range(1 << n)], dtype=float)
+    for column in plans.codes.T:
+        code = column[plans.index] - 1
+        for k, kind in enumerate(COLLECTIVES):
+            on = (code >= 0) & (code >> 2 * n == k)
+            if on.any():
+                axes = np.where(on, code >> n & (1 << n) - 1, 0)
+                steps.append(Step(kind, axes, 1.0 / ways[code & (1 << n) - 1]))
+    return steps
 
 
-def _relabelled(src: np.ndarray, dst: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-    """Pairs with the same digits on other axes of the same size: one permutation of the shards serves."""
-    def keyed(states: np.ndarray) -> np.ndarray:
-        return np.sort(np.where(states >= 0, states * 64 + _ways_key(sizes), states), axis=1)
+def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]], mesh: Mesh) -> list[Plans]:
+    """For each (src [S, axes], dst [D, axes]), the plans of all their pairs of layouts."""
+    sizes, n = mesh.sizes, len(mesh.sizes)
+    values = np.unique(
+        np.concatenate([REPLICATED, *(rows.ravel() for pair in pairs for rows in pair)], axis=None)
+    )
+    ranked, vocabulary = _ranked(values)
+    base = len(vocabulary)
+    if base ** (2 * n) >= 1 << 63:
+        raise PaseError(f"mesh {sizes} has too many layouts to compare: use fewer, larger mesh axes")
+    weights = base ** np.arange(2 * n, dtype=np.int64)
+    found = []
+    for src, dst in pairs:
+        s, d = np.searchsorted(values, src), np.searchsorted(values, dst)
+        used = _dims(src)[:, None] | _dims(dst)[None, :]
+        left = np.einsum("san,a->sn", ranked[s], weights[:n])
+        right = np.einsum("dan,a->dn", ranked[d], weights[n:])
+        keys = left[np.arange(len(src))[:, None], used] + right[np.arange(len(dst))[None, :], used]
+        found.append(np.unique(keys, return_inverse=True))
+    every = np.unique(np.concatenate([keys for keys, _ in found]))
+    digits = vocabulary[every[:, None] // weights % base]
+    codes = [_plan(sizes, tuple(row[:n]), tuple(row[n:])) for row in digits.tolist()]
+    table = np.zeros((len(every), max(map(len, codes), default=0)), dtype=np.int32)
+    for row, plan in zip(table, codes, strict=True):
+        row[: len(plan)] = plan
+    out = []
+    for (src, dst), (keys, inverse) in zip(pairs, found, strict=True):
+        mine = table[np.searchsorted(every, keys)]
+        out.append(Plans(index=inverse.reshape(len(src), len(dst)).astype(np.int32), codes=mine))
+    return out
 
-    ks, kd = keyed(src), keyed(dst)
-    no_sums = ~(src == PARTIAL).any(axis=1)[:, None] & ~(dst == PARTIAL).any(axis=1)[None, :]
-    return no_sums & (ks[:, None, :] == kd[None, :, :]).all(axis=-1)
+
+def _dims(rows: np.ndarray) -> np.ndarray:
+    """The tensor dims that each layout splits, as bit sets [rows]."""
+    return np.bitwise_or.reduce(np.where(rows >= 0, 1 << np.maximum(rows, 0) // _DIM, 0), axis=1)
 
 
-def _ways_key(sizes: tuple[int, ...]) -> np.ndarray:
-    """A small distinct number per axis size."""
-    order = {n: i for i, n in enumerate(sorted(set(sizes)))}
-    return np.array([order[n] for n in sizes], dtype=np.int64)
+def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tensor dims renumbered among those that a pair uses: which ones they are does not matter.
+
+    -> places in the vocabulary [values, sets of dims], and the vocabulary.
+    """
+    dims = np.where(values >= 0, values // _DIM, -1)
+    out = np.repeat(values[:, None], 1 << int(dims.max()) + 1, axis=1)
+    for used in range(out.shape[1]):
+        for t in range(int(dims.max()) + 1):
+            out[dims == t, used] -= (t - (used & (1 << t) - 1).bit_count()) * _DIM
+    vocabulary, places = np.unique(out, return_inverse=True)
+    return places.reshape(out.shape), vocabulary
+
+
+def _plan(sizes: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]) -> list[int]:
+    """The codes of one pair. Axes that stay replicated are left out, the others sorted, as ``moves`` does: meshes
+    whose axes come in another order share plans."""
+    axes = sorted(
+        (a for a in range(len(sizes)) if not src[a] == dst[a] == REPLICATED),
+        key=lambda a: (sizes[a], src[a], dst[a]),
+    )
+    key = tuple((sizes[a], src[a], dst[a]) for a in axes)
+
+    def here(bits: int) -> int:
+        return sum(1 << a for i, a in enumerate(axes) if bits >> i & 1)
+
+    n = len(sizes)
+    return [1 + (k << 2 * n | here(moved) << n | here(split)) for k, moved, split in _moves(key)]
+
+
+@lru_cache(maxsize=1 << 18)
+def _moves(key: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    sizes, src, dst = zip(*key, strict=True) if key else ((), (), ())
+    return tuple(
+        (COLLECTIVES.index(m.kind), m.axes, m.split) for m in moves(src, dst, sizes) if m.kind != "slice"
+    )

@@ -10,9 +10,10 @@ This is the definition, for one pair of layouts; ``pase.tables.reshard`` prices 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import lcm
 from typing import Literal
 
 from pase.machine import CollectiveKind, Mesh
@@ -49,7 +50,7 @@ def path(src: Sequence[int], dst: Sequence[int], mesh: Mesh) -> list[tuple[int, 
 
 
 def overlap(a: int, ways_a: int, b: int, ways_b: int) -> bool:
-    """Do two digits select from the same part of the same tensor dim?"""
+    """Do two digits (by strides, see ``_Walk``) select from the same part of the same tensor dim?"""
     if a < 0 or b < 0 or a // _DIM != b // _DIM:
         return False
     return a % _DIM < b % _DIM * ways_b and b % _DIM < a % _DIM * ways_a
@@ -60,7 +61,18 @@ def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[
 
     A dst state of PARTIAL lets the tensor stay, or become, partial over that axis.
     """
-    w = _Walk(list(src), list(dst), sizes)
+    order = sorted(range(len(sizes)), key=lambda a: (sizes[a], src[a], dst[a]))
+    extent: dict[int, int] = {}  # of which every digit is a whole stride
+    for s in (*src, *dst):
+        if s >= 0:
+            extent[s // _DIM] = lcm(extent.get(s // _DIM, 1), s % _DIM)
+
+    def turned(states: Sequence[int], axes: Iterable[int]) -> list[int]:
+        """Blocks to strides and back; axes in another order."""
+        row = (states[a] for a in axes)
+        return [s if s < 0 else s - s % _DIM + extent[s // _DIM] // (s % _DIM) for s in row]
+
+    w = _Walk(turned(src, order), turned(dst, order), [sizes[a] for a in order], extent)
     while (
         w.enter("slice", REPLICATED)
         or w.enter("reduce_scatter", PARTIAL)
@@ -77,7 +89,15 @@ def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[
         pass
     w.all_reduce([a for a in w.axes if w.now[a] == PARTIAL and w.goal[a] == REPLICATED])
     w.gather([a for a in w.axes if w.now[a] >= 0 > w.goal[a]])
-    return w.done
+    back = sorted(range(len(sizes)), key=order.__getitem__)
+
+    def named(axes: int) -> int:
+        return sum(1 << a for i, a in enumerate(order) if axes >> i & 1)
+
+    return [
+        Move(kind=m.kind, axes=named(m.axes), split=named(m.split), after=tuple(turned(m.after, back)))
+        for m in w.done
+    ]
 
 
 Span = tuple[int, int, int]
@@ -85,14 +105,18 @@ Span = tuple[int, int, int]
 
 
 class _Walk:
-    """``now`` on its way to ``goal``; a method makes its kind of moves, if there are any, and tells."""
+    """``now`` on its way to ``goal``; a method makes its kind of moves, if there are any, and tells.
 
-    def __init__(self, now: list[int], goal: list[int], sizes: Sequence[int]) -> None:
+    Digits are (tensor dim, stride) here: the neighbour below one of stride s has n ways and stride s / n.
+    """
+
+    def __init__(
+        self, now: list[int], goal: list[int], sizes: Sequence[int], extent: Mapping[int, int]
+    ) -> None:
         self.now, self.goal, self.sizes = now, goal, sizes
         self.axes = range(len(sizes))
         self.done: list[Move] = []
-        spans = self._spans(now, self.axes) + self._spans(goal, self.axes)
-        self.top = {t: max(high for u, _, high in spans if u == t) for t, _, _ in spans}
+        self.extent = extent
 
     def enter(self, kind: Kind, state: int, *, solid: bool = True) -> bool:
         """All free axes in this state (REPLICATED: slice, PARTIAL: reduce-scatter) take their digits.
@@ -221,7 +245,7 @@ class _Walk:
     def _hanging(self, change: dict[int, int]) -> set[int]:
         """Axes whose digit, after the change, is neither topmost in its dim nor right below another."""
         after = [change.get(a, self.now[a]) for a in self.axes]
-        lows = {(t, low) for t, low, _ in self._spans(after, self.axes)} | set(self.top.items())
+        lows = {(t, low) for t, low, _ in self._spans(after, self.axes)} | set(self.extent.items())
         return {a for a in self.axes for t, _, high in self._spans(after, [a]) if (t, high) not in lows}
 
     def unblock(self) -> bool:

@@ -52,7 +52,9 @@ class CostTables:
                 raise ValueError(f"edge {self.name(e.src)} -> itself: fold its cost into the node's vector")
             for end, cls, axis in ((e.src, e.src_class, 0), (e.dst, e.dst_class, 1)):
                 if not 0 <= end < len(self.node_costs):
-                    raise ValueError(f"edge ({e.src}, {e.dst}) names node {end}; there are {len(self.node_costs)}")
+                    raise ValueError(
+                        f"edge ({e.src}, {e.dst}) names node {end}; there are {len(self.node_costs)}"
+                    )
                 if cls.shape != self.node_costs[end].shape:
                     raise ValueError(
                         f"edge ({e.src}, {e.dst}): {cls.size} classes for the {self.node_costs[end].size} "

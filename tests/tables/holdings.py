@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 
 from pase.machine import Mesh
-from pase.tables.layouts import PARTIAL, stride_of, tensor_dim
+from pase.tables.layouts import PARTIAL, blocks_of, tensor_dim
 
 
 def coordinates(mesh: Mesh) -> np.ndarray:
@@ -33,7 +33,8 @@ def held(
         mine = np.ones(index.shape[1], dtype=bool)
         for a, s in enumerate(states):
             if s >= 0:
-                mine &= index[tensor_dim(s)] // stride_of(s) % mesh.sizes[a] == coord[a]
+                t = tensor_dim(s)
+                mine &= index[t] * blocks_of(s) // shape[t] % mesh.sizes[a] == coord[a]
         parts = [
             all(states[a] != PARTIAL or k == coord[a] for a, k in zip(sums, summand, strict=True))
             for summand in summands

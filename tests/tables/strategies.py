@@ -36,7 +36,7 @@ def layouts(
             continue
         skips = [k for k in (1, 2, 3) if left[t] % (mesh.sizes[a] * k) == 0]
         left[t] //= mesh.sizes[a] * (1 if contiguous else draw(st.sampled_from([1, *skips])))
-        out[a] = t * _DIM + left[t]
+        out[a] = t * _DIM + shape[t] // left[t]
     return tuple(out)
 
 

@@ -1,0 +1,71 @@
+"""The tables, which price in classes and batches, against the rule applied to each config and each pair."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pase import costmodels, machine, zoo
+from pase.frontends.from_jax import trace
+from pase.ir import Graph, named, simplify
+from pase.machine import Mesh
+from pase.tables.build import build, charge_cost, work_cost
+from pase.tables.derive import edge_charges, node_charges, node_work
+from pase.tables.layouts import read_states, write_states
+
+MACHINE = machine.load("h100x8")
+MODEL = costmodels.get("analytic", MACHINE)
+
+
+def graph(name: str) -> Graph:
+    m = zoo.get(name)
+    return named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
+
+
+@pytest.fixture(scope="module")
+def unrolled() -> Graph:
+    return graph("gpt2?scan=0&layers=6")
+
+
+@pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2)])
+def test_tables_are_the_rule(unrolled: Graph, sizes: tuple[int, ...]) -> None:
+    mesh = Mesh(names=tuple("abc"[: len(sizes)]), sizes=sizes)
+    tables, space = build(unrolled, mesh, MODEL)
+    at = {n.name: v for v, n in enumerate(unrolled.nodes)}
+    priced = {(e.src, e.dst): e for e in tables.edges}
+    rng = np.random.default_rng(0)
+    for v in rng.choice(len(unrolled.nodes), 12, replace=False):
+        n, cfg = unrolled.nodes[v], space.configs[v]
+        want = work_cost(node_work(unrolled, n, cfg, mesh), MODEL)
+        want = want + charge_cost(node_charges(unrolled, n, cfg, mesh), MODEL, mesh)
+        np.testing.assert_allclose(tables.node_costs[v], np.broadcast_to(want, len(cfg)), rtol=1e-12)
+    edges = [e for e in unrolled.edges if sum((f.src, f.dst) == (e.src, e.dst) for f in unrolled.edges) == 1]
+    for i in rng.choice(len(edges), 15, replace=False):
+        e = edges[i]
+        src, dst, tensor = unrolled.node[e.src], unrolled.node[e.dst], unrolled.tensors[e.tensor]
+        u, v = at[e.src], at[e.dst]
+        ks, kd = (rng.choice(len(space.configs[x]), 9) for x in (u, v))
+        have = write_states(src, *src.write_of(e.tensor), tensor, space.configs[u][ks], mesh)
+        want_rows = read_states(dst, e.op, e.access, tensor, space.configs[v][kd], mesh)
+        want = charge_cost(edge_charges(unrolled, e, have, want_rows, mesh), MODEL, mesh)
+        got = priced[u, v].dense()[np.ix_(ks, kd)] if (u, v) in priced else np.zeros((9, 9))
+        np.testing.assert_allclose(got, np.broadcast_to(want, (9, 9)), rtol=1e-12, atol=1e-15)
+
+
+def test_repeated_layers_share_their_arrays(unrolled: Graph) -> None:
+    """What the search looks for with ``is``: six layers cost what one does, and its neighbours."""
+    tables, space = build(unrolled, Mesh(names=("a", "b"), sizes=(4, 2)), MODEL)
+    blocks = [n.name for n in unrolled.nodes if n.name.startswith("blocks.1.")]
+    at = {n.name: v for v, n in enumerate(unrolled.nodes)}
+    assert blocks
+    for name in blocks:
+        one, other = at[name], at[name.replace("blocks.1.", "blocks.2.")]
+        assert tables.node_costs[one] is tables.node_costs[other]
+        assert space.configs[one] is space.configs[other]
+    one, other = (
+        {(id(e.cost), id(e.src_class), id(e.dst_class)) for e in tables.edges if e.src in mine}
+        for mine in ({at[b.replace("blocks.1.", f"blocks.{i}.")] for b in blocks} for i in (1, 2))
+    )
+    assert one == other
+    distinct = {id(e.cost) for e in tables.edges}
+    assert len(distinct) < len(tables.edges) / 3
