@@ -1,6 +1,7 @@
 """What people do by hand, as strategies on the same graph and priced by the same tables."""
 
 from pase.baselines.flow import Roles, Weight, roles
+from pase.baselines.megatron import megatron
 from pase.baselines.rules import names, rule
 from pase.baselines.settle import baselines, price
 from pase.baselines.types import Baseline, Intent, Skipped
@@ -12,6 +13,7 @@ __all__ = [
     "Skipped",
     "Weight",
     "baselines",
+    "megatron",
     "names",
     "price",
     "roles",

@@ -9,6 +9,7 @@ import numpy as np
 
 from pase.baselines.rules import rules
 from pase.baselines.types import Baseline, Intent, Skipped
+from pase.errors import PaseError
 from pase.ir import Graph
 from pase.machine import CostModel, Machine, Mesh
 from pase.search import solve
@@ -32,8 +33,9 @@ def baselines(
 ) -> list[Baseline | Skipped]:
     """Every method's strategy for this graph, or the reason why it has none.
 
-    model: prices what the methods leave open. only: names of methods; all when empty. tables_of: the
-    tables of a mesh, where the caller has built them already (only the sizes of the mesh's axes matter).
+    model: prices what the methods leave open. only: names of methods, or of single strategies of theirs
+    (``megatron_8x4``); all when empty. tables_of: the tables of a mesh, where the caller has built them
+    already (only the sizes of the mesh's axes matter).
     """
     built: dict[tuple[int, ...], tuple[CostTables, Space]] = {}
 
@@ -43,14 +45,13 @@ def baselines(
         return built[mesh.sizes]
 
     known = rules()
-    unknown = set(only) - set(known)
-    if unknown:
-        raise ValueError(f"no baseline named {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     best: dict[str, Baseline | Skipped] = {}
+    offered = set(known)
     for method, make in known.items():
-        if only and method not in only:
-            continue
         for made in make(graph, devices, machine):
+            offered.add(made.name)
+            if only and method not in only and made.name not in only:
+                continue
             found = settle(made, *(tables_of or default)(made.mesh)) if isinstance(made, Intent) else made
             so_far = best.get(found.name)
             better = isinstance(found, Baseline) and not (
@@ -58,6 +59,10 @@ def baselines(
             )
             if so_far is None or better:
                 best[found.name] = found
+    if unknown := set(only) - offered:
+        raise PaseError(
+            f"no baseline named {', '.join(sorted(unknown))}; known: {', '.join(sorted(offered))}"
+        )
     return list(best.values())
 
 

@@ -2,12 +2,14 @@
 
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 
 from pase import costmodels, machine
-from pase.baselines import Baseline, Skipped, baselines, roles
-from pase.baselines.rules import PERSISTENT_ELEMENTS
+from pase.baselines import Intent, Skipped, baselines, roles
+from pase.baselines.masks import PERSISTENT_ELEMENTS
+from pase.baselines.rules import rules
 from tests.baselines.helpers import collectives, graph_of
 
 H100 = machine.load("h100x8")
@@ -17,8 +19,16 @@ GPT = f"gpt2?layers={LAYERS}&vocab={VOCAB}&remat=0"
 GPT_REMAT = f"gpt2?layers={LAYERS}&vocab={VOCAB}&remat=1"
 
 
-def made(model, devices, *only):
-    return {b.name: b for b in baselines(graph_of(model), devices, H100, MODEL, only=only)}
+@cache
+def made(model, devices, name):
+    """The strategy of this name."""
+    (found,) = baselines(graph_of(model), devices, H100, MODEL, only=(name,))
+    return found
+
+
+def offered(model, devices):
+    """What each method offers, before any of it is settled: name -> intent, or why not."""
+    return {m.name: m for rule in rules().values() for m in rule(graph_of(model), devices, H100)}
 
 
 def split(graph, b, node):
@@ -47,7 +57,7 @@ def test_megatron_all_reduces_twice_forward_and_twice_backward():
     """Shoeybi et al. 2019, figure 4 and section 3: two all-reduces in the forward pass of a layer, two in the
     backward pass, each of batch × sequence × width."""
     graph = graph_of(GPT)
-    b = made(GPT, 32, "megatron")["megatron_8x4"]
+    b = made(GPT, 32, "megatron_8x4")
     assert between_layers(graph, b, "model") == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 2}
 
 
@@ -57,7 +67,7 @@ def test_sequence_parallelism_halves_each_all_reduce():
     They gather once more in the backward pass rather than keep the gathered input; we keep it.
     """
     graph = graph_of(GPT)
-    b = made(GPT, 32, "megatron")["megatron_sp_8x4"]
+    b = made(GPT, 32, "megatron_sp_8x4")
     kinds = ("all_gather", "reduce_scatter")
     assert between_layers(graph, b, "model") == {(k, p): 2 for k in kinds for p in ("forward", "backward")}
 
@@ -65,14 +75,14 @@ def test_sequence_parallelism_halves_each_all_reduce():
 def test_megatron_with_recomputation_sends_the_forward_again():
     """All-reduces: 4 in the forward and its repetition, 2 backward; less what no gradient needs again."""
     graph = graph_of(GPT_REMAT)
-    counts = between_layers(graph, made(GPT_REMAT, 32, "megatron")["megatron_8x4"], "model")
+    counts = between_layers(graph, made(GPT_REMAT, 32, "megatron_8x4"), "model")
     assert counts["all_reduce", "backward"] == 2
     assert 3 <= counts["all_reduce", "forward"] <= 4
 
 
 def test_megatron_splits_columns_then_rows_and_the_vocabulary():
     graph = graph_of(GPT)
-    b = made(GPT, 32, "megatron")["megatron_8x4"]
+    b = made(GPT, 32, "megatron_8x4")
     r = roles(graph)
     for name in ("blocks.attention.wq", "blocks.attention.wo", "blocks.ff.w1", "blocks.ff.w2", "wte"):
         (dim,) = split(graph, b, name).values()
@@ -89,7 +99,7 @@ def test_megatron_splits_columns_then_rows_and_the_vocabulary():
 
 def test_key_value_heads_are_repeated_where_they_do_not_divide():
     graph = graph_of("llama3_8b")
-    b = made("llama3_8b", 32, "megatron")["megatron_2x16"]
+    b = made("llama3_8b", 32, "megatron_2x16")
     assert b.mesh.sizes[0] == 2 and sorted(b.mesh.sizes[1:]) == [2, 8]
 
     def ways(node):
@@ -108,7 +118,7 @@ def test_fsdp_gathers_each_weight_for_use_and_scatters_its_gradient():
     """Rajbhandari et al. 2020, section 7.1: a gather of each parameter forward, one backward (here: under
     recomputation, when the forward runs again), and a reduce-scatter of its gradient."""
     graph = graph_of(GPT_REMAT)
-    b = made(GPT_REMAT, 32, "fsdp")["fsdp"]
+    b = made(GPT_REMAT, 32, "fsdp")
     sent = collectives(graph, b)
     for name in weights(graph) - {"wte"}:
         kinds = Counter()
@@ -126,10 +136,26 @@ def test_fsdp_gathers_each_weight_for_use_and_scatters_its_gradient():
     assert not [c for c in sent if c.kind == "all_reduce" and c.nbytes > 4 * PERSISTENT_ELEMENTS]
 
 
+def test_tensor_parallelism_with_stored_splits():
+    """Weights lie split over both axes, are gathered over the data axis alone, and their gradients scattered."""
+    graph = graph_of(GPT)
+    b = made(GPT, 32, "megatron_sp_fsdp_8x4")
+    assert between_layers(graph, b, "model") == between_layers(
+        graph, made(GPT, 32, "megatron_sp_8x4"), "model"
+    )
+    for name in ("blocks.attention.wq", "blocks.attention.wo", "blocks.ff.w1", "blocks.ff.w2"):
+        assert set(split(graph, b, name)) == {"data", "model"}
+        mine = [c for c in collectives(graph, b) if c.src == name]
+        assert {(c.kind, c.phase, c.axes) for c in mine} == {
+            ("all_gather", "forward", ("data",)),
+            ("reduce_scatter", "backward", ("data",)),
+        }
+
+
 def test_data_parallel_all_reduces_each_gradient_once():
     """One all-reduce per use of a parameter, of the gradient's bytes in the dtype in which it is used."""
     graph = graph_of(GPT)
-    b = made(GPT, 32, "data_parallel")["data_parallel"]
+    b = made(GPT, 32, "data_parallel")
     sent = collectives(graph, b)
     assert {c.kind for c in sent} == {"all_reduce"}
     for e in graph.edges:
@@ -147,7 +173,7 @@ def test_data_parallel_all_reduces_each_gradient_once():
 
 def test_one_weird_trick():
     graph = graph_of("alexnet")
-    b = made("alexnet", 8, "owt")["owt"]
+    b = made("alexnet", 8, "owt")
     for n in graph.nodes:
         if n.kind == "conv":
             assert [n.space[d].size for d in split(graph, b, n.name).values()] == [128]
@@ -164,7 +190,7 @@ def test_one_weird_trick():
 
 
 def test_one_weird_trick_says_which_layer_it_cannot_split():
-    b = made("alexnet", 32, "owt")["owt"]
+    b = made("alexnet", 32, "owt")
     assert b.notes == ("1000 out-channels do not divide by 32: by batch",)
 
 
@@ -181,12 +207,12 @@ def test_one_weird_trick_says_which_layer_it_cannot_split():
     ],
 )
 def test_a_method_that_does_not_apply_says_why(model, devices, name, reason):
-    found = made(model, devices)[name]
+    found = offered(model, devices)[name]
     assert isinstance(found, Skipped)
     assert re.match(reason, found.reason), found.reason
 
 
 def test_small_batches_leave_tensor_parallelism():
-    found = made("gpt2?batch=8", 32)
+    found = offered("gpt2?batch=8", 32)
     assert isinstance(found["data_parallel"], Skipped)
-    assert isinstance(found["megatron_8x4"], Baseline)
+    assert isinstance(found["megatron_8x4"], Intent)

@@ -10,10 +10,11 @@ from pase.tables.build import build
 from tests.baselines.helpers import graph_of
 
 H100 = machine.load("h100x8")
+MODELS = [name for name in zoo.names() if name not in ("gpt2_medium", "gpt2_large")]  # as gpt2 and gpt2_xl
 
 
 @pytest.mark.parametrize("devices", [8, 32, 64])
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", MODELS)
 def test_search_is_never_worse(name, devices):
     graph, model = graph_of(name), costmodels.get("analytic", H100)
     built = {}

@@ -1,0 +1,113 @@
+"""Which configs a method has for a node, and which devices and batches it can serve: parts of every method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from pase.baselines.flow import Roles
+from pase.ir import Graph, Node
+from pase.machine import Machine, Mesh, axis_levels, level_ways
+from pase.tables.layouts import NOT_SPLIT, number, shards
+
+__all__ = [
+    "PERSISTENT_ELEMENTS",
+    "by_batch",
+    "fits",
+    "free",
+    "most",
+    "no_batch",
+    "only",
+    "stored_apart",
+    "ways_over",
+]
+
+PERSISTENT_ELEMENTS = 100_000
+"""ZeRO-3 need not split parameters of fewer elements: DeepSpeed's stage3_param_persistence_threshold."""
+
+
+def only(cfg: np.ndarray, axes: Sequence[int], dims: Sequence[int]) -> np.ndarray:
+    """bool [K]: these axes split these dims (or NOT_SPLIT, where listed) and no other."""
+    return np.asarray(np.isin(cfg[:, list(axes)], list(dims)).all(axis=1))
+
+
+def most(cfg: np.ndarray, allowed: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
+    """Of the allowed configs, those that split these dims most."""
+    ways = np.where(allowed, shards(cfg, dims, mesh), 0)
+    return allowed & (ways == ways.max(initial=0))
+
+
+def free(node: Node) -> list[int]:
+    """What an axis may do that splits nothing: replicate, or leave a copy's gradient to be summed later."""
+    return [NOT_SPLIT, *(i for i, d in enumerate(node.space) if d.kind == "pending")]
+
+
+def by_batch(r: Roles, node: Node, cfg: np.ndarray, mesh: Mesh, axes: Sequence[int]) -> np.ndarray:
+    """The batch over these axes, as far as the node has one that can be split."""
+    batch = r.dims(node, r.batch)
+    split = [mesh.sizes[a] for a in axes]
+    allowed = np.ones(len(cfg), dtype=bool)
+    for a in axes:
+        allowed &= only(cfg, [a], [*batch, *free(node)])
+    if not split or not batch:
+        return allowed
+    ways = np.where(allowed, ways_over(cfg, batch, axes, mesh), 0)
+    return allowed & (ways == ways.max(initial=0))
+
+
+def ways_over(cfg: np.ndarray, dims: Sequence[int], axes: Sequence[int], mesh: Mesh) -> np.ndarray:
+    """Into how many shards these axes alone split these dims: int64 [K]."""
+    out = np.ones(len(cfg), dtype=np.int64)
+    for a in axes:
+        out[np.isin(cfg[:, a], dims)] *= mesh.sizes[a]
+    return out
+
+
+def _elements(node: Node) -> int:
+    return math.prod(number(d.size, node.name) for d in node.space if d.kind == "parallel")
+
+
+def stored_apart(
+    node: Node, cfg: np.ndarray, mesh: Mesh, axes: Sequence[int], taken: Sequence[int] = ()
+) -> np.ndarray:
+    """A parameter over all of these axes on the largest dim that takes them; a small one may stay whole.
+
+    taken: dims that other axes split for compute; they come last, for a gather of shards that two axes
+    interleave would have to permute them first.
+    """
+    whole = only(cfg, axes, [NOT_SPLIT])
+    sizes = [number(d.size, node.name) for d in node.space]
+    for i in sorted(range(len(sizes)), key=lambda i: (i in taken, -sizes[i])):
+        on = only(cfg, axes, [i])
+        if on.any():
+            return on | whole if _elements(node) < PERSISTENT_ELEMENTS else on
+    return whole
+
+
+def _batch_size(graph: Graph, r: Roles) -> int:
+    sizes = r.sizes(graph, r.batch)
+    return math.gcd(*sizes) if sizes else 1
+
+
+def no_batch(graph: Graph, r: Roles, ways: int) -> str | None:
+    if not r.batch:
+        return "the model has no input with a batch dim"
+    size = _batch_size(graph, r)
+    return None if size % ways == 0 else f"a batch of {size} does not divide by {ways}"
+
+
+def fits(mesh: Mesh, machine: Machine) -> bool:
+    """Does every axis cover whole factors of the machine's link levels?"""
+    ways = level_ways(mesh.devices, machine)
+    below = 1
+    bounds = []
+    for w in ways:
+        below *= w
+        bounds.append(below)
+    levels = axis_levels(mesh, machine)
+    if any(math.prod(row) != size for row, size in zip(levels, mesh.sizes, strict=True)):
+        return False
+    per_level = [math.prod(row[level] for row in levels) for level in range(len(ways))]
+    return tuple(per_level) == tuple(ways)

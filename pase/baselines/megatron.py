@@ -1,0 +1,113 @@
+"""Tensor parallelism within data parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pase.baselines.flow import Roles, roles
+from pase.baselines.masks import by_batch, fits, free, most, no_batch, only, stored_apart
+from pase.baselines.rules import rule
+from pase.baselines.types import Allow, Intent, Skipped
+from pase.ir import Graph, Node
+from pase.machine import Machine, Mesh
+from pase.tables.layouts import NOT_SPLIT
+
+__all__ = ["megatron"]
+
+
+@rule("megatron")
+def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
+    """Tensor parallelism within data parallelism (Shoeybi et al. 2019), each degree, with and without
+    sequence parallelism (Korthikanti et al. 2022): ``megatron_8x4`` is data 8 × model 4. ``megatron_sp_fsdp``
+    stores parameters split over the data axis, too, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3).
+
+    Heads, hidden units and vocabulary go over the model axes. Fewer heads (or key-value heads) than model
+    devices are split as far as they go, on a mesh with two model axes, and repeated beyond.
+    """
+    r = roles(graph)
+    if r.model is None or not r.tensor:
+        yield Skipped(name="megatron", reason="no dim runs through most weights, as a model dim would")
+        return
+    for degree in (t for t in range(2, devices + 1) if devices % t == 0):
+        data = devices // degree
+        label = f"{data}x{degree}"
+        why = no_batch(graph, r, data)
+        if why:
+            yield Skipped(name=f"megatron_{label}", reason=why)
+            continue
+        sizes, inside = r.sizes(graph, r.tensor), r.sizes(graph, r.tensor - r.ends)
+        if not any(size % degree == 0 for size in sizes):
+            yield Skipped(
+                name=f"megatron_{label}",
+                reason=f"none of its heads, hidden units and vocabularies ({sizes}) divides by {degree}",
+            )
+            continue
+        meshes = [m for m in _model_meshes(data, degree, inside) if fits(m, machine)]
+        if not meshes:
+            yield Skipped(
+                name=f"megatron_{label}",
+                reason=f"groups of {degree} are neither whole nodes of {machine.name} nor equal parts of one",
+            )
+            continue
+        uneven = [s for s in sizes if s % degree]
+        notes = tuple(f"a dim of {s} does not divide by {degree}: split less, or whole" for s in uneven)
+        sequence = r.sizes(graph, r.sequence)
+        variants = {"megatron": (False, False)}
+        if any(s % degree == 0 for s in sequence):
+            variants["megatron_sp"] = (True, False)
+            if data > 1:
+                variants["megatron_sp_fsdp"] = (True, True)
+        else:
+            yield Skipped(
+                name=f"megatron_sp_{label}", reason=f"no sequence dim ({sequence}) divides by {degree}"
+            )
+        for mesh in meshes:
+            for name, (by_sequence, apart) in variants.items():
+                allow = _tensor_parallel(r, data, by_sequence=by_sequence, apart=apart)
+                yield Intent(name=f"{name}_{label}", mesh=mesh, allow=allow, notes=notes)
+
+
+def _model_meshes(data: int, degree: int, sizes: Sequence[int]) -> Iterator[Mesh]:
+    """One model axis, or two where a dim divides by a part of the degree alone."""
+    names, outer = (("data",), (data,)) if data > 1 else ((), ())
+    yield Mesh(names=(*names, "model"), sizes=(*outer, degree))
+    parts = {math.gcd(s, degree) for s in sizes} - {1, degree}
+    for part in sorted({*parts, *(degree // p for p in parts)}):
+        yield Mesh(names=(*names, "model", "model2"), sizes=(*outer, part, degree // part))
+
+
+def _tensor_parallel(r: Roles, data: int, *, by_sequence: bool, apart: bool) -> Allow:
+    """apart: parameters are stored split over the data axis, too."""
+    batch_axes = [0] if data > 1 else []
+
+    def parameter(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        model = range(len(batch_axes), len(mesh.sizes))
+        tensor, experts = r.dims(node, r.tensor), r.dims(node, r.experts)
+        allowed = only(cfg, model, [*tensor, *experts, NOT_SPLIT])
+        if apart:
+            allowed &= stored_apart(node, cfg, mesh, batch_axes, taken=[*tensor, *experts])
+        else:
+            allowed &= only(cfg, batch_axes, [NOT_SPLIT])
+        return most(cfg, allowed, [*tensor, *experts], mesh) if tensor else allowed
+
+    def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        if node.kind == "parameter":
+            return parameter(node, cfg, mesh)
+        model = range(len(batch_axes), len(mesh.sizes))
+        tensor, experts = r.dims(node, r.tensor), r.dims(node, r.experts)
+        inside = r.dims(node, r.tensor - r.ends)
+        sequence = r.dims(node, r.sequence) if by_sequence and not inside else []
+        allowed = by_batch(r, node, cfg, mesh, batch_axes)
+        allowed &= only(cfg, model, [*tensor, *experts, *sequence, *free(node)])
+        if node.kind == "copy":
+            return allowed
+        if tensor:
+            return most(cfg, allowed, [*tensor, *experts], mesh)
+        if sequence and node.kind in ("elementwise", "reduce", "carry"):
+            return most(cfg, allowed, sequence, mesh)
+        return allowed
+
+    return allow
