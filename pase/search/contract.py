@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.errors import Infeasible
+from pase.errors import Infeasible, PaseError
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables
 
@@ -27,6 +27,7 @@ __all__ = ["Contracted", "contract", "fixed_bytes", "restrict"]
 
 _MAX_ELIMINATED_ENTRIES = 1 << 16
 _MAX_DOMINANCE_WORK = 1 << 22
+_MAX_ENTRIES = 300_000_000  # pairs of configs over all edges, 8 bytes each
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +80,12 @@ class _Work:
                 held = memory.bytes[v]
                 if held.max() > held.min():
                     self.less[v] = held[:, None] <= held[None, :]
+        entries = sum(self.costs[e.src].size * self.costs[e.dst].size for e in tables.edges)
+        if entries > _MAX_ENTRIES:
+            raise PaseError(
+                f"the edges have {entries:,} pairs of configs, and no elimination order fits: more than "
+                f"{_MAX_ENTRIES:,} would take too much memory. Offer fewer configs (a coarser mesh)."
+            )
         dense: dict[tuple[int, int, int], np.ndarray] = {}
         for e in tables.edges:
             key = (id(e.cost), id(e.src_class), id(e.dst_class))
