@@ -86,9 +86,9 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     for pg in info.get("pg_config") or ():
         if isinstance(pg, dict) and isinstance(pg.get("ranks"), list):
             b.groups[str(pg.get("pg_name"))] = tuple(int(r) for r in pg["ranks"] if isinstance(r, int))
-    stream = open_stream(path, limits)
     feed = _Feed(b, world=_whole(info.get("world_size"), 0))
-    cut = _pump(stream, header["prefix"], feed)
+    with open_stream(path, limits) as stream:
+        cut = _pump(stream, header["prefix"], feed)
     problems = []
     if stream.broken or cut:
         what = (
@@ -114,9 +114,13 @@ def _whole(x: Any, default: int) -> int:
 
 def _header(path: Path, limits: Limits) -> dict[str, Any]:
     """Top-level values that stand before the events, and the ijson prefix of the events."""
+    with open_stream(path, limits) as stream:
+        return _read_header(stream, path)
+
+
+def _read_header(stream: BoundedReader, path: Path) -> dict[str, Any]:
     import ijson
 
-    stream = open_stream(path, limits)
     out: dict[str, Any] = {}
     builder: Any = None
     try:
@@ -170,6 +174,7 @@ class _Feed:
         self.thread_names: dict[tuple[object, object], str] = {}
         self.process_names: dict[object, str] = {}
         self.executions = Executions()
+        self.places: dict[tuple[int, int, bool, int], int] = {}
         self.open: dict[int, list[tuple[int, int, int]]] = {}
 
     def take(self, e: Any) -> None:
@@ -178,7 +183,7 @@ class _Feed:
             return
         ph = e.get("ph")
         if ph == "X":
-            if e.get("cat") not in _SKIPPED:
+            if not (isinstance(e.get("cat"), str) and e["cat"] in _SKIPPED):
                 self._span(e)
         elif ph == "M":
             self._metadata(e)
@@ -242,6 +247,19 @@ class _Feed:
         return (_K["kernel"], True) if "hlo_op" in args else (_K["annotation"], False)
 
     def _lane(self, e: dict[str, Any], args: dict[str, Any], device: bool) -> int:
+        """The lane of an event; found again without further ado where its ids are plain numbers."""
+        pid, tid = e.get("pid"), args.get("stream") if device else e.get("tid")
+        if type(pid) is not int or type(tid) is not int:
+            return self._new_lane(e, args, device)
+        place = (pid, tid, device, args.get("device") if type(args.get("device")) is int else -1)
+        known = self.places.get(place)
+        if known is None:
+            known = self._new_lane(e, args, device)
+            if len(self.places) < self.b.limits.lanes:
+                self.places[place] = known
+        return known
+
+    def _new_lane(self, e: dict[str, Any], args: dict[str, Any], device: bool) -> int:
         if device and "stream" not in args:
             label = self.thread_names.get((_key(e.get("pid")), _key(e.get("tid"))), "")
             name, ordinal = xla_lane(
@@ -384,11 +402,13 @@ def _dims_bytes(args: dict[str, Any]) -> int:
 
 def _ns(us: Any) -> int | None:
     """Whole nanoseconds from microseconds, without the rounding that float·1000 brings at 10¹⁵ µs."""
+    if type(us) is float:
+        if not -1e17 < us < 1e17:
+            return None if us != us or us in (math.inf, -math.inf) else int(us) * 1000
+        whole = int(us)
+        return whole * 1000 + round((us - whole) * 1000)
     if isinstance(us, int):
         return us * 1000
-    if isinstance(us, float) and math.isfinite(us):
-        whole = math.floor(us)
-        return whole * 1000 + round((us - whole) * 1000)
     if isinstance(us, str) and len(us) < 40:
         try:
             return _ns(float(us))

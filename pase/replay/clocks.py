@@ -46,7 +46,7 @@ def align_ends(t: Timeline, matches: list[Match]) -> tuple[tuple[Clock, ...], li
     """Offset and drift of every rank from the ends of shared collectives.
 
     Alternates between the common time of each collective (median over its ranks) and the offset of each
-    rank (median over its collectives), then fits drift by Theil–Sen and keeps it where it is clear of noise.
+    rank (median over its collectives), then fits drift and keeps it where it is clear of noise.
     """
     ranks = list(t.ranks)
     # Ranks known to read the clock of one machine have one offset.
@@ -179,22 +179,29 @@ def _spanning(by_collective: list[np.ndarray], who: np.ndarray, local: np.ndarra
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Slope of y over x and its standard error: Theil–Sen on pairs half the span apart, then refined."""
+    """Slope of y over x and its standard error.
+
+    Of the lines through pairs of points, the one that most points follow (their squared residuals, capped at
+    four times the noise between neighbours, sum to least); then least squares on the points that do. A few
+    points far off in time, which fix a drift best, are so not taken for outliers, and outliers not for drift.
+    """
     n = len(x)
     if n < 8 or x.max() - x.min() <= 0:
         return 0.0, math.inf
     order = np.argsort(x, kind="stable")
     x, y = x[order], y[order]
-    half = n // 2
-    dx = x[half : 2 * half] - x[:half]
-    ok = dx > 0
-    if not ok.any():
-        return 0.0, math.inf
-    slope = float(np.median((y[half : 2 * half] - y[:half])[ok] / dx[ok]))
+    sigma = max(_MAD_TO_SIGMA * float(np.median(np.abs(np.diff(y)))) / math.sqrt(2), 1.0)
+    left, right = (np.unique(np.linspace(0, n - 1, k).astype(np.int64)) for k in (24, 25))
+    a, b = (m.ravel() for m in np.meshgrid(left, right))
+    apart = x[b] - x[a] > 0.05 * (x[-1] - x[0])
+    a, b = a[apart], b[apart]
+    some = np.unique(np.linspace(0, n - 1, 2000).astype(np.int64))
+    slopes = np.concatenate(([0.0], (y[b] - y[a]) / (x[b] - x[a])))
+    off = y[some] - slopes[:, None] * x[some]
+    off -= np.median(off, axis=1, keepdims=True)
+    slope = float(slopes[np.argmin(np.square(np.minimum(np.abs(off), 4 * sigma)).sum(axis=1))])
     residual = y - slope * x
     residual -= np.median(residual)
-    sigma = max(_MAD_TO_SIGMA * float(np.median(np.abs(residual))), 1.0)
-    # Least squares on what is not an outlier: twice as precise as the median of slopes.
     fine = np.abs(residual) < 4 * sigma
     around = x[fine] - x[fine].mean()
     slope += float(around @ residual[fine] / (around @ around))

@@ -91,7 +91,8 @@ def _read(path: Path, limits: Limits) -> Timeline:
         if not is_nsys_jax(path):
             raise PaseError(f"{path}: not an nsys-jax archive (no nvtx_gpu_proj_trace/trace.parquet in it)")
         return read_nsys_jax(path, limits=limits)
-    head = open_stream(path, limits).read()[:400]
+    with open_stream(path, limits) as stream:
+        head = stream.read()[:400]
     if b"pase.timeline/" in head:
         return load_timeline(path)
     return read_chrome(path, None, limits)

@@ -146,7 +146,7 @@ def _rank_graph(m: Measured, rank: int, chosen: list[int]) -> _Part:
     own = np.full((len(programs), n), np.nan)
     for k, p in enumerate(programs):
         spot = [(row[key], i) for i, key in enumerate(p.keys) if key in row]
-        to, of = (np.array(x, dtype=np.int64) for x in zip(*spot, strict=True))
+        to, of = np.array(spot, dtype=np.int64).reshape(-1, 2).T
         s, e = np.array(p.start, dtype=float), np.array(p.end, dtype=float)
         work = e - s
         for call, op in p.blocked.items():

@@ -124,7 +124,7 @@ def autostart(folder: str, seconds: float) -> None:
     run = profile(folder)
     state = {"started": False}
 
-    def begin(event: str, duration: float, **_: Any) -> None:
+    def begin(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if state["started"] or not event.endswith("backend_compile_duration"):
             return
         state["started"] = True

@@ -58,6 +58,7 @@ class Program:
     """Call task → task that it was seen to wait for, in this iteration."""
     root: int = -1
     tail: int = -1
+    _taken: set[tuple[object, ...]] = field(default_factory=set)
     busy_until: dict[str, int] = field(default_factory=dict)
     """Stream → when the previous iteration's last op on it ended, where that is after this one's start."""
 
@@ -71,6 +72,9 @@ class Program:
         end: int,
         event: int = -1,
     ) -> int:
+        while key in self._taken:
+            key = (*key, "again")
+        self._taken.add(key)
         self.keys.append(key)
         self.device.append(device)
         self.name.append(name)

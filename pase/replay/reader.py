@@ -44,6 +44,7 @@ LIMITS = Limits()
 _BAD_NUMBER = re.compile(rb"(\A|[:\[,]\s*)-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_BLOCK = 64
 _STEP = np.zeros(256, dtype=np.int8)
 _STEP[[ord("["), ord("{")]] = 1
 _STEP[[ord("]"), ord("}")]] = -1
@@ -51,6 +52,8 @@ _STEP[[ord("]"), ord("}")]] = -1
 
 class _Source(Protocol):
     def read(self, n: int, /) -> bytes: ...
+
+    def close(self) -> None: ...
 
 
 class BoundedReader:
@@ -126,16 +129,24 @@ class BoundedReader:
         if deepest > self.limits.depth:
             raise PaseError(f"{self.where}: values nested {deepest} deep near byte {self.total}: not a trace")
 
+    def __enter__(self) -> BoundedReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.source.close()
+
     def event_done(self) -> None:
         self.events += 1
         self.since_event = 0
 
 
 def _depth(chunk: bytes, carried: int) -> tuple[int, int]:
-    """Brackets left open at the end of the chunk, and the most that were open at once."""
+    """Brackets left open at the end of the chunk, and the most that were open at once, to within a block."""
     if not chunk:
         return carried, carried
-    level = np.cumsum(_STEP[np.frombuffer(chunk, dtype=np.uint8)], dtype=np.int32) + carried
+    steps = _STEP[np.frombuffer(chunk, dtype=np.uint8)]
+    blocks = np.add.reduceat(steps, np.arange(0, len(steps), _BLOCK), dtype=np.int32)
+    level = np.cumsum(blocks) + carried
     above = level - np.minimum(np.minimum.accumulate(level), 0)
     return int(above[-1]), int(above.max())
 
@@ -145,6 +156,9 @@ class _Gunzip:
 
     def __init__(self, raw: IO[bytes]) -> None:
         self.raw, self.member = raw, zlib.decompressobj(31)
+
+    def close(self) -> None:
+        self.raw.close()
 
     def read(self, n: int) -> bytes:
         while True:
@@ -163,7 +177,7 @@ class _Gunzip:
 
 
 def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
-    """A bounded stream of the file's JSON bytes; .gz is recognised by content, not by name."""
+    """A bounded stream of the file's JSON bytes, to be used in ``with``; .gz is known by content, not by name."""
     try:
         raw: IO[bytes] = path.open("rb")
     except OSError as e:
@@ -177,10 +191,10 @@ def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
 
 def read_small_json(path: Path, limit: int = 1 << 30) -> Any:
     """A whole JSON document of our own making, gzipped or not. PaseError names the file and the place."""
-    stream = open_stream(path, Limits(header_bytes=limit, file_bytes=limit))
     parts: list[bytes] = []
-    while chunk := stream.read():
-        parts.append(chunk)
+    with open_stream(path, Limits(header_bytes=limit, file_bytes=limit)) as stream:
+        while chunk := stream.read():
+            parts.append(chunk)
     if stream.broken:
         raise PaseError(f"{path}: the file is cut or damaged ({stream.broken})")
     try:

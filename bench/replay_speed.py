@@ -1,0 +1,134 @@
+"""How fast traces are read and graphs replayed, and in how much memory.
+
+    .venv/bin/python bench/replay_speed.py [--megabytes 1000]      # writes bench/results/replay_speed.json
+
+The trace is an imagined run's, repeated until it is as large as asked for. Every part runs in a process of its own,
+so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--part", choices=("read", "replay"))
+    parser.add_argument("--file", type=Path)
+    args = parser.parse_args()
+    if args.part == "read":
+        print(json.dumps(read(args.file)))
+    elif args.part == "replay":
+        print(json.dumps(replay()))
+    else:
+        from bench.replay_traces import write
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rank0.json"
+            written = generate(file, args.megabytes << 20)
+            out = {
+                "read": {"megabytes": written / 1e6, **part("read", "--file", str(file))},
+                "replay": part("replay"),
+            }
+        write("replay_speed", out)
+
+
+def part(name: str, *more: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--part", name, *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return json.loads(done.stdout)
+
+
+def generate(file: Path, size: int) -> int:
+    from tests.replay.synthetic import Run, simulate, trace
+
+    document = trace(simulate(Run(ranks=1, iterations=20, layers=200)), 0)
+    events = document.pop("traceEvents")
+    span = max(e["ts"] + e["dur"] for e in events) + 1000.0
+    with file.open("w") as f:
+        f.write(json.dumps(document)[:-1] + ', "traceEvents": [')
+        shift, first = 0.0, True
+        while f.tell() < size:
+            for e in events:
+                f.write(("" if first else ",\n") + json.dumps({**e, "ts": round(e["ts"] + shift, 3)}))
+                first = False
+            shift += span
+        f.write("]}")
+    return file.stat().st_size
+
+
+def read(file: Path) -> dict[str, Any]:
+    from pase.replay.chrome import read_chrome
+
+    begun = time.perf_counter()
+    cpu = time.process_time()
+    t = read_chrome(file)
+    return {
+        "events": len(t),
+        "seconds": time.perf_counter() - begun,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }
+
+
+def replay() -> dict[str, Any]:
+    """A million tasks on 64 devices, each waiting for two earlier ones, run by the numba kernel."""
+    import numpy as np
+
+    from pase.replay.graph import DataflowGraph, Device
+    from pase.replay.simulate import replay_graph
+
+    n, devices = 1_000_000, 64
+    rng = np.random.default_rng(0)
+    later = np.arange(devices, n)
+    src = np.concatenate([later - rng.integers(1, devices, len(later)), later - devices])
+    g = DataflowGraph(
+        devices=tuple(Device(rank=i // 4, name=f"stream {i % 4}", kind="stream") for i in range(devices)),
+        names=("op",),
+        name=np.zeros(n, dtype=np.int32),
+        kind=np.full(n, 2, dtype=np.uint8),
+        device=np.arange(n, dtype=np.int64) % devices,
+        duration_ns=rng.uniform(1e3, 1e4, n),
+        src=src,
+        dst=np.concatenate([later, later]),
+        lag_ns=np.zeros(len(src)),
+        edge_kind=np.zeros(len(src), dtype=np.uint8),
+        gang=np.full(n, -1, dtype=np.int64),
+        priority=np.zeros(n, dtype=np.int64),
+        release_ns=np.zeros(n),
+        nbytes=np.full(n, -1, dtype=np.int64),
+        operation=np.zeros(n, dtype=np.uint8),
+        event=np.full(n, -1, dtype=np.int64),
+        device_free_ns=np.zeros(devices),
+    )
+    replay_graph(g)
+    seconds, cpu = [], []
+    for _ in range(7):
+        begun, used = time.perf_counter(), time.process_time()
+        replay_graph(g)
+        seconds.append(time.perf_counter() - begun)
+        cpu.append(time.process_time() - used)
+    median, best = sorted(seconds)[3], sorted(cpu)[3]
+    return {
+        "tasks": n,
+        "edges": len(src),
+        "median_seconds": median,
+        "median_cpu_seconds": best,
+        "tasks_per_s": n / best,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Replay on real traces: how well iterations and ranks are predicted that were not used, how clocks are recovered.
+
+    .venv/bin/python bench/replay_traces.py [--traces ../shared/data/traces]   # writes bench/results/replay_traces.json
+
+held_out: each steady iteration predicted from medians of the others. "naive" is the median length of those others:
+what one would guess without any replay; iterations of host-bound runs differ from each other by as much. What the
+replay adds is that it still predicts when something is changed: other_ranks predicts each rank with the compute
+times of the other ranks only, and synthetic predicts runs whose truth is known, under changes of bandwidth and
+CPU speed, from a trace without the change. device_only is the error of a replay that leaves the CPU out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pase.replay import align, estimate, held_out, load, measure, optimize_graph, replay_graph  # noqa: E402
+from pase.replay.graph import DataflowGraph  # noqa: E402
+from pase.replay.model import Measured  # noqa: E402
+from pase.replay.predict import rank_length_ns  # noqa: E402
+from pase.replay.types import GPU_KINDS, Timeline  # noqa: E402
+from pase.replay.whatif import apply, evaluate  # noqa: E402
+
+RUNS = {
+    "pax FSDP on 4 A100 (device-bound)": "jaxtoolbox_pax_fsdp4",
+    "DDP ResNet on 2 A100, rank 0 (launch-bound)": "hta/nccl_parser_config_nccl_data.json.gz",
+    "DDP on 2 V100, rank 1, 404 unfused all-reduces (launch-bound)": "hta/df_index_resolver_df_index_resolver.json.gz",
+    "DLRM-like on 8 A100, rank 3": "hta/trace_diff_control_control.json.gz",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--traces", type=Path, default=ROOT / ".." / "shared" / "data" / "traces")
+    folder = parser.parse_args().traces
+    out: dict[str, Any] = {"runs": {name: one_run(folder / path) for name, path in RUNS.items()}}
+    out["alignment"] = alignment(folder / RUNS["pax FSDP on 4 A100 (device-bound)"])
+    out["synthetic"] = synthetic()
+    write("replay_traces", out)
+
+
+def one_run(path: Path) -> dict[str, Any]:
+    begun = time.perf_counter()
+    t = align(load(path))
+    loaded = time.perf_counter()
+    m = measure(t)
+    steady = m.steady()
+    predictions = held_out(m)
+    done = time.perf_counter()
+    g = estimate(m, steady)
+    by_rank = {}
+    for rank in g.ranks:
+        mine = [p for p in predictions if p.rank == rank]
+        measured = statistics.median(p.measured_ns for p in mine)
+        by_rank[rank] = {
+            "measured_ms": measured / 1e6,
+            "replayed_ms": statistics.median(p.replayed_ns for p in mine) / 1e6,
+            "error": statistics.median(p.replayed_ns for p in mine) / measured - 1,
+            "worst_iteration_error": max((p.error for p in mine), key=abs),
+            "worst_naive_error": max((p.others_median_ns / p.measured_ns - 1 for p in mine), key=abs),
+        }
+    plan = optimize_graph(g)
+    return {
+        "events": len(t),
+        "load_and_align_s": loaded - begun,
+        "measure_and_predict_s": done - loaded,
+        "steady_iterations": steady,
+        "all_iterations": m.iterations(),
+        "ranks": by_rank,
+        "other_ranks": other_ranks(m, g) if len(g.ranks) > 1 else None,
+        "device_only": device_only(m, g),
+        "optimize": {
+            "before_ms": plan.before_ns / 1e6,
+            "after_ms": plan.after_ns / 1e6,
+            "seconds": plan.seconds,
+            "replays": plan.evaluations,
+            "tasks": len(g),
+            "ended": plan.ended,
+        },
+    }
+
+
+def other_ranks(m: Measured, g: DataflowGraph) -> dict[int, float]:
+    """Error of each rank's median iteration, its compute times taken from the other ranks only."""
+    rows: dict[object, dict[int, int]] = {}
+    for i, key in enumerate(g.key):
+        assert isinstance(key, tuple)
+        same = (*(x for x in key[:-1] if not isinstance(x, int)), key[-1] if key[0] != "tail" else 0)
+        rows.setdefault(same, {})[int(g.rank[i])] = i
+    out = {}
+    for rank in g.ranks:
+        duration = g.duration_ns.copy()
+        for twins in rows.values():
+            others = [g.duration_ns[i] for r, i in twins.items() if r != rank]
+            if rank in twins and others:
+                duration[twins[rank]] = np.median(others)
+        r = replay_graph(replace(g, duration_ns=duration))
+        measured = np.median([m.measured_ns[(rank, i)] for i in m.steady()])
+        out[rank] = float(rank_length_ns(g, r, rank) / measured - 1)
+    return out
+
+
+def device_only(m: Measured, g: DataflowGraph) -> float:
+    """Error of a replay of the device ops alone, as Daydream-like simulators without launching threads make it."""
+    from pase.replay.simulate import subgraph
+
+    part = subgraph(g, np.isin(g.kind, GPU_KINDS))
+    part = replace(part, root={}, tail={}, release_ns=np.zeros(len(part)))
+    r = replay_graph(part)
+    measured = max(np.median([m.measured_ns[(k, i)] for i in m.steady()]) for k in g.ranks)
+    return float(max(rank_length_ns(part, r, k) for k in part.ranks) / measured - 1)
+
+
+def alignment(path: Path) -> dict[str, Any]:
+    """Skews within ±5 ms and drifts within ±50 ppm put on the real traces; errors of what comes back."""
+    t = load(path)
+    base = align(t)
+    rng = np.random.default_rng(0)
+    skew_error, drift_error = [], []
+    for trial in range(10):
+        skew = rng.uniform(-5e6, 5e6, len(t.ranks))
+        drift = rng.uniform(-50e-6, 50e-6, len(t.ranks)) * (trial % 2)
+        changed = align(disturbed(t, skew, drift))
+        at = {mark.rank: mark.start_ns for mark in t.marks if mark.iteration == 3}
+        shift = {}
+        for k, r in enumerate(t.ranks):
+            zero = int(t["start_ns"][t.rank_of == r].min())
+            local = at[r] + skew[k] + (at[r] - zero) * drift[k]
+            shift[r] = (
+                changed.clock(r).to_global(np.array([local]))[0]
+                - base.clock(r).to_global(np.array([at[r]]))[0]
+            )
+            got = (1 + changed.clock(r).drift) * (1 + drift[k]) / (1 + drift[0]) - 1
+            drift_error.append(abs(got - base.clock(r).drift))
+        skew_error.extend(abs(shift[r] - shift[t.ranks[0]]) for r in t.ranks[1:])
+    from pase.replay.clocks import collective_costs
+    from pase.replay.matching import match_collectives
+
+    def spread(x: Timeline) -> float:
+        matches = [m for m in match_collectives(x)[0] if m.iteration >= 2]
+        return float(np.median([c["end_spread_ns"] for c in collective_costs(x, matches)])) / 1e3
+
+    return {
+        "trials": 10,
+        "worst_skew_error_us": max(skew_error) / 1e3,
+        "worst_drift_error_us_per_s": max(drift_error) * 1e6,
+        "median_end_spread_us": {"ends": spread(base), "dpro": spread(align(t, "dpro"))},
+        "uncertainty_us": {r: base.clock(r).uncertainty_ns / 1e3 for r in t.ranks},
+    }
+
+
+def disturbed(t: Timeline, skew: np.ndarray, drift: np.ndarray) -> Timeline:
+    columns = {k: v.copy() for k, v in t.columns.items()}
+    for k, r in enumerate(t.ranks):
+        mine = t.rank_of == r
+        zero = int(t["start_ns"][mine].min())
+        begin, end = (
+            x + np.int64(skew[k]) + ((x - zero) * drift[k]).astype(np.int64)
+            for x in (t["start_ns"][mine], t.end_ns[mine])
+        )
+        columns["start_ns"][mine], columns["duration_ns"][mine] = begin, end - begin
+    return replace(t, columns=columns)
+
+
+def synthetic() -> list[dict[str, Any]]:
+    """Runs of an independent simulator (tests/replay/synthetic.py): error of the replay, and of what-ifs."""
+    from tests.replay.synthetic import Run, simulate
+    from tests.replay.synthetic import write as write_traces
+
+    shapes: dict[str, dict[str, Any]] = {
+        "device-bound": {"kernel_us": 300.0, "between_us": 4.0},
+        "launch-bound": {"kernel_us": 12.0, "between_us": 60.0},
+        "communication-bound": {"kernel_us": 60.0, "bucket_bytes": 64 << 20},
+    }
+    changes: dict[str, tuple[tuple[str, str, float], dict[str, float]]] = {
+        "bandwidth=2": (("bandwidth", "", 2.0), {"bandwidth_bytes_per_us": 120_000.0}),
+        "bandwidth=0.5": (("bandwidth", "", 0.5), {"bandwidth_bytes_per_us": 30_000.0}),
+    }
+    out = []
+    for name, shape in shapes.items():
+        fixed: dict[str, Any] = {"ranks": 4, "iterations": 6, "bucket_growth": 0.3, **shape}
+        with tempfile.TemporaryDirectory() as folder:
+            run = simulate(Run(noise=0.02, **fixed))
+            m = measure(align(load(write_traces(run, Path(folder)))))
+        p = held_out(m)
+        row: dict[str, Any] = {"run": name}
+        row["error"] = max(
+            (
+                statistics.median(x.replayed_ns for x in p if x.rank == r)
+                / (statistics.median(run.iteration_us[r][1:]) * 1e3)
+                - 1
+                for r in range(4)
+            ),
+            key=abs,
+        )
+        g = estimate(m, m.steady())
+        for label, (knob, change) in changes.items():
+            truth = simulate(Run(**{**fixed, **change}))
+            want = max(statistics.median(x[1:]) for x in truth.iteration_us) * 1e3
+            row[f"what_if {label}"] = max(evaluate(apply(g, [knob])).values()) / want - 1
+        out.append(row)
+    return out
+
+
+def write(name: str, results: dict[str, Any]) -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    report = {
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg(),
+        },
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", *sys.argv]),
+        "when": time.strftime("%Y-%m-%d"),
+        **results,
+    }
+    path = ROOT / "bench" / "results" / f"{name}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    main()
