@@ -18,28 +18,37 @@ __all__ = ["schedule"]
 
 def schedule(
     source: Annotated[
-        Path, typer.Argument(metavar="LAYOUT|PROFILE", help="layout.json, a problem JSON, or a PipeDream profile.")
+        Path,
+        typer.Argument(metavar="LAYOUT|PROFILE", help="layout.json, a problem JSON, or a PipeDream profile."),
     ],
     policy: Annotated[str, typer.Option(help="A policy's name, several with commas, or all.")] = "ours",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the bucket plan (of ours, or the best).")
     ] = None,
-    gantt: Annotated[Path | None, typer.Option(help="Draw the steady iteration: FILE.html or FILE.png.")] = None,
+    gantt: Annotated[
+        Path | None, typer.Option(help="Draw the steady iteration: FILE.html or FILE.png.")
+    ] = None,
     link: Annotated[
         list[str] | None,
         typer.Option(help="NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) or NAME:FILE.csv; may be given again."),
     ] = None,
     staleness: Annotated[
-        int, typer.Option(min=0, help="Greatest age in iterations of a gradient when applied; 0 = plain updates.")
+        int,
+        typer.Option(min=0, help="Greatest age in iterations of a gradient when applied; 0 = plain updates."),
     ] = 0,
     loss: Annotated[
         str | None,
-        typer.Option(help="The Preserver's walk: loss=,lowest=,lr=,mean=,spread=,batch=,lr_scaling= with commas."),
+        typer.Option(
+            help="The Preserver's walk: loss=,lowest=,lr=,mean=,spread=,batch=,lr_scaling= with commas."
+        ),
     ] = None,
     mode: Annotated[str, typer.Option(help="Of ours: fast, exact, or auto (exact where small).")] = "auto",
-    time_limit: Annotated[float, typer.Option("--time-limit", min=0.1, help="Seconds for exact mode.")] = 10.0,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=0.1, help="Seconds for exact mode.")
+    ] = 10.0,
     dataflow: Annotated[
-        bool, typer.Option(help="Profiles: compute runs any layer whose inputs are there, as TensorFlow does.")
+        bool,
+        typer.Option(help="Profiles: compute runs any layer whose inputs are there, as TensorFlow does."),
     ] = False,
     seed: Annotated[int, typer.Option(help="The same seed gives the same plan, time limits aside.")] = 0,
     emit: Annotated[str | None, typer.Option(help="Print for others to run: xla, pgle or ddp.")] = None,
@@ -53,13 +62,11 @@ def schedule(
     from pase.schedule.registry import Options
 
     problem = load_problem(source, links=tuple(parse_link(x) for x in link or ()), dataflow=dataflow)
-    options = Options(
-        staleness=staleness, walk=_walk(loss), mode=mode, time_limit_s=time_limit, seed=seed
-    )
+    options = Options(staleness=staleness, walk=_walk(loss), mode=mode, time_limit_s=time_limit, seed=seed)
     names = None if policy == "all" else [n.strip() for n in policy.split(",")]
     outcomes = compare_policies(problem, names, options)
     done = [o for o in outcomes if o.evaluation is not None]
-    best = next((o for o in done if o.policy == "ours"), None) or min(done, key=lambda o: o.evaluation.iteration_s)  # type: ignore[union-attr]
+    best = next((o for o in done if o.policy == "ours"), None) or min(done, key=lambda o: o.iteration_s)
     assert best.plan is not None and best.evaluation is not None
     if output is not None:
         data = plan_to_json(problem, best.plan, evaluation=best.to_json(), starts_s=best.evaluation.starts_s)

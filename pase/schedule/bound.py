@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -23,43 +20,9 @@ def jackson_s(ready: np.ndarray, seconds: np.ndarray, tail: np.ndarray) -> float
     >>> jackson_s(np.array([0.0, 2.0]), np.array([5.0, 1.0]), np.array([0.0, 9.0]))
     12.0
     """
-    order = np.argsort(ready, kind="stable")
-    if ready.size <= SMALL:
-        return _jackson(ready.tolist(), seconds.tolist(), tail.tolist(), order.tolist())
-    return float(_compiled()(ready, seconds.astype(float), tail, order))
+    from pase.schedule.kernels_chain import jackson
 
-
-SMALL = 64
-"""Up to that many jobs plain Python will do."""
-
-
-@cache
-def _compiled() -> Any:
-    import numba
-
-    return numba.njit(cache=True)(_jackson)
-
-
-def _jackson(ready: Any, seconds: Any, tail: Any, order: Any) -> float:
-    left = seconds.copy()
-    waiting = [(0.0, 0) for _ in range(0)]
-    now, worst, i, n = 0.0, 0.0, 0, len(order)
-    while i < n or len(waiting) > 0:
-        if len(waiting) == 0:
-            now = max(now, ready[order[i]])
-        while i < n and ready[order[i]] <= now:
-            heapq.heappush(waiting, (-tail[order[i]], order[i]))
-            i += 1
-        j = waiting[0][1]
-        done = now + left[j]
-        if i == n or done <= ready[order[i]]:
-            heapq.heappop(waiting)
-            now = done
-            worst = max(worst, now + tail[j])
-        else:
-            left[j] -= ready[order[i]] - now
-            now = ready[order[i]]
-    return worst
+    return float(jackson(ready, seconds.astype(float), tail, np.argsort(ready, kind="stable")))
 
 
 def _minorants(curve: Curve, most_bytes: float) -> Iterator[tuple[float, float]]:
@@ -107,7 +70,10 @@ def _relaxations(problem: Problem) -> Iterator[tuple[float, np.ndarray]]:
     nbytes = np.asarray([t.nbytes for t in problem.tensors], float)
     which, curves = _table(problem)
     for kind in (0, 1):
-        pairs = [[(np.inf, np.inf) if c is None else list(_minorants(c, most))[kind] for c in row] for row in curves]
+        pairs = [
+            [(np.inf, np.inf) if c is None else list(_minorants(c, most))[kind] for c in row]
+            for row in curves
+        ]
         a, b = np.asarray(pairs)[..., 0], np.asarray(pairs)[..., 1]
         for w in _weights(b):
             seconds = _least(w, b)[which] * nbytes
@@ -135,7 +101,10 @@ def _crowded_s(problem: Problem, view: PlainView, low: float, high: float) -> fl
                     rate[mine, j] = c.best_rates(np.minimum(c.bytes_within(room[mine]), most))
         if np.isinf(rate).all(1).any():
             return False
-        return all(jackson_s(view.ready, _least(w, rate) * view.nbytes, view.tail) <= k * (1 + 1e-12) for w in weights)
+        return all(
+            jackson_s(view.ready, _least(w, rate) * view.nbytes, view.tail) <= k * (1 + 1e-12)
+            for w in weights
+        )
 
     if survives(low):
         return low
@@ -192,7 +161,9 @@ def _window_s(problem: Problem, seconds: np.ndarray) -> float:
         load = np.cumsum(np.cumsum(load[::-1], axis=0)[::-1], axis=1)  # ready >= a and needed <= b
         before_b, through_a = upto[b_values][None, :], upto[a_values + 1][:, None]
         outside = upto[-1] - before_b + through_a if lag == 0 else through_a - before_b
-        valid = (b_values[None, :] > a_values[:, None]) if lag == 0 else (b_values[None, :] <= a_values[:, None])
+        valid = (
+            (b_values[None, :] > a_values[:, None]) if lag == 0 else (b_values[None, :] <= a_values[:, None])
+        )
         best = max(best, float(np.where(valid & (load > 0), load + outside, 0.0).max()))
     return best
 

@@ -71,5 +71,5 @@ def refine(inst: Instance, pieces: Pieces, first: np.ndarray) -> Pieces:
             need -= take
             if left[t] <= 0.5:
                 cursor[p] += 1
-    m, t, size = zip(*rows, strict=True)
-    return np.asarray(m, np.int64), np.asarray(t, np.int64), np.asarray(size, float), link
+    messages, tensors, sizes = zip(*rows, strict=True)
+    return np.asarray(messages, np.int64), np.asarray(tensors, np.int64), np.asarray(sizes, float), link

@@ -27,6 +27,10 @@ class Outcome:
     note: str = ""
 
     @property
+    def iteration_s(self) -> float:
+        return self.evaluation.iteration_s if self.evaluation else float("inf")
+
+    @property
     def gap(self) -> float:
         """How far above the bound, as a share of it."""
         return max(0.0, self.evaluation.iteration_s / self.bound_s - 1.0) if self.evaluation else float("inf")
@@ -95,9 +99,9 @@ def _sync_bound(plan: BucketPlan) -> float:
 
 def _why_not(problem: Problem, policy: Policy, options: Options) -> str:
     if policy.delays and options.staleness < 1:
-        return f"{policy.name} delays updates: allow it with --staleness N (gradients at most N iterations old)"
+        return (
+            f"{policy.name} delays updates: allow it with --staleness N (gradients at most N iterations old)"
+        )
     if policy.plain_only and not problem.is_plain:
-        return f"{policy.name} schedules plain gradient synchronisation; '{problem.name}' has gathers, pulls or dataflow"
+        return f"{policy.name} is for plain gradients; '{problem.name}' has gathers, pulls or dataflow"
     return ""
-
-

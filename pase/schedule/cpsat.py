@@ -7,6 +7,7 @@ iteration at least its end plus the compute that waits for it.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def best_order(
     tick = plain_iteration_s(problem, plan, view) / TICKS
     model = cp_model.CpModel()
     makespan = model.new_int_var(int(view.compute / tick), 2 * TICKS, "makespan")
-    rows: list[list[object]] = [[] for _ in problem.links]
+    rows: list[list[Any]] = [[] for _ in problem.links]
     starts, chosen = [], []
     for m, message in enumerate(plan.messages):
         tensors = [p.tensor for p in message.pieces]
@@ -62,6 +63,7 @@ def best_order(
         return plan, view.compute
     order = np.argsort([solver.value(s) for s in starts], kind="stable")
     messages = tuple(
-        replace(plan.messages[m], link=next(k for k, b in chosen[m].items() if solver.value(b))) for m in order
+        replace(plan.messages[m], link=next(k for k, b in chosen[m].items() if solver.value(b)))
+        for m in order
     )
     return replace(plan, messages=messages, dispatch="sequence"), solver.best_objective_bound * tick

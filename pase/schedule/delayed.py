@@ -6,6 +6,7 @@ the iteration is about max(compute, load / k): few large messages, spread over t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from pase.schedule.plan import BucketPlan, Message, Piece, Update
@@ -65,7 +66,7 @@ def _spread(problem: Problem, cap: int, ready: list[float]) -> tuple[Message, ..
             close()
         parts = -(-nbytes // cap)
         edges = [nbytes * i // parts for i in range(parts + 1)]
-        for a, b in zip(edges[:-1], edges[1:], strict=True):
+        for a, b in itertools.pairwise(edges):
             pieces.append(Piece(tensor=t, offset=a, nbytes=b - a))
             if parts > 1:
                 close()

@@ -15,6 +15,7 @@ CP-SAT answers the smaller question of whole messages, in `cpsat.py`.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -58,7 +59,10 @@ def exact_plan(
     if best_s <= bound_s * (1 + PROVEN):
         return Exact(plan=start, iteration_s=best_s, bound_s=min(bound_s, best_s), proven=True, seconds=0.0)
     model = _Model(problem, view, best_s, max(bound_s, view.compute))
-    matrix = coo_matrix((model.value, (model.row, model.column)), shape=(len(model.low), model.size)).tocsr()
+    matrix = coo_matrix(
+        (np.asarray(model.value), (np.asarray(model.row), np.asarray(model.column))),
+        shape=(len(model.low), model.size),
+    ).tocsr()
     objective = np.zeros(model.size)
     objective[0] = 1.0
     found = milp(
@@ -93,7 +97,7 @@ def _falls_per_byte(c: Curve) -> bool:
     """Whether seconds per byte never rise with size, and so fusing never costs more."""
     rates = [y / x for x, y in zip(c.bytes_, c.seconds, strict=True) if x > 0]
     last = c.seconds[-1] - c.tail_s_per_byte * c.bytes_[-1]
-    return all(a >= b - 1e-18 for a, b in zip(rates[:-1], rates[1:], strict=True)) and last >= -1e-15
+    return all(a >= b - 1e-18 for a, b in itertools.pairwise(rates)) and last >= -1e-15
 
 
 def slots_needed(problem: Problem, view: PlainView, link: int, best_s: float) -> int:
@@ -169,15 +173,19 @@ class _Model:
                 for switch in (after[i], early[i], used):
                     self.add([(y, 1.0), (switch, -1.0)], -np.inf, 0.0)
             steps = np.diff([0.0, *(ready[i] for i in by_ready)])
-            self.add([(start, 1.0), *((after[i], -s) for i, s in zip(by_ready, steps, strict=True))], 0.0, np.inf)
+            self.add(
+                [(start, 1.0), *((after[i], -s) for i, s in zip(by_ready, steps, strict=True))], 0.0, np.inf
+            )
             least = min(tail[i] for i in mine)
             steps = np.diff([least, *(tail[i] for i in by_tail)])
             self.add(
-                [(end, 1.0), (0, -1.0), *((early[i], s) for i, s in zip(by_tail, steps, strict=True))], -np.inf, -least
+                [(end, 1.0), (0, -1.0), *((early[i], s) for i, s in zip(by_tail, steps, strict=True))],
+                -np.inf,
+                -least,
             )
-            for switch, order in ((after, by_ready), (early, by_tail)):
-                for a, b in zip(order[:-1], order[1:], strict=True):
-                    self.add([(switch[a], 1.0), (switch[b], -1.0)], 0.0, np.inf)
+            for switches, order in ((after, by_ready), (early, by_tail)):
+                for a, b in itertools.pairwise(order):
+                    self.add([(switches[a], 1.0), (switches[b], -1.0)], 0.0, np.inf)
             self.length(k, j, start, end, used, mine)
             if before is not None:
                 self.add([(start, 1.0), (before[1], -1.0)], 0.0, np.inf)

@@ -53,14 +53,25 @@ def fast_plan(
 
 
 def _search(
-    inst: Instance, begin: Pieces, best: float, pieces: Pieces, work: float, bound: float, seed: int, heat: float
+    inst: Instance,
+    begin: Pieces,
+    best: float,
+    pieces: Pieces,
+    work: float,
+    bound: float,
+    seed: int,
+    heat: float,
 ) -> tuple[float, Pieces]:
     """The better of (best, pieces) and what a search from `begin` comes to."""
     if len(begin[0]) <= COARSE_FROM:
-        cost, found = improve(inst, begin, evaluations=_evaluations(begin, work), bound_s=bound, seed=seed, heat=heat)
+        cost, found = improve(
+            inst, begin, evaluations=_evaluations(begin, work), bound_s=bound, seed=seed, heat=heat
+        )
         return (cost, found) if cost < best else (best, pieces)
     small, coarse, first = coarsen(inst, begin)
-    cost, coarse = improve(small, coarse, evaluations=_evaluations(coarse, work), bound_s=bound, seed=seed, heat=heat)
+    cost, coarse = improve(
+        small, coarse, evaluations=_evaluations(coarse, work), bound_s=bound, seed=seed, heat=heat
+    )
     if cost >= best:
         return best, pieces
     fine = refine(inst, coarse, first)
@@ -177,5 +188,3 @@ def _to_plan(inst: Instance, pieces: Pieces) -> BucketPlan:
         if made:
             messages.append(Message(pieces=tuple(made), link=int(link[m])))
     return BucketPlan(policy="ours", messages=tuple(messages))
-
-

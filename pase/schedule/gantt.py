@@ -74,25 +74,33 @@ def write_gantt(path: Path, problem: Problem, evaluations: Sequence[Evaluation])
     try:
         figure.write_image(str(path))
     except (ValueError, RuntimeError, ImportError) as e:
-        raise PaseError(f"--gantt {path}: PNG needs kaleido and a browser for plotly ({e}); write .html") from e
+        raise PaseError(
+            f"--gantt {path}: PNG needs kaleido and a browser for plotly ({e}); write .html"
+        ) from e
 
 
 def _figure(problem: Problem, evaluations: Sequence[Evaluation]) -> Any:
     try:
         import plotly.graph_objects as go
     except ImportError as e:
-        raise PaseError("--gantt to .png needs plotly and kaleido: pip install plotly kaleido; or write .html") from e
+        raise PaseError(
+            "--gantt to .png needs plotly and kaleido: pip install plotly kaleido; or write .html"
+        ) from e
     figure = go.Figure()
-    for e in evaluations:
-        for r, (name, intervals) in enumerate(_rows(problem, e)):
+    for shown in evaluations:
+        for r, (name, intervals) in enumerate(_rows(problem, shown)):
             figure.add_bar(
-                y=[f"{e.policy}: {name}"] * len(intervals),
+                y=[f"{shown.policy}: {name}"] * len(intervals),
                 x=[(i.end_s - i.start_s) * 1e3 for i in intervals],
                 base=[i.start_s * 1e3 for i in intervals],
                 orientation="h",
-                marker_color=[COLOURS[i.iteration % 2 if r == 0 else 2 + n % 6] for n, i in enumerate(intervals)],
+                marker_color=[
+                    COLOURS[i.iteration % 2 if r == 0 else 2 + n % 6] for n, i in enumerate(intervals)
+                ],
                 hovertext=[i.name for i in intervals],
                 showlegend=False,
             )
-    figure.update_layout(title=problem.name, barmode="overlay", xaxis_title="ms", height=120 + 60 * len(evaluations))
+    figure.update_layout(
+        title=problem.name, barmode="overlay", xaxis_title="ms", height=120 + 60 * len(evaluations)
+    )
     return figure

@@ -6,8 +6,10 @@ of readiness, fused up to a size or cut down to one, then the sizes of each kind
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
+from pase.schedule.bound import lower_bound_s
 from pase.schedule.plan import BucketPlan, Message, Piece, whole
 from pase.schedule.registry import MIB
 from pase.schedule.simulate import evaluate
@@ -16,9 +18,11 @@ from pase.schedule.view import can_fuse, fastest_link, need_order, ready_order
 
 __all__ = ["fused_plan", "general_plan"]
 
-CAPS = (0, 4 * MIB, 32 * MIB, 256 * MIB)
-EVALUATED_TENSORS = 60_000
+CAPS = (32 * MIB, 256 * MIB, 4 * MIB, 0)
+EVALUATED_TENSORS = 12_000
 """Tensors visited by evaluations in all: about half a second."""
+ENOUGH = 1e-4
+"""A gap to the bound that is not worth more messages."""
 
 
 def fused_plan(problem: Problem, caps: dict[str, int], cuts: dict[str, int], *, by_need: bool) -> BucketPlan:
@@ -47,7 +51,7 @@ def fused_plan(problem: Problem, caps: dict[str, int], cuts: dict[str, int], *, 
             edges = [tensor.nbytes * i // parts for i in range(parts + 1)]
             messages += [
                 Message(pieces=(Piece(tensor=t, offset=a, nbytes=b - a),), link=fastest_link(problem, t))
-                for a, b in zip(edges[:-1], edges[1:], strict=True)
+                for a, b in itertools.pairwise(edges)
             ]
             continue
         members.setdefault(group, []).append(t)
@@ -75,13 +79,16 @@ def general_plan(problem: Problem, *, warm_starts: tuple[BucketPlan, ...] = ()) 
         return cache[key][0] if key in cache else float("inf")
 
     best: tuple[float, dict[str, int], dict[str, int], bool] | None = None
+    enough = lower_bound_s(problem) * (1 + ENOUGH)
     for by_need in (True, False):
         for cap in CAPS:
+            if best is not None and best[0] <= enough:
+                break
             caps, cuts = dict.fromkeys(kinds, cap), dict.fromkeys(kinds, 0)
-            if best is None or (c := trial(caps, cuts, by_need)) < best[0]:
+            if best is None or (c := trial(caps, cuts, by_need)) < best[0] * (1 - ENOUGH):
                 best = (trial(caps, cuts, by_need), caps, cuts, by_need)
     assert best is not None
-    improved = True
+    improved = best[0] > enough
     while improved and len(cache) < budget:
         improved = False
         for kind in kinds:
@@ -90,10 +97,11 @@ def general_plan(problem: Problem, *, warm_starts: tuple[BucketPlan, ...] = ()) 
                     settings = [dict(best[1]), dict(best[2])]
                     settings[what - 1][kind] = size
                     c = trial(settings[0], settings[1], best[3])
-                    if c < best[0] * (1 - 1e-9):
+                    if c < best[0] * (1 - ENOUGH):
                         best = (c, settings[0], settings[1], best[3])
                         improved = True
-    cost, plan = min(cache.values(), key=lambda x: x[0])
+    near = [x for x in cache.values() if x[0] <= best[0]]  # of equals, the fewest messages
+    cost, plan = min(near, key=lambda x: (len(x[1].messages), x[0]))
     for start in warm_starts:
         if start.staleness == 0 and start.period == 1:
             c = evaluate(problem, start, timeline=False).iteration_s

@@ -30,7 +30,7 @@ def _number(text: str, units: dict[str, float], what: str) -> float:
 
 
 def parse_link(text: str) -> Link:
-    """"NAME:STARTUP:BANDWIDTH", as "nccl:50us:5GB/s"; or "NAME:FILE.csv" with bytes and seconds in two columns.
+    """ "NAME:STARTUP:BANDWIDTH", as "nccl:50us:5GB/s"; or "NAME:FILE.csv" with bytes and seconds in two columns.
 
     >>> parse_link("nccl:50us:5GB/s").curve.tail_s_per_byte
     2e-10
@@ -39,12 +39,15 @@ def parse_link(text: str) -> Link:
     if len(parts) == 2 and parts[1].endswith(".csv"):
         return Link(name=parts[0], curve=_curve_from_csv(Path(parts[1])))
     if len(parts) != 3 or not parts[0]:
-        raise PaseError(f"--link: '{text}' is neither NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) nor NAME:FILE.csv")
+        raise PaseError(
+            f"--link: '{text}' is neither NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) nor NAME:FILE.csv"
+        )
     rate = _number(parts[2], _RATE, "bandwidth")
     if rate == 0:
         raise PaseError(f"--link: '{text}' has no bandwidth")
     return Link(
-        name=parts[0], curve=Curve.alpha_beta(alpha_s=_number(parts[1], _TIME, "time"), beta_s_per_byte=1.0 / rate)
+        name=parts[0],
+        curve=Curve.alpha_beta(alpha_s=_number(parts[1], _TIME, "time"), beta_s_per_byte=1.0 / rate),
     )
 
 
@@ -56,7 +59,9 @@ def _curve_from_csv(path: Path) -> Curve:
             rows.append((float(cells[0]), float(cells[1])))
         except (ValueError, IndexError):
             if number > 1:  # the first line may be a heading
-                raise PaseError(f"{path}, line {number}: expected 'bytes,seconds', got {line[:60]!r}") from None
+                raise PaseError(
+                    f"{path}, line {number}: expected 'bytes,seconds', got {line[:60]!r}"
+                ) from None
     if not rows:
         raise PaseError(f"{path}: no rows of bytes and seconds")
     return Curve.table([r[0] for r in rows], [r[1] for r in rows])

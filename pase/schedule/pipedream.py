@@ -68,7 +68,7 @@ def read_pipedream(
         rows[node[1]] = (node[2], values[0] / 1e3, values[1] / 1e3, round(values[2]))
     if not rows:
         raise PaseError(f"{name}: no layers in the profile")
-    graph: nx.DiGraph = nx.DiGraph()
+    graph: nx.DiGraph[str] = nx.DiGraph()
     graph.add_nodes_from(rows)
     for number, a, b in edges:
         for end in (a, b):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from pase.errors import PaseError
 from pase.schedule.types import Problem
 
-__all__ = ["BucketPlan", "Message", "Piece", "Update", "check_plan", "whole"]
+__all__ = ["BucketPlan", "Message", "Piece", "Update", "check_plan", "issue_order", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,37 @@ def whole(
         link=problem.links_for(ts[0])[0] if link is None else link,
         hold_s=hold_s,
     )
+
+
+def issue_order(problem: Problem, messages: Sequence[Message], place: Sequence[int]) -> tuple[Message, ...]:
+    """Messages by the latest place of their tensors, but none before one that holds what its tensors follow: a
+    link that sends strictly in order would wait for ever.
+    """
+    holder: dict[int, list[int]] = {}
+    for i, m in enumerate(messages):
+        for p in m.pieces:
+            holder.setdefault(p.tensor, []).append(i)
+    after: list[set[int]] = [
+        {h for p in m.pieces for f in problem.tensors[p.tensor].follows for h in holder.get(f, ())} - {i}
+        for i, m in enumerate(messages)
+    ]
+    before: list[list[int]] = [[] for _ in messages]
+    for i, hs in enumerate(after):
+        for h in hs:
+            before[h].append(i)
+    waits = [len(hs) for hs in after]
+    key = [max(place[p.tensor] for p in m.pieces) for m in messages]
+    heap = [(key[i], i) for i in range(len(messages)) if not waits[i]]
+    heapq.heapify(heap)
+    out: list[Message] = []
+    while heap:
+        _, i = heapq.heappop(heap)
+        out.append(messages[i])
+        for j in before[i]:
+            waits[j] -= 1
+            if not waits[j]:
+                heapq.heappush(heap, (key[j], j))
+    return tuple(out)
 
 
 def check_plan(problem: Problem, plan: BucketPlan) -> None:

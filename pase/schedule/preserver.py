@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from pase.errors import PaseError
 
-__all__ = ["Verdict", "Walk", "expected_next", "expected_loss", "judge"]
+__all__ = ["Verdict", "Walk", "expected_loss", "expected_next", "judge"]
 
 
 @dataclass(frozen=True, kw_only=True)

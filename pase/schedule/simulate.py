@@ -204,10 +204,10 @@ class _Run:
                 elif not t.follows and it:
                     waits_for.add(it * nb - 1)
                 for f in t.follows:
-                    share = problem.tensors[f].nbytes / t.nbytes
-                    a, b = piece.offset * share, (piece.offset + piece.nbytes) * share
+                    scale = problem.tensors[f].nbytes / t.nbytes
+                    lo_b, hi_b = piece.offset * scale, (piece.offset + piece.nbytes) * scale
                     for other, lo, hi in holders.get((message.update, f), ()):
-                        if lo < b - 1e-6 and hi > a + 1e-6:
+                        if lo < hi_b - 1e-6 and hi > lo_b + 1e-6:
                             waits_for.add(base + j - m + other)  # same period: nothing is delayed here
                 at = p * plan.period + update.at + 1 if t.lag else it
                 if at < self.iterations:

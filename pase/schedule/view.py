@@ -9,7 +9,16 @@ import numpy as np
 from pase.errors import PaseError
 from pase.schedule.types import Problem
 
-__all__ = ["PlainView", "can_fuse", "fastest_link", "need_order", "plain_view", "positions", "ready_order", "ready_s"]
+__all__ = [
+    "PlainView",
+    "can_fuse",
+    "fastest_link",
+    "need_order",
+    "plain_view",
+    "positions",
+    "ready_order",
+    "ready_s",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pase.schedule.plan import BucketPlan, Message, whole
+from pase.schedule.plan import BucketPlan, Message, issue_order, whole
 from pase.schedule.registry import MIB, Options, register
 from pase.schedule.simulate import evaluate
 from pase.schedule.types import Problem
@@ -50,13 +50,22 @@ def ddp(problem: Problem, options: Options) -> BucketPlan:
         else:
             current[group] = (members, size)
     # A bucket is launched when its last tensor is ready, in bucket order.
-    place = {t: i for i, t in enumerate(ready_order(problem))}
-    buckets.sort(key=lambda b: max(place[t] for t in b))
     messages = [whole(problem, b, link=fastest_link(problem, b[0])) for b in buckets]
-    return BucketPlan(policy="ddp", messages=tuple(messages), barrier=_steps(problem))
+    return BucketPlan(policy="ddp", messages=_launched(problem, messages), barrier=_steps(problem))
 
 
-@register("horovod", "Horovod: what is ready at each cycle's tick is fused up to a limit; both autotuned")
+def _launched(problem: Problem, messages: list[Message]) -> tuple[Message, ...]:
+    place = [0] * len(problem.tensors)
+    for i, t in enumerate(ready_order(problem)):
+        place[t] = i
+    return issue_order(problem, messages, place)
+
+
+@register(
+    "horovod",
+    "Horovod: what is ready at each cycle's tick is fused up to a limit; both autotuned",
+    plain_only=True,
+)
 def horovod(problem: Problem, options: Options) -> BucketPlan:
     """Every cycle the ready tensors are fused, in ready order, up to the fusion threshold; Horovod's autotuner
     walks over both, here by the evaluator. Sergeev & Del Balso, 2018.
@@ -94,7 +103,9 @@ def _horovod(problem: Problem, cycle_s: float, limit_bytes: int) -> BucketPlan:
         size, tick = size + nbytes, at
     flush()
     detail = {"cycle_s": cycle_s, "fusion_bytes": limit_bytes}
-    return BucketPlan(policy="horovod", messages=tuple(messages), barrier=_steps(problem), detail=detail)
+    return BucketPlan(
+        policy="horovod", messages=_launched(problem, messages), barrier=_steps(problem), detail=detail
+    )
 
 
 def _steps(problem: Problem) -> bool:

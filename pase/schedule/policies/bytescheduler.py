@@ -6,6 +6,8 @@ costs less than a millisecond, so the grid is walked whole and then refined: at 
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from pase.schedule.chain import plain_iteration_s
@@ -31,7 +33,7 @@ def partitioned(problem: Problem, partition_bytes: int, *, order: list[int] | No
         cuts = np.linspace(0, nbytes, -(-nbytes // partition_bytes) + 1).round().astype(int).tolist()
         messages += [
             Message(pieces=(Piece(tensor=t, offset=a, nbytes=b - a),), link=link)
-            for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+            for a, b in itertools.pairwise(cuts)
         ]
     return messages
 

@@ -88,7 +88,9 @@ def profile(problem: Problem, partition_bytes: int) -> Profile:
     for t in [*ready_order(problem), None]:
         size = sum(problem.tensors[i].nbytes for i in members)
         if members and (
-            t is None or size + problem.tensors[t].nbytes > partition_bytes or not can_fuse(problem, members, t)
+            t is None
+            or size + problem.tensors[t].nbytes > partition_bytes
+            or not can_fuse(problem, members, t)
         ):
             pieces += _cut(problem, members, size, partition_bytes, forward_s)
             members = []
@@ -231,7 +233,9 @@ def solve(
     period: tuple[int, int] | None = None
 
     def send(chosen: Chosen, g: int, iteration: int, phase: str) -> None:
-        sends.extend(Send(bucket=i, generation=g, iteration=iteration, phase=phase, link=k) for i, k in chosen.items())
+        sends.extend(
+            Send(bucket=i, generation=g, iteration=iteration, phase=phase, link=k) for i, k in chosen.items()
+        )
 
     def select(room: np.ndarray) -> Chosen:
         if release_aware:
@@ -305,14 +309,19 @@ def to_plan(problem: Problem, p: Profile, solution: Solution) -> BucketPlan:
     )
 
 
-@register("deft", "DeFT: knapsacks filled across iterations, delayed and merged updates", plain_only=True, delays=True)
+@register(
+    "deft",
+    "DeFT: knapsacks filled across iterations, delayed and merged updates",
+    plain_only=True,
+    delays=True,
+)
 def deft(problem: Problem, options: Options) -> BucketPlan:
     """The Solver's plan at the smallest capacity that the Preserver, and the staleness allowed, let pass."""
     walk = options.walk or Walk()
     p = profile(problem, options.partition_elements * 4)
     capacity, tried = 1.0, []
     best: tuple[BucketPlan, Verdict] | None = None
-    for retry in range(RETRIES + 1):
+    for _retry in range(RETRIES + 1):
         solution = solve(p, capacity=capacity)
         if solution.period is not None:
             plan = to_plan(problem, p, solution)
@@ -339,4 +348,3 @@ def deft(problem: Problem, options: Options) -> BucketPlan:
         "buckets": len(p.pieces),
     }
     return replace(plan, detail=detail)
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pase.schedule.plan import BucketPlan, whole
+from pase.schedule.plan import BucketPlan, issue_order, whole
 from pase.schedule.registry import Options, register
 from pase.schedule.types import Problem
 from pase.schedule.view import can_fuse, fastest_link, ready_order, ready_s
@@ -40,4 +40,7 @@ def mg_wfbp(problem: Problem, options: Options) -> BucketPlan:
         buckets.append(members)
     messages = [whole(problem, b, link=fastest_link(problem, b[0])) for b in buckets]
     barrier = not any(t.follows for t in problem.tensors)
-    return BucketPlan(policy="mg_wfbp", messages=tuple(messages), barrier=barrier)
+    place = [0] * len(problem.tensors)
+    for i, t in enumerate(ready_order(problem)):
+        place[t] = i
+    return BucketPlan(policy="mg_wfbp", messages=issue_order(problem, messages, place), barrier=barrier)

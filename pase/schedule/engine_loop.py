@@ -1,0 +1,88 @@
+"""The loop of `engine`: the same source runs as Python and compiled."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+__all__ = ["loop"]
+
+
+def loop(
+    seconds: Any,
+    resource: Any,
+    rank: Any,
+    npred: Any,
+    succ_ptr: Any,
+    succ: Any,
+    hold: Any,
+    size: Any,
+    credit: Any,
+    strict: Any,
+    order: Any,
+    first: Any,
+    start: Any,
+    end: Any,
+) -> None:
+    """Fill start and end. ``order[first[r]:first[r + 1]]`` are the jobs of resource r by rank."""
+    resources = len(strict)
+    jobs = len(seconds)
+    is_ready = [False for _ in range(jobs)]
+    pointer = [first[r] for r in range(resources)]
+    queues = [[(rank[0], 0)] for _ in range(resources)]
+    fifos = [[0] for _ in range(resources)]
+    head = [1 for _ in range(resources)]
+    in_flight = [0.0 for _ in range(resources)]
+    running = [-1 for _ in range(resources)]
+    for r in range(resources):
+        queues[r].pop()
+    # events: (time, 0 = done | 1 = startable, job)
+    events = [(0.0, 1, j) for j in range(jobs) if npred[j] == 0]
+    for i in range(len(events)):
+        events[i] = (hold[events[i][2]], 1, events[i][2])
+    heapq.heapify(events)
+
+    while len(events) > 0:
+        now = events[0][0]
+        while len(events) > 0 and events[0][0] == now:
+            _, what, job = heapq.heappop(events)
+            r = resource[job]
+            if what == 1:
+                if r < 0:
+                    start[job] = now
+                    heapq.heappush(events, (now + seconds[job], 0, job))
+                else:
+                    is_ready[job] = True
+                    if not strict[r]:
+                        heapq.heappush(queues[r], (rank[job], job))
+                continue
+            end[job] = now
+            if r >= 0:
+                running[r] = -1
+                in_flight[r] -= size[job]
+            for k in range(succ_ptr[job], succ_ptr[job + 1]):
+                s = succ[k]
+                npred[s] -= 1
+                if npred[s] == 0:
+                    heapq.heappush(events, (now + hold[s], 1, s))
+        for r in range(resources):
+            if r == 1 and len(events) > 0 and events[0][0] == now:
+                break  # something more becomes ready at this very moment: look before a link commits
+            if strict[r]:
+                if running[r] < 0 and pointer[r] < first[r + 1] and is_ready[order[pointer[r]]]:
+                    job = order[pointer[r]]
+                    pointer[r] += 1
+                    running[r] = job
+                    start[job] = now
+                    heapq.heappush(events, (now + seconds[job], 0, job))
+                continue
+            while len(queues[r]) > 0 and in_flight[r] < credit[r]:
+                _, job = heapq.heappop(queues[r])
+                in_flight[r] += size[job]
+                fifos[r].append(job)
+            if running[r] < 0 and head[r] < len(fifos[r]):
+                job = fifos[r][head[r]]
+                head[r] += 1
+                running[r] = job
+                start[job] = now
+                heapq.heappush(events, (now + seconds[job], 0, job))

@@ -1,0 +1,248 @@
+"""A scheduling problem from a layout: the collectives of a step with when they can start and what waits for them.
+
+Read from layout.json's keys `strategy`, `collectives`, `cost`, `mesh` (schema "pase.layout/1"). What is derived:
+
+- Nodes run in the order listed; neighbours with the same `times` > 1 are a repeated layer and run in turn, so many
+  times over. Forward is a third of a node's compute and backward two thirds (one product for each operand); an
+  optimizer update is charged to the forward block that uses the parameter, where a late gradient would be waited for.
+- A collective on a tensor that a parameter node makes is schedulable. In backward it synchronises a gradient: ready
+  after its node's backward, the next one on the same tensor following it. In forward it gathers a parameter: needed
+  before its node's forward of the next iteration, after the gradient is synchronised and updated; a second one in
+  the same pass gathers again for backward, of the same iteration.
+- Any other collective stands between an op and the next, so it is time on the compute stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.schedule.plan import BucketPlan
+from pase.schedule.registry import Options, get_policy
+from pase.schedule.types import Block, Curve, Link, Problem, Tensor
+
+__all__ = ["CurveOf", "bucket_plan", "curves_from_model", "problem_from_layout"]
+
+CurveOf = Callable[[str, tuple[str, ...]], tuple[str, Curve]]
+"""(kind, axes) -> (name of the link it runs on, its cost curve)."""
+
+FORWARD_SHARE = 1 / 3
+KEYS = ("strategy", "collectives", "cost", "mesh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One execution of a node: the r-th of its repetitions."""
+
+    node: str
+    repeat: int
+
+
+def problem_from_layout(
+    data: dict[str, Any],
+    *,
+    where: str = "layout",
+    links: tuple[Link, ...] = (),
+    curve_of: CurveOf | None = None,
+) -> Problem:
+    """The step's communication as a problem.
+
+    links: replace what the layout implies (every link then carries every group). curve_of: prices a kind of
+    collective over axes; None = from the (bytes, cost) pairs that the layout itself lists.
+    """
+    for key in KEYS:
+        if key not in data:
+            raise PaseError(f"{where}: no '{key}'; a layout to schedule needs {', '.join(KEYS)}")
+    if data["cost"].get("unit", "s") != "s":
+        raise PaseError(
+            f"{where}: its costs are in {data['cost']['unit']}, not seconds; compile it with --cost-model analytic"
+        )
+    parts = list(_execution(data["strategy"]))
+    times = {n["node"]: int(n["times"]) for n in data["strategy"]}
+    parameters = {n["node"] for n in data["strategy"] if n["op"] == "parameter"}
+    schedulable = [c for c in data["collectives"] if c.get("source") in parameters and c["node"] in times]
+    kept = {id(c) for c in schedulable}
+    costs = data["cost"].get("by_node", {})
+
+    extra = {(phase, n): 0.0 for phase in ("forward", "backward") for n in times}
+    for c in data["collectives"]:
+        if id(c) not in kept and c["node"] in times:
+            phase = "forward" if c["phase"] == "forward" else "backward"
+            extra[phase, c["node"]] += c["cost"] / times[c["node"]]
+    updates = _updates(schedulable, costs, parameters, times)
+
+    def seconds(p: _Part, phase: str) -> float:
+        compute = costs.get(p.node, {}).get("compute", 0.0) / times[p.node]
+        share = FORWARD_SHARE if phase == "forward" else 1 - FORWARD_SHARE
+        update = updates.get(p.node, 0.0) if phase == "forward" else 0.0
+        return float(share * compute + extra[phase, p.node] + update)
+
+    parts = [p for p in parts if p.node not in parameters]
+    n = len(parts)
+    blocks = [Block(name=_name(p, times), phase="forward", seconds=seconds(p, "forward")) for p in parts]
+    blocks += [
+        Block(name=f"{_name(p, times)}'", phase="backward", seconds=seconds(p, "backward"))
+        for p in reversed(parts)
+    ]
+    place = {p: i for i, p in enumerate(parts)}
+    tensors = list(_tensors(schedulable, times, place, n, where))
+    if not tensors:
+        raise PaseError(f"{where}: no collective on a parameter: this plan has nothing to schedule")
+    made = links or _links(tensors, schedulable, curve_of)
+    return Problem(
+        name=f"{data.get('model', 'layout')} on {data.get('devices', '?')} devices",
+        blocks=tuple(blocks),
+        tensors=tuple(tensors),
+        links=made,
+        source=where,
+    )
+
+
+def _name(p: _Part, times: dict[str, int]) -> str:
+    return f"{p.node}[{p.repeat}]" if times[p.node] > 1 else p.node
+
+
+def _execution(strategy: list[dict[str, Any]]) -> Iterator[_Part]:
+    """Nodes in the order they run, repeated layers unrolled."""
+    i = 0
+    while i < len(strategy):
+        repeat, j = int(strategy[i]["times"]), i
+        while j < len(strategy) and int(strategy[j]["times"]) == repeat:
+            j += 1
+        for r in range(repeat):
+            yield from (_Part(node=n["node"], repeat=r) for n in strategy[i:j])
+        i = j
+
+
+def _updates(
+    collectives: list[dict[str, Any]], costs: dict[str, Any], parameters: set[str], times: dict[str, int]
+) -> dict[str, float]:
+    """Update seconds per execution of the node that uses each parameter; of several users, the first."""
+    user: dict[str, str] = {}
+    for c in collectives:
+        user.setdefault(c["source"], c["node"])
+    out: dict[str, float] = {}
+    for p in parameters:
+        if p in user:
+            u = user[p]
+            both = costs.get(p, {}).get("update", 0.0) + costs.get(p, {}).get("compute", 0.0)
+            out[u] = out.get(u, 0.0) + both / times[u]
+    return out
+
+
+def _key(c: dict[str, Any]) -> str:
+    """What prices a collective: its axes and its kind, as `Tensor.axes`."""
+    return f"{','.join(c['axes'])}/{c['kind']}"
+
+
+def _tensors(
+    collectives: list[dict[str, Any]], times: dict[str, int], place: dict[_Part, int], n: int, where: str
+) -> Iterator[Tensor]:
+    """In an order in which each follows only earlier ones."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for c in collectives:
+        groups.setdefault((c["node"], c["source"], c["tensor"]), []).append(c)
+    count = 0
+    for (node, source, _), members in groups.items():
+        for r in range(times[node]):
+            at = place[_Part(node=node, repeat=r)]
+            name = f"{source}[{r}]" if times[node] > 1 else source
+            backward = [c for c in members if c["phase"] == "backward"]
+            forward = [c for c in members if c["phase"] == "forward"]
+            last: int | None = None
+            for i, c in enumerate(backward):
+                final = i + 1 == len(backward)
+                yield Tensor(
+                    name=f"{name}.grad.{c['kind']}" + (f".{i}" if i else ""),
+                    nbytes=c["bytes"],
+                    ready_after=2 * n - 1 - at if last is None else None,
+                    needed_before=at if final and not forward else None,
+                    kind=c["kind"],
+                    axes=_key(c),
+                    follows=() if last is None else (last,),
+                )
+                last, count = count, count + 1
+            for i, c in enumerate(forward):
+                yield Tensor(
+                    name=f"{name}.{c['kind']}" + (f".{i}" if i else ""),
+                    nbytes=c["bytes"],
+                    ready_after=None,
+                    needed_before=at,
+                    lag=0 if last is None else 1,
+                    kind=c["kind"],
+                    axes=_key(c),
+                    follows=() if last is None else (last,),
+                )
+                count += 1
+                for again in range(1, round(c["times"] / times[node])):
+                    yield Tensor(
+                        name=f"{name}.{c['kind']}" + (f".{i}" if i else "") + f".again{again}",
+                        nbytes=c["bytes"],
+                        ready_after=at,
+                        needed_before=2 * n - 1 - at,
+                        lag=0,
+                        kind=c["kind"],
+                        axes=_key(c),
+                    )
+                    count += 1
+
+
+def _links(
+    tensors: list[Tensor], collectives: list[dict[str, Any]], curve_of: CurveOf | None
+) -> tuple[Link, ...]:
+    """One link per name that the groups run on, with a curve for each group."""
+    curves: dict[str, dict[str, Curve]] = {}
+    for key in sorted({t.axes for t in tensors}):
+        mine = [c for c in collectives if _key(c) == key]
+        if curve_of is not None:
+            name, curve = curve_of(mine[0]["kind"], tuple(mine[0]["axes"]))
+        else:
+            points = sorted({c["bytes"]: c["cost"] / c["times"] for c in mine}.items())
+            name, curve = "network", Curve.table([p[0] for p in points], [p[1] for p in points])
+        curves.setdefault(name, {})[key] = curve
+    return tuple(
+        Link(name=name, curve=next(iter(by.values())), by_axes=by, axes=tuple(by))
+        for name, by in curves.items()
+    )
+
+
+SIZES = tuple(float(2**k) for k in range(8, 35))
+
+
+def curves_from_model(model: Any, machine: Any, mesh: Any) -> CurveOf:
+    """Curves by asking a CostModel at powers of two; the link is the outermost level that the axes cross.
+
+    Devices are numbered row-major, so axes reach as far as the widest stride times size; a level spans the product
+    of the ways up to it.
+    """
+
+    def curve_of(kind: str, axes: tuple[str, ...]) -> tuple[str, Curve]:
+        bits = sum(1 << mesh.names.index(a) for a in axes)
+        seconds = model.collective(kind, mesh, np.full(len(SIZES), bits), np.asarray(SIZES))
+        reach = max(mesh.strides[mesh.names.index(a)] * mesh.sizes[mesh.names.index(a)] for a in axes)
+        span, name = 1, machine.levels[-1].name
+        for level in machine.levels:
+            span *= level.ways or 1 << 62
+            if reach <= span:
+                name = level.name
+                break
+        return name, Curve.table(SIZES, np.ravel(seconds).tolist())
+
+    return curve_of
+
+
+def bucket_plan(
+    data: dict[str, Any],
+    *,
+    policy: str = "ours",
+    options: Options | None = None,
+    curve_of: CurveOf | None = None,
+    where: str = "plan",
+) -> tuple[Problem, BucketPlan]:
+    """(problem, bucket plan) of a layout's JSON object, by the policy named."""
+    problem = problem_from_layout(data, where=where, curve_of=curve_of)
+    return problem, get_policy(policy).make(problem, options or Options())
