@@ -14,6 +14,7 @@ from pase.replay.builder import combine
 from pase.replay.chrome import read_chrome
 from pase.replay.nsys_jax import is_nsys_jax, read_nsys_jax
 from pase.replay.reader import LIMITS, Limits, open_stream
+from pase.replay.sizes import from_annotations, from_execution_trace, is_execution_trace, read_execution_trace
 from pase.replay.timeline_io import load_timeline
 from pase.replay.types import GPU_KINDS, KINDS, Mark, Problem, Timeline
 from pase.replay.xplane import read_xplane
@@ -36,8 +37,12 @@ def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> 
     parts: list[Timeline] = []
     by_rank: dict[int, Path] = {}
     failures: list[PaseError] = []
+    listed: list[tuple[Path, list[tuple[int, int]]]] = []
     for path in files:
         try:
+            if _is_execution_trace(path, limits):
+                listed.append((path, read_execution_trace(path, limits)))
+                continue
             t = _read(path, limits)
         except PaseError as e:
             failures.append(e)
@@ -58,9 +63,15 @@ def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> 
                     f"{paths[0]}: none of {len(failures)} files can be used; the first: {failures[0]}"
                 )
             )
+        if listed:
+            what = "an execution trace says what ran and how large it was, but not when"
+            raise PaseError(f"{listed[0][0]}: {what}; give the profiler's trace of the run as well")
         raise PaseError(f"{paths[0]}: no trace found; expected files ending in {', '.join(_SUFFIXES)}")
     t = combine(parts, problems)
-    return _label_iterations(replace(t, problems=(*t.problems, *_missing(t))))
+    t = from_annotations(_label_iterations(replace(t, problems=(*t.problems, *_missing(t)))))
+    for path, collectives in listed:
+        t = from_execution_trace(t, collectives, str(path))
+    return t
 
 
 def _files(paths: list[Path]) -> tuple[list[Path], list[Problem]]:
@@ -96,6 +107,13 @@ def _read(path: Path, limits: Limits) -> Timeline:
     if b"pase.timeline/" in head:
         return load_timeline(path)
     return read_chrome(path, None, limits)
+
+
+def _is_execution_trace(path: Path, limits: Limits) -> bool:
+    if not path.name.endswith((".json", ".json.gz")):
+        return False
+    with open_stream(path, limits) as stream:
+        return is_execution_trace(stream.read()[:2000])
 
 
 def _rank_in_name(path: Path) -> int | None:

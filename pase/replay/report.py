@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
-from pase.replay.clocks import align as align_clocks
 from pase.replay.analyse import path_steps, rank_uses, to_timeline
+from pase.replay.clocks import align as align_clocks
 from pase.replay.ingest import load
 from pase.replay.model import Measured, estimate, measure
 from pase.replay.optimize import Outcome
