@@ -215,8 +215,8 @@ def node_key(graph: Graph, n: Node) -> object:
 
     ops = tuple(
         (
-            op.kind, op.flops_per_point, op.over and tuple(place[d] for d in op.over), op.differentiable,
-            op.times, op.remat, tuple(map(access, op.reads)), tuple(map(access, op.writes)),
+            op.kind, op.flops_per_point, None if op.over is None else tuple(place[d] for d in op.over),
+            op.differentiable, op.times, op.remat, tuple(map(access, op.reads)), tuple(map(access, op.writes)),
         )
         for op in n.ops
     )  # fmt: skip

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from pase.errors import PaseError
 from pase.machine import COLLECTIVES, CollectiveKind, Mesh
-from pase.tables.layouts import _DIM, REPLICATED
-from pase.tables.reshard_path import moves
+from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
+from pase.tables.reshard_path import canonical_moves
 
 __all__ = ["Plans", "Step", "compare", "reshard"]
 
@@ -67,14 +66,14 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[Step]:
 
 def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]], mesh: Mesh) -> list[Plans]:
     """For each (src [S, axes], dst [D, axes]), the plans of all their pairs of layouts."""
-    sizes, n = mesh.sizes, len(mesh.sizes)
+    n = len(mesh.sizes)
     values = np.unique(
         np.concatenate([REPLICATED, *(rows.ravel() for pair in pairs for rows in pair)], axis=None)
     )
     ranked, vocabulary = _ranked(values)
     base = len(vocabulary)
     if base ** (2 * n) >= 1 << 63:
-        raise PaseError(f"mesh {sizes} has too many layouts to compare: use fewer, larger mesh axes")
+        raise PaseError(f"mesh {mesh.sizes} has too many layouts to compare: use fewer, larger mesh axes")
     weights = base ** np.arange(2 * n, dtype=np.int64)
     found = []
     for src, dst in pairs:
@@ -86,10 +85,7 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]], mesh: Mesh) -> list[
         found.append(np.unique(keys, return_inverse=True))
     every = np.unique(np.concatenate([keys for keys, _ in found]))
     digits = vocabulary[every[:, None] // weights % base]
-    codes = [_plan(sizes, tuple(row[:n]), tuple(row[n:])) for row in digits.tolist()]
-    table = np.zeros((len(every), max(map(len, codes), default=0)), dtype=np.int32)
-    for row, plan in zip(table, codes, strict=True):
-        row[: len(plan)] = plan
+    table = _codes(digits[:, :n], digits[:, n:], np.array(mesh.sizes))
     out = []
     for (src, dst), (keys, inverse) in zip(pairs, found, strict=True):
         mine = table[np.searchsorted(every, keys)]
@@ -116,25 +112,45 @@ def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return places.reshape(out.shape), vocabulary
 
 
-def _plan(sizes: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]) -> list[int]:
-    """The codes of one pair. Axes that stay replicated are left out, the others sorted, as ``moves`` does: meshes
-    whose axes come in another order share plans."""
-    axes = sorted(
-        (a for a in range(len(sizes)) if not src[a] == dst[a] == REPLICATED),
-        key=lambda a: (sizes[a], src[a], dst[a]),
-    )
-    key = tuple((sizes[a], src[a], dst[a]) for a in axes)
-
-    def here(bits: int) -> int:
-        return sum(1 << a for i, a in enumerate(axes) if bits >> i & 1)
-
+def _codes(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Plans of pairs of rows [U, axes], as ``Plans.codes``; the same as ``moves`` of each pair, many at once."""
+    cases, order = _canonical(src, dst, sizes)
     n = len(sizes)
-    return [1 + (k << 2 * n | here(moved) << n | here(split)) for k, moved, split in _moves(key)]
+    distinct, which = np.unique(cases.reshape(len(cases), 3 * n), axis=0, return_inverse=True)
+    plans = [
+        [(COLLECTIVES.index(m.kind), m.axes, m.split) for m in canonical_moves(case) if m.kind != "slice"]
+        for case in (tuple(zip(c[:n], c[n : 2 * n], c[2 * n :], strict=True)) for c in distinct.tolist())
+    ]
+    parts = np.full((3, len(plans), max(map(len, plans), default=0)), -1, dtype=np.int32)
+    for i, plan in enumerate(plans):
+        parts[:, i, : len(plan)] = np.array(plan, dtype=np.int32).reshape(-1, 3).T
+    kind, moved, split = parts[:, which.ravel()]
+
+    def named(bits: np.ndarray) -> np.ndarray:
+        """Bit sets of places in the case to bit sets of axes."""
+        return sum((bits >> i & 1) << order[:, i : i + 1] for i in range(n)).astype(np.int32)
+
+    return np.where(kind < 0, 0, 1 + (kind << 2 * n | named(moved) << n | named(split)))
 
 
-@lru_cache(maxsize=1 << 18)
-def _moves(key: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
-    sizes, src, dst = zip(*key, strict=True) if key else ((), (), ())
-    return tuple(
-        (COLLECTIVES.index(m.kind), m.axes, m.split) for m in moves(src, dst, sizes) if m.kind != "slice"
-    )
+def _canonical(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``pase.tables.reshard_path``'s canonical cases of pairs of rows: [U, 3, axes] (ways, src, dst), and which
+    axis stands in each place [U, axes]."""
+    goal = np.where((dst == PARTIAL) & (src >= 0), REPLICATED, dst)
+    idle = (src < 0) & ((dst == src) | (dst == PARTIAL))
+    ways = np.where(idle, 1, sizes[None, :])
+    src, goal = np.where(idle, REPLICATED, src), np.where(idle, REPLICATED, goal)
+    keys = [np.where(x < 0, x, x % _DIM) for x in (src, goal)]
+    order = np.lexsort((goal, src, keys[1], keys[0], ways), axis=1)
+    ways, src, goal = (np.take_along_axis(x, order, axis=1) for x in (ways, src, goal))
+    dims = int(max(src.max(initial=0), goal.max(initial=0))) // _DIM + 1
+    place, seen = np.full((len(src), dims), -1), np.zeros(len(src), dtype=np.int64)
+    for a in range(src.shape[1]):
+        for states in (src, goal):
+            on = np.flatnonzero(states[:, a] >= 0)
+            t = states[on, a] // _DIM
+            new = place[on, t] < 0
+            place[on[new], t[new]] = seen[on[new]]
+            seen[on[new]] += 1
+            states[on, a] += (place[on, t] - t) * _DIM
+    return np.stack([ways, src, goal], axis=1), order

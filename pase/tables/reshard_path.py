@@ -11,7 +11,8 @@ This is the definition, for one pair of layouts; ``pase.tables.reshard`` prices 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from typing import Literal
@@ -61,19 +62,70 @@ def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[
 
     A dst state of PARTIAL lets the tensor stay, or become, partial over that axis.
     """
-    order = sorted(range(len(sizes)), key=lambda a: (sizes[a], src[a], dst[a]))
+    case, order, dims = _canonical(src, dst, sizes)
+
+    def named(axes: int) -> int:
+        return sum(1 << a for i, a in enumerate(order) if axes >> i & 1)
+
+    def row(after: tuple[int, ...]) -> tuple[int, ...]:
+        out = list(src)
+        for a, (ways, _, _), s in zip(order, case, after, strict=True):
+            if ways > 1:
+                out[a] = s if s < 0 else dims[s // _DIM] * _DIM + s % _DIM
+        return tuple(out)
+
+    return [
+        Move(kind=m.kind, axes=named(m.axes), split=named(m.split), after=row(m.after))
+        for m in canonical_moves(case)
+    ]
+
+
+Case = tuple[tuple[int, int, int], ...]
+"""What decides the moves: per axis (ways, src, dst), sorted, tensor dims numbered as they appear."""
+
+
+def _canonical(
+    src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]
+) -> tuple[Case, list[int], list[int]]:
+    """The case, which axis stands in each of its places, and the tensor dim of each of its numbers.
+
+    Axes that have nothing to do count as having one way.
+    """
+    rows = []
+    for a, (s, d, ways) in enumerate(zip(src, dst, sizes, strict=True)):
+        goal = REPLICATED if d == PARTIAL and s >= 0 else d
+        idle = s < 0 and d in (s, PARTIAL)
+        rows.append((1, REPLICATED, REPLICATED, a) if idle else (ways, s, goal, a))
+    rows.sort(key=lambda r: (r[0], _blocks(r[1]), _blocks(r[2]), r[1], r[2]))
+    dims = list(dict.fromkeys(s // _DIM for r in rows for s in r[1:3] if s >= 0))
+    place = {t: i for i, t in enumerate(dims)}
+
+    def numbered(s: int) -> int:
+        return s if s < 0 else place[s // _DIM] * _DIM + s % _DIM
+
+    case = tuple((ways, numbered(s), numbered(d)) for ways, s, d, _ in rows)
+    return case, [r[3] for r in rows], dims
+
+
+def _blocks(state: int) -> int:
+    return state if state < 0 else state % _DIM
+
+
+@lru_cache(maxsize=1 << 18)
+def canonical_moves(case: Case) -> tuple[Move, ...]:
+    """``moves`` of a case; kept, because meshes and tensors share cases."""
+    sizes, src, dst = zip(*case, strict=True)
     extent: dict[int, int] = {}  # of which every digit is a whole stride
     for s in (*src, *dst):
         if s >= 0:
             extent[s // _DIM] = lcm(extent.get(s // _DIM, 1), s % _DIM)
 
-    def turned(states: Sequence[int], axes: Iterable[int]) -> list[int]:
-        """Blocks to strides and back; axes in another order."""
-        row = (states[a] for a in axes)
-        return [s if s < 0 else s - s % _DIM + extent[s // _DIM] // (s % _DIM) for s in row]
+    def turned(states: Sequence[int]) -> list[int]:
+        """Blocks to strides and back."""
+        return [s if s < 0 else s - s % _DIM + extent[s // _DIM] // (s % _DIM) for s in states]
 
-    w = _Walk(turned(src, order), turned(dst, order), [sizes[a] for a in order], extent)
-    while (
+    w = _Walk(turned(src), turned(dst), sizes, extent)
+    while w.unsettled() and (
         w.enter("slice", REPLICATED)
         or w.enter("reduce_scatter", PARTIAL)
         or w.exchange(movers=False)
@@ -89,15 +141,7 @@ def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[
         pass
     w.all_reduce([a for a in w.axes if w.now[a] == PARTIAL and w.goal[a] == REPLICATED])
     w.gather([a for a in w.axes if w.now[a] >= 0 > w.goal[a]])
-    back = sorted(range(len(sizes)), key=order.__getitem__)
-
-    def named(axes: int) -> int:
-        return sum(1 << a for i, a in enumerate(order) if axes >> i & 1)
-
-    return [
-        Move(kind=m.kind, axes=named(m.axes), split=named(m.split), after=tuple(turned(m.after, back)))
-        for m in w.done
-    ]
+    return tuple(replace(m, after=tuple(turned(m.after))) for m in w.done)
 
 
 Span = tuple[int, int, int]
@@ -118,12 +162,17 @@ class _Walk:
         self.done: list[Move] = []
         self.extent = extent
 
+    def unsettled(self) -> bool:
+        return any(g >= 0 and s != g for s, g in zip(self.now, self.goal, strict=True))
+
     def enter(self, kind: Kind, state: int, *, solid: bool = True) -> bool:
         """All free axes in this state (REPLICATED: slice, PARTIAL: reduce-scatter) take their digits.
 
         solid: where one would hang in the air, it takes the topmost place in its tensor dim instead.
         """
         free = [a for a in self.axes if self.now[a] == state and self.goal[a] >= 0 and self._free(a)]
+        if not free:
+            return False
         change = {a: self.goal[a] for a in free}
         while solid and (hanging := self._hanging(change) & change.keys()):
             change = {a: digit for a, digit in change.items() if a not in hanging}
@@ -244,9 +293,11 @@ class _Walk:
 
     def _hanging(self, change: dict[int, int]) -> set[int]:
         """Axes whose digit, after the change, is neither topmost in its dim nor right below another."""
-        after = [change.get(a, self.now[a]) for a in self.axes]
-        lows = {(t, low) for t, low, _ in self._spans(after, self.axes)} | set(self.extent.items())
-        return {a for a in self.axes for t, _, high in self._spans(after, [a]) if (t, high) not in lows}
+        after = [change.get(a, s) for a, s in enumerate(self.now)]
+        spans = self._spans(after, self.axes)
+        lows = {(t, low) for t, low, _ in spans} | self.extent.items()
+        split = (a for a in self.axes if after[a] >= 0)
+        return {a for a, (t, _, high) in zip(split, spans, strict=True) if (t, high) not in lows}
 
     def unblock(self) -> bool:
         """Gather one axis that stands in the way: one that ends unsplit, else the smallest."""
@@ -264,7 +315,7 @@ class _Walk:
         self._move("all_reduce", dict.fromkeys(axes, REPLICATED))
 
     def gather(self, axes: list[int]) -> None:
-        """One tensor dim after the other, from the last, as XLA does."""
+        """One tensor dim after the other, as XLA does."""
         for t in sorted({self.now[a] // _DIM for a in axes}, reverse=True):
             self._move("all_gather", {a: REPLICATED for a in axes if self.now[a] // _DIM == t})
 
@@ -288,8 +339,7 @@ class _Walk:
         return not any(b != a and self._overlap(self.goal, a, self.now, b) for b in self.axes)
 
     def _spans(self, layout: list[int], axes: Iterable[int]) -> list[Span]:
-        digits = [(layout[a], self.sizes[a]) for a in axes if layout[a] >= 0]
-        return [(s // _DIM, s % _DIM, s % _DIM * n) for s, n in digits]
+        return [(s // _DIM, s % _DIM, s % _DIM * self.sizes[a]) for a in axes if (s := layout[a]) >= 0]
 
 
 def _bits(axes: Iterable[int]) -> int:

@@ -43,7 +43,7 @@ def layouts(
 def nested(mesh: Mesh, *rows: tuple[int, ...]) -> bool:
     """Do the digits of all these layouts fall into one mixed radix?"""
     spans = [
-        (s // _DIM, s % _DIM, s % _DIM * n)
+        (s // _DIM, s % _DIM // n, s % _DIM)
         for r in rows
         for s, n in zip(r, mesh.sizes, strict=True)
         if s >= 0

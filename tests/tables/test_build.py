@@ -62,10 +62,10 @@ def test_repeated_layers_share_their_arrays(unrolled: Graph) -> None:
         one, other = at[name], at[name.replace("blocks.1.", "blocks.2.")]
         assert tables.node_costs[one] is tables.node_costs[other]
         assert space.configs[one] is space.configs[other]
-    one, other = (
+    first, second = (
         {(id(e.cost), id(e.src_class), id(e.dst_class)) for e in tables.edges if e.src in mine}
         for mine in ({at[b.replace("blocks.1.", f"blocks.{i}.")] for b in blocks} for i in (1, 2))
     )
-    assert one == other
+    assert first == second
     distinct = {id(e.cost) for e in tables.edges}
     assert len(distinct) < len(tables.edges) / 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -28,7 +29,7 @@ def pairs(
 
 @given(pairs())
 @settings(max_examples=400, deadline=None)
-def test_every_collective_is_possible_and_ends_where_it_should(case) -> None:
+def test_every_collective_is_possible_and_ends_where_it_should(case: Any) -> None:
     mesh, shape, src, dst = case
     sums = tuple(a for a, s in enumerate(src) if s == PARTIAL)
     row, now = src, held(src, shape, mesh, sums)
@@ -46,7 +47,7 @@ def test_every_collective_is_possible_and_ends_where_it_should(case) -> None:
 
 @given(pairs())
 @settings(max_examples=300, deadline=None)
-def test_nothing_moves_where_every_device_has_what_it_needs(case) -> None:
+def test_nothing_moves_where_every_device_has_what_it_needs(case: Any) -> None:
     mesh, shape, src, dst = case
     if PARTIAL in src:
         return
@@ -56,7 +57,7 @@ def test_nothing_moves_where_every_device_has_what_it_needs(case) -> None:
 
 @given(pairs(contiguous=True))
 @settings(max_examples=300, deadline=None)
-def test_a_path_is_made_of_single_collectives(case) -> None:
+def test_a_path_is_made_of_single_collectives(case: Any) -> None:
     """Each leg of the path is, taken alone, the one collective that it was in the whole."""
     mesh, _, src, dst = case
     whole = moves(src, dst, mesh.sizes)
