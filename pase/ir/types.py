@@ -352,13 +352,23 @@ class Graph:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Every flow of a tensor between two nodes; parallel edges are kept."""
-        return tuple(
-            Edge(src=self.producer[a.tensor].name, dst=n.name, tensor=a.tensor, op=op, access=a)
-            for n in self.nodes
-            for op, a in n.reads
-            if a.tensor in self.producer
-        )
+        """Every flow of a tensor between two nodes; parallel edges are kept.
+
+        Ops of one node that read a tensor alike share one edge: it is moved once, and so is its gradient.
+        """
+        found: dict[object, Edge] = {}
+        for n in self.nodes:
+            for op, a in n.reads:
+                if a.tensor not in self.producer:
+                    continue
+                key = (n.name, a.tensor, a.map, op.scope, frozenset(op.dims))
+                old = found.get(key)
+                edge = Edge(src=self.producer[a.tensor].name, dst=n.name, tensor=a.tensor, op=op, access=a)
+                if old is not None and (old.op.differentiable or not op.differentiable):
+                    edge = old
+                again = a.again or (old is not None and old.access.again)
+                found[key] = replace(edge, access=replace(edge.access, again=again))
+        return tuple(found.values())
 
     @cached_property
     def _readers(self) -> dict[str, frozenset[str]]:

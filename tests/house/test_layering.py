@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.backends": {"pase.ir", "pase.machine", "pase.plan", "pase.frontends", "pase.tables"},
     "pase.zoo": {"pase.ir"},
     "pase.baselines": {"pase.ir", "pase.machine", "pase.tables", "pase.search"},
+    "pase.paper": {"pase.ir", "pase.tables", "pase.search"},
 }
 
 # layer -> the packages that it may import at the top of a file (the standard library and numpy always).
@@ -46,6 +47,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase.frontends": {"sympy", "networkx"},
     "pase.backends": set(),
     "pase.baselines": set(),
+    "pase.paper": set(),
     "pase.zoo": {"jax"},  # the models themselves, each loaded when it is asked for
     "pase.commands": {"typer"},
     "pase": {"typer"},
