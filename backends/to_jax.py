@@ -64,7 +64,7 @@ class JaxPlan:
 
     @cached_property
     def copies(self) -> dict[str, str]:
-        """"EQUATION|TENSOR" -> the copy of the tensor that this equation reads."""
+        """ "EQUATION|TENSOR" -> the copy of the tensor that this equation reads."""
         out = {}
         for key in self.constraints.read:
             path, _, tensor = key.rpartition("|")
@@ -142,12 +142,16 @@ class JaxPlan:
         state = jax.eval_shape(optimizer.init, params)
         whole = NamedSharding(mesh, PartitionSpec())
 
+        def masked(leaf: Any) -> bool:
+            return isinstance(leaf, optax.MaskedNode)  # optax leaves it where a transformation does not apply
+
         def like(leaf: Any, param: Any, sharding: Any) -> Any:
-            return sharding if leaf.shape == param.shape else whole
+            return leaf if masked(leaf) else sharding if leaf.shape == param.shape else whole
 
         return optax.tree_map_params(
-            optimizer, like, state, params, self.in_shardings(mesh)[0], transform_non_params=lambda _: whole
-        )
+            optimizer, like, state, params, self.in_shardings(mesh)[0],
+            transform_non_params=lambda _: whole, is_leaf=masked,
+        )  # fmt: skip
 
     def _shapes(self) -> tuple[Any, ...]:
         import jax
@@ -155,7 +159,9 @@ class JaxPlan:
         avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.traced.jaxpr.in_avals]
         return tuple(jax.tree.unflatten(self.traced.in_tree, avals))
 
-    def train_step(self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True) -> Callable[..., Any]:
+    def train_step(
+        self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True
+    ) -> Callable[..., Any]:
         """A jitted step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer.
 
         Inputs are moved to the plan's layouts as jit does; params and opt_state are donated. Works with more
@@ -255,6 +261,7 @@ class _Walk:
         from jax.extend.core import Literal
 
         traced = self.plan.traced
+        info = traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -272,7 +279,7 @@ class _Walk:
                 outs = self._scan(eqn, ins, path, copies)
             else:
                 ins = [self._read(x, path, t, copies) for x, t in zip(ins, names, strict=True)]
-                outs = _evaluate(eqn, ins)
+                outs = _evaluate(eqn, ins, info)
                 outs = [self.defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
             env.update(zip(eqn.outvars, outs, strict=True))
         return [value(v) for v in jaxpr.outvars]
@@ -321,9 +328,7 @@ class _Walk:
             carried = settled("carry", made[:nk], outs[:nk], inside)
             return carried, settled("y", made[nk:], outs[nk:], inside)
 
-        carry, ys = jax.lax.scan(
-            body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
-        )
+        carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
         return [self.defined(x, t) for x, t in zip([*carry, *ys], results[path], strict=True)]
 
 
@@ -335,12 +340,12 @@ def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
     return jax.numpy.shape(leaf), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
-def _evaluate(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+def _evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:
     """One equation as it stands, by JAX's public means: a jaxpr that holds it alone."""
     from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
     args = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
     kept = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
-    alone = Jaxpr(constvars=(), invars=list(args), outvars=kept, eqns=[eqn], effects=eqn.effects)
+    alone = Jaxpr((), list(args), kept, [eqn], eqn.effects, info)
     outs = iter(jaxpr_as_fun(ClosedJaxpr(alone, ()))(*args.values()))
     return [next(outs) if type(v).__name__ != "DropVar" else None for v in eqn.outvars]

@@ -58,7 +58,10 @@ def compare(plan: Plan, compiled: Any) -> list[Row]:
     found = dict.fromkeys(kinds, 0)
     for h in collectives(compiled):
         found[h.kind] = found.get(h.kind, 0) + h.bytes * (h.count or 1)
-    return [Row(kind=k, predicted=predicted.get(k, 0), on_cpu=on_cpu.get(k, 0), compiled=n) for k, n in found.items()]
+    return [
+        Row(kind=k, predicted=predicted.get(k, 0), on_cpu=on_cpu.get(k, 0), compiled=n)
+        for k, n in found.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,9 @@ def worst_difference(a: Any, b: Any) -> float:
     import jax
     import numpy as np
 
-    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+    pairs = [
+        (np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    ]
     return float(max(np.abs(x - y).max() for x, y in pairs) / max(np.abs(x).max() for x, _ in pairs))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from pase import costmodels, machine, zoo
 from pase.api import Problem
+from pase.backends.truth import Row, Step, compare, sharded_step, unsharded_step
 from pase.baselines import Baseline, baselines
 from pase.frontends.from_jax import Traced, trace
 from pase.machine import CostModel, Mesh, mesh_from
@@ -51,7 +52,11 @@ class Case:
             found = self.problem.search(self.problem.meshes(None, 3), lambda _: None, {})
             return self.problem.plan_of(found.configs, found.mesh, name, self.traced)
         if shape:
-            dear = replace(self.problem, model=DearCompute(costmodels.get("paper", self.problem.machine)))
+            p = self.problem
+            price = DearCompute(costmodels.get("paper", p.machine))
+            dear = Problem(
+                graph=p.graph, devices=p.devices, machine=p.machine, model=price, optimizer=p.optimizer
+            )
             mesh = mesh_from(shape, self.problem.devices)
             if kind.startswith("random"):
                 chosen: Mapping[str, np.ndarray] = self._random(mesh, int(kind.removeprefix("random")))
@@ -82,3 +87,36 @@ def reduced(name: str) -> Case:
     """A zoo model in its reduced size."""
     m = zoo.reduced(name)
     return replace(case_of(m.loss_fn, m.params, m.batch, name=f"zoo:{name}"), model=m)
+
+
+@cache
+def measured(model: str, strategy: str) -> tuple[dict[str, float], list[Row]]:
+    """One step of a reduced zoo model both ways: how far the numbers are apart, and bytes by kind."""
+    import optax
+
+    case = reduced(model)
+    plan = case.plan(strategy)
+    assert plan is not None, f"{model} has no strategy {strategy}"
+    optimizer = optax.adam(1e-2, eps=1e-3)
+    step = sharded_step(plan, optimizer, *case.model.init(0))
+    whole = _whole(model, optimizer)
+    return whole.differences(step), compare(plan, step.compiled)
+
+
+_steps: dict[str, Step] = {}
+
+
+def _whole(model: str, optimizer: Any) -> Step:
+    m = reduced(model).model
+    if model not in _steps:
+        _steps[model] = unsharded_step(m.loss_fn, optimizer, *m.init(0))
+    return _steps[model]
+
+
+def distinct_models() -> list[str]:
+    """Zoo models that differ in their reduced sizes too."""
+    first: dict[str, str] = {}
+    for name in zoo.names():
+        m = zoo.reduced(name)
+        first.setdefault(str((m.params, m.batch)), name)
+    return list(first.values())

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import optax
 import pytest
-from tests.backends.plans import DEVICES, reduced
 
 from pase.backends.truth import unsharded_step
+from tests.backends.plans import DEVICES, reduced
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
@@ -55,8 +55,9 @@ def test_two_processes():
     address = f"127.0.0.1:{_free_port()}"
     env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", WORKER, address]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     workers = [
-        subprocess.Popen([*command, str(i)], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen([*command, str(i)], cwd=ROOT, env=env, text=True, **pipes)
         for i in range(PROCESSES)
     ]
     try:
@@ -66,7 +67,9 @@ def test_two_processes():
             w.kill()
     for w, (_, errors) in zip(workers, said, strict=True):
         assert w.returncode == 0, errors[-3000:]
-    losses = [[float(line.split()[1]) for line in out.splitlines() if line.startswith("loss")] for out, _ in said]
+    losses = [
+        [float(line.split()[1]) for line in out.splitlines() if line.startswith("loss")] for out, _ in said
+    ]
     assert losses[0] == losses[1]
 
     model = reduced("gpt2").model

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.backends.plans import case_of, reduced
 
 from pase.backends.truth import sharded_step, unsharded_step, worst_difference
 from pase.errors import PaseError
+from tests.backends.plans import case_of, reduced
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 PARAMS = {
@@ -28,12 +28,15 @@ OPTIMIZERS = {
     "adamw_masked": optax.adamw(
         1e-2, eps=1e-3, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
-    "clipped": optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(optax.cosine_decay_schedule(1e-2, 10), eps=1e-6)),
+    "clipped": optax.chain(
+        optax.clip_by_global_norm(1e-3), optax.adam(optax.cosine_decay_schedule(1e-2, 10), eps=1e-6)
+    ),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "multi_steps": optax.MultiSteps(optax.adam(1e-2, eps=1e-3), every_k_schedule=2),
     "partitioned": optax.multi_transform(
-        {"slow": optax.sgd(0.1), "fast": optax.adam(1e-2, eps=1e-3)}, {"norm": "slow", "up": "fast", "down": "fast"}
+        {"slow": optax.sgd(0.1), "fast": optax.adam(1e-2, eps=1e-3)},
+        {"norm": "slow", "up": "fast", "down": "fast"},
     ),
     "lion": optax.lion(1e-3),
 }
@@ -81,7 +84,9 @@ def test_step_donates():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((PARAMS, X, x)))
     sizes = jp.lower_train_step(optimizer).compile().memory_analysis()
-    stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((jp.device_put(PARAMS, X)[0])))
+    stored = sum(
+        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(jp.device_put(PARAMS, X)[0])
+    )
     assert sizes.alias_size_in_bytes >= 3 * stored
     kept, x = jp.device_put(PARAMS, X)
     state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(kept)
@@ -113,7 +118,9 @@ def test_scan_and_remat_survive():
 
 def test_errors_say_what_to_do():
     jp = _plan().jax
-    with pytest.raises(PaseError, match=r"the plan is for 8 devices and JAX sees 4: .*device_count=8 before JAX starts"):
+    with pytest.raises(
+        PaseError, match=r"the plan is for 8 devices and JAX sees 4: .*device_count=8 before JAX starts"
+    ):
         jp.mesh(jax.devices()[:4])
     wrong = PARAMS | {"up": jnp.zeros((16, 64))}
     with pytest.raises(PaseError, match=r"'up' has shape \(16, 64\); the plan was compiled for \(16, 128\)"):
