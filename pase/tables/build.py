@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.ir import Access, Graph, Node
+from pase.ir import Graph
 from pase.machine import COLLECTIVES, CostModel, Mesh
-from pase.tables.derive import Charge, Flow, Work, edge_flows, node_charges, node_work
-from pase.tables.layouts import LayoutRule, configs, read_rule, write_rule
+from pase.tables.derive import Charge, Flow, Work, node_charges, node_work
+from pase.tables.facts import Facts, facts
+from pase.tables.layouts import LayoutRule, configs
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
 
@@ -70,36 +71,31 @@ def build(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str = "adam") -
 
     Equal nodes and edges of repeated layers are priced once and share their arrays.
     """
+    known = facts(graph)
     space = _configs(graph, mesh)
-    costs: list[np.ndarray] = []
-    memo: dict[object, np.ndarray] = {}
-    for n, cfg in zip(graph.nodes, space, strict=True):
-        key = node_key(graph, n)
-        if key not in memo:
+    costs: dict[int, np.ndarray] = {}
+    for n, cfg, number in zip(graph.nodes, space, known.cost, strict=True):
+        if number not in costs:
             cost = work_cost(node_work(graph, n, cfg, mesh, optimizer), model)
             cost = cost + charge_cost(node_charges(graph, n, cfg, mesh), model, mesh)
-            memo[key] = np.broadcast_to(np.asarray(cost, dtype=np.float64), (len(cfg),)).copy()
-        costs.append(memo[key])
+            costs[number] = np.broadcast_to(np.asarray(cost, dtype=np.float64), (len(cfg),)).copy()
     tables = CostTables(
-        node_costs=tuple(costs),
-        edges=tuple(_edges(graph, space, mesh, model)),
+        node_costs=tuple(costs[number] for number in known.cost),
+        edges=tuple(_edges(known, space, mesh, model)),
         names=tuple(n.name for n in graph.nodes),
     )
-    return tables, Space(graph=graph, mesh=mesh, configs=tuple(space))
+    return tables, Space(graph=graph, mesh=mesh, configs=space)
 
 
-def _configs(graph: Graph, mesh: Mesh) -> list[np.ndarray]:
+def _configs(graph: Graph, mesh: Mesh) -> tuple[np.ndarray, ...]:
     """Per node; equal ones are one array."""
-    memo: dict[object, np.ndarray] = {}
+    memo: dict[int, np.ndarray] = {}
     same: dict[bytes, np.ndarray] = {}
-    out = []
-    for n in graph.nodes:
-        key = space_key(n)
-        if key not in memo:
+    for n, number in zip(graph.nodes, facts(graph).space, strict=True):
+        if number not in memo:
             cfg = configs(n, mesh)
-            memo[key] = same.setdefault(cfg.tobytes(), cfg)
-        out.append(memo[key])
-    return out
+            memo[number] = same.setdefault(cfg.tobytes(), cfg)
+    return tuple(memo[number] for number in facts(graph).space)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,15 +109,15 @@ class _Classes:
 class _Layouts:
     """Classes of configs by how they lay a tensor out; equal ones, and their rows, are one object."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.memo: dict[tuple[LayoutRule, int], _Classes] = {}
+    def __init__(self, rules: tuple[LayoutRule, ...], mesh: Mesh) -> None:
+        self.rules, self.mesh = rules, mesh
+        self.memo: dict[tuple[int, int], _Classes] = {}
         self.rows: dict[bytes, np.ndarray] = {}
 
-    def of(self, rule: LayoutRule, cfg: np.ndarray) -> _Classes:
+    def of(self, rule: int, cfg: np.ndarray) -> _Classes:
         key = (rule, id(cfg))
         if key not in self.memo:
-            rows, index = np.unique(rule.states(cfg, self.mesh), axis=0, return_inverse=True)
+            rows, index = np.unique(self.rules[rule].states(cfg, self.mesh), axis=0, return_inverse=True)
             self.memo[key] = _Classes(rows=self.one(rows), index=index.reshape(-1).astype(np.int32))
         return self.memo[key]
 
@@ -129,39 +125,33 @@ class _Layouts:
         return self.rows.setdefault(rows.tobytes(), rows)
 
 
-def _edges(graph: Graph, space: list[np.ndarray], mesh: Mesh, model: CostModel) -> Iterator[EdgeTable]:
+def _edges(known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel) -> Iterator[EdgeTable]:
     """Edges that cost something under some pair of layouts."""
-    layouts = _Layouts(mesh)
-    position = {n.name: v for v, n in enumerate(graph.nodes)}
+    layouts = _Layouts(known.rules, mesh)
     ends: dict[tuple[int, int, str], tuple[np.ndarray, np.ndarray]] = {}
-    found = []
-    for e in graph.edges:
-        u, v = position[e.src], position[e.dst]
-        src = layouts.of(write_rule(graph.nodes[u], *graph.nodes[u].write_of(e.tensor)), space[u])
-        dst = layouts.of(read_rule(graph.nodes[v], e.op, e.access), space[v])
-        flows = edge_flows(graph, e)
-        for f in flows:
+    classes = [(layouts.of(e.write, space[e.src]), layouts.of(e.read, space[e.dst])) for e in known.edges]
+    for e, (src, dst) in zip(known.edges, classes, strict=True):
+        for f in known.flows[e.flows]:
             key = (id(src.rows), id(dst.rows), f.phase)
             if key not in ends:
                 a, b = f.ends(src.rows, dst.rows)
                 ends[key] = (layouts.one(a), layouts.one(b))
-        found.append((u, v, src, dst, flows))
     pairs = {(id(a), id(b)): (a, b) for a, b in ends.values()}
     plans = dict(zip(pairs, compare(list(pairs.values()), mesh), strict=True)) if pairs else {}
-    price = _Prices(plans.values(), {f for *_, flows in found for f in flows}, mesh, model)
-    memo: dict[object, np.ndarray | None] = {}
-    for u, v, src, dst, flows in found:
-        where = (id(src.rows), id(dst.rows), flows)
+    price = _Prices(plans.values(), {f for flows in known.flows for f in flows}, mesh, model)
+    memo: dict[tuple[int, int, int], np.ndarray | None] = {}
+    for e, (src, dst) in zip(known.edges, classes, strict=True):
+        where = (id(src.rows), id(dst.rows), e.flows)
         if where not in memo:
             cost = np.zeros((len(src.rows), len(dst.rows)))
-            for f in flows:
+            for f in known.flows[e.flows]:
                 a, b = ends[id(src.rows), id(dst.rows), f.phase]
                 one = plans[id(a), id(b)].cost(price.of(f))
                 cost += one.T if f.phase == "backward" else one
             memo[where] = cost if cost.any() else None
         matrix = memo[where]
         if matrix is not None:
-            yield EdgeTable(src=u, dst=v, cost=matrix, src_class=src.index, dst_class=dst.index)
+            yield EdgeTable(src=e.src, dst=e.dst, cost=matrix, src_class=src.index, dst_class=dst.index)
 
 
 class _Prices:
@@ -188,36 +178,3 @@ class _Prices:
     def of(self, flow: Flow) -> np.ndarray:
         """Cost of every code for this flow, all times of it; 0 at 0."""
         return flow.times * self.rows[flow.nbytes, flow.bucketed]
-
-
-def space_key(n: Node) -> object:
-    """All that a node's configs depend on; names are left out, so that repeated layers agree."""
-    place = {d.name: i for i, d in enumerate(n.space)}
-    windows = [
-        (tuple(place[d] for d in w.dims), w.window) for op in n.ops for a in op.reads for w in a.map.walks
-    ]
-    return tuple((d.size, d.kind) for d in n.space), tuple(w for w in windows if w[1])
-
-
-def node_key(graph: Graph, n: Node) -> object:
-    """All that a node's price depends on; names are left out, so that repeated layers agree."""
-    place = {d.name: i for i, d in enumerate(n.space)}
-    order: dict[str, int] = {}
-
-    def access(a: Access) -> object:
-        t = graph.tensors[a.tensor]
-        known = order.setdefault(a.tensor, len(order))
-        walks = tuple((tuple(place[d] for d in w.dims), w.window) for w in a.map.walks)
-        return (
-            known, walks, a.sparse, t.shape, t.dtype, t.needs_grad, t.role,
-            a.tensor in graph.producer, graph.read_outside(n, a.tensor),
-        )  # fmt: skip
-
-    ops = tuple(
-        (
-            op.kind, op.flops_per_point, None if op.over is None else tuple(place[d] for d in op.over),
-            op.differentiable, op.times, op.remat, tuple(map(access, op.reads)), tuple(map(access, op.writes)),
-        )
-        for op in n.ops
-    )  # fmt: skip
-    return tuple((d.size, d.kind) for d in n.space), ops

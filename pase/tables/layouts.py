@@ -46,6 +46,7 @@ REPLICATED, PARTIAL, PENDING = -1, -2, -3
 _DIM = 1 << 44  # blocks stay below it
 
 _MAX_CONFIGS = 1 << 17
+_MAX_DIMS = 128  # a config is int8
 
 
 def number(size: Size, what: str) -> int:
@@ -97,16 +98,20 @@ def _most_ways(node: Node) -> dict[str, int]:
 def shards(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
     """Into how many shards these dims together are split: int64 [K]."""
     out = np.ones(len(cfg), dtype=np.int64)
+    factor = np.ones(_MAX_DIMS, dtype=np.int64)  # by iteration dim; the last stands for NOT_SPLIT
     for a, size in enumerate(mesh.sizes):
-        out[np.isin(cfg[:, a], dims)] *= size
+        factor[list(dims)] = size
+        out *= factor[cfg[:, a]]
     return out
 
 
 def axis_bits(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
     """The axes that split these dims, as bit sets: int64 [K]."""
     out = np.zeros(len(cfg), dtype=np.int64)
+    factor = np.zeros(_MAX_DIMS, dtype=np.int64)
     for a in range(len(mesh.sizes)):
-        out[np.isin(cfg[:, a], dims)] |= 1 << a
+        factor[list(dims)] = 1 << a
+        out |= factor[cfg[:, a]]
     return out
 
 

@@ -1,0 +1,102 @@
+"""What of a graph the tables depend on, found once for all meshes; equal nodes and edges of repeated layers have
+equal numbers, whatever their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pase.ir import Access, Graph, Node
+from pase.tables.derive import Flow, edge_flows
+from pase.tables.layouts import LayoutRule, read_rule, write_rule
+
+__all__ = ["EdgeFacts", "Facts", "facts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeFacts:
+    """src, dst: places in ``graph.nodes``; write, read: numbers of layout rules; flows: number of its flows."""
+
+    src: int
+    dst: int
+    write: int
+    read: int
+    flows: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Facts:
+    """space, cost: per node a number; nodes with one number have the same configs, the same cost of each."""
+
+    space: tuple[int, ...]
+    cost: tuple[int, ...]
+    edges: tuple[EdgeFacts, ...]
+    rules: tuple[LayoutRule, ...]
+    flows: tuple[tuple[Flow, ...], ...]
+
+
+def facts(graph: Graph) -> Facts:
+    """Kept with the graph, as its own derived properties are: a search builds tables for many meshes."""
+    if "_facts" not in graph.__dict__:
+        graph.__dict__["_facts"] = _facts(graph)
+    return graph.__dict__["_facts"]  # type: ignore[no-any-return]
+
+
+def _facts(graph: Graph) -> Facts:
+    spaces: dict[object, int] = {}
+    costs: dict[object, int] = {}
+    rules: dict[LayoutRule, int] = {}
+    flows: dict[tuple[Flow, ...], int] = {}
+    place = {n.name: v for v, n in enumerate(graph.nodes)}
+    edges = []
+    for e in graph.edges:
+        src, dst = graph.node[e.src], graph.node[e.dst]
+        write, read = write_rule(src, *src.write_of(e.tensor)), read_rule(dst, e.op, e.access)
+        edges.append(
+            EdgeFacts(
+                src=place[e.src],
+                dst=place[e.dst],
+                write=rules.setdefault(write, len(rules)),
+                read=rules.setdefault(read, len(rules)),
+                flows=flows.setdefault(edge_flows(graph, e), len(flows)),
+            )
+        )
+    return Facts(
+        space=tuple(spaces.setdefault(_space_key(n), len(spaces)) for n in graph.nodes),
+        cost=tuple(costs.setdefault(_cost_key(graph, n), len(costs)) for n in graph.nodes),
+        edges=tuple(edges),
+        rules=tuple(rules),
+        flows=tuple(flows),
+    )
+
+
+def _space_key(n: Node) -> object:
+    """All that a node's configs depend on."""
+    place = {d.name: i for i, d in enumerate(n.space)}
+    windows = [
+        (tuple(place[d] for d in w.dims), w.window) for op in n.ops for a in op.reads for w in a.map.walks
+    ]
+    return tuple((d.size, d.kind) for d in n.space), tuple(w for w in windows if w[1])
+
+
+def _cost_key(graph: Graph, n: Node) -> object:
+    """All that a node's price depends on."""
+    place = {d.name: i for i, d in enumerate(n.space)}
+    order: dict[str, int] = {}
+
+    def access(a: Access) -> object:
+        t = graph.tensors[a.tensor]
+        known = order.setdefault(a.tensor, len(order))
+        walks = tuple((tuple(place[d] for d in w.dims), w.window) for w in a.map.walks)
+        return (
+            known, walks, a.sparse, t.shape, t.dtype, t.needs_grad, t.role,
+            a.tensor in graph.producer, graph.read_outside(n, a.tensor),
+        )  # fmt: skip
+
+    ops = tuple(
+        (
+            op.kind, op.flops_per_point, None if op.over is None else tuple(place[d] for d in op.over),
+            op.differentiable, op.times, op.remat, tuple(map(access, op.reads)), tuple(map(access, op.writes)),
+        )
+        for op in n.ops
+    )  # fmt: skip
+    return tuple((d.size, d.kind) for d in n.space), ops
