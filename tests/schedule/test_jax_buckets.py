@@ -1,0 +1,190 @@
+"""Bucket plans run: plain ones equal the plain step; delayed and merged ones equal the same updates by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from pase.backends.to_jax_buckets import BucketRunner, gradient_problem  # noqa: E402
+from pase.errors import PaseError  # noqa: E402
+from pase.schedule import BucketPlan, Options, Problem, Update, get_policy, whole  # noqa: E402
+from tests.schedule.cases import link  # noqa: E402
+
+LAYERS, WIDTH = 3, 16
+
+
+def loss_fn(params: Any, x: Any, y: Any) -> Any:
+    def layer(h: Any, w: Any) -> tuple[Any, None]:
+        return jnp.tanh(h @ w), None
+
+    h, _ = jax.lax.scan(layer, x @ params["in"], params["stack"])
+    return jnp.mean((h @ params["out"]["w"] + params["out"]["b"] - y) ** 2)
+
+
+def setup(seed: int = 0) -> tuple[Any, Problem, list[tuple[Any, Any]]]:
+    keys = jax.random.split(jax.random.key(seed), 5)
+    params = {
+        "in": jax.random.normal(keys[0], (8, WIDTH)) / 3,
+        "stack": jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)) / 4,
+        "out": {"w": jax.random.normal(keys[2], (WIDTH, 4)) / 4, "b": jnp.zeros(4)},
+    }
+    problem = gradient_problem(
+        params, (link("a", alpha_s=2e-6, beta=1e-8), link("b", alpha_s=2e-6, beta=2e-8)), forward_s=5e-6, backward_s=9e-6
+    )
+    g = np.random.default_rng(seed)
+    batches = []
+    for _ in range(9):
+        x = g.normal(size=(16, 8)).astype(np.float32)
+        batches.append((jnp.asarray(x), jnp.asarray(np.sin(x[:, :4]) + x[:, 4:])))
+    return params, problem, batches
+
+
+def mesh(*sizes: int) -> Mesh:
+    names = ("data", "model")[: len(sizes)]
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 host devices")
+    return Mesh(np.asarray(jax.devices()[:8]).reshape(sizes), names)
+
+
+def reference(params: Any, batches: list[Any], plan: BucketPlan, optimizer: Any) -> tuple[Any, list[float]]:
+    """The same update sequence on one device: gradients under the parameters of their own iteration, summed over
+    an update's batches, applied after its iteration; no optimizer call in between.
+    """
+    state, losses, grads = optimizer.init(params), [], []
+    for it, batch in enumerate(batches):
+        loss, g = jax.value_and_grad(loss_fn)(params, *batch)
+        losses.append(float(loss))
+        grads.append(g)
+        for p in range(it + 1):
+            for u in plan.updates:
+                if u.at + p * plan.period == it:
+                    mine = grads[u.first + p * plan.period : u.last + p * plan.period + 1]
+                    mean = jax.tree.map(lambda *x: sum(x) / len(x), *mine)
+                    change, state = optimizer.update(mean, state, params)
+                    params = optax.apply_updates(params, change)
+    return params, losses
+
+
+def run(runner: BucketRunner, params: Any, batches: list[Any]) -> tuple[Any, list[float]]:
+    state, losses = runner.init(params), []
+    for batch in batches:
+        state, loss = runner.step(state, *batch)
+        losses.append(float(loss))
+    return state.params, losses
+
+
+def check(plan: BucketPlan, problem: Problem, params: Any, batches: list[Any], optimizer: Any) -> list[float]:
+    runner = BucketRunner(
+        loss_fn=loss_fn, problem=problem, plan=plan, optimizer=optimizer, mesh=mesh(8), data_axes=("data",)
+    )
+    got, losses = run(runner, params, batches)
+    expected, by_hand = reference(params, batches, plan, optimizer)
+    np.testing.assert_allclose(losses, by_hand, rtol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), got, expected)
+    return losses
+
+
+@pytest.mark.parametrize("policy", ["fifo", "ddp", "bytescheduler", "ours"])
+def test_without_staleness_it_is_the_plain_step(policy: str) -> None:
+    params, problem, batches = setup()
+    plan = get_policy(policy).make(problem, Options(mode="fast"))
+    check(plan, problem, params, batches[:3], optax.adam(1e-2))
+
+
+DELAYED = {
+    "late by one": (1, (Update(first=0, last=0, at=1),)),
+    "late by two": (1, (Update(first=0, last=0, at=2),)),
+    "two merged": (2, (Update(first=0, last=1, at=1),)),
+    "two merged, late": (2, (Update(first=0, last=1, at=2),)),
+    "one, two, one": (4, (Update(first=0, last=0, at=1), Update(first=1, last=2, at=3), Update(first=3, last=3, at=4))),
+}
+
+
+@pytest.mark.parametrize("name", list(DELAYED))
+def test_delayed_and_merged_updates_are_the_same_by_hand(name: str) -> None:
+    """Momentum and weight decay, which zero gradients on skipped steps would still move."""
+    params, problem, batches = setup()
+    period, updates = DELAYED[name]
+    messages = []
+    for u in range(len(updates)):
+        for k, t in enumerate(reversed(range(len(problem.tensors)))):
+            m = replace(whole(problem, [t], link=k % 2), update=u)
+            if k % 3 == 1 and updates[u].at > updates[u].last:
+                m = replace(m, iteration=1, phase="forward")
+            messages.append(m)
+    plan = BucketPlan(policy="x", messages=tuple(messages), dispatch="priority", period=period, updates=updates)
+    optimizer = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.05, momentum=0.9))
+    losses = check(plan, problem, params, batches, optimizer)
+    assert losses[-1] < losses[0]
+
+
+def test_deft_and_ours_with_staleness_run_and_learn() -> None:
+    """Loss curves side by side: plain, ours late, DeFT; all fall, and the late ones stay near the plain one."""
+    params, problem, batches = setup()
+    slow = replace(problem, links=(link("a", alpha_s=1e-7, beta=8e-9),))
+    optimizer, curves = optax.sgd(0.05), {}
+    for name, staleness in (("ours", 0), ("ours", 2), ("deft", 4)):
+        plan = get_policy(name).make(slow, Options(staleness=staleness, mode="fast"))
+        assert plan.staleness <= staleness
+        curves[name, staleness] = check(plan, slow, params, [batches[i % 9] for i in range(24)], optimizer)
+    for losses in curves.values():
+        assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+    plain = np.mean(curves["ours", 0][-5:])
+    assert all(np.mean(x[-5:]) < 1.6 * plain for x in curves.values())
+
+
+def test_collectives_are_the_plans_in_its_order() -> None:
+    """XLA neither combines nor reorders: one all-reduce for each message of the link's chain, sizes in order."""
+    import re
+
+    params, problem, batches = setup()
+    plan = replace(get_policy("bytescheduler").make(problem, Options()), dispatch="sequence", credit_bytes=1)
+    runner = BucketRunner(
+        loss_fn=loss_fn, problem=problem, plan=plan, optimizer=optax.sgd(0.1), mesh=mesh(8), data_axes=("data",)
+    )
+    state = runner.init(params)
+    fn, _ = runner._compile(0, (), [])
+    text = fn.lower(params, state.opt_state, (), *batches[0]).compile().as_text()
+    sizes = [int(n) for n in re.findall(r"= f32\[(\d+)\]\S* all-reduce(?:-start)?\(", text)]
+    assert sizes == [m.nbytes // 4 for m in plan.messages]
+
+
+def test_it_composes_with_sharded_parameters() -> None:
+    """4 data x 2 model: weights split over `model` stay split, and their local shards are what is bucketed."""
+    params, problem, batches = setup()
+    where = mesh(4, 2)
+    specs = {"in": P(None, "model"), "stack": P(None, None, "model"), "out": {"w": P("model"), "b": P()}}
+    placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(where, s)), params, specs)
+    plan = get_policy("ours").make(problem, Options(mode="fast"))
+    optimizer = optax.adam(1e-2)
+    runner = BucketRunner(
+        loss_fn=loss_fn, problem=problem, plan=plan, optimizer=optimizer, mesh=where, data_axes=("data",), specs=specs
+    )
+    got, losses = run(runner, placed, batches[:3])
+    expected, by_hand = reference(params, batches[:3], plan, optimizer)
+    np.testing.assert_allclose(losses, by_hand, rtol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), got, expected)
+    assert got["stack"].sharding.spec == specs["stack"]
+
+
+def test_what_it_cannot_run_is_said() -> None:
+    params, problem, _ = setup()
+    plan = get_policy("fifo").make(problem, Options())
+    gather = replace(problem, tensors=tuple(replace(t, kind="reduce_scatter") for t in problem.tensors))
+    with pytest.raises(PaseError, match="is a reduce_scatter"):
+        BucketRunner(
+            loss_fn=loss_fn, problem=gather, plan=plan, optimizer=optax.sgd(0.1), mesh=mesh(8), data_axes=("data",)
+        )
+    with pytest.raises(PaseError, match="not in the mesh"):
+        BucketRunner(
+            loss_fn=loss_fn, problem=problem, plan=plan, optimizer=optax.sgd(0.1), mesh=mesh(8), data_axes=("batch",)
+        )
