@@ -251,7 +251,8 @@ class _Feed:
         pid, tid = e.get("pid"), args.get("stream") if device else e.get("tid")
         if type(pid) is not int or type(tid) is not int:
             return self._new_lane(e, args, device)
-        place = (pid, tid, device, args.get("device") if type(args.get("device")) is int else -1)
+        number = args.get("device")
+        place = (pid, tid, device, number if isinstance(number, int) else -1)
         known = self.places.get(place)
         if known is None:
             known = self._new_lane(e, args, device)

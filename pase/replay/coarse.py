@@ -128,14 +128,13 @@ def coarsen(g: DataflowGraph, r: Replay) -> Coarse:
             producers.append(max(before, key=lambda a: r.finish_ns[a]) if before else -1)
             consumers.append(tuple(b for b in out.get(i, ()) if g.kind[b] != COLLECTIVE))
         first = tasks[0]
-        size = g.group_ranks[g.gang[first]] if g.gang[first] >= 0 else len(tasks)
         tensors.append(
             Tensor(
                 number=k,
                 tasks=tuple(tasks),
                 producers=tuple(producers),
                 consumers=tuple(consumers),
-                family=(int(g.operation[first]), int(size), _stream_label(g, first)),
+                family=(int(g.operation[first]), int(g.ways[first]), _stream_label(g, first)),
                 nbytes=int(g.nbytes[first]),
                 ready_ns=max((float(r.finish_ns[a]) for a in producers if a >= 0), default=0.0),
                 used_ns=min((float(r.start_ns[b]) for c in consumers for b in c), default=math.inf),

@@ -52,6 +52,8 @@ class DataflowGraph:
     release_ns: np.ndarray
     nbytes: np.ndarray
     operation: np.ndarray
+    ways: np.ndarray
+    """Ranks that a collective joins, those without a trace included; 0 for other tasks and where unknown."""
     event: np.ndarray
     device_free_ns: np.ndarray
     key: tuple[object, ...] = ()
@@ -59,8 +61,8 @@ class DataflowGraph:
     """rank → task whose start begins the rank's iteration, where that is not its first device op."""
     tail: dict[int, int] = field(default_factory=dict)
     """rank → task whose end ends it, likewise."""
-    group_ranks: tuple[int, ...] = ()
-    """Ranks of each gang, [gangs], including those that left no trace; 0 where unknown."""
+    gangs: int = 0
+    """How many collectives are shared by ranks of the graph."""
 
     def __len__(self) -> int:
         return len(self.device)
@@ -84,7 +86,7 @@ def build_graph(
     """A graph from plain dicts, for plans and tests.
 
     Each task: ``device`` (rank, name) and ``duration_ns``; optional name, kind, gang, priority, release_ns,
-    nbytes, operation (an index in types.OPERATIONS). Edges: (source, destination[, lag in ns]).
+    nbytes, operation (an index in types.OPERATIONS), ways. Edges: (source, destination[, lag in ns]).
     """
     devices: dict[tuple[int, str], int] = {}
     names: dict[str, int] = {}
@@ -93,6 +95,7 @@ def build_graph(
         names.setdefault(str(t.get("name", "")), len(names))
     m = len(edges)
     column = {k: np.array([t.get(k, d) for t in tasks]) for k, d in _DEFAULTS.items()}
+    sizes = np.append(np.bincount(column["gang"][column["gang"] >= 0].astype(np.int64)), 0)
     return DataflowGraph(
         devices=tuple(Device(rank=r, name=n, kind=_device_kind(n)) for r, n in devices),
         names=tuple(names),
@@ -109,14 +112,17 @@ def build_graph(
         release_ns=column["release_ns"].astype(np.float64),
         nbytes=column["nbytes"].astype(np.int64),
         operation=column["operation"].astype(np.uint8),
+        ways=np.where(column["gang"] >= 0, sizes[column["gang"].astype(np.int64)], column["ways"]).astype(
+            np.int32
+        ),
         event=np.full(len(tasks), -1, dtype=np.int64),
         device_free_ns=np.zeros(len(devices)),
         key=tuple(range(len(tasks))),
-        group_ranks=tuple(np.bincount(column["gang"][column["gang"] >= 0].astype(np.int64)).tolist()),
+        gangs=len(sizes) - 1,
     )
 
 
-_DEFAULTS = {"kind": 2, "gang": -1, "priority": 0, "release_ns": 0.0, "nbytes": -1, "operation": 0}
+_DEFAULTS = {"kind": 2, "gang": -1, "priority": 0, "release_ns": 0.0, "nbytes": -1, "operation": 0, "ways": 0}
 
 
 def _device_kind(name: str) -> str:

@@ -274,7 +274,6 @@ def _join(m: Measured, parts: list[_Part], chosen: list[int], ranks: list[int]) 
     devices: list[Device] = []
     gangs: dict[tuple[object, ...], int] = {}
     members: Counter[tuple[object, ...]] = Counter()
-    sizes: list[int] = []
     columns: dict[str, list[np.ndarray]] = {
         k: [] for k in ("name", "kind", "device", "gang", "event", "release")
     }
@@ -319,8 +318,6 @@ def _join(m: Measured, parts: list[_Part], chosen: list[int], ranks: list[int]) 
             tail[r] = base + p.template.tail
         keys.extend(p.template.keys)
         base += n
-    for key in gangs:
-        sizes.append(len(key[0]) if isinstance(key[0], tuple) else members[key])
     event = np.concatenate(columns["event"])
     known = event >= 0
     nbytes = np.where(known, t["nbytes"][event], -1)
@@ -341,13 +338,22 @@ def _join(m: Measured, parts: list[_Part], chosen: list[int], ranks: list[int]) 
         release_ns=np.concatenate(columns["release"]),
         nbytes=nbytes.astype(np.int64),
         operation=operation.astype(np.uint8),
+        ways=_ways(t, event, np.concatenate(columns["gang"])),
         event=event,
         device_free_ns=np.array(free),
         key=tuple(keys),
         root=root,
         tail=tail,
-        group_ranks=tuple(sizes),
+        gangs=len(gangs),
     )
+
+
+def _ways(t: Timeline, event: np.ndarray, gang: np.ndarray) -> np.ndarray:
+    """Ranks that each collective joins: as its group says, else as many as the trace shows; 0 where neither does."""
+    stated = np.array([len(g.ranks) for g in t.groups] + [0], dtype=np.int32)
+    seen = np.append(np.bincount(gang[gang >= 0]), 0)[gang]
+    group = np.where((event >= 0) & (t["kind"][event] == COLLECTIVE), t["group"][event], -1)
+    return np.maximum(stated[group], seen).astype(np.int32)
 
 
 def _skews(m: Measured, chosen: list[int], ranks: list[int]) -> dict[int, float]:

@@ -125,7 +125,6 @@ def subgraph(g: DataflowGraph, keep: np.ndarray) -> DataflowGraph:
     edges = keep[g.src] & keep[g.dst]
     gangs, gang = np.unique(g.gang[keep], return_inverse=True)
     gang = gang - int(len(gangs) > 0 and gangs[0] < 0)
-    sizes = tuple(g.group_ranks[int(x)] if x < len(g.group_ranks) else 0 for x in gangs if x >= 0)
     picked = np.flatnonzero(keep)
     return replace(
         g,
@@ -133,7 +132,7 @@ def subgraph(g: DataflowGraph, keep: np.ndarray) -> DataflowGraph:
             f: getattr(g, f)[keep]
             for f in ("name", "kind", "device", "duration_ns", "priority", "release_ns")
         },
-        **{f: getattr(g, f)[keep] for f in ("nbytes", "operation", "event")},
+        **{f: getattr(g, f)[keep] for f in ("nbytes", "operation", "ways", "event")},
         gang=gang.astype(np.int64),
         src=index[g.src[edges]],
         dst=index[g.dst[edges]],
@@ -142,7 +141,7 @@ def subgraph(g: DataflowGraph, keep: np.ndarray) -> DataflowGraph:
         key=tuple(g.key[i] for i in picked) if g.key else (),
         root={r: int(index[i]) for r, i in g.root.items() if keep[i]},
         tail={r: int(index[i]) for r, i in g.tail.items() if keep[i]},
-        group_ranks=sizes,
+        gangs=int((gangs >= 0).sum()),
     )
 
 

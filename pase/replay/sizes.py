@@ -96,7 +96,7 @@ def from_execution_trace(t: Timeline, collectives: list[tuple[int, int]], where:
     The trace may hold several iterations; the kernels of one iteration must match a whole period of it.
     """
     nbytes = t["nbytes"].copy()
-    filled = 0
+    matched = False
     for rank, iteration in sorted({(m.rank, m.iteration) for m in t.marks}):
         mine = np.flatnonzero((t["kind"] == COLLECTIVE) & (t.rank_of == rank) & (t["iteration"] == iteration))
         mine = mine[np.argsort(t["start_ns"][mine], kind="stable")]
@@ -109,10 +109,10 @@ def from_execution_trace(t: Timeline, collectives: list[tuple[int, int]], where:
         if begin is None:
             continue
         for e, (_, size) in zip(mine.tolist(), collectives[begin : begin + n], strict=True):
+            matched = True
             if nbytes[e] < 0:
                 nbytes[e] = size
-                filled += 1
-    if not filled:
+    if not matched:
         what = "its collectives do not match those of any traced iteration; sizes were not taken from it"
         return replace(t, problems=(*t.problems, Problem(where=where, what=what)))
     return replace(t, columns={**t.columns, "nbytes": nbytes})

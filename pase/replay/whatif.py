@@ -120,9 +120,8 @@ def _ring_growth(g: DataflowGraph, ranks: float) -> tuple[np.ndarray, np.ndarray
     reduce-scatter keep the size of their larger buffer.
     """
     more, steps = np.ones(len(g)), np.ones(len(g))
-    size = np.array([*g.group_ranks, 0], dtype=np.float64)
-    mine = (g.gang >= 0) & (size[g.gang] > 1)
-    n = np.where(mine, size[g.gang], 2.0)
+    mine = g.ways > 1
+    n = np.where(mine, g.ways, 2).astype(np.float64)
     if (g.kind == COLLECTIVE).any() and not mine.any():
         raise PaseError("what-if ranks: the trace does not say how many ranks a collective joins")
     ring = mine & np.isin(g.operation, [OPERATIONS.index(o) for o in OPERATIONS[1:5]])
@@ -177,24 +176,23 @@ def unroll(g: DataflowGraph, times: int) -> DataflowGraph:
     dst = np.concatenate([g.dst + k * n for k in offsets] + [c[:, 1] for c in cross])
     lag = np.concatenate([np.tile(g.lag_ns, times), np.tile([x[2] for x in extra], times - 1)])
     kind = np.concatenate([np.tile(g.edge_kind, times), np.zeros(len(extra) * (times - 1), dtype=np.uint8)])
-    gangs = len(g.group_ranks)
     copies: dict[str, Any] = {
         f: np.tile(getattr(g, f), times) for f in ("name", "kind", "device", "duration_ns", "priority")
     }
-    copies |= {f: np.tile(getattr(g, f), times) for f in ("priority", "nbytes", "operation", "event")}
+    copies |= {f: np.tile(getattr(g, f), times) for f in ("priority", "nbytes", "operation", "ways", "event")}
     release = np.zeros(n * times)
     release[:n] = g.release_ns
     return replace(
         g,
         **copies,
-        gang=np.concatenate([np.where(g.gang >= 0, g.gang + k * gangs, -1) for k in offsets]),
+        gang=np.concatenate([np.where(g.gang >= 0, g.gang + k * g.gangs, -1) for k in offsets]),
         release_ns=release,
         src=src,
         dst=dst,
         lag_ns=lag,
         edge_kind=kind,
         key=g.key * times,
-        group_ranks=g.group_ranks * times,
+        gangs=g.gangs * times,
     )
 
 

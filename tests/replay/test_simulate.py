@@ -85,7 +85,7 @@ def test_the_schedule_is_sound(g: DataflowGraph) -> None:
         mine = np.flatnonzero(g.device == d)
         order = mine[np.lexsort((r.finish_ns[mine], r.start_ns[mine]))]
         assert (r.start_ns[order[1:]] >= r.finish_ns[order[:-1]]).all()
-    for k in range(len(g.group_ranks)):
+    for k in range(g.gangs):
         members = g.gang == k
         assert np.allclose(r.finish_ns[members], r.start_ns[members].max() + g.duration_ns[members])
 
