@@ -47,7 +47,9 @@ class _Where:
     repeat: int | None
 
 
-def gradient_problem(params: Any, links: Any, *, forward_s: float, backward_s: float, name: str = "model") -> Problem:
+def gradient_problem(
+    params: Any, links: Any, *, forward_s: float, backward_s: float, name: str = "model"
+) -> Problem:
     """A plain problem for a parameter tree: gradients made in reverse order, compute spread by bytes.
 
     For plans of models that were not compiled by pase; a layout or a profile knows better.
@@ -133,9 +135,7 @@ class BucketRunner:
         fn, after = self._steps[key]
         given = tuple((acc, dict(bufs)) for _, acc, bufs in state.generations)
         params, opt_state, kept, loss = fn(state.params, state.opt_state, given, *batch)
-        generations = tuple(
-            (g + base, acc, bufs) for g, (acc, bufs) in zip(after, kept, strict=True)
-        )
+        generations = tuple((g + base, acc, bufs) for g, (acc, bufs) in zip(after, kept, strict=True))
         return (
             RunState(params=params, opt_state=opt_state, iteration=it + 1, generations=generations),
             loss,
@@ -156,7 +156,9 @@ class BucketRunner:
         plan = self.plan
         base = it // plan.period * len(plan.updates)
         mine = next(
-            g for g in range(base, base + len(plan.updates)) if self._generation(g)[1] <= it <= self._generation(g)[2]
+            g
+            for g in range(base, base + len(plan.updates))
+            if self._generation(g)[1] <= it <= self._generation(g)[2]
         )
         order = active if mine in active else (*active, mine)
         due = {g: self._due(g, it) for g in order}
@@ -164,9 +166,15 @@ class BucketRunner:
         already = dict(zip(active, sent, strict=True))
         for g in closing:
             u = self._generation(g)[0]
-            owed = {i for i, m in enumerate(plan.messages) if m.update == u} - already.get(g, set()) - set(due[g])
+            owed = (
+                {i for i, m in enumerate(plan.messages) if m.update == u}
+                - already.get(g, set())
+                - set(due[g])
+            )
             if owed:
-                raise PaseError(f"plan '{plan.policy}' applies an update before its messages {sorted(owed)} are sent")
+                raise PaseError(
+                    f"plan '{plan.policy}' applies an update before its messages {sorted(owed)} are sent"
+                )
 
         def run(params: Any, opt_state: Any, given: Any, *batch: Any) -> Any:
             open_ = {g: [acc, dict(bufs)] for g, (acc, bufs) in zip(active, given, strict=True)}
@@ -180,7 +188,9 @@ class BucketRunner:
                     open_[g][1].update(self._reduce(open_[g][0], due[g]))
             for g in closing:
                 _, first, last, _ = self._generation(g)
-                mean = self._assemble(params, open_[g][1], self._generation(g)[0], (last - first + 1) * self.ways)
+                mean = self._assemble(
+                    params, open_[g][1], self._generation(g)[0], (last - first + 1) * self.ways
+                )
                 updates, opt_state = self.optimizer.update(mean, opt_state, params)
                 params = optax.apply_updates(params, updates)
             kept = tuple((open_[g][0], open_[g][1]) for g in order if g not in closing)
@@ -237,7 +247,11 @@ class BucketRunner:
                 raise PaseError(
                     f"tensor '{t.name}' of '{self.problem.name}' is no parameter; there are {', '.join(paths)}"
                 )
-            out.append(_Where(leaf=leaf, repeat=None if exact is not None or m["repeat"] is None else int(m["repeat"])))
+            out.append(
+                _Where(
+                    leaf=leaf, repeat=None if exact is not None or m["repeat"] is None else int(m["repeat"])
+                )
+            )
         covered = {w.leaf for w in out}
         if len(covered) < len(paths):
             lost = [p for p, i in paths.items() if i not in covered]
@@ -255,17 +269,18 @@ class BucketRunner:
         others = tuple(a for a in self.mesh.axis_names if a not in self.data_axes)
 
         def local(*shards: Any) -> tuple[Any, ...]:
-            token: dict[int, Any] = {}
-            out = []
+            last: dict[int, int] = {}  # link -> the message before on it
+            out: list[Any] = []
             for i in due:
                 message = self.plan.messages[i]
-                parts = [self._cut(shards[where[p.tensor].leaf][0], where[p.tensor], p) for p in message.pieces]
+                parts = [
+                    self._cut(shards[where[p.tensor].leaf][0], where[p.tensor], p) for p in message.pieces
+                ]
                 buffer = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-                if message.link in token:
-                    buffer, _ = jax.lax.optimization_barrier((buffer, token[message.link]))
-                reduced = jax.lax.psum(buffer, self.data_axes)
-                token[message.link] = reduced
-                out.append(reduced)
+                if message.link in last:
+                    buffer = buffer + _zero_after(out[last[message.link]], buffer.dtype)
+                out.append(jax.lax.psum(buffer, self.data_axes))
+                last[message.link] = len(out) - 1
             return tuple(out)
 
         buffers = jax.shard_map(
@@ -334,3 +349,14 @@ class BucketRunner:
             check_vma=False,
         )(tuple(leaves), *(buffers[i] for i, _ in messages))
         return jax.tree.unflatten(tree, made)
+
+
+def _zero_after(x: Any, dtype: Any) -> Any:
+    """A zero of that dtype that can only be had once x is there: the least of 0 and one bit of x, also where x is
+    not a number. The compiler does not know that a bit is never negative.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    bits = jax.lax.bitcast_convert_type(x[0], jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
+    return jnp.minimum((bits & 1).astype(jnp.int32), 0).astype(dtype)
