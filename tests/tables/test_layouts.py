@@ -1,0 +1,186 @@
+"""Layouts and pending sums against the definition: which device holds which elements, and numpy's own sums."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor
+from pase.machine import Mesh
+from pase.tables.derive import node_charges
+from pase.tables.layouts import PARTIAL, configs, read_states, write_states
+from tests.tables.holdings import coordinates, held
+from tests.tables.strategies import meshes
+
+
+def points(node: Node, config: np.ndarray, mesh: Mesh) -> list[dict[str, np.ndarray]]:
+    """Per device, the indices of each iteration dim that it works on: the dim cut in even blocks, axis by axis
+    in mesh order."""
+    out = []
+    for coord in coordinates(mesh):
+        mine = {d.name: np.arange(int(d.size)) for d in node.space}
+        for a, choice in enumerate(config):
+            if choice >= 0:
+                name = node.space.dims[choice].name
+                mine[name] = np.split(mine[name], mesh.sizes[a])[coord[a]]
+        out.append(mine)
+    return out
+
+
+def touched(node: Node, access: Access, mine: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """The elements of a tensor that a device reads or writes at its points: bool [elements]."""
+    per_dim = []
+    for walk in access.map.walks:
+        index = np.zeros(1, dtype=int)
+        for d in walk.dims:
+            index = (index[:, None] * int(node.space[d].size) + mine[d][None, :]).ravel()
+        per_dim.append(index)
+    out = np.zeros(shape, dtype=bool)
+    out[np.ix_(*per_dim)] = True
+    return out.ravel()
+
+
+def node_of(einsum: str, sizes: dict[str, int], reduced: str = "") -> tuple[Node, Op, list[Tensor]]:
+    left, right = einsum.split("->")
+    maps = [AccessMap.parse(m) for m in (*left.split(","), right)]
+    tensors = [
+        Tensor(name=f"t{i}", shape=tuple(prod(sizes[d] for d in w.dims) for w in m.walks), dtype="float32")
+        for i, m in enumerate(maps)
+    ]
+    reads = tuple(Access(t.name, m) for t, m in zip(tensors[:-1], maps[:-1], strict=True))
+    op = Op(name="op", kind="matmul", reads=reads, writes=(Access(tensors[-1].name, maps[-1]),))
+    kinds = {d: "reduction" if d in reduced.split() else "parallel" for d in sizes}
+    dims = tuple(Dim(name=d, size=n, kind=kinds[d]) for d, n in sizes.items())  # type: ignore[arg-type]
+    return Node(name="n", space=IterationSpace(dims), ops=(op,)), op, tensors
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> tuple[Node, Op, list[Tensor]]:
+    """Two operands and a result over up to four dims, in any order, neighbours merged now and then."""
+    sizes = {d: draw(st.sampled_from([1, 2, 4, 4, 6, 8])) for d in "bmnk"[: draw(st.integers(1, 4))]}
+
+    def walked() -> str:
+        dims = draw(st.permutations(list(sizes)))[: draw(st.integers(1, len(sizes)))]
+        merge = draw(st.integers(0, len(dims)))
+        return " ".join((f"({' '.join(dims[:merge])})", *dims[merge:]) if merge > 1 else dims)
+
+    maps = [walked() for _ in range(3)]
+    sizes = {d: n for d, n in sizes.items() if any(d in m for m in maps)}
+    return node_of(f"{maps[0]}, {maps[1]} -> {maps[2]}", sizes)
+
+
+@given(meshes(max_axes=3), nodes(), st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+def test_states_say_what_every_device_holds(mesh: Mesh, case: tuple[Node, Op, list[Tensor]], rng) -> None:  # type: ignore[no-untyped-def]
+    """And two configs' states are equal exactly where every device holds the same elements."""
+    node, op, tensors = case
+    cfg = configs(node, mesh)
+    cfg = cfg[rng.sample(range(len(cfg)), min(len(cfg), 8))]
+    everything = ((read_states, op.reads[0]), (read_states, op.reads[1]), (write_states, op.writes[0]))
+    for (states, access), tensor in zip(everything, tensors, strict=True):
+        shape = tuple(map(int, tensor.shape))  # type: ignore[arg-type]
+        rows = states(node, op, access, tensor, cfg, mesh)
+        holds = []
+        for config, row in zip(cfg, rows, strict=True):
+            want = [touched(node, access, mine, shape) for mine in points(node, config, mesh)]
+            got = held(tuple(np.where(row < 0, -1, row).tolist()), shape, mesh)[:, 0]
+            assert (got == want).all()
+            holds.append(np.array(want))
+        plain = np.where(rows < 0, -1, rows)
+        for i, j in itertools.combinations(range(len(cfg)), 2):
+            assert (plain[i] == plain[j]).all() == (holds[i] == holds[j]).all()
+
+
+EINSUMS = [
+    ("b m k, k n -> b m n", "k", "bmk,kn->bmn"),
+    ("b h q c, b h k c -> b h q k", "c", "bhqc,bhkc->bhqk"),
+    ("b m, m -> b m", "", "bm,m->bm"),
+    ("b s d, d -> b", "s d", "bsd,d->b"),
+]
+
+
+def sums_needed(
+    einsum: str, arrays: list[np.ndarray], node: Node, config: np.ndarray, mesh: Mesh
+) -> set[int]:
+    """Axes along which devices that own the same elements of the result compute different numbers for them.
+
+    Every device works on its own points of the whole loop nest, a dim that no operand walks included.
+    """
+    left, right = einsum.split("->")
+    names = "".join(d.name for d in node.space)
+    work = points(node, config, mesh)
+    parts = []
+    for mine in work:
+        mask = np.zeros([int(d.size) for d in node.space])
+        mask[np.ix_(*(mine[c] for c in names))] = 1
+        parts.append(np.einsum(f"{left},{names}->{right}", *arrays, mask))
+    coords = coordinates(mesh)
+    out = set()
+    for a in range(len(mesh.sizes)):
+        for i, j in itertools.combinations(range(len(coords)), 2):
+            line = np.flatnonzero(coords[i] != coords[j]).tolist() == [a]
+            if (
+                line
+                and all((work[i][c] == work[j][c]).all() for c in right)
+                and not (parts[i] == parts[j]).all()
+            ):
+                out.add(a)
+    again = prod(n for a, n in enumerate(mesh.sizes) if config[a] < 0)
+    whole = np.einsum(f"{left},{names}->{right}", *arrays, np.ones([int(d.size) for d in node.space]))
+    np.testing.assert_allclose(sum(parts) / again, whole)
+    return out
+
+
+@given(meshes(max_axes=2), st.sampled_from(EINSUMS), st.randoms(use_true_random=False))
+@settings(max_examples=80, deadline=None)
+def test_partial_is_where_numbers_differ(mesh: Mesh, case: tuple[str, str, str], rng) -> None:  # type: ignore[no-untyped-def]
+    """Forward: the result; backward: each operand's gradient, which is an einsum of the result's."""
+    text, reduced, einsum = case
+    left, right = einsum.split("->")
+    one, two = left.split(",")
+    sizes = dict.fromkeys(dict.fromkeys(one + two + right), 4)
+    node, op, tensors = node_of(text, sizes, reduced)
+    seed = np.random.default_rng(0)
+    x, y, g = (seed.random([4] * len(letters)) for letters in (one, two, right))
+    cfg = configs(node, mesh)
+    config = cfg[rng.randrange(len(cfg))]
+
+    def partial(row: np.ndarray) -> set[int]:
+        return set(np.flatnonzero(row == PARTIAL).tolist())
+
+    written = write_states(node, op, op.writes[0], tensors[2], config[None], mesh)[0]
+    assert partial(written) == sums_needed(einsum, [x, y], node, config, mesh)
+    for read, tensor, letters, other, value in ((0, tensors[0], one, two, y), (1, tensors[1], two, one, x)):
+        row = read_states(node, op, op.reads[read], tensor, config[None], mesh)[0]
+        assert partial(row) == sums_needed(f"{right},{other}->{letters}", [g, value], node, config, mesh)
+
+
+def test_halo_bytes_are_those_that_a_shard_lacks() -> None:
+    """A 3-wide filter over 16 rows, stride 1, same padding: each shard lacks a row above and one below."""
+    tensors = {
+        "x": Tensor(name="x", shape=(16, 5), dtype="float32"),
+        "y": Tensor(name="y", shape=(16, 5), dtype="float32"),
+    }
+    op = Op(
+        name="conv", kind="conv", reads=(Access("x", AccessMap.parse("h@3 c")), Access("x", AccessMap.parse("h c"))),
+        writes=(Access("y", AccessMap.parse("h c")),), differentiable=False,
+    )  # fmt: skip
+    space = IterationSpace((Dim(name="h", size=16), Dim(name="c", size=5)))
+    node = Node(name="n", space=space, ops=(op,))
+    graph = Graph(name="g", tensors=tensors, nodes=(node,))
+    for ways in (2, 4):
+        mesh = Mesh(names=("a",), sizes=(ways,))
+        charges = [
+            c for c in node_charges(graph, node, np.array([[0]], dtype=np.int8), mesh) if c.kind == "permute"
+        ]
+        own = 16 // ways
+        needed = {r for r in range(own - 1, 2 * own + 1)} & set(range(16))  # of the second shard
+        lacking = len(needed - set(range(own, 2 * own)))
+        inner = 2 if ways > 2 else 1
+        assert lacking == inner
+        # The middle shards' two rows, which set the pace, are charged for all.
+        assert [float(c.nbytes[0]) for c in charges] == [2 * 5 * 4]
