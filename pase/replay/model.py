@@ -185,7 +185,7 @@ def _match_sums(p: Program, duration: np.ndarray, own: np.ndarray) -> np.ndarray
     Noise is skewed: a sum of medians lies below the median of sums, by percents on a launch-bound thread.
     """
     whole = np.isfinite(own).all(axis=0)
-    device = np.array([hash(d) for d in p.device])
+    device = _numbered(p.device)
     out = duration.copy()
     for d in np.unique(device):
         mine = whole & (device == d)
@@ -194,6 +194,12 @@ def _match_sums(p: Program, duration: np.ndarray, own: np.ndarray) -> np.ndarray
             target = float(np.median(np.maximum(own[:, mine], 0.0).sum(axis=1)))
             out[device == d] *= min(max(target / total, 0.8), 1.25)
     return out
+
+
+def _numbered(things: list[tuple[str, str]]) -> np.ndarray:
+    """A number for each thing, equal for equal ones."""
+    numbers: dict[tuple[str, str], int] = {}
+    return np.array([numbers.setdefault(x, len(numbers)) for x in things])
 
 
 def _checked_edges(
@@ -226,7 +232,7 @@ def _lags(
         lag[other] = np.maximum(_median(delay[:, other]), 0.0)
     if not into.any():
         return lag
-    stream = np.array([hash(d) for d in p.device])[dst]
+    stream = _numbered(p.device)[dst]
     typical = np.zeros(len(src))
     for k in _INTO_OP:
         these = into & (kind == k)

@@ -32,8 +32,8 @@ FOLDER, SECONDS = "PASE_PROFILE", "PASE_PROFILE_SECONDS"
 class profile:
     """Context manager that traces the devices of this process into ``folder``/rank<process index>.
 
-    Without step() the executions of the program's main module are taken as iterations. PaseError where JAX
-    cannot be imported, or a trace is already being taken.
+    Without step() the executions of the program's main module are taken as iterations. PaseError where the
+    program has not imported JAX, or a trace is already being taken.
     """
 
     def __init__(self, folder: str | Path, *, rank: int | None = None) -> None:
@@ -54,21 +54,13 @@ class profile:
         """Marks one iteration; numbers count up where none is given."""
         if not self._running:
             return nullcontext()
-        import jax
-
         self._number = self._number if number is None else number
-        mark = jax.profiler.StepTraceAnnotation("step", step_num=self._number)
+        mark = _jax().profiler.StepTraceAnnotation("step", step_num=self._number)
         self._number += 1
         return mark
 
     def start(self) -> None:
-        try:
-            import jax
-        except ImportError as e:
-            raise PaseError(
-                "pase.replay.profile traces JAX programs, and jax cannot be imported; for PyTorch use torch.profiler, "
-                "export_chrome_trace one file a rank, and give their folder to pase"
-            ) from e
+        jax = _jax()
         rank = jax.process_index() if self.rank is None else self.rank
         self.path = self.folder / f"rank{rank}"
         if self.path.exists():
@@ -87,8 +79,7 @@ class profile:
     def stop(self) -> None:
         if not self._running:
             return
-        import jax
-
+        jax = _jax()
         self._running = False
         jax.profiler.stop_trace()
         about = {
@@ -101,6 +92,17 @@ class profile:
             "command": sys.argv,
         }
         (self.path / "manifest.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _jax() -> Any:
+    """The JAX that the program has imported; it is the program that is traced, so this never imports one."""
+    jax = sys.modules.get("jax")
+    if jax is None:
+        raise PaseError(
+            "pase.replay.profile traces JAX programs, and this one has not imported jax; for PyTorch use "
+            "torch.profiler, export_chrome_trace one file a rank, and give their folder to pase"
+        )
+    return jax
 
 
 def environment(folder: Path, seconds: float) -> dict[str, str]:
@@ -119,8 +121,6 @@ def autostart(folder: str, seconds: float) -> None:
     """
     import threading
 
-    import jax
-
     run = profile(folder)
     state = {"started": False}
 
@@ -135,4 +135,4 @@ def autostart(folder: str, seconds: float) -> None:
             timer.daemon = True
             timer.start()
 
-    jax.monitoring.register_event_duration_secs_listener(begin)
+    _jax().monitoring.register_event_duration_secs_listener(begin)
