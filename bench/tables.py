@@ -1,0 +1,80 @@
+"""Seconds to build the cost tables of zoo models over every mesh that a search looks at.
+
+    python bench/tables.py [-o bench/results/tables.json]
+
+Each model is traced once; then the tables of all meshes of up to three axes are built, in the order of the
+search and without anything kept from an earlier model; the whole is repeated and the median taken. CPU seconds
+of one process, so that a busy machine does not tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pase import costmodels, machine, zoo
+from pase.frontends.from_jax import trace
+from pase.ir import Graph, named, simplify
+from pase.tables.build import build
+from pase.tables.reshard_path import canonical_moves
+
+MODELS = ("gpt2", "gpt2?scan=0", "inception_v3", "densenet121", "llama3_405b")
+DEVICES = (32, 64, 1024, 16384)
+BEFORE_S = {  # commit 67aa103, this machine, 64 devices: pairs priced one edge at a time
+    "gpt2": 1.62, "gpt2?scan=0": 13.52, "inception_v3": 12.77, "densenet121": 19.38, "llama3_405b": 2.80,
+}  # fmt: skip
+
+
+def graph(name: str) -> Graph:
+    m = zoo.get(name)
+    return named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
+
+
+def seconds(g: Graph, devices: int, axes: int) -> tuple[float, int]:
+    m = machine.load("h100x8")
+    model = costmodels.get("analytic", m)
+    meshes = machine.meshes(devices, m, axes, max_prime_axes=0)
+    canonical_moves.cache_clear()
+    g.__dict__.pop("_facts", None)
+    start = time.process_time()
+    for mesh in meshes:
+        build(g, mesh, model)
+    return time.process_time() - start, len(meshes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-o", default="bench/results/tables.json")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    rows = []
+    for name in MODELS:
+        g = graph(name)
+        for devices in DEVICES:
+            runs = [seconds(g, devices, 3) for _ in range(args.repeats)]
+            median = statistics.median(s for s, _ in runs)
+            row = {"model": name, "devices": devices, "meshes": runs[0][1], "cpu_s": round(median, 3)}
+            if devices == 64:
+                row["before_cpu_s"] = BEFORE_S[name]
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    result = {
+        "machine": f"{platform.machine()} {platform.processor()} {platform.system()}",
+        "commit": commit,
+        "command": " ".join(["python", *sys.argv]),
+        "rows": rows,
+    }
+    Path(args.o).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
