@@ -66,6 +66,8 @@ class Curve:
         order = np.argsort(np.asarray(nbytes, float), kind="stable")
         xs = np.asarray(nbytes, float)[order]
         ys = np.maximum.accumulate(np.asarray(seconds, float)[order])
+        if (np.diff(xs) <= 0).any():
+            raise PaseError(f"the bytes of a cost curve must rise, got {xs.tolist()}")
         if xs.size > 1:
             tail = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
             tail = tail if tail > 0 else ys[-1] / xs[-1]

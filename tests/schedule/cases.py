@@ -59,9 +59,7 @@ def random_problem(n: int, seed: int, *, links: int = 1, startup: float | None =
     c *= ratio * (f.sum() + b.sum()) / c.sum()
     nbytes = np.maximum(1, c * 1e6).astype(int)
     alpha = (float(g.choice([0.0, 0.02, 0.2])) if startup is None else startup) * float(c.mean()) * 1e-3
-    made = tuple(
-        link(f"link {k}", alpha_s=alpha * (1 + k), beta=1e-9 * (1 + 0.65 * k)) for k in range(links)
-    )
+    made = tuple(link(f"link {k}", alpha_s=alpha * (1 + k), beta=1e-9 * (1 + 0.65 * k)) for k in range(links))
     return chain((f * 1e-3).tolist(), (b * 1e-3).tolist(), nbytes.tolist(), *made, name=f"random {n} {seed}")
 
 
@@ -83,5 +81,3 @@ def profile(name: str, *links: Link, dataflow: bool = False) -> Problem:
     path = PROFILES / f"{name}.graph.txt"
     net = links or (link("net", alpha_s=50e-6, beta=2e-10),)
     return read_pipedream(path.read_text(), net, name=name, dataflow=dataflow)
-
-

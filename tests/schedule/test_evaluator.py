@@ -20,10 +20,10 @@ from pase.schedule import (
     Problem,
     Tensor,
     Update,
+    all_policies,
     as_sequence,
     check_plan,
     evaluate,
-    all_policies,
     whole,
 )
 from pase.schedule.chain import plain_iteration_s
@@ -122,7 +122,9 @@ def test_a_delayed_update_hides_all_communication_that_fits() -> None:
     problem = chain([2.0, 2.0], [3.0, 3.0], [4, 5])
     messages = tuple(whole(problem, [t]) for t in (1, 0))
     plain = BucketPlan(policy="x", messages=messages)
-    assert evaluate(problem, plain).iteration_s == 16.0  # backward 3, then 5, then 4 of communication, forward 4
+    assert (
+        evaluate(problem, plain).iteration_s == 16.0
+    )  # backward 3, then 5, then 4 of communication, forward 4
     late = replace(plain, updates=(Update(first=0, last=0, at=1),))
     assert evaluate(problem, late).iteration_s == problem.compute_s == 10.0
     assert late.staleness == 1
@@ -177,7 +179,11 @@ def test_updates_must_take_every_iteration_once() -> None:
         check_plan(problem, plan)
 
 
-@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1)), min_size=1, max_size=6, unique_by=lambda x: x[0]))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 10**6), st.floats(0, 1)), min_size=1, max_size=6, unique_by=lambda x: x[0]
+    )
+)
 def test_a_curve_and_its_inverse(points: list[tuple[int, float]]) -> None:
     c = Curve.table([p[0] for p in points], [p[1] for p in points])
     x = np.linspace(0, 2e6, 101)[1:]

@@ -204,7 +204,7 @@ def test_it_composes_with_sharded_parameters() -> None:
 
 
 def test_what_it_cannot_run_is_said() -> None:
-    params, problem, _ = setup()
+    _, problem, _ = setup()
     plan = get_policy("fifo").make(problem, Options())
     gather = replace(problem, tensors=tuple(replace(t, kind="reduce_scatter") for t in problem.tensors))
     with pytest.raises(PaseError, match="is a reduce_scatter"):

@@ -10,8 +10,22 @@ import pytest
 from hypothesis import given, settings
 
 from pase.errors import PaseError
-from pase.schedule import BucketPlan, Curve, Link, Message, Options, Piece, Problem, check_plan, compare_policies
-from pase.schedule import all_policies, evaluate, get_policy, lower_bound_s, whole
+from pase.schedule import (
+    BucketPlan,
+    Curve,
+    Link,
+    Message,
+    Options,
+    Piece,
+    Problem,
+    all_policies,
+    check_plan,
+    compare_policies,
+    evaluate,
+    get_policy,
+    lower_bound_s,
+    whole,
+)
 from pase.schedule.bound import jackson_s, preemptive_bound_s
 from pase.schedule.coarse import coarsen, refine
 from pase.schedule.cpsat import best_order
@@ -41,9 +55,12 @@ def enumerate_all(problem: Problem, cuts: int) -> float:
         messages = [tuple(a for a, x in zip(atoms, label, strict=True) if x == m) for m in used]
         for links in itertools.product(range(len(problem.links)), repeat=len(messages)):
             plan = BucketPlan(
-                policy="x", messages=tuple(Message(pieces=p, link=k) for p, k in zip(messages, links, strict=True))
+                policy="x",
+                messages=tuple(Message(pieces=p, link=k) for p, k in zip(messages, links, strict=True)),
             )
-            best = min(best, evaluate(problem, plan, kernel="python", timeline=False, check=False).iteration_s)
+            best = min(
+                best, evaluate(problem, plan, kernel="python", timeline=False, check=False).iteration_s
+            )
     return best
 
 
@@ -140,7 +157,9 @@ def test_exact_on_a_measured_table_and_two_groups() -> None:
     """A concave table (three stretches) and tensors that may not share a message."""
     curve = Curve.table([1, 10, 30], [3.0, 5.0, 7.0])
     problem = chain([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [9, 12, 8], Link(name="net", curve=curve))
-    problem = replace(problem, tensors=tuple(replace(t, axes="ab"[i % 2]) for i, t in enumerate(problem.tensors)))
+    problem = replace(
+        problem, tensors=tuple(replace(t, axes="ab"[i % 2]) for i, t in enumerate(problem.tensors))
+    )
     plan, cost, bound = fast_plan(problem)
     exact = exact_plan(problem, plan, bound_s=bound)
     assert exact.iteration_s <= cost

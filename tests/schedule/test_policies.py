@@ -10,9 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pase.schedule import BucketPlan, Curve, Link, Options, Problem, check_plan, all_policies, evaluate, get_policy, whole
+from pase.schedule import (
+    BucketPlan,
+    Curve,
+    Link,
+    Options,
+    Problem,
+    all_policies,
+    check_plan,
+    evaluate,
+    get_policy,
+    whole,
+)
 from pase.schedule.pipedream import Layer, problem_from_layers
-from pase.schedule.policies.tictac import dependencies, parameter_server, tac_order, tic_order, update_properties
+from pase.schedule.policies.tictac import (
+    dependencies,
+    parameter_server,
+    tac_order,
+    tic_order,
+    update_properties,
+)
 from pase.schedule.registry import MIB
 from tests.schedule.cases import chain, link, random_problem, vgg19
 
@@ -157,8 +174,6 @@ def test_figure_4b_the_pair_that_frees_a_block_goes_first() -> None:
     ]
     problem = problem_from_layers(layers, (link(),), name="figure 4b", dataflow=True)
     assert tac_order(problem) == tic_order(problem) == [0, 1, 2, 3]
-
-
 
 
 def test_in_a_chain_tac_and_tic_are_layer_order() -> None:

@@ -1,0 +1,115 @@
+"""Ours against every policy, the exact optimum and the bounds, on random and measured instances.
+
+    python bench/schedule_policies.py [--quick]
+
+Writes bench/results/schedule_policies.json. Seconds are CPU seconds of this process (the machine may be shared).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pase.schedule import Options, all_policies, evaluate, get_policy  # noqa: E402
+from pase.schedule.bound import preemptive_bound_s  # noqa: E402
+from pase.schedule.chain import plain_iteration_s  # noqa: E402
+from pase.schedule.exact import exact_plan  # noqa: E402
+from pase.schedule.fast import fast_plan  # noqa: E402
+from pase.schedule.types import Problem  # noqa: E402
+from tests.schedule.cases import BETA, PROFILES, link, profile, random_problem, vgg19  # noqa: E402
+
+BANDWIDTHS = (5e9, 1e9, 2.5e8)
+
+
+def one(problem: Problem, exact_up_to: int) -> dict[str, object]:
+    began = time.process_time()
+    plan, cost, bound = fast_plan(problem)
+    seconds = time.process_time() - began
+    others = {}
+    for name, policy in all_policies().items():
+        if policy.delays or name == "ours":
+            continue
+        others[name] = plain_iteration_s(problem, policy.make(problem, Options()))
+    row: dict[str, object] = {
+        "problem": problem.name,
+        "tensors": len(problem.tensors),
+        "links": len(problem.links),
+        "ours_s": cost,
+        "bound_s": bound,
+        "gap_to_bound": cost / bound - 1,
+        "gap_to_preemptive": cost / preemptive_bound_s(problem) - 1,
+        "messages": len(plan.messages),
+        "cpu_seconds": seconds,
+        "over_ours": {k: v / cost for k, v in others.items()},
+        "worse_than": [k for k, v in others.items() if v < cost * (1 - 1e-9)],
+    }
+    if len(problem.tensors) <= exact_up_to and cost > bound * (1 + 1e-6):
+        exact = exact_plan(problem, plan, bound_s=bound, time_limit_s=20)
+        row["exact"] = {"s": exact.iteration_s, "bound_s": exact.bound_s, "proven": exact.proven}
+        row["gap_to_exact"] = cost / exact.iteration_s - 1
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    fast_plan(random_problem(20, 99))  # compile
+    problems = [random_problem(n, s) for n in (6, 8, 12, 30, 100, 500, 2000) for s in range(3 if quick else 6)]
+    problems += [random_problem(n, s, links=2) for n in (4, 20, 200) for s in range(3)]
+    if PROFILES.exists():
+        for path in sorted(PROFILES.glob("*.graph.txt")):
+            for b in BANDWIDTHS:
+                net = link(f"{b / 1e9:g} GB/s", alpha_s=50e-6, beta=1 / b)
+                problems.append(profile(path.name.removesuffix(".graph.txt"), net))
+    rows = []
+    for p in problems:
+        rows.append(one(p, 8 if quick else 12))
+        r = rows[-1]
+        print(
+            f"{r['problem']:22s} n={r['tensors']:5d} links={r['links']} gap {r['gap_to_bound']:8.4%} preemptive "
+            f"{r['gap_to_preemptive']:8.4%} exact {r.get('gap_to_exact', float('nan')):8.4%} {r['cpu_seconds'] * 1e3:6.1f} ms"
+            f" {r['worse_than'] or ''}",
+            flush=True,
+        )
+    deft = {}
+    for name, links in (("one link", (link("nccl", beta=BETA),)), ("two links", (link("nccl", beta=BETA), link("gloo", beta=BETA * 1.65)))):
+        q = vgg19(*links)
+        for policy, staleness in (("ddp", 0), ("bytescheduler", 0), ("us_byte", 0), ("ours", 0), ("deft", 4), ("ours", 2)):
+            e = evaluate(q, get_policy(policy).make(q, Options(staleness=staleness)))
+            deft[f"{name}, {policy}, staleness {staleness}"] = {
+                "iteration_ms": e.iteration_s * 1e3,
+                "updates_per_iteration": e.updates_per_iteration,
+            }
+    large = [r["cpu_seconds"] for r in rows if r["tensors"] == 2000]
+    known = [r["gap_to_exact"] for r in rows if r.get("exact", {}).get("proven")]  # type: ignore[union-attr]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    out = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "commit": commit,
+        "command": "python " + " ".join(sys.argv),
+        "median_cpu_seconds_2000_tensors": statistics.median(large),  # type: ignore[type-var]
+        "largest_gap_to_proven_optimum": max(known),  # type: ignore[type-var]
+        "proven": len(known),
+        "largest_gap_to_preemptive_from_30": max(r["gap_to_preemptive"] for r in rows if r["tensors"] >= 30),  # type: ignore[type-var, operator]
+        "worse_than_some_policy": [r["problem"] for r in rows if r["worse_than"]],
+        "vgg19_deft": deft,
+        "rows": rows,
+    }
+    path = ROOT / "bench" / "results" / "schedule_policies.json"
+    path.write_text(json.dumps(out, indent=1) + "\n")
+    print({k: v for k, v in out.items() if k != "rows"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""Files in and out, and the command."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pase.cli import main
+from pase.errors import PaseError
+from pase.schedule import Options, evaluate, get_policy, problem_from_times
+from pase.schedule.emit import ddp_caps_mb, pgle_text, xla_flags
+from pase.schedule.from_plan import problem_from_layout
+from pase.schedule.io import plan_from_json, plan_to_json, problem_from_json, problem_to_json
+from pase.schedule.load import load_problem, parse_link
+from pase.schedule.pipedream import read_pipedream
+from pase.schedule.policies.tictac import parameter_server
+from pase.schedule.types import Curve, Link
+from tests.schedule.cases import PROFILES, link, profile, random_problem, vgg19
+
+
+def _row(name: str, forward_ms: float, backward_ms: float, activation: str, parameters: float) -> str:
+    return (
+        f"{name} -- forward_compute_time={forward_ms:.3f}, backward_compute_time={backward_ms:.3f}, "
+        f"activation_size={activation}, parameter_size={parameters:.3f}\n"
+    )
+
+
+PROFILE = (
+    _row("node2 -- ReLU(inplace)", 1, 2, "8.0", 0)
+    + _row("node1 -- Conv2d(3, 4)", 2, 3, "[8.0; 4.0]", 4e6)
+    + _row("node3 -- Linear(4, 2)", 1.5, 1, "8.0", 8e6)
+    + "\tnode1 -- node2\n\tnode2 -- node3\n"
+)
+NET = (link("net", alpha_s=1e-4, beta=1e-9),)
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    """(exit status, standard output, standard error) of `pase schedule ARGS`."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as e:
+        main(["schedule", *args])
+    return int(e.value.code or 0), out.getvalue(), err.getvalue()
+
+
+# --- problems and plans as JSON --------------------------------------------------------------------------------
+
+
+def test_problems_come_back_as_they_went() -> None:
+    table = Link(
+        name="t",
+        curve=Curve.table([1, 5], [2.0, 3.0]),
+        by_axes={"m": Curve.table([4], [1.0])},
+        axes=("", "m"),
+    )
+    server = parameter_server(random_problem(4, 1), push=link("up"), pull=link("down"))
+    for problem in (vgg19(), random_problem(5, 1, links=2), server, vgg19(table)):
+        text = json.dumps(problem_to_json(problem))
+        assert problem_from_json(json.loads(text)) == problem
+
+
+@pytest.mark.parametrize("policy", ["ours", "deft", "horovod", "us_byte"])
+def test_plans_come_back_as_they_went(policy: str) -> None:
+    problem = vgg19()
+    plan = get_policy(policy).make(problem, Options(staleness=4))
+    text = json.dumps(plan_to_json(problem, plan))
+    assert plan_from_json(json.loads(text), problem) == plan
+
+
+def test_a_problem_given_by_times() -> None:
+    data = {
+        "schema": "pase.schedule.problem/1",
+        "name": "times",
+        "forward_s": 2.0,
+        "backward_s": 4.0,
+        "tensors": [
+            {"name": "a", "bytes": 8, "ready_s": 6.0, "next_use_s": 0.0},
+            {"name": "b", "bytes": 8, "ready_s": 4.0, "next_use_s": 1.0},
+        ],
+        "links": [{"name": "net", "curve": {"alpha_s": 0.0, "beta_s_per_byte": 0.125}}],
+    }
+    problem = problem_from_json(data)
+    assert problem.compute_s == 6.0 and problem.is_plain
+    # b is sent from 4 to 5 and a from 6 to 7: then forward's 2 s.
+    assert evaluate(problem, get_policy("fifo").make(problem, Options())).iteration_s == 4 + 1 + 2
+
+
+def good() -> dict[str, Any]:
+    return problem_to_json(random_problem(2, 0))
+
+
+def broken(path: list[Any], value: Any) -> dict[str, Any]:
+    data: Any = good()
+    spot = data
+    for p in path[:-1]:
+        spot = spot[p]
+    spot[path[-1]] = value
+    return data  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "expected a JSON object, got list"),
+        (
+            broken(["schema"], "pase.schedule.problem/9"),
+            "schema is 'pase.schedule.problem/9'; this",
+        ),
+        (
+            broken(["blocks", 0, "seconds"], -1.0),
+            "x.json, at blocks/0/seconds: -1.0 is less than the minimum of 0",
+        ),
+        (broken(["blocks", 0, "seconds"], float("nan")), "seconds = nan"),
+        (broken(["tensors", 1, "ready_after"], 99), "tensors[1] 'w1': ready_after = 99; there are 4 blocks"),
+        (broken(["tensors", 1, "bytes"], 0), "at tensors/1/bytes"),
+        (broken(["tensors", 0, "lag"], 0), "would never start"),
+        (broken(["tensors", 0, "follows"], [1]), "may only follow one listed before it"),
+        (broken(["links", 0, "axes"], ["model"]), "synchronised over axes '', which no link carries"),
+        (broken(["links"], []), "at links"),
+        (broken(["links", 0, "curve"], {"bytes": [2, 2], "seconds": [1.0, 1.0]}), "must rise"),
+        (broken(["links", 0, "curve"], {"bytes": [2], "seconds": [1.0, 1.0]}), "1 bytes but 2 seconds"),
+        (broken(["tensors", 0, "ready_s"], 1.0), "gives times, but the problem gives blocks"),
+        (broken(["colour"], "red"), "'colour' was unexpected"),
+    ],
+)
+def test_bad_problems_are_named(data: Any, message: str) -> None:
+    with pytest.raises(PaseError) as e:
+        problem_from_json(data, where="x.json")
+    assert message in str(e.value) and "x.json" in str(e.value)
+
+
+def test_bad_plans_are_named() -> None:
+    problem = vgg19()
+    data = plan_to_json(problem, get_policy("fifo").make(problem, Options()))
+    data["messages"][0]["pieces"][0]["tensor"] = "bucket 9"
+    with pytest.raises(PaseError, match="messages/0: no tensor 'bucket 9'"):
+        plan_from_json(data, problem)
+    data = plan_to_json(problem, get_policy("fifo").make(problem, Options()))
+    del data["messages"][2]
+    with pytest.raises(PaseError, match="bytes of tensor 'bucket 4' are sent"):
+        plan_from_json(data, problem)
+
+
+def test_times_outside_the_iteration_are_named() -> None:
+    with pytest.raises(PaseError, match=r"tensor 'a': ready_s = 9\.0 lies outside backward"):
+        problem_from_times(name="x", forward_s=1.0, backward_s=2.0, tensors=[("a", 1, 9.0, 0.0)], links=NET)
+
+
+# --- profiles and layouts --------------------------------------------------------------------------------------
+
+
+def test_a_pipedream_profile() -> None:
+    p = read_pipedream(PROFILE, NET, name="p")
+    assert [b.seconds for b in p.blocks] == pytest.approx([2e-3, 1e-3, 1.5e-3, 1e-3, 2e-3, 3e-3])
+    assert [(t.name, t.nbytes, t.ready_after, t.needed_before) for t in p.tensors] == [
+        ("node1", 4_000_000, 5, 0),
+        ("node3", 8_000_000, 3, 2),
+    ]
+    flow = read_pipedream(PROFILE, NET, name="p", dataflow=True)
+    assert [b.after for b in flow.blocks] == [(), (0,), (1,), (2,), (3,), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("\tnode2 -- node3", "\tnode2 -- node9", "p, line 5: edge to 'node9'"),
+        ("\tnode2 -- node3", "\tnode3 -- node1", "form a cycle"),
+        (
+            "parameter_size=8000000.000",
+            "parameter_size=big",
+            "line 3: layer 'node3' has no number for parameter_size",
+        ),
+        ("forward_compute_time=2.000", "forward_compute_time=-2.000", "line 2"),
+        ("node3 -- Linear", "node1 -- Linear", "line 3: layer 'node1' is listed twice"),
+        ("node2 -- ReLU(inplace) --", "hello", "line 1: neither a layer"),
+    ],
+)
+def test_bad_profiles_are_named(old: str, new: str, message: str) -> None:
+    text = PROFILE.replace(old, new)
+    if new == "\tnode3 -- node1":
+        text += "\tnode2 -- node3\n"
+    with pytest.raises(PaseError, match=message):
+        read_pipedream(text, NET, name="p")
+
+
+@pytest.mark.skipif(not PROFILES.exists(), reason="the shared profiles are not beside this checkout")
+@pytest.mark.parametrize(
+    ("name", "tensors", "megabytes"),
+    [("resnet50", 107, 102), ("vgg16", 16, 553), ("gnmt", 11, 775), ("alexnet", 8, 244)],
+)
+def test_the_shared_profiles(name: str, tensors: int, megabytes: int) -> None:
+    p = profile(name)
+    assert len(p.tensors) == tensors
+    assert round(p.nbytes / 1e6) == megabytes
+    assert p.is_plain
+    assert profile(name, dataflow=True).dataflow
+
+
+def layout() -> dict[str, Any]:
+    """Two repeated layers: w gathered over `a` (and again for backward), its gradient scattered then reduced."""
+
+    def move(
+        kind: str, tensor: str, axes: list[str], nbytes: int, times: int, phase: str, source: str
+    ) -> dict[str, Any]:
+        return {
+            "kind": kind, "tensor": tensor, "axes": axes, "bytes": nbytes, "times": times, "phase": phase,
+            "node": "dot", "source": source, "cost": times * (1.0 + nbytes / 8),
+        }  # fmt: skip
+
+    def node(name: str, op: str, times: int) -> dict[str, Any]:
+        return {"node": name, "op": op, "einsum": "", "sizes": {}, "split": {}, "times": times, "source": ""}
+
+    return {
+        "schema": "pase.layout/1",
+        "model": "toy",
+        "devices": 8,
+        "mesh": {"a": 4, "b": 2},
+        "strategy": [node("w", "parameter", 1), node("dot", "matmul", 2), node("loss", "map", 1)],
+        "collectives": [
+            move("all_gather", "t1", ["a"], 8, 4, "forward", "w"),
+            move("reduce_scatter", "t1", ["a"], 8, 2, "backward", "w"),
+            move("all_reduce", "t1", ["b"], 2, 2, "backward", "w"),
+            move("all_reduce", "t2", ["b"], 16, 2, "forward", "x"),
+        ],
+        "cost": {
+            "unit": "s",
+            "by_node": {
+                "w": {"compute": 0.0, "update": 4.0},
+                "dot": {"compute": 6.0, "update": 0.0},
+                "loss": {"compute": 3.0},
+            },
+        },
+    }
+
+
+def test_a_layout() -> None:
+    p = problem_from_layout(layout())
+    # Each dot: a third of 3 s, its share of the update, and the activation's all-reduce, which nothing hides.
+    assert [b.seconds for b in p.blocks] == [1 + 2 + 3, 1 + 2 + 3, 1, 2, 2, 2]
+    names = [t.name for t in p.tensors]
+    assert names[:4] == [
+        "w[0].grad.reduce_scatter",
+        "w[0].grad.all_reduce.1",
+        "w[0].all_gather",
+        "w[0].all_gather.again1",
+    ]
+    scatter, reduce, gather, again = p.tensors[:4]
+    assert (scatter.ready_after, reduce.follows, gather.follows, gather.needed_before, gather.lag) == (
+        5,
+        (0,),
+        (1,),
+        0,
+        1,
+    )
+    assert (again.lag, again.ready_after, again.needed_before) == (0, 0, 5)
+    assert p.message_s(0, 0, 8) == 2.0
+    for name in ("fifo", "ddp", "bytescheduler", "tac", "ours"):
+        plan = get_policy(name).make(p, Options())
+        assert evaluate(p, plan).iteration_s >= p.compute_s
+
+
+def test_bad_layouts_are_named() -> None:
+    data = layout()
+    del data["strategy"]
+    with pytest.raises(PaseError, match=r"l\.json: no 'strategy'"):
+        problem_from_layout(data, where="l.json")
+    data = layout()
+    data["cost"]["unit"] = "FLOP"
+    with pytest.raises(PaseError, match="costs are in FLOP"):
+        problem_from_layout(data)
+    data = layout()
+    data["collectives"] = data["collectives"][3:]
+    with pytest.raises(PaseError, match="nothing to schedule"):
+        problem_from_layout(data)
+
+
+def test_links_on_the_command_line(tmp_path: Path) -> None:
+    assert parse_link("n:2ms:8Gbit/s").curve.seconds_for(1_000_000) == pytest.approx(3e-3)
+    table = tmp_path / "t.csv"
+    table.write_text("bytes,seconds\n100,1.0\n200,3.0\n")
+    assert parse_link(f"n:{table}").curve.seconds_for(150) == 2.0
+    for bad in ("n", "n:5:1GB/s", "n:5us:0GB/s", "n:5us:fast"):
+        with pytest.raises(PaseError, match="--link"):
+            parse_link(bad)
+
+
+# --- emitters --------------------------------------------------------------------------------------------------
+
+
+def test_emitters() -> None:
+    problem = vgg19()
+    plan = get_policy("fifo").make(problem, Options())
+    largest = max(t.nbytes for t in problem.tensors)
+    assert xla_flags(problem, plan)[0] == f"--xla_gpu_all_reduce_combine_threshold_bytes={largest}"
+    lines = pgle_text(problem, plan).splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith('costs { name: "all-reduce-start" cost_us: 8651.0')
+    assert lines[1].startswith('costs { name: "all-reduce-start.1" cost_us: 31754.0')
+    assert ddp_caps_mb(problem, plan)[0] == pytest.approx(problem.tensors[5].nbytes / 2**20, abs=1e-3)
+
+
+# --- the command -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    path = tmp_path / "p.txt"
+    path.write_text(PROFILE)
+    return path
+
+
+def test_all_policies_as_json(profile_file: Path, tmp_path: Path) -> None:
+    out, drawing = tmp_path / "b.json", tmp_path / "g.html"
+    code, stdout, _ = run(
+        str(profile_file), "--policy", "all", "--json", "--staleness", "1", "-o", str(out), "--gantt", str(drawing),
+        "--link", "net:100us:1GB/s",
+    )  # fmt: skip
+    assert code == 0
+    data = json.loads(stdout)
+    rows = {r["policy"]: r for r in data["policies"]}
+    assert {
+        "fifo",
+        "ddp",
+        "horovod",
+        "mg_wfbp",
+        "bytescheduler",
+        "us_byte",
+        "tic",
+        "tac",
+        "deft",
+        "ours",
+    } <= set(rows)
+    for r in rows.values():
+        if "skipped" not in r:
+            assert {"iteration_s", "exposed_s", "bound_s", "updates_per_iteration"} <= set(r)
+    problem = load_problem(profile_file, links=(parse_link("net:100us:1GB/s"),))
+    plan = plan_from_json(json.loads(out.read_text()), problem)
+    assert evaluate(problem, plan).iteration_s == pytest.approx(rows["ours"]["iteration_s"])
+    page = drawing.read_text()
+    assert page.count("<svg") == sum("skipped" not in r for r in rows.values()) and "node3" in page
+
+
+def test_one_policy_and_the_table(profile_file: Path) -> None:
+    code, stdout, _ = run(str(profile_file), "--policy", "ours", "--json")
+    assert code == 0 and json.loads(stdout)["policy"] == "ours"
+    code, stdout, _ = run(str(profile_file), "--policy", "ddp,ours")
+    assert code == 0
+    assert "gap to bound" in stdout and "no plan without staleness is shorter than" in stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--policy", "best"], 2, "no scheduling policy 'best'"),
+        (["--policy", "deft"], 1, "allow it with --staleness"),
+        (["--gantt", "x.pdf"], 2, "write to .html or .png"),
+        (["--loss", "speed=1"], 2, "--loss: no 'speed'"),
+        (["--emit", "tpu"], 2, "--emit tpu: there are xla, pgle, ddp"),
+        (["--mode", "slow"], 2, "none of auto, fast, exact"),
+    ],
+)
+def test_bad_requests(profile_file: Path, args: list[str], code: int, message: str) -> None:
+    status, _, stderr = run(str(profile_file), *args)
+    assert status == code and message in stderr
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    bad = tmp_path / "x.json"
+    for text, message in (("hello", "neither a PipeDream-style profile nor JSON"), ("{}", "schema is None")):
+        bad.write_text(text)
+        status, _, stderr = run(str(bad))
+        assert status == 2 and message in stderr and "x.json" in stderr
+    status, _, stderr = run(str(tmp_path / "absent.json"))
+    assert status == 2 and "absent.json" in stderr
