@@ -24,8 +24,8 @@ def diagnose(
 ) -> None:
     """Why a traced run is slow, in plain words, each reason with what it costs."""
     from pase.errors import PaseError
-    from pase.replay.clocks import align as align_clocks
     from pase.replay.analyse import path_steps
+    from pase.replay.clocks import align as align_clocks
     from pase.replay.diagnose import diagnose_run
     from pase.replay.model import measure
     from pase.replay.page import diagnosis_page

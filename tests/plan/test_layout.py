@@ -75,7 +75,7 @@ def broken(data, *path, value):
     ],
 )
 def test_what_is_wrong_is_said(plan, path, value, message):
-    with pytest.raises(PaseError, match="^layout: ") as e:
+    with pytest.raises(PaseError, match=r"^layout: ") as e:
         from_json(broken(to_json(plan), *path, value=value))
     assert message in str(e.value)
 
@@ -85,7 +85,7 @@ def test_uneven_and_doubled_axes_are_refused(plan):
     axis, size = next((a, s) for a, s in data["mesh"].items() if s > 1)
     odd = broken(data, "parameters", "wte", "storage", value=[[axis], []])  # 50257 is odd, its factors large
     assert 50257 % size
-    with pytest.raises(PaseError, match="a dim of 50257 elements in .* shards is uneven"):
+    with pytest.raises(PaseError, match=r"a dim of 50257 elements in .* shards is uneven"):
         from_json(odd)
     with pytest.raises(PaseError, match="a mesh axis is used twice"):
         from_json(broken(data, "parameters", "wte", "storage", value=[[axis], [axis]]))
@@ -111,7 +111,7 @@ def test_garbage_files(tmp_path, content, message):
 def test_missing_file_and_folder(tmp_path, plan):
     with pytest.raises(PaseError, match=r"cannot read .*nothing.json: No such file"):
         pase.load(tmp_path / "nothing.json")
-    with pytest.raises(PaseError, match="the folder .* does not exist"):
+    with pytest.raises(PaseError, match=r"the folder .* does not exist"):
         plan.save(tmp_path / "no" / "folder.json")
 
 
