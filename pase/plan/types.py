@@ -16,6 +16,7 @@ from pase.plan.memory import Memory
 if TYPE_CHECKING:
     from pase.backends.to_jax import JaxPlan
     from pase.frontends.from_jax import Traced
+    from pase.schedule.plan import BucketPlan
 
 __all__ = ["NodePlan", "Plan", "TensorPlan", "Tried"]
 
@@ -138,6 +139,21 @@ class Plan:
                 f"(another size, dtype, or version of the code); compile it again"
             )
         return replace(self, traced=traced)
+
+    @cached_property
+    def bucket_plan(self) -> BucketPlan | None:
+        """Which of a step's collectives travel together, in which order, on which link; None where nothing moves.
+
+        Every update is plain; ``pase schedule`` has the other policies, and delayed updates.
+        """
+        from pase.errors import Infeasible
+        from pase.plan.layout import to_json
+        from pase.schedule.from_plan import bucket_plan
+
+        try:
+            return bucket_plan(to_json(self), where=f"the plan for '{self.model}'")[1]
+        except Infeasible:
+            return None
 
     @cached_property
     def jax(self) -> JaxPlan:

@@ -20,12 +20,14 @@ RESERVES = (0.0, 0.01, 0.04, 0.15, 0.5)
 LEAST = (0.3, 1.0, 4.0)
 """Shortest message worth cutting off, in startups."""
 STEPS = 9
-WORK = 5_000_000
+WORK = 3_500_000
 """Atoms and messages visited by the local search in all, per link."""
 HEATS = (0.02, 0.1, 0.02)
 HEATS_LINKS = (0.02, 0.3, 0.1, 0.02, 0.3, 0.05)
 """One search each, on one link and on several."""
 COARSE_FROM = 300
+ENOUGH = 1e-6
+"""A gap to the bound not worth searching on for: a byte's rounding leaves about 1e-8."""
 
 
 def fast_plan(
@@ -42,7 +44,7 @@ def fast_plan(
             starts.append((_cost(inst, pieces), pieces))
     starts.sort(key=lambda x: x[0])
     cost, pieces = starts[0]
-    if cost > bound * (1 + 1e-9):
+    if cost > bound * (1 + ENOUGH):
         heats = HEATS if inst.links == 1 else HEATS_LINKS
         each = work * inst.links / len(heats)
         for i, heat in enumerate(heats):
@@ -104,7 +106,7 @@ def _construct(problem: Problem, inst: Instance, bound: float) -> list[tuple[flo
                     cost = _cost(inst, pieces) if pieces[3].size else np.inf
                     if best is None or cost < best[0]:
                         best = (cost, pieces)
-                    if cost <= bound * (1 + 1e-9):
+                    if cost <= bound * (1 + ENOUGH):
                         return [best]
                     low, high = (low, min(target, cost)) if cost <= target * (1 + 1e-12) else (target, high)
             if best is not None and np.isfinite(best[0]):

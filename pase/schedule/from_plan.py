@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pase.errors import PaseError
+from pase.errors import Infeasible, PaseError
 from pase.schedule.plan import BucketPlan
 from pase.schedule.registry import Options, get_policy
 from pase.schedule.types import Block, Curve, Link, Problem, Tensor
@@ -91,7 +91,7 @@ def problem_from_layout(
     place = {p: i for i, p in enumerate(parts)}
     tensors = list(_tensors(schedulable, times, place, n, where))
     if not tensors:
-        raise PaseError(f"{where}: no collective on a parameter: this plan has nothing to schedule")
+        raise Infeasible(f"{where}: no collective on a parameter: this plan has nothing to schedule")
     made = links or _links(tensors, schedulable, curve_of)
     return Problem(
         name=f"{data.get('model', 'layout')} on {data.get('devices', '?')} devices",
