@@ -380,3 +380,43 @@ def test_sizes_come_from_an_execution_trace(tmp_path: Path) -> None:
     assert any("do not match" in str(p) for p in load(tmp_path).problems)
     with pytest.raises(PaseError, match="but not when"):
         load(tmp_path / "et.json")
+
+
+JUNK = (None, True, -1, 1e308, 2**70, "x", [], {}, [[]], {"a": {}}, 3.7, "12")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_spoilt_traces_are_used_as_far_as_sound_or_refused(tmp_path: Path, seed: int) -> None:
+    """Random damage to events: the whole chain works, or says in one message why it does not."""
+    import random
+
+    from pase.replay.clocks import align
+    from pase.replay.diagnose import diagnose_run
+    from pase.replay.model import measure
+
+    rng = random.Random(seed)
+    run = simulate(Run(ranks=2, iterations=3, layers=6))
+    for r in range(2):
+        events = trace(run, r)["traceEvents"]
+        for _ in range(rng.choice([3, 40, 300])):
+            e = rng.choice(events)
+            how = rng.randrange(5)
+            if not isinstance(e, dict) or not e:
+                continue
+            if how == 0:
+                e[rng.choice(list(e))] = rng.choice(JUNK)
+            elif how == 1 and isinstance(e.get("args"), dict) and e["args"]:
+                e["args"][rng.choice(list(e["args"]))] = rng.choice(JUNK)
+            elif how == 2:
+                events.remove(e)
+            elif how == 3:
+                events[rng.randrange(len(events))] = rng.choice(JUNK)
+            elif isinstance(e.get("ts"), float):
+                e["ts"] += rng.uniform(-1e5, 1e5)
+        (tmp_path / f"rank{r}.json").write_text(json.dumps(trace(run, r)))
+    try:
+        found = diagnose_run(measure(align(load(tmp_path))))
+    except PaseError as e:
+        assert len(str(e)) > 20
+    else:
+        assert found.iteration_ns > 0
