@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pase.errors import PaseError
+
+if TYPE_CHECKING:
+    from pase.replay.types import Timeline
 
 __all__ = ["replay"]
 
@@ -39,14 +42,58 @@ def replay(
     """Replay traces of a run, or a layout, as one timeline."""
     from pase.replay.report import compare_timelines, replay_report
 
+    planned = _planned(traces)
+    if planned is not None and what_if:
+        raise PaseError(
+            f"{traces}: a layout's step says when things run, not what they wait for, so nothing can be changed in "
+            "it; compile with another --machine, or schedule with another --link"
+        )
     if against is not None:
-        report = compare_timelines(traces, against, align)
+        report = compare_timelines(traces, against, align, timeline=planned)
         _print(report, as_json, _comparison)
         return
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"--align {align}: there are ends, dpro and none")
-    report = replay_report(traces, align=align, what_if=what_if or [], output=output, predicted=predicted)
+    report = replay_report(
+        traces, align=align, what_if=what_if or [], output=output, predicted=predicted, timeline=planned
+    )
     _print(report, as_json, _summary)
+
+
+def _planned(path: Path) -> Timeline | None:
+    """The step that a layout predicts, its communication scheduled by our policy; None where it is no layout."""
+    from pase.replay.reader import read_small_json
+    from pase.replay.report import is_layout
+    from pase.replay.types import Event, Mark, from_events
+
+    if not is_layout(path):
+        return None
+    data = read_small_json(path)
+    if data.get("timeline"):
+        return None
+    from pase.schedule.from_plan import bucket_plan
+    from pase.schedule.simulate import evaluate
+
+    e = evaluate(*bucket_plan(data, where=str(path)))
+    events = []
+    for i in e.timeline:
+        computes = i.resource == "compute"
+        start = round(i.start_s * 1e9)
+        events.append(
+            Event(
+                rank=0,
+                lane=i.resource,
+                device=True,
+                kind="kernel" if computes else "collective",
+                operation="" if computes else "all_reduce",
+                name=i.name,
+                start_ns=start,
+                duration_ns=max(0, round(i.end_s * 1e9) - start),
+                iteration=0,
+            )
+        )
+    end = max(round(e.iteration_s * 1e9), 1)
+    return from_events(events, marks=(Mark(rank=0, iteration=0, start_ns=0, end_ns=end),))
 
 
 def _print(report: dict[str, Any], as_json: bool, human: Any) -> None:

@@ -23,16 +23,28 @@ from pase.replay.timeline_io import from_json, save_timeline
 from pase.replay.types import GPU_KINDS, KINDS, Timeline
 from pase.replay.whatif import apply, evaluate, parse_knob
 
-__all__ = ["compare_timelines", "layout_timeline", "load_any", "optimize_report", "replay_report"]
+__all__ = [
+    "compare_timelines",
+    "is_layout",
+    "layout_timeline",
+    "load_any",
+    "optimize_report",
+    "replay_report",
+]
+
+
+def is_layout(path: Path) -> bool:
+    """Whether the file is a layout of ours, by its first bytes."""
+    if not path.is_file() or path.suffix != ".json":
+        return False
+    with path.open("rb") as f:
+        return b"pase.layout/" in f.read(4096)
 
 
 def layout_timeline(path: Path) -> Timeline | None:
     """The predicted timeline inside a layout file; None where the file is no layout."""
-    if path.is_dir() or path.suffix != ".json":
+    if not is_layout(path):
         return None
-    with path.open("rb") as f:
-        if b"pase.layout/" not in f.read(4096):
-            return None
     d = read_small_json(path)
     t = d.get("timeline") if isinstance(d, dict) else None
     if not t:
@@ -53,10 +65,14 @@ def replay_report(
     what_if: Sequence[str] = (),
     output: Path | None = None,
     predicted: Path | None = None,
+    timeline: Timeline | None = None,
 ) -> dict[str, Any]:
-    """Everything that ``pase replay`` prints. Times in seconds, errors relative to the measured time."""
+    """Everything that ``pase replay`` prints. Times in seconds, errors relative to the measured time.
+
+    timeline: what to replay in place of what ``source`` holds.
+    """
     knobs = [parse_knob(k) for k in what_if]
-    t = align_clocks(load_any(source), align)
+    t = align_clocks(load_any(source) if timeline is None else timeline, align)
     m = measure(t)
     steady = m.steady()
     if not steady:
@@ -157,9 +173,11 @@ def _by_kind(g: Any, path: list[Any]) -> dict[str, float]:
     return dict(total)
 
 
-def compare_timelines(predicted: Path, traces: Path, align: str = "ends") -> dict[str, Any]:
+def compare_timelines(
+    predicted: Path, traces: Path, align: str = "ends", timeline: Timeline | None = None
+) -> dict[str, Any]:
     """A predicted timeline and measured traces op by op, by name; mean seconds an iteration on a rank."""
-    want = load_any(predicted)
+    want = load_any(predicted) if timeline is None else timeline
     m = measure(align_clocks(load(traces), align))
     steady = m.steady()
     got = m.timeline

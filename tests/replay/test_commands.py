@@ -161,3 +161,17 @@ def test_profile_passes_the_programs_failure_on(capsys: pytest.CaptureFixture[st
     )
     assert code == 2
     assert "ended with status 3" in " ".join(err.split())
+
+
+def test_a_layout_is_replayed_as_it_is_scheduled(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    layout = tmp_path / "layout.json"
+    code, _, err = _run(capsys, "compile", "zoo:alexnet", "--devices", 4, "-o", layout)
+    assert code == 0, err
+    report = _json(capsys, "replay", layout, "-o", tmp_path / "t.json")
+    assert not report["held_out"]
+    (rank,) = report["ranks"]
+    assert 0 < rank["replayed_s"] < 1
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    code, _, err = _run(capsys, "replay", layout, "--what-if", "bandwidth=2")
+    assert code == 2
+    assert "nothing can be changed" in " ".join(err.split())
