@@ -203,7 +203,8 @@ class JaxPlan:
             struct, jax.eval_shape(optimizer.init, shapes[0]), self.state_shardings(optimizer, mesh)
         )
         params, *batch = (jax.tree.map(struct, s, h) for s, h in zip(shapes, shardings, strict=True))
-        return self.train_step(optimizer, mesh).lower(params, state, *batch)
+        step: Any = self.train_step(optimizer, mesh)  # what jax.jit makes: it can be lowered
+        return step.lower(params, state, *batch)
 
     def device_put(self, params: Any, *batch: Any, mesh: Any | None = None) -> tuple[Any, ...]:
         """Parameters and batch laid out as the plan stores them, as global arrays (each process has all values)."""

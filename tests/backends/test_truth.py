@@ -15,11 +15,10 @@ EXACT = [
     ("llama3_8b", "megatron/megatron_sp_2x4"),
     ("mixtral_8x7b", "ours@2x4"),
     ("rnnlm", "fsdp"),
-    ("transformer", "ours@8"),
     ("vit_l16", "fsdp"),
 ]
 """(model, strategy) whose every byte is as predicted, once the CPU pipeline's three habits are allowed for."""
-NEAR = {("alexnet", "ours@2x4"): 0.01, ("mlp", "random1@2x4"): 0.5}
+NEAR = {("alexnet", "ours@2x4"): 0.01, ("transformer", "ours@8"): 0.01, ("mlp", "random1@2x4"): 0.5}
 """Others: how far off all bytes together may be. See docs/communication-truth.md for why."""
 
 
