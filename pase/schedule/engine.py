@@ -11,7 +11,7 @@ import numpy as np
 
 __all__ = ["run_jobs"]
 
-NUMBA_FROM_JOBS = 20_000
+NUMBA_FROM_JOBS = 200_000
 """Below this many jobs plain Python takes less than loading the compiled loop."""
 
 

@@ -106,7 +106,7 @@ def _construct(problem: Problem, inst: Instance, bound: float) -> list[tuple[flo
                     cost = _cost(inst, pieces) if pieces[3].size else np.inf
                     if best is None or cost < best[0]:
                         best = (cost, pieces)
-                    if cost <= bound * (1 + ENOUGH):
+                    if cost <= bound * (1 + 1e-9):
                         return [best]
                     low, high = (low, min(target, cost)) if cost <= target * (1 + 1e-12) else (target, high)
             if best is not None and np.isfinite(best[0]):

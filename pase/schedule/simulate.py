@@ -89,7 +89,7 @@ def evaluate(
             f"plan '{plan.policy}' delays updates, but problem '{problem.name}' has tensors needed within their "
             f"own iteration; delayed updates are for plain gradients"
         )
-    periods = 3 if problem.is_plain and not delayed else 6
+    periods = 3 if problem.is_plain and not delayed else 4 + 2 * delayed
     while True:
         run = _Run(problem, plan, periods, seconds)
         start, end = run_jobs(kernel=kernel, **run.arrays)
