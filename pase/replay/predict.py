@@ -46,29 +46,32 @@ def rank_lengths_ns(g: DataflowGraph, r: Replay) -> dict[int, float]:
     return {rank: rank_length_ns(g, r, rank) for rank in g.ranks}
 
 
-def held_out(m: Measured, iterations: list[int] | None = None) -> list[HeldOut]:
-    """Leave-one-out over the steady iterations: times and structure from the others, then compared.
+def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) -> list[HeldOut]:
+    """Predictions of the steady iterations: times and structure from the others, then compared.
 
-    With one iteration there is nothing to hold out, and the list is empty.
+    Up to ``folds`` iterations each is predicted from all others; of more, each from those outside its fold (every
+    folds-th iteration). With one iteration there is nothing to hold out, and the list is empty.
     """
     steady = m.steady() if iterations is None else iterations
     out: list[HeldOut] = []
     if len(steady) < 2:
         return out
-    for k in steady:
-        rest = [i for i in steady if i != k]
+    for fold in range(min(folds, len(steady))):
+        left_out = steady[fold::folds]
+        rest = [i for i in steady if i not in left_out]
         g = estimate(m, rest)
         replayed = rank_lengths_ns(g, replay_graph(g))
         for rank, ns in replayed.items():
-            if (rank, k) in m.measured_ns:
-                others = [m.measured_ns[(rank, i)] for i in rest if (rank, i) in m.measured_ns]
-                out.append(
-                    HeldOut(
-                        rank=rank,
-                        iteration=k,
-                        measured_ns=m.measured_ns[(rank, k)],
-                        replayed_ns=ns,
-                        others_median_ns=float(np.median(others)),
+            others = [m.measured_ns[(rank, i)] for i in rest if (rank, i) in m.measured_ns]
+            for k in left_out:
+                if (rank, k) in m.measured_ns:
+                    out.append(
+                        HeldOut(
+                            rank=rank,
+                            iteration=k,
+                            measured_ns=m.measured_ns[(rank, k)],
+                            replayed_ns=ns,
+                            others_median_ns=float(np.median(others)),
+                        )
                     )
-                )
-    return out
+    return sorted(out, key=lambda p: (steady.index(p.iteration), p.rank))

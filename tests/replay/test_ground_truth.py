@@ -124,3 +124,13 @@ def test_a_straggler_shows_as_waiting_of_the_others(tmp_path: Path) -> None:
     balanced = max(evaluate(apply(g, [("balance", "", 1.0)])).values())
     even = simulate(Run(ranks=3, **GPU_BOUND))
     assert abs(balanced / (np.median(even.iteration_us[0][1:]) * 1e3) - 1) < 0.01
+
+
+def test_long_runs_are_held_out_in_folds(tmp_path: Path) -> None:
+    m = _measured(tmp_path, simulate(Run(ranks=1, iterations=12, noise=0.02)))
+    iterations = list(range(12))
+    single, folded = held_out(m, iterations, folds=12), held_out(m, iterations, folds=3)
+    assert [p.iteration for p in folded] == [p.iteration for p in single] == iterations
+    # A fold is predicted once, from the same iterations; alone, every iteration is predicted from eleven.
+    assert len({p.replayed_ns for p in folded}) == 3
+    assert len({p.replayed_ns for p in single}) > 3
