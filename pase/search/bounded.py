@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from pase.errors import Infeasible
+from pase.search.bundle import Bundle, next_prices
 from pase.search.check import cost_of
 from pase.search.contract import Contracted, contract, fixed_bytes, restrict
 from pase.search.exact import eliminate_pairwise
@@ -34,6 +35,7 @@ _ILP_PAIRS = 120_000  # allowed pairs of all edges, at most, for an integer prog
 _SMALL_ILP = 6_000  # pairs and configs, at most, for one at once and in this process
 _ACTIVE_POINTS = 400
 _SWEEPS = 100
+_CUTS = 12  # cutting-plane steps a turn
 
 
 class _State:
@@ -107,6 +109,10 @@ class _Residual:
         self.active = np.zeros(_ACTIVE_POINTS, np.int64)
         self.dual = np.array([-np.inf, 0.0, 0.0, 0.0, 0.0, 0.0])
         self.choice = np.array([c.argmin() for c in left.costs], np.int64)
+        self.bundle = Bundle()
+        self.cutting = True
+        self.cut_points = np.zeros(0, np.int64)
+        self.turn = 0
 
     def inherit(self, old: _Residual) -> None:
         """Start from the prices of the residual this one came from."""
@@ -119,6 +125,15 @@ class _Residual:
         self.active[: live.size] = live
         self.dual[2] = live.size
         self.dual[1] = 2.0 * old.dual[1]
+        self.cutting, self.cut_points = old.cutting, live
+
+    def over(self, choice: np.ndarray) -> np.ndarray:
+        """Bytes in use less the capacity at each point, float64 [points]."""
+        from pase.search.kernels_memory import usage_of
+
+        used = np.zeros(self.rows.points)
+        usage_of(self.row_arrays, self.flat.slot, choice, used)
+        return used - self.rows.capacity
 
     def priced(self, price: np.ndarray) -> np.ndarray:
         """Node costs with bytes at ``price``, float64 [slots]."""
@@ -278,19 +293,72 @@ def _raise_bound(state: _State, now: _Residual) -> None:
     flat = now.flat
     # A fixed amount of work a turn, whatever the clock says: the same seed then does the same.
     sweeps = int(np.clip(2e8 / max(1, flat.entries.size + 10 * flat.cost.size), 4, _SWEEPS))
-    lower = dual_ascent(
-        flat.graph,
-        now.row_arrays,
-        flat.cost,
-        now.price,
-        now.message,
-        now.choice,
-        now.active,
-        now.dual,
-        state.cost - now.left.constant,
-        sweeps,
-    )
+    before = float(now.dual[0])
+    if now.rows.points and now.cutting:
+        # Cutting planes alone first: where few points bind they are done in some turns.
+        lower = _cut(now, max(2, sweeps // _CUTS // 2 * 2), _CUTS, now.cut_points)
+        now.turn += 1
+        if now.turn >= 3 and lower - before < 3e-3 * abs(lower):
+            now.cutting = False
+    else:
+        lower = dual_ascent(
+            flat.graph,
+            now.row_arrays,
+            flat.cost,
+            now.price,
+            now.message,
+            now.choice,
+            now.active,
+            now.dual,
+            state.cost - now.left.constant,
+            sweeps,
+        )
+        if now.rows.points:
+            now.bundle.add(flat.cost_of(now.choice), now.over(now.choice))
+            lower = _cut(now, max(2, sweeps // 10 // 2 * 2), _CUTS // 3, now.active[: int(now.dual[2])])
     state.prove(min(lower + now.left.constant, state.cost), "dual bound")
+
+
+def _cut(now: _Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
+    """Cutting-plane steps on the prices of ``points`` and of the worst one; returns the best bound."""
+    from pase.search.kernels_flat import trws_pass
+
+    flat, bundle, reduced = now.flat, now.bundle, np.zeros(now.flat.cost.size)
+    if not bundle.values:
+        bundle.add(flat.cost_of(now.choice), now.over(now.choice))
+    for _ in range(steps):
+        over = bundle.slopes[-1]
+        if over.max() > 0:
+            points = np.union1d(points, [int(over.argmax())]).astype(np.int64)
+        if points.size == 0 or points.size > _ACTIVE_POINTS // 2:
+            break
+        if bundle.reach <= 0.0:
+            start = abs(now.dual[0]) if np.isfinite(now.dual[0]) else abs(bundle.values[-1])
+            bundle.reach = max(float(now.price.max()), 0.3 * start / max(1.0, float(np.abs(over).max())))
+        got = next_prices(bundle, now.price, points)
+        if got is None:
+            break
+        price, promised = got
+        priced, offset = now.priced(price), float(price @ now.rows.capacity)
+        choice, bound, least = now.choice, -np.inf, np.inf
+        for sweep in range(sweeps):
+            rounded = now.choice.copy()
+            lower = trws_pass(flat.graph, priced, now.message, rounded, reduced, sweep % 2 == 0, True)
+            bound = max(bound, lower - offset)
+            value = flat.cost_of(rounded, priced)
+            if value < least:
+                least, choice = value, rounded
+        bundle.add(flat.cost_of(choice), now.over(choice))
+        if bound > now.dual[0]:
+            bundle.reach *= 1.5 if bound - now.dual[0] > 0.25 * (promised - now.dual[0]) else 1.0
+            now.dual[0], now.price, now.choice = bound, price, choice
+            now.dual[2] = points.size
+            now.active[: points.size] = points
+        else:
+            bundle.reach = max(0.7 * bundle.reach, 1e-6 * float(now.price.max()))
+    if now.cutting:
+        now.cut_points = points
+    return float(now.dual[0])
 
 
 def _neighbourhoods(

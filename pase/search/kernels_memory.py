@@ -81,7 +81,6 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, p
     rounded = choice.copy()
     least = np.inf
     now = price.copy()
-    best_msg = msg.copy()
     count = int(state[2])
     direction = np.zeros(active.shape[0])
     is_active = np.zeros(points, np.uint8)
@@ -102,9 +101,8 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, p
         if bound > state[0]:
             state[0] = bound
             price[:] = now
-            best_msg[:] = msg
         if state[1] <= 0.0:
-            state[1] = 0.2 * abs(bound) + 1e-9
+            state[1] = 0.05 * abs(bound) + 1e-9
             state[5] = state[0]
         state[3] += 1.0
         if state[3] >= 30.0:
@@ -113,9 +111,7 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, p
                 state[1] *= 1.5
             else:
                 state[1] *= 0.6
-                # Back to the best prices, with the messages that gave the bound there.
-                now[:] = price
-                msg[:] = best_msg
+                now[:] = price  # but not to its messages: those since are the better for having moved
                 direction[:] = 0.0
                 # Stuck with steps too small to matter: aim at a good part of the gap again.
                 if ceiling < np.inf and state[1] < 0.03 * (ceiling - state[0]):
@@ -148,7 +144,6 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, p
                 t = active[i]
                 now[t] = max(0.0, now[t] + step * direction[i])
     state[2] = float(count)
-    msg[:] = best_msg
     return state[0]
 
 
