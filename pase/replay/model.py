@@ -112,6 +112,15 @@ def estimate(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None
     iteration is missing on a rank.
     """
     chosen = list(iterations)
+    if not chosen:
+        have: dict[int, list[int]] = {}
+        for r, i in sorted(m.programs):
+            have.setdefault(r, []).append(i)
+        listed = "; ".join(f"rank {r}: {v[:6]}" for r, v in list(have.items())[:4])
+        raise PaseError(
+            f"no iteration is whole on every rank; the ranks have {listed}. Where these are traces of different "
+            "runs, give one run's folder, or one file"
+        )
     ranks = sorted({r for r, _ in m.programs}) if ranks is None else sorted(ranks)
     parts = [_rank_graph(m, r, chosen) for r in ranks]
     return _join(m, parts, chosen, ranks)

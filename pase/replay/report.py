@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pase.errors import PaseError
 from pase.replay.analyse import path_steps, rank_uses, to_timeline
 from pase.replay.clocks import align as align_clocks
 from pase.replay.ingest import load
-from pase.replay.model import Measured, estimate, measure
+from pase.replay.model import estimate, measure
 from pase.replay.optimize import Outcome
 from pase.replay.predict import held_out, rank_lengths_ns
 from pase.replay.reader import read_small_json
@@ -75,8 +75,6 @@ def replay_report(
     t = align_clocks(load_any(source) if timeline is None else timeline, align)
     m = measure(t)
     steady = m.steady()
-    if not steady:
-        raise PaseError(f"{source}: no iteration is whole on every rank; the ranks have {_lists(m)}")
     predictions = held_out(m, steady)
     g = estimate(m, steady)
     r = replay_graph(g)
@@ -142,13 +140,6 @@ def replay_report(
         "what_if": changes,
         "problems": [str(p) for p in t.problems],
     }
-
-
-def _lists(m: Measured) -> str:
-    have: dict[int, list[int]] = defaultdict(list)
-    for r, i in sorted(m.programs):
-        have[r].append(i)
-    return "; ".join(f"rank {r}: {v[:6]}" for r, v in list(have.items())[:4])
 
 
 def _what_ifs(g: Any, knobs: list[tuple[str, str, float]], texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 
 from pase.cli import main
 from pase.replay.timeline_io import schema
-from tests.replay.synthetic import Run, simulate, write
+from tests.replay.synthetic import Run, simulate, trace, write
 
 
 @pytest.fixture
@@ -175,3 +175,18 @@ def test_a_layout_is_replayed_as_it_is_scheduled(capsys: pytest.CaptureFixture[s
     code, _, err = _run(capsys, "replay", layout, "--what-if", "bandwidth=2")
     assert code == 2
     assert "nothing can be changed" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("command", ["replay", "diagnose", "optimize"])
+def test_traces_of_different_runs_are_told_apart(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    folder = write(simulate(Run(ranks=2, iterations=3)), tmp_path / "x")
+    later = json.dumps(trace(simulate(Run(ranks=2, iterations=3)), 1)).replace(
+        "ProfilerStep#", "ProfilerStep#10"
+    )
+    (folder / "rank1.json.gz").unlink()
+    (folder / "rank1.json").write_text(later)
+    code, _, err = _run(capsys, command, folder)
+    assert code == 2
+    assert "no iteration is whole on every rank" in " ".join(err.split())
