@@ -10,7 +10,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.replay.builder import Builder, split_devices
-from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
+from pase.replay.reader import LIMITS, BoundedReader, Limits, needed, open_stream
 from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Mark, Problem, Timeline
 from pase.replay.xla import Executions, untangle
 
@@ -119,8 +119,7 @@ def _header(path: Path, limits: Limits) -> dict[str, Any]:
 
 
 def _read_header(stream: BoundedReader, path: Path) -> dict[str, Any]:
-    import ijson
-
+    ijson = needed("ijson", str(path))
     out: dict[str, Any] = {}
     builder: Any = None
     try:
@@ -151,8 +150,7 @@ def _short(e: Exception) -> str:
 
 def _pump(stream: BoundedReader, prefix: str, feed: _Feed) -> str:
     """Hand every event to ``feed``; the reason where the JSON breaks off, else an empty string."""
-    import ijson
-
+    ijson = needed("ijson", stream.where)
     try:
         for e in ijson.items(stream, prefix, use_float=True, buf_size=BoundedReader.CHUNK):
             stream.event_done()

@@ -16,7 +16,7 @@ from pase.errors import PaseError
 from pase.replay.builder import Builder
 from pase.replay.chrome import collective_operation
 from pase.replay.hlo import HloFacts, read_hlo
-from pase.replay.reader import LIMITS, Limits, read_member
+from pase.replay.reader import LIMITS, Limits, needed, read_member
 from pase.replay.types import COLLECTIVE, KINDS, Mark, Timeline
 
 __all__ = ["is_nsys_jax", "read_nsys_jax"]
@@ -80,11 +80,8 @@ def read_nsys_jax(path: Path, rank: int | None = None, limits: Limits = LIMITS) 
 
 
 def _parquet(archive: zipfile.ZipFile, member: str, columns: list[str] | None = None) -> dict[str, list[Any]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as e:
-        raise PaseError(f"{archive.filename}: reading parquet needs pyarrow: pip install pyarrow") from e
+    where = str(archive.filename)
+    pa, pq = needed("pyarrow", where), needed("pyarrow.parquet", where)
     try:
         source = pq.ParquetFile(io.BytesIO(read_member(archive, member)))
         if source.metadata.num_rows > LIMITS.events:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from pase.errors import PaseError
+from pase.replay.reader import needed
 
 __all__ = ["parse"]
 
@@ -123,9 +124,8 @@ def _classes() -> dict[str, Any]:
 
 def parse(message: str, data: bytes, where: str) -> Any:
     """A parsed message of the kind named. PaseError where the bytes are not one."""
-    from google.protobuf.message import DecodeError
-
+    errors = needed("google.protobuf.message", where)
     try:
         return _classes()[message].FromString(data)
-    except (DecodeError, RecursionError) as e:
+    except (errors.DecodeError, RecursionError) as e:
         raise PaseError(f"{where}: not a readable {message} ({e})") from e

@@ -10,7 +10,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.replay.chrome import collective_operation
-from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
+from pase.replay.reader import LIMITS, BoundedReader, Limits, needed, open_stream
 from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Problem, Timeline
 
 __all__ = ["from_annotations", "from_execution_trace", "is_execution_trace", "read_execution_trace"]
@@ -63,8 +63,7 @@ def is_execution_trace(head: bytes) -> bool:
 
 def read_execution_trace(path: Path, limits: Limits = LIMITS) -> list[tuple[int, int]]:
     """(operation, bytes) of every collective in program order. PaseError where the file is none."""
-    import ijson
-
+    ijson = needed("ijson", str(path))
     out = []
     try:
         with open_stream(path, limits) as stream:

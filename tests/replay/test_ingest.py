@@ -420,3 +420,11 @@ def test_spoilt_traces_are_used_as_far_as_sound_or_refused(tmp_path: Path, seed:
         assert len(str(e)) > 20
     else:
         assert found.iteration_ns > 0
+
+
+def test_a_missing_optional_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ijson", None)
+    with pytest.raises(PaseError, match=r"needs ijson: pip install 'pase\[traces\]'"):
+        load(_file(tmp_path, [_kernel(1)]))
