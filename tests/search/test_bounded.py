@@ -265,3 +265,15 @@ def test_a_dense_graph_gets_a_bound_and_a_choice() -> None:
     cost = verify(tables, found)
     assert 0 < found.bound <= cost
     assert found.gap < 0.9  # random costs leave every local bound far off
+
+
+def test_warm_compiles_what_the_search_calls() -> None:
+    """No kernel gets a second signature from a real search: warming up leaves nothing to compile."""
+    from pase.search import kernels_flat, kernels_memory
+    from pase.search.warm import warm
+
+    warm()
+    called = (kernels_memory.dual_ascent, kernels_memory.polish, kernels_memory.lns, kernels_flat.trws_pass)
+    before = [len(kernel.signatures) for kernel in called]
+    bounded_search(clique(np.random.default_rng(2), nodes=20, configs=10), None, 0.5, 0, time.perf_counter())
+    assert [len(kernel.signatures) for kernel in called] == before

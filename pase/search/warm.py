@@ -1,0 +1,32 @@
+"""Compile all kernels now, into numba's cache: ``python -m pase.search.warm`` after an install."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from pase.search.flat import flatten
+
+__all__ = ["warm"]
+
+
+def warm() -> float:
+    """Compile, or load from the cache, every kernel; returns the seconds it took."""
+    began = time.perf_counter()
+    from pase.search import kernels_memory, kernels_numba
+
+    kernels_numba.row_classes(np.eye(2))
+    flat = flatten([np.zeros(2), np.zeros(2)], [(0, 1)], [np.eye(2)])
+    rows = (np.zeros(5, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+    choice, price, message = np.zeros(2, np.int64), np.zeros(0), np.zeros(flat.messages)
+    state, active = np.array([-np.inf, 0.0, 0.0, 0.0, 0.0, 0.0]), np.zeros(4, np.int64)
+    stats = np.array([np.inf, 0.0])
+    kernels_memory.dual_ascent(flat.graph, rows, flat.cost, price, message, choice, active, state, np.inf, 1)
+    kernels_memory.polish(flat.graph, flat.cost, choice, 1, 0)
+    kernels_memory.lns(flat.graph, rows, flat.cost, price, choice, choice.copy(), stats, 1, 2, 0.0, 0)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    print(f"kernels of the search: {warm():.1f} s")
