@@ -157,7 +157,9 @@ class Problem:
     machine: Machine
     model: CostModel
     optimizer: str
-    _tables: dict[tuple[int, ...], tuple[CostTables, Space]] = field(default_factory=dict, repr=False)
+    _tables: dict[tuple[int, ...], tuple[CostTables, Space]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @classmethod
     def of(

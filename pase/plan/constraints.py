@@ -76,7 +76,9 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                 want = read_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
                 want = np.where(want == PARTIAL, REPLICATED, want)
                 rows = _between(current[a.tensor], want, tensor, mesh)
-                if rows and graph.producer[a.tensor].kind == "copy":  # gradients are summed in the copy's layout
+                if (
+                    rows and graph.producer[a.tensor].kind == "copy"
+                ):  # gradients are summed in the copy's layout
                     rows = (*_only(current[a.tensor], tensor, mesh), *rows)
                 if not rows and op.kind == "gather" and a.sparse:
                     rows = _only(want, tensor, mesh)  # else the gradient's scatter is laid out anyhow

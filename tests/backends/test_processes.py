@@ -57,8 +57,7 @@ def test_two_processes():
     command = [sys.executable, "-c", WORKER, address]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     workers = [
-        subprocess.Popen([*command, str(i)], cwd=ROOT, env=env, text=True, **pipes)
-        for i in range(PROCESSES)
+        subprocess.Popen([*command, str(i)], cwd=ROOT, env=env, text=True, **pipes) for i in range(PROCESSES)
     ]
     try:
         said = [w.communicate(timeout=300) for w in workers]
