@@ -113,7 +113,7 @@ def _between(have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh) -> 
     if (have == want).all() or placement(want, tensor.shape, mesh) is None:  # type: ignore[arg-type]
         return ()
     out: list[Placement] = []
-    for row in path(have, want, mesh)[1:]:
+    for row in path(have.tolist(), want.tolist(), mesh)[1:]:
         states = np.array(row)
         where = None if (states == PARTIAL).any() else placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
         if where is not None and (not out or out[-1] != where):
