@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pase.api import compile, load
+    from pase.api import compare, compile, load
     from pase.plan.types import Plan
+    from pase.replay.profiling import profile
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "compile", "load"]
+__all__ = ["Plan", "compare", "compile", "load", "profile"]
 
-_WHERE = {"compile": "pase.api", "load": "pase.api", "Plan": "pase.plan.types"}
+_WHERE = {
+    "Plan": "pase.plan.types",
+    "compare": "pase.api",
+    "compile": "pase.api",
+    "load": "pase.api",
+    "profile": "pase.replay.profiling",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -27,8 +27,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.costmodels": {"pase.ir", "pase.machine"},
     "pase.frontends": {"pase.ir", "pase.ops"},
     # A backend finds its framework's ops again by the way in which that framework's frontend numbered them.
-    # It asks the tables what a layout is; it prices nothing.
-    "pase.backends": {"pase.ir", "pase.machine", "pase.plan", "pase.frontends", "pase.tables"},
+    # It asks the tables what a layout is, and runs bucket plans; it prices nothing.
+    "pase.backends": {
+        "pase.ir",
+        "pase.machine",
+        "pase.plan",
+        "pase.frontends",
+        "pase.tables",
+        "pase.schedule",
+    },
     "pase.zoo": {"pase.ir"},
     "pase.baselines": {"pase.ir", "pase.machine", "pase.tables", "pase.search"},
     "pase.paper": {"pase.ir", "pase.tables", "pase.search"},
@@ -41,7 +48,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase.machine": set(),
     "pase.tables": set(),
     "pase.search": {"numba"},
-    "pase.schedule": {"networkx", "scipy"},
+    "pase.schedule": {"numba", "networkx", "scipy"},
     "pase.replay": {"numba", "networkx", "scipy"},
     "pase.costmodels": set(),
     "pase.frontends": {"sympy", "networkx"},
