@@ -253,7 +253,20 @@ class _Walk:
             if copy not in copies:
                 copies[copy] = self.defined(value, copy)
             value, key = copies[copy], f"{path}|{copy}"
-        return self._through(value, self.plan.constraints.read.get(key, ()))
+        through = self.plan.constraints.read.get(key, ())
+        straight = self.plan.constraints.gradient.get(key)
+        return self._through(value, through) if straight is None else self._gathered(value, through, straight)
+
+    def _gathered(self, value: Any, through: Sequence[Placement], straight: Placement) -> Any:
+        """Led through the layouts; its gradient goes into the storage layout at once, not back the same way."""
+        import jax
+
+        @jax.custom_vjp
+        def gathered(x: Any) -> Any:
+            return self._through(x, through)
+
+        gathered.defvjp(lambda x: (gathered(x), None), lambda _, g: (self._through(g, (straight,)),))
+        return gathered(value)
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str, copies: Copies

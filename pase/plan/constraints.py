@@ -1,12 +1,14 @@
 """From a strategy to the layouts of named tensors: where they are constrained, and as what.
 
 Framework-free. A placement is, per tensor dim, the mesh axes that split it, major to minor (what JAX writes
-as a PartitionSpec). Three kinds of place:
+as a PartitionSpec). Four kinds of place:
 
 - storage: how a parameter, its gradient and its optimizer state are kept; how a batch input arrives;
 - define: where a tensor is made, or (T27c) how the copy of T27 is made that several readers share;
 - read: where one op wants a tensor in another layout than it was made or copied in, and (with its name, perhaps
   without a layout) who reads the copy.
+
+- gradient: of a read, the layout that its gradient is brought into at once, where that is not simply the way back.
 
 Entries but the last are layouts on the way: a partitioner that is asked for several moves at once falls back to
 gathering everything.
@@ -40,6 +42,7 @@ class Constraints:
     storage: Mapping[str, Placement] = field(default_factory=dict)
     define: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     read: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    gradient: Mapping[str, Placement] = field(default_factory=dict)
 
 
 def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placement | None:
@@ -63,6 +66,7 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
     storage: dict[str, Placement] = {}
     define: dict[str, tuple[Placement, ...]] = {}
     read: dict[str, tuple[Placement, ...]] = {}
+    gradient: dict[str, Placement] = {}
     current: dict[str, np.ndarray] = {}
 
     for n in graph.nodes:
@@ -73,8 +77,8 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                     continue
                 if n.kind in ("copy", "output"):
                     continue
-                want = read_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
-                want = np.where(want == PARTIAL, REPLICATED, want)
+                states = read_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
+                want = np.where(states == PARTIAL, REPLICATED, states)
                 rows = _between(current[a.tensor], want, tensor, mesh)
                 if (
                     rows and graph.producer[a.tensor].kind == "copy"
@@ -86,6 +90,10 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                     read[f"{op.eqn}|{a.tensor}"] = rows
                 elif rows:
                     read[f"{op.eqn}|{raw_name(a.tensor)}"] = rows
+                    if graph.producer[a.tensor].kind == "parameter" and tensor.needs_grad:
+                        straight = _straight(current[a.tensor], states, tensor, mesh)
+                        if straight is not None:
+                            gradient[f"{op.eqn}|{raw_name(a.tensor)}"] = straight
             for a in op.writes:
                 tensor = graph.tensors[a.tensor]
                 states = write_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
@@ -104,7 +112,16 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                     made = _only(np.where(states == PARTIAL, REPLICATED, states), tensor, mesh)
                 if made:
                     define[a.tensor] = made
-    return Constraints(storage=storage, define=define, read=read)
+    return Constraints(storage=storage, define=define, read=read, gradient=gradient)
+
+
+def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
+    """The storage layout, where a parameter is gathered over an axis over which its gradient is not summed: the
+    gradient is sliced there before the sum, which then moves less. (The way back would sum all of it first.)"""
+    gathered = (stored >= 0) & (read < 0)
+    if not (read == PARTIAL).any() or not (gathered & (read != PARTIAL)).any():
+        return None
+    return placement(stored, tensor.shape, mesh)  # type: ignore[arg-type]
 
 
 def _between(have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:

@@ -58,6 +58,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         ],
         "reshards": [
             {"at": key.partition("|")[0], "tensor": key.partition("|")[2], "layouts": layouts}
+            | ({"gradient": plan.gradient[key]} if key in plan.gradient else {})
             for key, layouts in plan.read.items()
         ],
         "layouts": plan.define,
@@ -131,6 +132,7 @@ def _plan(d: Mapping[str, Any]) -> Plan:
         inputs={k: tensor(t) for k, t in d["inputs"].items()},
         define={k: tuple(map(_placement, v)) for k, v in d["layouts"].items()},
         read={f"{r['at']}|{r['tensor']}": tuple(map(_placement, r["layouts"])) for r in d["reshards"]},
+        gradient={f"{r['at']}|{r['tensor']}": _placement(r["gradient"]) for r in d["reshards"] if "gradient" in r},
         collectives=tuple(
             Collective(
                 kind=c["kind"], tensor=c["tensor"], axes=tuple(c["axes"]), nbytes=c["bytes"], times=c["times"],
@@ -183,7 +185,7 @@ def _check(plan: Plan, where: str) -> None:
         for layout in layouts:
             check(f"layouts/{name}", layout)
     for key, layouts in plan.read.items():
-        for layout in layouts:
+        for layout in (*layouts, *([plan.gradient[key]] if key in plan.gradient else [])):
             check(f"reshards/{key}", layout)
 
 

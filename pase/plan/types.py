@@ -77,6 +77,7 @@ class Plan:
     inputs: Mapping[str, TensorPlan]
     define: Mapping[str, tuple[Placement, ...]]
     read: Mapping[str, tuple[Placement, ...]]
+    gradient: Mapping[str, Placement]
     collectives: tuple[Collective, ...]
     memory: Memory
     cost: float
@@ -177,5 +178,7 @@ class Plan:
         return JaxPlan(
             traced=self.traced,
             logical_mesh=self.mesh,
-            constraints=Constraints(storage=stored, define=self.define, read=self.read),
+            constraints=Constraints(
+                storage=stored, define=self.define, read=self.read, gradient=self.gradient
+            ),
         )
