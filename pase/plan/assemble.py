@@ -80,7 +80,8 @@ def assemble(
     return Plan(
         model=name, devices=mesh.devices, machine=machine.name, machine_digest=machine.digest,
         device_memory=machine.device.memory_bytes, cost_model=model.name, unit=model.unit, optimizer=optimizer,
-        mesh=mesh, nodes=nodes, parameters=leaves["parameter"], inputs=leaves["input"], define=c.define, read=c.read, gradient=c.gradient,
+        mesh=mesh, nodes=nodes, parameters=leaves["parameter"], inputs=leaves["input"], define=c.define,
+        read=c.read, gradient=c.gradient,
         collectives=moved, memory=memory(graph, mesh, configs, moved, optimizer), cost=cost, optimal=optimal,
         bound=bound, baselines=dict(baselines), skipped=dict(skipped), tried=tuple(tried), seconds=dict(seconds),
         graph_digest=graph_digest, provenance=dict(provenance), traced=traced,
