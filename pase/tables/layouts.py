@@ -80,7 +80,32 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
         if d.kind in ("parallel", "reduction"):
             ways = shards(out, [i], mesh)
             keep &= (int(d.size) % ways == 0) & (ways <= limit.get(d.name, int(d.size)))
+    for windowed, places in conv_places(node):
+        halves = np.isin(out, list(windowed)).any(axis=1)
+        idle = (~np.isin(out, list(places)) & (np.array(mesh.sizes) > 1)).any(axis=1)
+        keep &= ~(halves & idle)
     return out[keep]
+
+
+def conv_places(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
+    """Per convolution: its windowed dims, and these with its batch dims.
+
+    Where a windowed dim is split, every mesh axis has to split one of the latter: XLA (jaxlib 0.10.2) returns the
+    filter's gradient multiplied by the size of any axis that does not. ``tests/backends/test_conv.py`` watches it.
+    """
+    out = []
+    for op in node.ops:
+        if op.kind == "conv":
+            x, w = (a.map for a in op.reads)
+            windowed = {d for walk in x.walks if walk.window is not None for d in walk.dims}
+            batch = (set(x.dims) & set(op.writes[0].map.dims)) - set(w.dims)
+            out.append(
+                (
+                    frozenset(dim_index(node, sorted(windowed))),
+                    frozenset(dim_index(node, sorted(windowed | batch))),
+                )
+            )
+    return [(windowed, places) for windowed, places in out if windowed]
 
 
 def _most_ways(node: Node) -> dict[str, int]:
