@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pase.baselines import Baseline, Skipped
     from pase.frontends.from_jax import Traced
-    from pase.ir import Graph
+    from pase.ir import Graph, Node
     from pase.machine import CostModel, Machine, Mesh
     from pase.plan.memory import Memory
     from pase.plan.types import Plan
@@ -324,6 +324,22 @@ class Problem:
             provenance=_provenance(self.graph, s.method, s.certificate), traced=traced,
             graph_digest=digest(traced.graph),
         )  # fmt: skip
+
+    def completed(self, pinned: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, np.ndarray]:
+        """The cheapest strategy that gives these nodes these configs: node name -> int8 [axes]."""
+        import numpy as np
+
+        from pase.baselines import Intent, Skipped
+        from pase.baselines.settle import settle
+
+        def allow(node: Node, cfg: np.ndarray, _: Mesh) -> np.ndarray:
+            alike = (cfg == pinned[node.name]).all(axis=1) if node.name in pinned else cfg[:, 0] == cfg[:, 0]
+            return np.asarray(alike)
+
+        found = settle(Intent(name="pinned", mesh=mesh, allow=allow), *self.tables(mesh))
+        if isinstance(found, Skipped):
+            raise Infeasible(found.reason)
+        return dict(found.strategy)
 
     def plan_of(self, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced) -> Plan:
         """The plan of a strategy that was not searched for (a baseline, a transferred one), priced alike."""

@@ -102,7 +102,8 @@ def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
     traced = trace(model.loss_fn, model.params, model.batch, name=plan.model)
     problem = Problem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
     mesh = shrunk_mesh(plan.mesh, devices)
-    configs, dropped = transferred(plan, problem.graph, mesh)
+    pinned, dropped = transferred(plan, problem.graph, mesh)
+    configs = problem.completed(pinned, mesh)
     return {
         "plan": problem.plan_of(configs, mesh, plan.model, traced),
         "model": model,
