@@ -2,8 +2,9 @@
 
 Three habits of XLA's CPU pipeline are allowed for, in the column ``on_cpu``, so that the comparison tests the
 plan and not the backend. It never forms a reduce-scatter: a whole all-reduce and a slice instead, which also
-does what was to be reduced after it. It does not sum the partial gradients of a tensor's readers before it reduces them (GPU and TPU pipelines do). And a sum
-over two split dims (batch and sequence) is one all-reduce a dim, where one over both would do.
+does what was to be reduced after it. It does not sum the partial gradients of a tensor's readers before it
+reduces them (GPU and TPU pipelines do). And a sum over two split dims (batch and sequence) is one all-reduce a
+dim, where one over both would do.
 """
 
 from __future__ import annotations
