@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from pase.errors import PaseError
-from pase.ir.sizes import Size, bind_size, free_symbols, is_one, product
+from pase.ir.sizes import Size, bind_size, free_symbols, product
 
 __all__ = [
     "Access",
@@ -416,8 +416,3 @@ class Graph:
             k: replace(t, shape=tuple(bind_size(s, values) for s in t.shape)) for k, t in self.tensors.items()
         }
         return replace(self, tensors=tensors, nodes=tuple(map(bound, self.nodes)))
-
-
-def trivial(size: Size) -> bool:
-    """A dim of one element has no iteration dim."""
-    return is_one(size)
