@@ -65,6 +65,40 @@ def compile(
 
     Raises PaseError for bad input; Infeasible where no strategy exists.
     """
+    return _compiled(
+        model, params, *batch, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
+        unknown=unknown, max_axes=max_axes, baselines=baselines, memory_limit=memory_limit, time_limit=time_limit,
+        progress=progress,
+    ).plan  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    """A plan, and what it was made of."""
+
+    plan: Plan
+    problem: Problem
+    traced: Traced
+    given: tuple[Baseline, ...]
+
+
+def _compiled(
+    model: Any,
+    params: Any = None,
+    *batch: Any,
+    devices: int,
+    mesh: str | None = None,
+    machine: str | Path | Machine | None = None,
+    cost_model: str = "analytic",
+    optimizer: str = "adam",
+    unknown: Literal["error", "replicate"] = "error",
+    max_axes: int = 3,
+    baselines: bool = True,
+    memory_limit: float | None = None,
+    time_limit: float = 60.0,
+    progress: Progress | None = None,
+) -> _Compiled:
+    """What ``compile`` does."""
     from pase.tables.derive import OPTIMIZERS
 
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
@@ -88,16 +122,16 @@ def compile(
         t0 = time.perf_counter()
         given, skipped = problem.baselines()
         seconds["baselines"] = time.perf_counter() - t0
-        if (
-            mesh is None and memory_limit is None
-        ):  # a method's mesh may be one that was not among ours: it is searched too
+        # A method's mesh may be one that was not among ours: it is searched too.
+        if mesh is None and memory_limit is None:
             known = {m.sizes for m in over}
             more = [b.mesh for b in given if b.mesh.sizes not in known and b.cost < found.solution.cost]
             found = problem.search(more, say, seconds, found) if more else found
     else:
         given, skipped = [], []
     seconds["total"] = time.perf_counter() - start
-    return problem.plan(found, name, traced, seconds, given, skipped)
+    plan = problem.plan(found, name, traced, seconds, given, skipped)
+    return _Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
 
 
 def compare(
@@ -112,17 +146,10 @@ def compare(
 
     Arguments as for ``compile``, whose ``baselines`` and ``unknown`` are among the options.
     """
-    say = progress or (lambda _: None)
-    traced, name = traced_model(model, params, batch, options.get("unknown", "error"))
-    ours = compile(model, params, *batch, devices=devices, progress=progress, **options)
-    problem = Problem.of(
-        traced.graph, devices, options.get("machine"), options.get("cost_model", "analytic"),
-        options.get("optimizer", "adam"),
-    )  # fmt: skip
-    say("pricing what people do by hand")
-    out = [("pase", replace(ours, skipped=ours.skipped))]
-    for b in problem.baselines()[0]:
-        out.append((b.name, problem.plan_of(b.strategy, b.mesh, name, traced)))
+    c = _compiled(model, params, *batch, devices=devices, progress=progress, **options)
+    given = c.given or c.problem.baselines()[0]
+    out = [("pase", c.plan)]
+    out += [(b.name, c.problem.plan_of(b.strategy, b.mesh, c.plan.model, c.traced)) for b in given]
     return sorted(out, key=lambda pair: (pair[1].cost, pair[0] != "pase"))
 
 

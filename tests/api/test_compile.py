@@ -148,3 +148,12 @@ def test_the_readmes_first_command_runs_its_second(tmp_path):
     assert result["agrees"]
     sums = next(c for c in result["collectives"] if c["kind"] == "all_reduce")
     assert sums["compiled_bytes"] == sums["predicted_on_cpu"]
+
+
+def test_compare_lists_every_baseline_priced_as_compile_prices_it():
+    plan = pase.compile(loss, PARAMS, BATCH, devices=8)
+    rows = dict(pase.compare(loss, PARAMS, BATCH, devices=8))
+    assert set(rows) == {"pase", *plan.baselines}
+    assert rows["pase"].cost == plan.cost == min(p.cost for p in rows.values())
+    for name, cost in plan.baselines.items():
+        assert rows[name].cost == pytest.approx(cost, rel=1e-9)
