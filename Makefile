@@ -3,7 +3,8 @@
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := dev,jax,ortools,traces
+# Add torch,exports for the tests that need PyTorch (a CPU build, where the index has one; else it brings CUDA).
+EXTRAS ?= dev,jax,ortools,traces,onnx,tf
 # The first of these that runs and is new enough.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
@@ -44,6 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; say make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed; on Debian and Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 2; }
 	@echo "installing into $(VENV) from constraints.txt"
+	@case ",$(EXTRAS)," in *,torch,*) $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch;; esac
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools uv 2>/dev/null \
 	  && $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]' \
 	  || { $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools \
