@@ -9,18 +9,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from pase.errors import PaseError
-from pase.frontends.jax_rules import ELEMENTWISE, RULES, UnknownOp
+from pase.frontends import registry
+from pase.frontends.jax_rules import ELEMENTWISE, RULES
+from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
 from pase.ir import AccessMap, Graph, Size, Tensor, Walk, parse_size
-from pase.ir.sizes import is_one
+from pase.ir.sizes import bind_size, free_symbols, is_one
 from pase.ops import GraphBuilder, Read, Write, nests
 from pase.ops.builder import _map
 
-__all__ = ["INLINED", "KEPT_WHOLE", "Traced", "UnknownOp", "from_jax", "inner_jaxpr", "trace"]
-
-Unknown = Literal["error", "replicate"]
+__all__ = [
+    "INLINED",
+    "KEPT_WHOLE",
+    "Traced",
+    "UnknownOp",
+    "coverage",
+    "from_jax",
+    "inner_jaxpr",
+    "reads",
+    "trace",
+]
 
 INLINED = {
     "jit": "jaxpr",
@@ -44,14 +54,11 @@ KEPT_WHOLE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_j
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced:
-    """A callable's jaxpr with the names of what goes in. ``graph`` is raw: one node an equation."""
+class Traced(registry.Traced):
+    """A callable's jaxpr with the names of what goes in."""
 
-    graph: Graph
     jaxpr: Any
     """jax ClosedJaxpr; its inputs are the leaves of params, then of the batch."""
-    param_paths: tuple[str, ...]
-    input_paths: tuple[str, ...]
     in_tree: Any
     """Treedef of (params, *batch)."""
     operands: Mapping[str, tuple[str | None, ...]]
@@ -59,6 +66,19 @@ class Traced:
     results: Mapping[str, tuple[str, ...]]
     """Equation path -> tensor name of each output; "PATH:carryK" and the like -> a loop's tensors, "PATH:outs" -> what
     its body returns."""
+
+
+def reads(model: Any) -> bool:
+    """Any callable."""
+    return callable(model)
+
+
+def coverage() -> dict[str, list[str]]:
+    """loop nest -> primitives, for ``pase ops``."""
+    out = registry.by_nest(RULES)
+    out["elementwise"] = sorted({*out.get("elementwise", ()), *ELEMENTWISE})
+    out["opaque"] = sorted({*out["opaque"], "cond", "while", "custom_linear_solve"})
+    return out | {"call, inlined": sorted(INLINED), "loop": ["scan"]}
 
 
 def inner_jaxpr(eqn: Any) -> Any:
@@ -77,19 +97,33 @@ def _path(keys: Any, alone: str = "params") -> str:
 
 
 def trace(
-    fn: Callable[..., Any], params: Any, *batch: Any, name: str | None = None, unknown: Unknown = "error"
+    fn: Callable[..., Any],
+    params: Any = None,
+    *batch: Any,
+    name: str | None = None,
+    unknown: Unknown = "error",
+    dims: Dims | None = None,
 ) -> Traced:
     """Trace ``fn(params, *batch) -> scalar loss`` (or (loss, aux)) on shapes.
 
     params, batch: pytrees of arrays or jax.ShapeDtypeStruct; symbolic dims of jax.export.symbolic_shape stay
-    symbolic in the graph.
+    symbolic in the graph, unless ``dims`` binds them.
     unknown: what to do at a primitive without a rule: "error", or "replicate" (it may not be split).
     """
+    if params is None:
+        raise PaseError(
+            "give the loss function's example arguments after it: pase.compile(loss_fn, params, batch, devices=…)"
+        )
     import jax
 
     _check_leaves(params, "params")
     _check_leaves(batch, "batch")
     as_shapes = jax.tree.map(_shape_struct, (params, *batch))
+    if dims:
+        leaves = jax.tree.leaves(as_shapes)
+        symbols = free_symbols(s for t in leaves for s in shape_of(t))
+        bound = check_dims(dims, symbols, name or _name_of(fn))
+        as_shapes = jax.tree.map(lambda t: _bound(t, bound), as_shapes)
     try:
         closed = jax.make_jaxpr(fn)(*as_shapes)
     except (TypeError, ValueError, NotImplementedError) as e:
@@ -178,6 +212,15 @@ def _shape_struct(leaf: Any) -> Any:
         leaf = np.asarray(leaf)
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+
+
+def _bound(leaf: Any, dims: Dims) -> Any:
+    """The leaf with integers for the sizes that ``dims`` settles."""
+    import jax
+
+    sizes = [bind_size(s, dims) for s in shape_of(leaf)]
+    shape = tuple(s if isinstance(s, int) else was for s, was in zip(sizes, leaf.shape, strict=True))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def shape_of(aval: Any) -> tuple[Size, ...]:

@@ -6,17 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pase.errors import PaseError
 from pase.ir import Size, Tensor, parse_size
 from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests
 
-__all__ = ["ELEMENTWISE", "RULES", "UnknownOp", "lowers"]
-
-
-class UnknownOp(PaseError):
-    """An op for which no rule exists; the message names it and the user's line."""
-
+__all__ = ["ELEMENTWISE", "RULES", "lowers"]
 
 Rule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]]
 RULES: dict[str, Rule] = {}

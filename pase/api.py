@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pase.baselines import Baseline, Skipped
-    from pase.frontends.from_jax import Traced
+    from pase.frontends.registry import Traced
     from pase.ir import Graph, Node
     from pase.machine import CostModel, Machine, Mesh
     from pase.plan.memory import Memory
@@ -43,6 +43,7 @@ def compile(
     cost_model: str = "analytic",
     optimizer: str = "adam",
     unknown: Literal["error", "replicate"] = "error",
+    dims: Mapping[str, int] | None = None,
     max_axes: int = 3,
     baselines: bool = True,
     memory_limit: float | None = None,
@@ -51,12 +52,14 @@ def compile(
 ) -> Plan:
     """Find the best split of every layer over ``devices``, over all meshes, and say what follows from it.
 
-    model: "zoo:NAME?batch=…", "package.module:function" (which returns loss_fn, params, *batch), or a JAX
-        callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes suffice).
+    model: "zoo:NAME?batch=…", "package.module:function" (which returns loss_fn, params, *batch), a JAX
+        callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes suffice), or what
+        another frontend reads: "model.onnx", an onnx.ModelProto, …
     mesh: "4x8" or "data=4,model=8" fixes the mesh; else every mesh of at most ``max_axes`` axes is searched.
     machine: a name (``pase machines``), a TOML file, or a Machine.
     optimizer: whose state is counted and whose update is priced: see ``pase.tables.derive.OPTIMIZERS``.
     unknown: what to do at an op without a rule: "error", or "replicate" (it may not be split).
+    dims: integers for the model's symbolic sizes: {"batch": 64}.
     baselines: also price data parallelism, FSDP, Megatron, … ; the answer is then never worse than any of them.
     memory_limit: bytes a device may hold; the search then finds the cheapest strategy whose predicted memory
         fits, or raises Infeasible. None: memory is reported, and does not constrain.
@@ -67,8 +70,8 @@ def compile(
     """
     return _compiled(
         model, params, *batch, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
-        unknown=unknown, max_axes=max_axes, baselines=baselines, memory_limit=memory_limit, time_limit=time_limit,
-        progress=progress,
+        unknown=unknown, dims=dims, max_axes=max_axes, baselines=baselines, memory_limit=memory_limit,
+        time_limit=time_limit, progress=progress,
     ).plan  # fmt: skip
 
 
@@ -92,6 +95,7 @@ def _compiled(
     cost_model: str = "analytic",
     optimizer: str = "adam",
     unknown: Literal["error", "replicate"] = "error",
+    dims: Mapping[str, int] | None = None,
     max_axes: int = 3,
     baselines: bool = True,
     memory_limit: float | None = None,
@@ -110,7 +114,7 @@ def _compiled(
     say = progress or (lambda _: None)
     start = time.perf_counter()
     say("tracing the model")
-    traced, name = traced_model(model, params, batch, unknown)
+    traced, name = traced_model(model, params, batch, unknown, dims)
     problem = Problem.of(traced.graph, devices, machine, cost_model, optimizer)
     seconds = {"trace": time.perf_counter() - start}
     over = problem.meshes(mesh, max_axes)
@@ -199,7 +203,8 @@ class Problem:
 
         if raw.symbols:
             raise PaseError(
-                f"model '{raw.name}' has symbolic sizes {', '.join(raw.symbols)}: bind them to search, graph.bind(…)"
+                f"model '{raw.name}' has symbolic sizes {', '.join(raw.symbols)}: bind them "
+                f"to search: dims={{'{raw.symbols[0]}': 64}}, or --dim {raw.symbols[0]}=64"
             )
         m = (
             machine

@@ -1,4 +1,4 @@
-"""From what the user calls a model to its trace: a name, or a callable with example arguments."""
+"""From what the user calls a model to its trace: a name, a file, or an object with example arguments."""
 
 from __future__ import annotations
 
@@ -7,54 +7,48 @@ import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from pase.errors import PaseError
-
-if TYPE_CHECKING:
-    from pase.frontends.from_jax import Traced
+from pase.frontends import registry
+from pase.frontends.registry import Dims, Traced, Unknown
 
 __all__ = ["resolve", "traced_model"]
 
 
-def traced_model(model: Any, params: Any, batch: Sequence[Any], unknown: Any) -> tuple[Traced, str]:
+def traced_model(
+    model: Any, params: Any, batch: Sequence[Any], unknown: Unknown, dims: Dims | None = None
+) -> tuple[Traced, str]:
     """Trace what the user gave as a model: (the trace, its name)."""
-    if isinstance(model, str):
+    if isinstance(model, (str, Path)):
         if params is not None or batch:
             raise PaseError(f"'{model}' names a model: give no further arguments with it")
-        return resolve(model, unknown), model
-    if not callable(model):
+        return resolve(str(model), unknown, dims), str(model)
+    if registry.frontend_of(model) is None:
         raise PaseError(
-            f"a model is a name or a callable, not {type(model).__name__}: see pase.compile's help"
+            f"a model is a name, a file, a callable, or a framework's own model, not {type(model).__name__}: see "
+            f"pase.compile's help"
         )
-    if params is None:
-        raise PaseError(
-            "give the loss function's example arguments after it: pase.compile(loss_fn, params, batch, devices=…)"
-        )
-    from pase.frontends.from_jax import trace
-
-    traced = trace(model, params, *batch, unknown=unknown)
+    args = () if params is None and not batch else (params, *batch)
+    traced = registry.trace(model, *args, unknown=unknown, dims=dims)
     return traced, traced.graph.name
 
 
-def resolve(model: str, unknown: Literal["error", "replicate"] = "error") -> Traced:
-    """Trace the model that this name means: zoo:NAME or package.module:function."""
-    from pase.frontends.from_jax import trace
-
+def resolve(model: str, unknown: Unknown = "error", dims: Dims | None = None) -> Traced:
+    """Trace the model that this name means: zoo:NAME, a file or folder that a frontend reads, or
+    package.module:function."""
     if model.startswith("zoo:"):
         from pase import zoo
 
         m = zoo.get(model.removeprefix("zoo:"))
-        return trace(m.loss_fn, m.params, m.batch, name=model, unknown=unknown)
-    suffix = Path(model).suffix
-    if suffix in (".onnx", ".pb") or Path(model).is_dir():
-        raise PaseError(
-            f"{model}: this version reads JAX models only; ONNX and TensorFlow frontends are not there yet"
-        )
+        return registry.trace(m.loss_fn, m.params, m.batch, name=model, unknown=unknown, dims=dims)
+    if registry.frontend_of(model) is not None:
+        return registry.trace(model, unknown=unknown, dims=dims)
     module, _, attribute = model.partition(":")
     if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise PaseError(
-            f"'{model}' is not a model: write zoo:NAME (see 'pase zoo') or package.module:function"
+            f"'{model}' is not a model: write zoo:NAME (see 'pase zoo'), a model file (.onnx, .pb, a SavedModel's "
+            f"folder), or package.module:function"
         )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -71,6 +65,9 @@ def resolve(model: str, unknown: Literal["error", "replicate"] = "error") -> Tra
             f"{model} must be a function without arguments that returns (loss_fn, params, *batch): {e}"
         ) from e
     made = function()
-    if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
-        raise PaseError(f"{model}() must return (loss_fn, params, *batch), got {type(made).__name__}")
-    return trace(made[0], made[1], *made[2:], name=model, unknown=unknown)
+    target, *args = made if isinstance(made, tuple) and made else (made,)
+    if registry.frontend_of(target) is None or (not args and inspect.isfunction(target)):
+        raise PaseError(
+            f"{model}() must return (loss_fn, params, *batch), or a framework's own model, got {type(made).__name__}"
+        )
+    return registry.trace(target, *args, name=model, unknown=unknown, dims=dims)

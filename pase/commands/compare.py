@@ -5,12 +5,14 @@ from __future__ import annotations
 from pase.commands.options import (
     CostModelOption,
     Devices,
+    DimOption,
     JsonOption,
     MachineOption,
     Model,
     Optimizer,
     Unknown,
     console,
+    parse_dims,
     print_json,
     progress,
 )
@@ -25,6 +27,7 @@ def compare(
     cost_model: CostModelOption = "analytic",
     optimizer: Optimizer = "adam",
     unknown: Unknown = "error",
+    dim: DimOption = None,
     json: JsonOption = False,
 ) -> None:
     """Data parallelism, FSDP, one weird trick, Megatron at every degree, and ours, side by side.
@@ -41,7 +44,7 @@ def compare(
     with progress() as say:
         rows = all_plans(
             model, devices=devices, machine=machine, cost_model=cost_model, optimizer=optimizer, unknown=unknown,
-            progress=say,
+            dims=parse_dims(dim), progress=say,
         )  # fmt: skip
     ours = next(plan for name, plan in rows if name == "pase")
     table = [

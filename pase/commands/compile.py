@@ -10,6 +10,7 @@ import typer
 from pase.commands.options import (
     CostModelOption,
     Devices,
+    DimOption,
     JsonOption,
     MachineOption,
     MemoryLimit,
@@ -19,6 +20,7 @@ from pase.commands.options import (
     Unknown,
     console,
     parse_bytes,
+    parse_dims,
     print_json,
     progress,
 )
@@ -37,6 +39,7 @@ def compile(
     cost_model: CostModelOption = "analytic",
     optimizer: Optimizer = "adam",
     unknown: Unknown = "error",
+    dim: DimOption = None,
     memory_limit: MemoryLimit = None,
     output: Annotated[
         Path | None,
@@ -53,6 +56,7 @@ def compile(
     Examples:
       pase compile zoo:gpt2 --devices 32
       pase compile 'zoo:llama3_8b?batch=64' --devices 64 --machine a100x8 -o layout.json
+      pase compile model.onnx --devices 32 --dim batch=64 -o layout.json
       pase compile mypackage.train:model --devices 8 --mesh data=4,model=2 --json
     """
     import pase
@@ -60,7 +64,7 @@ def compile(
     with progress() as say:
         plan = pase.compile(
             model, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
-            unknown=unknown, progress=say,  # type: ignore[arg-type]
+            unknown=unknown, dims=parse_dims(dim), progress=say,  # type: ignore[arg-type]
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit, machine),
         )  # fmt: skip
     if output is not None:

@@ -8,11 +8,13 @@ __all__ = ["ops"]
 
 
 def ops(json: JsonOption = False) -> None:
-    """Which ops of which framework pase can read, and the loop nest that each becomes.
+    """Which ops of which framework pase can read, and the loop nests that each becomes.
 
-    An op that is not listed is an error that names it and your source line, or with --unknown replicate an op
-    that is not split.
+    An op that is not listed is an error that names it and its place in your model, or with --unknown replicate an
+    op that is not split.
     """
+    from pase.frontends.registry import coverage
+
     table = coverage()
     if json:
         print_json(table)
@@ -20,23 +22,12 @@ def ops(json: JsonOption = False) -> None:
     from rich.table import Table
 
     out = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("frontend", "loop nest", "ops"):
-        out.add_column(column, overflow="fold", no_wrap=column != "ops")
+    out.add_column("loop nest", no_wrap=True)
     for frontend, nests in table.items():
-        for nest, names in nests.items():
-            out.add_row(frontend, nest, " ".join(names))
+        out.add_column(
+            f"{frontend} ({len({op for names in nests.values() for op in names})})", overflow="fold"
+        )
+    for nest in sorted({n for nests in table.values() for n in nests}):
+        out.add_row(nest, *(" ".join(nests.get(nest, ())) for nests in table.values()))
+        out.add_section()
     console().print(out)
-
-
-def coverage() -> dict[str, dict[str, list[str]]]:
-    """frontend -> loop nest -> the framework's ops."""
-    from pase.frontends.from_jax import INLINED
-    from pase.frontends.jax_rules import ELEMENTWISE, RULES
-
-    nests: dict[str, list[str]] = {"elementwise": sorted(ELEMENTWISE)}
-    for name, rule in RULES.items():
-        nests.setdefault(rule.__name__.strip("_").replace("_", " "), []).append(name)
-    nests["call, inlined"] = sorted(INLINED)
-    nests["loop"] = ["scan"]
-    nests["whole, not split"] = ["cond", "while"]
-    return {"jax": {k: sorted(v) for k, v in nests.items()}}

@@ -13,6 +13,7 @@ import typer
 __all__ = [
     "CostModelOption",
     "Devices",
+    "DimOption",
     "JsonOption",
     "MachineOption",
     "MemoryLimit",
@@ -22,6 +23,7 @@ __all__ = [
     "Unknown",
     "console",
     "parse_bytes",
+    "parse_dims",
     "print_json",
     "progress",
 ]
@@ -29,8 +31,9 @@ __all__ = [
 Model = Annotated[
     str,
     typer.Argument(
-        help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), or package.module:function, where the "
-        "function returns (loss_fn, params, *batch); shapes suffice.",
+        help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), a model file (.onnx, .pb, a SavedModel's "
+        "folder), or package.module:function, where the function returns (loss_fn, params, *batch) or a model of "
+        "a framework's own; shapes suffice.",
         metavar="MODEL",
         show_default=False,
     ),
@@ -68,6 +71,14 @@ JsonOption = Annotated[
 ]
 
 
+DimOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dim", help="Bind a symbolic size of the model: --dim batch=64. May be given several times.",
+        metavar="NAME=SIZE",
+    ),
+]  # fmt: skip
+
 MemoryLimit = Annotated[
     str | None,
     typer.Option(
@@ -75,6 +86,27 @@ MemoryLimit = Annotated[
         help="What a device may hold: 80GiB, 16e9, or 'machine'. Default: reported, not enforced.",
     ),
 ]
+
+
+def parse_dims(given: list[str] | None) -> dict[str, int]:
+    """
+    >>> parse_dims(["batch=64", "seq=128"])
+    {'batch': 64, 'seq': 128}
+    """
+    from pase.errors import PaseError
+
+    out: dict[str, int] = {}
+    for text in given or ():
+        name, equals, size = text.rpartition("=")
+        if (
+            not equals
+            or not name.strip()
+            or not (size.strip().isdecimal() and size.isascii())
+            or len(size) > 18
+        ):
+            raise PaseError(f"--dim '{text}': write NAME=SIZE, for example --dim batch=64")
+        out[name.strip()] = int(size)
+    return out
 
 
 def parse_bytes(text: str, machine: str | None) -> float:

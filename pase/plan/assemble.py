@@ -18,7 +18,7 @@ from pase.plan.types import NodePlan, Plan, TensorPlan, Tried
 from pase.tables.layouts import number
 
 if TYPE_CHECKING:
-    from pase.frontends.from_jax import Traced
+    from pase.frontends.registry import Traced
 
 __all__ = ["assemble", "axes_by_use"]
 
@@ -56,7 +56,7 @@ def assemble(
     nodes = tuple(
         NodePlan(
             name=n.name, op=n.kind, einsum=n.main.einsum,
-            sizes={d.name: number(d.size, n.name) for d in n.space if d.kind != "pending"},
+            sizes={d.name: number(d.size, n.name) for d in n.space if d.kind not in ("pending", "state")},
             split=split_of(n, configs[n.name], mesh), times=number(n.times, n.name),
             source=n.source, cost=costs[n.name],
         )

@@ -15,7 +15,7 @@ from pase.plan.memory import Memory
 
 if TYPE_CHECKING:
     from pase.backends.to_jax import JaxPlan
-    from pase.frontends.from_jax import Traced
+    from pase.frontends.registry import Traced
     from pase.schedule.plan import BucketPlan
 
 __all__ = ["NodePlan", "Plan", "TensorPlan", "Tried"]
@@ -161,6 +161,7 @@ class Plan:
         """Shardings, the constrained loss and a train step in JAX. A loaded plan of a zoo model finds its model by
         itself; others need ``plan.bind(fn, params, batch)`` first."""
         from pase.backends.to_jax import JaxPlan
+        from pase.frontends import from_jax
         from pase.plan.constraints import Constraints
 
         if self.traced is None and self.model.startswith("zoo:"):
@@ -171,12 +172,16 @@ class Plan:
             raise PaseError(
                 f"the plan for '{self.model}' was loaded without its model: call plan.bind(loss_fn, params, batch)"
             )
-        names = {
-            t.path: t.name for t in self.traced.graph.tensors.values() if t.role in ("parameter", "input")
-        }
+        traced = self.traced
+        if not isinstance(traced, from_jax.Traced):
+            raise PaseError(
+                f"'{self.model}' was read by the {traced.frontend} frontend, so there is no JAX program of it to "
+                f"constrain: 'pase emit' writes the plan for other frameworks"
+            )
+        names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
         stored = {names[p]: t.storage for p, t in (*self.parameters.items(), *self.inputs.items())}
         return JaxPlan(
-            traced=self.traced,
+            traced=traced,
             logical_mesh=self.mesh,
             constraints=Constraints(
                 storage=stored, define=self.define, read=self.read, gradient=self.gradient

@@ -83,10 +83,12 @@ def unknown_op(params, x):
             lambda: pase.compile("tests.api.test_compile:loss", devices=8),
             "must be a function without arguments",
         ),
-        (lambda: pase.compile("model.onnx", devices=8), "ONNX and TensorFlow frontends are not there yet"),
         (lambda: pase.compile("zoo:mlp", PARAMS, devices=8), "give no further arguments"),
         (lambda: pase.compile(loss, devices=8), "give the loss function's example arguments"),
-        (lambda: pase.compile(3, devices=8), "a model is a name or a callable, not int"),
+        (
+            lambda: pase.compile(3, devices=8),
+            "a model is a name, a file, a callable, or a framework's own model, not int",
+        ),
         (lambda: pase.compile(loss, PARAMS, BATCH, devices=8, mesh="3x3"), "9 devices, but 8 were asked for"),
         (lambda: pase.compile(loss, PARAMS, BATCH, devices=8, machine="abacus"), "abacus"),
         (

@@ -64,3 +64,19 @@ def test_binding_what_is_not_there() -> None:
     with pytest.raises(PaseError, match="has no symbolic size q; it has: b"):
         found.bind(q=3)
     assert found.bind() == found
+
+
+def test_dims_bind_before_tracing() -> None:
+    """The jaxpr has numbers then, so that a backend can run it."""
+    fn, params, batch = model("mlp", BATCH, SEQ)
+    (b,) = export.symbolic_shape("b")
+    loose = jax.tree.map(
+        lambda t: jax.ShapeDtypeStruct(tuple(b if s == BATCH else s for s in t.shape), t.dtype), batch
+    )
+    found = trace(fn, params, loose, name="m", dims={"b": BATCH})
+    assert canonical(verify(named(simplify(found.graph)))) == canonical(graph(fn, params, batch))
+    assert all(isinstance(s, int) for v in found.jaxpr.jaxpr.invars for s in v.aval.shape)
+    with pytest.raises(PaseError, match="model 'm' has no symbolic size 'q'; it has: b"):
+        trace(fn, params, loose, name="m", dims={"q": 3})
+    with pytest.raises(PaseError, match="dim b=0: a size is a positive whole number"):
+        trace(fn, params, loose, name="m", dims={"b": 0})

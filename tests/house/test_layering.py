@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = {name: ROOT / name for name in ("frontends", "backends", "costmodels")}
 
-FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "equinox", "tensorflow", "mesh_tensorflow", "onnx", "torch"}
+FRAMEWORKS = {
+    "jax", "jaxlib", "flax", "optax", "equinox", "tensorflow", "keras", "mesh_tensorflow", "onnx", "onnxscript",
+    "torch",
+}  # fmt: skip
 SOLVERS = {"ortools", "highspy", "cvxpy"}
 
 # layer -> the other layers of pase that it may import. pase.errors, and a layer's own modules, always.
