@@ -1,0 +1,241 @@
+"""``pase explain``: where every second and byte of a layout comes from, and what else it could have been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pase.commands.options import JsonOption, console, print_json, progress
+
+if TYPE_CHECKING:
+    from pase.explain import Alternative, Explanation, LayerReport
+
+__all__ = ["explain", "summary"]
+
+
+def explain(
+    layout: Annotated[
+        Path, typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT")
+    ],
+    layer: Annotated[
+        str | None,
+        typer.Option("--layer", "-l", help="Report on this layer in full (a name from the tables)."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="The layout's model, where it is not a zoo model: it is traced anew, to price what else could be.",
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", help="The machine file of the layout, where it is not pase's own."),
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", help="Seconds for the next-best choices of all layers.", min=0.0)
+    ] = 20.0,
+    every: Annotated[
+        bool, typer.Option("--all", help="With --layer: every way to split it, not the 12 best alone.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Say where a layout's predicted time and memory come from, and how close the other choices are.
+
+    Without --layer: every cause of time (products, gathers of parameters, sums of gradients, ...) and, for each
+    layer, what the best strategy would cost that splits this layer in another way. With --layer: the layer's work
+    on one device, each collective with its reason, what it keeps, and every other way to split it, each with the
+    cost of the best whole strategy around it: exact, not an estimate from the layer alone.
+
+    \b
+    Examples:
+      pase explain layout.json
+      pase explain layout.json --layer blocks.ff.w1:dot
+    """
+    from pase.api import load
+    from pase.explain import explain as explained
+
+    with progress() as say:
+        e = explained(load(layout), layer, model=model, machine=machine, time_limit=time_limit, progress=say)
+    if json:
+        print_json(summary(e))
+        return
+    c = console()
+    if e.layer is None:
+        _overview(e, c)
+    else:
+        _layer(e, e.layer, c, None if every else 12)
+    if e.remark:
+        c.print(e.remark, highlight=False, markup=False)
+
+
+def summary(e: Explanation) -> dict[str, object]:
+    """What --json prints."""
+    out: dict[str, object] = {
+        "model": e.plan.model,
+        "cost": e.plan.cost,
+        "unit": e.plan.unit,
+        "causes": [
+            {"group": c.group, "what": c.what, "cost": c.cost, "bytes": c.nbytes, "count": c.count}
+            for c in e.causes
+        ],
+        "memory_bytes": {
+            k: getattr(e.plan.memory, k)
+            for k in ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
+        },
+        "layers": [
+            {
+                "name": n.name, "compute": n.cost.compute, "communication": n.cost.communication,
+                "update": n.cost.update, "next_best": e.next_best.get(n.name),
+            }
+            for n in e.plan.nodes
+        ],
+        "remark": e.remark,
+    }  # fmt: skip
+    if e.layer is not None:
+        r = e.layer
+        out["layer"] = {
+            "name": r.node.name, "op": r.node.op, "einsum": r.node.einsum, "times": r.node.times,
+            "sizes": dict(r.node.sizes), "local": dict(r.local),
+            "split": {d: list(axes) for d, axes in r.node.split.items()},
+            "work": [
+                {
+                    "phase": w.phase, "kind": w.kind, "dtype": w.dtype, "flops": w.flops, "bytes": w.nbytes,
+                    "mnk": None if w.mnk is None else list(w.mnk), "times": w.times, "cost": w.cost,
+                    "of_peak_flops": w.achieved_flops, "of_memory_bandwidth": w.achieved_bytes,
+                }
+                for w in r.work
+            ],
+            "collectives": [
+                {
+                    "kind": c.kind, "tensor": c.tensor, "axes": list(c.axes), "bytes": c.nbytes, "times": c.times,
+                    "phase": c.phase, "from": c.source, "cost": c.cost, "why": reason,
+                }
+                for c, reason in r.moves
+            ],
+            "holds_bytes": dict(r.holds),
+            "alternatives": [
+                {"split": {d: list(axes) for d, axes in a.split.items()}, "ways": dict(a.ways),
+                 "cost": a.cost if a.cost < float("inf") else None, "chosen": a.chosen}
+                for a in r.alternatives
+            ],
+        }  # fmt: skip
+    return out
+
+
+def _table(*columns: str) -> Any:
+    """A rich table; a column whose name ends in '>' is aligned to the right."""
+    from rich.table import Table
+
+    out = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        out.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
+    return out
+
+
+def _overview(e: Explanation, c: Any) -> None:
+    from pase.plan.table import bytes_text, cost_text, headline
+
+    plan = e.plan
+    for line in headline(plan):
+        c.print(line, highlight=False, markup=False)
+    c.print()
+    whole = sum(x.cost for x in e.causes) or 1.0
+    table = _table("where the time goes", "step>", "share>", "bytes a device>", "collectives>")
+    for x in e.causes:
+        moved = x.group == "communication"
+        table.add_row(
+            x.what, cost_text(x.cost, plan.unit), f"{x.cost / whole:.1%}", bytes_text(x.nbytes) if moved else "",
+            str(x.count) if moved else "",
+        )  # fmt: skip
+    c.print(table)
+    c.print()
+    table = _table("layer", "split", "step>", "share>", "split otherwise, at best>")
+    for n in sorted(plan.nodes, key=lambda n: -n.cost.total):
+        if not n.cost.total and n.name not in e.next_best:
+            continue
+        other = e.next_best.get(n.name)
+        table.add_row(
+            n.name + (f" ×{n.times}" if n.times > 1 else ""), _split(n.split), cost_text(n.cost.total, plan.unit),
+            f"{n.cost.total / whole:.1%}", "" if other is None else _against(other, plan.cost),
+        )  # fmt: skip
+    c.print(table)
+
+
+def _against(cost: float, ours: float) -> str:
+    if cost == float("inf"):
+        return "impossible"
+    more = cost / ours - 1 if ours else 0.0
+    return "the same" if abs(more) < 5e-7 else f"{more:+.2%}" if abs(more) >= 1e-4 else f"{more:+.4%}"
+
+
+def _split(split: Any) -> str:
+    return "  ".join(f"{d}:{'·'.join(axes)}" for d, axes in split.items()) or "-"
+
+
+def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
+    from pase.plan.table import bytes_text, cost_text
+
+    plan, n, unit = e.plan, r.node, e.plan.unit
+
+    def say(text: str) -> None:
+        c.print(text, highlight=False, markup=False)
+
+    say(f"{n.name}: {n.op}  {n.einsum}" + (f"   in {n.source}" if n.source else ""))
+    say("sizes    " + "  ".join(f"{d}={s}" for d, s in n.sizes.items()) + f"   {n.times} times a step")
+    say(
+        "split    "
+        + _split(n.split)
+        + "   leaving on a device  "
+        + "  ".join(f"{d}={s}" for d, s in r.local.items())
+    )
+    say(
+        f"costs    {cost_text(n.cost.total, unit)} of {cost_text(plan.cost, unit)}: "
+        f"compute {cost_text(n.cost.compute, unit)} · communication {cost_text(n.cost.communication, unit)} · "
+        f"update {cost_text(n.cost.update, unit)}"
+    )
+    if r.holds:
+        say("keeps    " + " · ".join(f"{k} {bytes_text(b)}" for k, b in r.holds.items()) + " on a device")
+    if r.work:
+        c.print()
+        table = _table(
+            "work", "m n k", "FLOP>", "bytes>", "times>", "step>", "of peak FLOP/s>", "of memory bandwidth>"
+        )
+        for w in r.work:
+            table.add_row(
+                f"{w.phase} {w.kind} {w.dtype}", "" if w.mnk is None else " ".join(f"{x:g}" for x in w.mnk),
+                f"{w.flops:.4g}", bytes_text(w.nbytes), f"{w.times:g}", cost_text(w.cost, plan.unit),
+                "" if w.achieved_flops is None else f"{w.achieved_flops:.0%}",
+                "" if w.achieved_bytes is None else f"{w.achieved_bytes:.0%}",
+            )  # fmt: skip
+        c.print(table)
+    if r.moves:
+        c.print()
+        table = _table("moves", "from", "over", "bytes>", "times>", "step>", "why")
+        sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+        for m, reason in r.moves:
+            table.add_row(
+                f"{m.kind.replace('_', '-')} {m.phase}", m.source, "·".join(f"{a}={sizes[a]}" for a in m.axes),
+                bytes_text(m.nbytes), str(m.times), cost_text(m.cost, plan.unit), reason,
+            )  # fmt: skip
+        c.print(table)
+    if r.alternatives:
+        c.print()
+        c.print(_alternatives(r.alternatives[:most], plan.cost, plan.unit))
+        if most is not None and len(r.alternatives) > most:
+            say(f"and {len(r.alternatives) - most} dearer ones (--all)")
+
+
+def _alternatives(found: tuple[Alternative, ...], ours: float, unit: str) -> Any:
+    from pase.plan.table import cost_text
+
+    shown = _table("split this layer", "axes", "best strategy with it>", "against ours>")
+    for a in found:
+        ways = "  ".join(f"{d} {w} ways" for d, w in a.ways.items()) or "not at all"
+        cost = "impossible" if a.cost == float("inf") else cost_text(a.cost, unit)
+        shown.add_row(
+            ways + ("  (chosen)" if a.chosen else ""), _split(a.split), cost, _against(a.cost, ours)
+        )
+    return shown

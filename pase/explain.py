@@ -1,0 +1,399 @@
+"""Why a plan is what it is: every second and byte by cause, and what the next-best choice would cost."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pase.errors import Infeasible, PaseError
+from pase.plan.itemize import Collective
+from pase.plan.types import NodePlan, Plan
+
+if TYPE_CHECKING:
+    from pase.api import Problem
+    from pase.frontends.registry import Traced
+
+__all__ = ["Alternative", "Cause", "Explanation", "LayerReport", "WorkItem", "causes", "explain", "why"]
+
+Split = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One reason for which time is spent, over all layers; costs in the plan's unit, all of a step's.
+
+    group: "compute", "communication" or "update". nbytes: what one device sends out of its larger buffer, all times.
+    """
+
+    group: str
+    what: str
+    cost: float
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkItem:
+    """Local work of a layer on one device, once; ``times`` a step. cost: of all times, in the plan's unit.
+
+    achieved_flops, achieved_bytes: the part of the device's peak FLOP/s and of its memory bandwidth that this
+    prediction amounts to; None where the cost model is not in seconds.
+    """
+
+    phase: str
+    kind: str
+    dtype: str
+    flops: float
+    nbytes: float
+    mnk: tuple[float, ...] | None
+    times: float
+    cost: float
+    achieved_flops: float | None
+    achieved_bytes: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another way to split one layer. cost: of the best whole strategy that splits the layer so, proven."""
+
+    split: Split
+    ways: Mapping[str, int]
+    cost: float
+    chosen: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """One layer: what it does, what it moves and why, what it keeps, and what else it could have been.
+
+    work, holds and alternatives are empty where the plan's model was not at hand.
+    """
+
+    node: NodePlan
+    local: Mapping[str, int]
+    work: tuple[WorkItem, ...]
+    moves: tuple[tuple[Collective, str], ...]
+    holds: Mapping[str, int]
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A plan by cause; ``layer`` where one was asked for.
+
+    next_best: layer -> cost of the best strategy that splits it in another way (in other numbers of ways), in
+    the order of the plan; only for layers that were tried before the time was up.
+    """
+
+    plan: Plan
+    causes: tuple[Cause, ...]
+    next_best: Mapping[str, float]
+    layer: LayerReport | None = None
+    remark: str = ""
+
+
+_WORDS = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "permute": "permute",
+    "broadcast": "broadcast",
+}
+
+
+def why(c: Collective, op_of: Mapping[str, str]) -> str:
+    """The reason for a collective in words, the same for alike ones; op_of: node name -> its op."""
+    backward = c.phase == "backward"
+    kind = _WORDS.get(c.kind, c.kind)
+    if op_of.get(c.source) == "parameter":
+        if c.phase == "update":
+            return f"updated parameters are put together again ({kind})"
+        if not backward:
+            stored = (
+                "gathered where they are used" if c.kind == "all_gather" else "brought to where they are used"
+            )
+            return f"parameters stored split are {stored} ({kind})"
+        kept = (
+            "each device keeps the shard it stores"
+            if c.kind == "reduce_scatter"
+            else "every device has the sum"
+        )
+        return f"gradients of parameters are summed, {kept} ({kind})"
+    what = "gradients of activations" if backward else "activations"
+    if c.source == c.node:
+        if c.kind == "permute":
+            return f"windows reach over the shard's border: halos of {what} ({kind})"
+        return f"a sum over a split dim is needed inside the layer: {what} ({kind})"
+    reason = {
+        "all_reduce": "arrive as partial sums and are read whole",
+        "reduce_scatter": "arrive as partial sums and are read split",
+        "all_gather": "are written split and read whole",
+        "all_to_all": "are written split along one dim and read split along another",
+        "permute": "lie on other devices than where they are read",
+    }.get(c.kind, "change their layout")
+    return f"{what} {reason} ({kind})"
+
+
+def causes(plan: Plan) -> tuple[Cause, ...]:
+    """The plan's whole cost by cause, the largest first; sums to the sum of its layers' costs."""
+    op_of = {n.name: n.op for n in plan.nodes}
+    found: dict[tuple[str, str], list[float]] = {}
+
+    def add(group: str, what: str, cost: float, nbytes: int) -> None:
+        entry = found.setdefault((group, what), [0.0, 0, 0])
+        entry[0] += cost
+        entry[1] += nbytes
+        entry[2] += 1
+
+    kinds = {
+        "matmul": "matrix products",
+        "conv": "convolutions",
+        "gather": "lookups",
+        "parameter": "casts of parameters",
+    }
+    for n in plan.nodes:
+        if n.cost.compute:
+            add(
+                "compute", kinds.get(n.op, "elementwise work, norms, softmax and the like"), n.cost.compute, 0
+            )
+        if n.cost.update:
+            add("update", "the optimizer's update", n.cost.update, 0)
+    for c in plan.collectives:
+        add("communication", why(c, op_of), c.cost, c.nbytes * c.times)
+    return tuple(
+        Cause(group=group, what=what, cost=cost, nbytes=round(nbytes), count=round(count))
+        for (group, what), (cost, nbytes, count) in sorted(found.items(), key=lambda kv: -kv[1][0])
+    )
+
+
+def explain(
+    plan: Plan,
+    layer: str | None = None,
+    *,
+    model: str | None = None,
+    machine: str | None = None,
+    time_limit: float = 20.0,
+    progress: Callable[[str], None] | None = None,
+) -> Explanation:
+    """Where the plan's predicted time and memory come from, and how close the other choices are.
+
+    layer: a node's name (or a parameter's path) to report on in full.
+    model: the name of the plan's model, to trace it anew: not needed for a plan that still has its model, nor for
+        zoo models. Without it the report says what moves and why, but not what else could be.
+    machine: the machine file that the plan was made for, where it is not one of pase's own.
+    time_limit: seconds to spend on the next-best choices of all layers.
+
+    Raises PaseError for an unknown layer, a model or machine that is not the plan's.
+    """
+    say = progress or (lambda _: None)
+    node = None if layer is None else _find(plan, layer)
+    traced = _model_of(plan, model, say)
+    problem, remark = None, "the plan's model is not at hand: name it (--model) to see work and alternatives"
+    if traced is not None:
+        problem, remark = _problem(plan, traced, machine)
+    next_best: dict[str, float] = {}
+    report = None
+    if problem is not None and node is None:
+        next_best, skipped = _next_best(plan, problem, time_limit, say)
+        remark = f"time was up: {skipped} layers were not tried" if skipped else remark
+    if node is not None:
+        report = _layer(plan, node, problem, say)
+    return Explanation(plan=plan, causes=causes(plan), next_best=next_best, layer=report, remark=remark)
+
+
+def _find(plan: Plan, layer: str) -> NodePlan:
+    by_name = {n.name: n for n in plan.nodes}
+    if layer in by_name:
+        return by_name[layer]
+    close = difflib.get_close_matches(layer, by_name, n=4, cutoff=0.3)
+    holding = [n for n in by_name if layer in n][:4]
+    hint = ", ".join(dict.fromkeys([*holding, *close])) or ", ".join(list(by_name)[:4])
+    raise PaseError(f"the plan for '{plan.model}' has no layer '{layer}'; near it: {hint}")
+
+
+def _model_of(plan: Plan, model: str | None, say: Callable[[str], None]) -> Traced | None:
+    """The trace of the plan's model. A layout may come from a stranger: only what the user names is imported."""
+    if plan.traced is not None:
+        return plan.traced
+    name = model if model is not None else plan.model if plan.model.startswith("zoo:") else None
+    if name is None:
+        return None
+    from pase.models import resolve
+
+    say("tracing the model")
+    return plan.with_model(resolve(name)).traced
+
+
+def _problem(plan: Plan, traced: Traced, machine: str | None) -> tuple[Problem | None, str]:
+    from pase.api import Problem
+    from pase.machine import load
+
+    try:
+        there = load(machine if machine is not None else plan.machine)
+    except PaseError as e:
+        if machine is not None:
+            raise
+        return None, f"{e}; name its file (--machine) to see work and alternatives"
+    if there.digest != plan.machine_digest:
+        if machine is not None:
+            raise PaseError(
+                f"machine '{machine}' is not the one that the plan was made for: its figures differ"
+            )
+        return (
+            None,
+            f"machine '{plan.machine}' has other figures now than when the plan was made: compile it again",
+        )
+    return Problem.of(traced.graph, plan.devices, there, plan.cost_model, plan.optimizer), ""
+
+
+def _groups(plan: Plan, problem: Problem, v: int) -> dict[tuple[int, ...], list[int]]:
+    """Config indices of node v by how many ways each dim is split: axes of one size are as good as another."""
+    _, space = problem.tables(plan.mesh)
+    out: dict[tuple[int, ...], list[int]] = {}
+    for i, cfg in enumerate(space.configs[v]):
+        ways = [1] * len(problem.graph.nodes[v].space.dims)
+        for d, size in zip(cfg, plan.mesh.sizes, strict=True):
+            if d >= 0:
+                ways[d] *= size
+        out.setdefault(tuple(ways), []).append(i)
+    return out
+
+
+def _best_with(plan: Plan, problem: Problem, v: int, allowed: Sequence[int]) -> float:
+    """Cost of the cheapest strategy in which node v has one of these configs; inf where there is none."""
+    cost, _ = _solved(plan, problem, v, allowed)
+    return cost
+
+
+def _solved(plan: Plan, problem: Problem, v: int, allowed: Sequence[int]) -> tuple[float, int]:
+    from dataclasses import replace
+
+    import numpy as np
+
+    from pase.search import solve
+
+    tables, _ = problem.tables(plan.mesh)
+    keep = np.asarray(allowed)
+    costs = list(tables.node_costs)
+    costs[v] = costs[v][keep]
+    edges = tuple(
+        replace(
+            e,
+            src_class=e.src_class[keep] if e.src == v else e.src_class,
+            dst_class=e.dst_class[keep] if e.dst == v else e.dst_class,
+        )
+        for e in tables.edges
+    )
+    try:
+        found = solve(replace(tables, node_costs=tuple(costs), edges=edges))
+    except Infeasible:
+        return float("inf"), int(keep[0])
+    return found.cost, int(keep[found.choice[v]])
+
+
+def _chosen_index(plan: Plan, problem: Problem, v: int) -> int:
+    from pase.plan.itemize import config_of
+
+    _, space = problem.tables(plan.mesh)
+    node = problem.graph.nodes[v]
+    split = next(n.split for n in plan.nodes if n.name == node.name)
+    hit = (space.configs[v] == config_of(node, split, plan.mesh)).all(axis=1).nonzero()[0]
+    if not len(hit):
+        raise PaseError(
+            f"layer '{node.name}' is split in a way that this version does not offer: compile it again"
+        )
+    return int(hit[0])
+
+
+def _next_best(
+    plan: Plan, problem: Problem, time_limit: float, say: Callable[[str], None]
+) -> tuple[dict[str, float], int]:
+    """Layer -> cost of the best strategy that splits it in other numbers of ways; and how many were left out."""
+    start = time.perf_counter()
+    out: dict[str, float] = {}
+    nodes = [v for v, n in enumerate(problem.graph.nodes) if n.kind not in ("output", "constant")]
+    for done, v in enumerate(nodes):
+        if time.perf_counter() - start > time_limit:
+            return out, len(nodes) - done
+        say(f"next-best choices: layer {done + 1} of {len(nodes)}")
+        chosen = _chosen_index(plan, problem, v)
+        others = [i for g in _groups(plan, problem, v).values() if chosen not in g for i in g]
+        if others:
+            out[problem.graph.nodes[v].name] = _best_with(plan, problem, v, others)
+    return out, 0
+
+
+def _layer(plan: Plan, node: NodePlan, problem: Problem | None, say: Callable[[str], None]) -> LayerReport:
+    op_of = {n.name: n.op for n in plan.nodes}
+    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    local = dict(node.sizes)
+    for d, axes in node.split.items():
+        for a in axes:
+            if d in local:
+                local[d] //= sizes[a]
+    moves = tuple((c, why(c, op_of)) for c in plan.collectives if c.node == node.name)
+    if problem is None:
+        return LayerReport(node=node, local=local, work=(), moves=moves, holds={}, alternatives=())
+    from pase.plan.itemize import split_of
+
+    v = next(i for i, n in enumerate(problem.graph.nodes) if n.name == node.name)
+    chosen = _chosen_index(plan, problem, v)
+    _, space = problem.tables(plan.mesh)
+    graph_node = problem.graph.nodes[v]
+    alternatives = []
+    groups = _groups(plan, problem, v)
+    for done, (ways, members) in enumerate(groups.items()):
+        say(f"alternatives of {node.name}: {done + 1} of {len(groups)}")
+        cost, at = _solved(plan, problem, v, members)
+        is_chosen = chosen in members
+        cfg = space.configs[v][chosen if is_chosen else at]
+        named = {d.name: w for d, w in zip(graph_node.space.dims, ways, strict=True) if w > 1}
+        alternatives.append(
+            Alternative(split=split_of(graph_node, cfg, plan.mesh), ways=named, cost=cost, chosen=is_chosen)
+        )
+    alternatives.sort(key=lambda a: (a.cost, not a.chosen))
+    return LayerReport(
+        node=node, local=local, work=_work(plan, problem, v, chosen), moves=moves,
+        holds=_holds(plan, problem, v, chosen), alternatives=tuple(alternatives),
+    )  # fmt: skip
+
+
+def _work(plan: Plan, problem: Problem, v: int, chosen: int) -> tuple[WorkItem, ...]:
+    import numpy as np
+
+    from pase.tables.derive import node_work
+
+    _, space = problem.tables(plan.mesh)
+    cfg = space.configs[v][chosen][None, :]
+    device = problem.machine.device
+    out = []
+    for w in node_work(problem.graph, problem.graph.nodes[v], cfg, plan.mesh, plan.optimizer):
+        flops, nbytes = float(np.ravel(w.flops)[0]), float(np.ravel(w.nbytes)[0])
+        once = float(np.ravel(problem.model.compute(w.kind, w.dtype, w.flops, w.nbytes, mnk=w.mnk))[0])
+        timed = plan.unit == "s" and once > 0
+        out.append(
+            WorkItem(
+                phase=w.phase, kind=w.kind, dtype=w.dtype, flops=flops, nbytes=nbytes, times=w.times,
+                mnk=None if w.mnk is None else tuple(float(np.ravel(x)[0]) for x in w.mnk), cost=w.times * once,
+                achieved_flops=flops / once / device.peak(w.dtype) if timed else None,
+                achieved_bytes=nbytes / once / device.memory_bandwidth_bytes_per_s if timed else None,
+            )
+        )  # fmt: skip
+    return tuple(out)
+
+
+def _holds(plan: Plan, problem: Problem, v: int, chosen: int) -> dict[str, int]:
+    from pase.plan.memory import held
+
+    _, space = problem.tables(plan.mesh)
+    out: dict[str, int] = {}
+    for h in held(
+        problem.graph, problem.graph.nodes[v], space.configs[v][chosen][None, :], plan.mesh, plan.optimizer
+    ):
+        key = h.kind if h.region is None else f"{h.kind} while recomputed"
+        out[key] = out.get(key, 0) + round(float(h.nbytes[0]))
+    return out
