@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,10 +50,15 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
     configs = []
     for n in layers.nodes:
         whole = set() if rules.spatial else _spatial(n)
-        config_key = (n.space, frozenset(whole))
-        if config_key not in shared:
-            shared[config_key] = _configs(n, p, least, whole)
-        configs.append(shared[config_key])
+        choices = tuple(
+            _divisors(number(d.size, n.name), p, least)
+            if d.kind in ("parallel", "reduction") and d.name not in whole
+            else (1,)
+            for d in n.space
+        )
+        if choices not in shared:
+            shared[choices] = _configs(choices, p)
+        configs.append(shared[choices])
     position = {n.name: i for i, n in enumerate(layers.nodes)}
     # Equal layers and flows share their arrays: priced once, and the search sees that they are equal.
     priced: dict[object, np.ndarray] = {}
@@ -137,26 +141,19 @@ def _spatial(node: Node) -> set[str]:
     return {d for d in x.map.dims[1:] if d not in w.map.dims}
 
 
-def _configs(node: Node, p: int, least: int, whole: set[str]) -> np.ndarray:
-    """Powers of two that divide each dim, product at most p: int64 [K, dims]; the first splits nothing."""
-    choices = []
-    for d in node.space:
-        size = number(d.size, node.name)
-        free = d.kind in ("parallel", "reduction") and d.name not in whole
-        choices.append(
-            [
-                1,
-                *(
-                    c
-                    for k in range(1, p.bit_length())
-                    if (c := 1 << k) <= p and size % c == 0 and size // c >= least
-                ),
-            ]
-            if free
-            else [1]
-        )
-    rows = [row for row in itertools.product(*choices) if np.prod(row) <= p]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), len(choices))
+def _divisors(size: int, p: int, least: int) -> tuple[int, ...]:
+    """Powers of two up to p that divide the size and leave at least ``least`` of it; 1 always."""
+    powers = (1 << k for k in range(1, p.bit_length()))
+    return (1, *(c for c in powers if size % c == 0 and size // c >= least))
+
+
+def _configs(choices: Sequence[Sequence[int]], p: int) -> np.ndarray:
+    """A row per way to choose for each dim, product at most p: int64 [K, dims]; the first splits nothing."""
+    rows = np.ones((1, 0), dtype=np.int64)
+    for c in choices:
+        rows = np.hstack([np.repeat(rows, len(c), axis=0), np.tile(c, len(rows))[:, None]])
+        rows = rows[rows.prod(axis=1) <= p]
+    return rows
 
 
 def _distinct(splits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
