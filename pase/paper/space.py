@@ -68,15 +68,18 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
             priced[key] = layer_cost(layers, n, c, rules)
     costs = [priced[_layer_key(layers, n)] for n in layers.nodes]
     parts: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+    same: dict[object, np.ndarray] = {}
     moved: dict[object, np.ndarray] = {}
     edges = []
     for f in layers.flows:
         u, v = position[f.src], position[f.dst]
         ends = []
         for w, access in ((u, f.written), (v, f.read)):
-            key = (id(configs[w]), layers.nodes[w].space, access)
+            at = {d.name: i for i, d in enumerate(layers.nodes[w].space)}
+            key = (id(configs[w]), tuple(tuple(at[d] for d in walk.dims) for walk in access.walks))
             if key not in parts:
-                parts[key] = _distinct(map_splits(layers.nodes[w], configs[w], access))
+                rows, index = _distinct(map_splits(layers.nodes[w], configs[w], access))
+                parts[key] = same.setdefault((rows.shape, rows.tobytes()), rows), index
             ends.append(parts[key])
         (a, a_class), (b, b_class) = ends
         key = (id(a), id(b), f.shape, f.times)
