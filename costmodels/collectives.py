@@ -171,6 +171,33 @@ def _permute(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, floa
     return [(a.launch_s + max(a.step_s[l] for l in used), max(spb[l] for l in used))]
 
 
+def _broadcast(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+    """A pipelined chain through all devices: each takes the tensor in and passes it on.
+
+    Rings run in parallel, one for each device below a level, so that a level sees its share of the bytes.
+    """
+    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    hops, beta, below = 0.0, 0.0, 1
+    for l, w in enumerate(g.ways):
+        if w > 1:
+            hops += (w - 1) * math.prod(g.ways[l + 1 :]) * a.step_s[l]
+            beta = max(beta, spb[l] / below)
+        below *= w
+    return [(a.launch_s + hops, beta)]
+
+
+def _in_network(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+    """All-reduce of one level by its switch: the tensor goes up once and its sum comes down at the same time.
+
+    So the bytes do not grow with the ways: n, where a ring sends 2 (w - 1) / w of n.
+    """
+    used = [l for l, w in enumerate(g.ways) if w > 1]
+    if len(used) != 1 or machine.levels[used[0]].topology == "torus" or not a.step_s[used[0]]:
+        return []
+    spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
+    return [(a.launch_s + a.step_s[used[0]], spb[used[0]])]
+
+
 def _of(a: Algorithm, kind: CollectiveKind, machine: Machine, g: Group) -> list[tuple[float, float]]:
     if a.kinds and kind not in a.kinds:
         return []
@@ -185,6 +212,10 @@ def _of(a: Algorithm, kind: CollectiveKind, machine: Machine, g: Group) -> list[
             return _one_shot(a, machine, g, 1.0)
         case "one_shot", "reduce_scatter" | "all_gather":
             return _one_shot(a, machine, g, 1.0 / math.prod(g.ways))
+        case "ring", "broadcast":
+            return _broadcast(a, machine, g)
+        case "in_network", "all_reduce":
+            return _in_network(a, machine, g)
         case "direct", "all_to_all":
             return _all_to_all(a, machine, g)
         case "direct", "permute":
@@ -212,8 +243,8 @@ def lines(kind: CollectiveKind, machine: Machine, g: Group) -> np.ndarray:
     if math.prod(g.ways) == 1:
         return np.zeros((1, 2))
     found = _found(kind, machine, g)
-    if kind == "all_reduce":
-        # A reduce-scatter and an all-gather do the same: never dearer than those two.
+    if kind in ("all_reduce", "broadcast"):
+        # A reduce-scatter (a scatter) and an all-gather do the same: never dearer than those two.
         first, second = (_found(k, machine, g) for k in ("reduce_scatter", "all_gather"))
         found += [(a1 + a2, b1 + b2) for a1, b1 in first for a2, b2 in second]
     if not found:

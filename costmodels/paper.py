@@ -31,7 +31,7 @@ def _moved(kind: CollectiveKind, ways: int) -> float:
             return 2 * (ways - 1) / ways
         case "reduce_scatter" | "all_gather" | "all_to_all":
             return (ways - 1) / ways
-        case "permute":
+        case "permute" | "broadcast":
             return 1.0 if ways > 1 else 0.0
     raise ValueError(f"unknown collective kind '{kind}'")
 

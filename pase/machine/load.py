@@ -28,7 +28,7 @@ __all__ = ["DEFAULT", "SCHEMA", "load", "names", "parse"]
 
 SCHEMA = "pase.machine/1"
 DEFAULT = "h100x8"
-_ALGORITHMS = ("ring", "tree", "one_shot", "direct")
+_ALGORITHMS = ("ring", "tree", "one_shot", "direct", "in_network")
 _EFFICIENCIES = ("matmul", "conv", "memory")
 
 

@@ -29,13 +29,14 @@ __all__ = [
     "Tile",
 ]
 
-CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute"]
+CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "broadcast"]
 COLLECTIVES: tuple[CollectiveKind, ...] = (
     "reduce_scatter",
     "all_to_all",
     "permute",
     "all_reduce",
     "all_gather",
+    "broadcast",
 )
 
 
@@ -142,7 +143,8 @@ class Algorithm:
     """How the machine's library can run a collective; the cheapest for the size is taken.
 
     algorithm: "ring", "tree" (all_reduce), "one_shot" (all data to all peers at once: all_reduce,
-    reduce_scatter, all_gather), "direct" (all_to_all, permute).
+    reduce_scatter, all_gather), "direct" (all_to_all, permute), "in_network" (all_reduce: the switch
+    itself adds and sends back, NVLink SHARP; where every level that a group crosses has a step_s above 0).
     protocol: the library's name for the variant, e.g. "LL128".
     launch_s: paid once. step_s: seconds a step, by link level.
     bandwidth_fraction: of what the level gives. kinds: where not for every kind it could serve.
@@ -150,7 +152,7 @@ class Algorithm:
     chain_levels: innermost levels on which a "tree" is a chain (NCCL: 1, within the node).
     """
 
-    algorithm: Literal["ring", "tree", "one_shot", "direct"]
+    algorithm: Literal["ring", "tree", "one_shot", "direct", "in_network"]
     protocol: str
     launch_s: float
     step_s: tuple[float, ...]
@@ -269,7 +271,7 @@ class CostModel(Protocol):
         """Cost of one collective over mesh axes. Shapes broadcast; 0 where axes is 0 or nbytes is 0.
 
         axes: integer bit sets over ``mesh.names`` (bit i = axis i).
-        nbytes: size of the larger local buffer: all_reduce, all_to_all and permute: the local
-        tensor; reduce_scatter: the input; all_gather: the output.
+        nbytes: size of the larger local buffer: all_reduce, all_to_all, permute and broadcast: the
+        local tensor; reduce_scatter: the input; all_gather: the output.
         """
         ...

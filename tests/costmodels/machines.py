@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pase.machine import Algorithm, Device, LinkLevel, Machine, Mesh
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "broadcast")
 
 
 def device() -> Device:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pase.costmodels import get
 from pase.costmodels.analytic import Analytic
 from pase.errors import PaseError
-from pase.machine import Algorithm, CostModel, load, meshes, names
+from pase.machine import Algorithm, CostModel, axis_levels, load, meshes, names
 from tests.costmodels.machines import KINDS, axes, flat, kinds, nested, sizes_of_buffers, torus
 
 MACHINES = {name: load(name) for name in names()}
@@ -164,11 +164,41 @@ def test_tpu_all_gather_of_a_pod_row_is_the_books():
 
 
 def test_nccl_bus_bandwidth_of_a_node():
-    """NCCL's own model: 8 A100 at 235 GB/s, 8 H100 at 370.8."""
+    """NCCL's own model: 8 A100 at 235 GB/s, 8 H100 at 370.8 by rings; their switch adds up at 0.85 x 5/6 of it."""
+    n = 4e9
     for name, bus in (("a100x8", 235e9), ("h100x8", 370.8e9)):
-        n = 4e9
+        got = float(MODELS[name].collective("all_gather", axes(8), 1, n))
+        assert 7 / 8 * n / got == pytest.approx(bus, rel=0.01)
+    for name, reached in (("a100x8", 4 / 7 * 235e9), ("h100x8", 0.85 * 5 / 6 * 370.8e9)):
         got = float(MODELS[name].collective("all_reduce", axes(8), 1, n))
-        assert 2 * 7 / 8 * n / got == pytest.approx(bus, rel=0.01)
+        assert n / got == pytest.approx(reached, rel=0.01)
+
+
+def test_a_broadcast_is_a_pipelined_chain_or_a_scatter_and_an_all_gather():
+    """Chain: all bytes once and P - 1 hops to fill it; both halves: 2 (P - 1) / P of the bytes, and twice the hops."""
+    model = Analytic(flat(latency_s=2e-6, bandwidth=1e11, algorithms=("ring",)))
+    for n in (1.0, 1e6, 1e9):
+        assert float(model.collective("broadcast", axes(8), 1, n)) == pytest.approx(7 * 2e-6 + n / 1e11)
+    pair = float(model.collective("broadcast", axes(2), 1, 1e9))
+    assert pair == pytest.approx(2e-6 + 1e9 / 1e11)
+    # 4 nodes of 4: the 4 devices of a node carry a quarter each across; inside, a device passes on all of it.
+    model = Analytic(nested(4, inner=1e11, outer=1e10, algorithms=(RING,)))
+    assert float(model.collective("broadcast", axes(4, 4), 3, 1e9)) == pytest.approx(1e9 / 4 / 1e10)
+    assert float(model.collective("broadcast", axes(4, 4), 1, 1e9)) == pytest.approx(1e9 / 1e10)
+
+
+def test_a_switch_that_adds_sends_the_bytes_once_whatever_the_ways():
+    shot = Algorithm(algorithm="in_network", protocol="p", launch_s=1e-6, step_s=(2e-5, 0.0))
+    model = Analytic(nested(8, inner=1e11, outer=1e10, algorithms=(RING, shot)))
+    for ways in (4, 8):
+        assert float(model.collective("all_reduce", axes(ways), 1, 1e9)) == pytest.approx(2.1e-5 + 1e-2)
+    # Two devices exchange halves at the same rate without the switch's latency.
+    assert float(model.collective("all_reduce", axes(2), 1, 1e9)) == pytest.approx(1e-2)
+    # Across nodes no switch adds: step_s is 0 there.
+    assert float(model.collective("all_reduce", axes(4, 8), 2, 1e9)) < 1.1e-2
+    rings = Analytic(nested(8, inner=1e11, outer=1e10, algorithms=(RING,)))
+    across = [float(m.collective("all_reduce", axes(4, 8), 1, 1e9)) for m in (model, rings)]
+    assert across[0] == across[1]
 
 
 def test_a_partial_mesh_of_wires_gives_a_pair_one_link():
@@ -272,6 +302,48 @@ def test_arrays_are_priced_as_their_elements(name, kind, buffers, data):
     for s in every:
         for j, n in enumerate(buffers):
             assert got[s, j] == model.collective(kind, mesh, int(s), n)
+
+
+@given(models, kinds, sizes_of_buffers, st.floats(1.0, 4.0), st.data())
+def test_no_jump_where_one_algorithm_takes_over_from_another(name, kind, n, more, data):
+    """The cheapest of lines is concave in the bytes: more of them cost at most as much more."""
+    model = MODELS[name]
+    mesh = draw_mesh(data, model)
+    every = np.arange(1 << len(mesh.sizes))
+    few, many = (model.collective(kind, mesh, every, x) for x in (n, n * more))
+    assert (many <= few * more * (1 + 1e-9)).all()
+
+
+@given(models, kinds, sizes_of_buffers, st.data())
+def test_no_faster_than_the_bytes_that_must_enter_a_device_and_a_node(name, kind, n, data):
+    """Whatever the algorithm: each device must take in so much, and so must the devices of a node together."""
+    machine = MODELS[name].machine
+    if any(level.topology == "torus" for level in machine.levels):
+        return
+    mesh = draw_mesh(data, MODELS[name])
+    axis_set = data.draw(st.integers(1, (1 << len(mesh.sizes)) - 1))
+    rows = [r for i, r in enumerate(axis_levels(mesh, machine)) if axis_set >> i & 1]
+    ways = [math.prod(r[level] for r in rows) for level in range(len(machine.levels))]
+    total = math.prod(ways)
+    added = any(a.algorithm == "in_network" for a in machine.algorithms)
+    enters = {
+        "all_reduce": 1.0 if added else 2 * (total - 1) / total,
+        "reduce_scatter": (total - 1) / total, "all_gather": (total - 1) / total,
+        "all_to_all": (total - 1) / total, "permute": 1.0, "broadcast": 1.0,
+    }  # fmt: skip
+    best = [
+        max(level.bandwidth_bytes_per_s, *level.bandwidth_at_ways.values(), 0.0) * level.efficiency
+        for level in machine.levels
+    ]
+    if total == 1:
+        return
+    fastest = max(b for b, w in zip(best, ways, strict=True) if w > 1)
+    got = float(MODELS[name].collective(kind, mesh, axis_set, n))
+    assert got >= enters[kind] * n / fastest * (1 - 1e-9)
+    if ways[-1] > 1 and kind in ("all_gather", "reduce_scatter"):
+        # All but its own share crosses into each outermost unit, over the wires of all its devices.
+        part = (ways[-1] - 1) / ways[-1] / math.prod(ways[:-1])
+        assert got >= part * n / best[-1] * (1 - 1e-9)
 
 
 @settings(max_examples=30)
