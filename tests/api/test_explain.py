@@ -117,3 +117,17 @@ def test_the_program(plan: Plan, tmp_path: Path) -> None:
     shown = CliRunner().invoke(command_group(), ["explain", str(path), "--layer", layer])
     assert shown.exit_code == 0 and "(chosen)" in shown.stdout and layer in shown.stdout
     assert CliRunner().invoke(command_group(), ["explain", str(path), "--layer", "no"]).exit_code == 2
+
+
+def test_the_page(plan: Plan, tmp_path: Path) -> None:
+    """One file that parses, names every layer that costs something, and escapes what comes from the layout."""
+    path, page = tmp_path / "layout.json", tmp_path / "page.html"
+    plan.save(path)
+    data = json.loads(path.read_text())
+    data["skipped"] = {"<script>alert(1)</script>": "a & b"}
+    path.write_text(json.dumps(data))
+    assert CliRunner().invoke(command_group(), ["report", str(path), "-o", str(page)]).exit_code == 0
+    text = page.read_text()
+    assert "<script>" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
+    assert all(n.name in text for n in plan.nodes if n.cost.total)
+    assert all(p in text for p in plan.parameters)

@@ -1,0 +1,54 @@
+"""``pase report``: a layout as one page of HTML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pase.commands.options import JsonOption, console, print_json, progress
+
+__all__ = ["report"]
+
+
+def report(
+    layout: Annotated[
+        Path, typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write the page here.", metavar="FILE")
+    ] = Path("report.html"),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="The layout's model, where it is not a zoo model, to price what else could be."
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", help="The machine file of the layout, where it is not pase's own."),
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", help="Seconds for the next-best choices of all layers.", min=0.0)
+    ] = 20.0,
+    json: JsonOption = False,
+) -> None:
+    """Draw a layout as one page: beside the baselines, by cause, by layer, in memory. No scripts, one file.
+
+    \b
+    Example:
+      pase report layout.json -o report.html
+    """
+    from pase.api import load
+    from pase.explain import explain
+    from pase.plan.layout import write_atomically
+    from pase.report import report_page
+
+    with progress() as say:
+        e = explain(load(layout), model=model, machine=machine, time_limit=time_limit, progress=say)
+    write_atomically(output, report_page(e))
+    if json:
+        print_json({"report": str(output), "model": e.plan.model, "layers": len(e.plan.nodes)})
+    else:
+        console(err=True).print(f"wrote {output}", highlight=False)
