@@ -124,7 +124,7 @@ def test_the_page(plan: Plan, tmp_path: Path) -> None:
     path, page = tmp_path / "layout.json", tmp_path / "page.html"
     plan.save(path)
     data = json.loads(path.read_text())
-    data["skipped"] = {"<script>alert(1)</script>": "a & b"}
+    data["cost"]["skipped"] = {"<script>alert(1)</script>": "a & b"}
     path.write_text(json.dumps(data))
     assert CliRunner().invoke(command_group(), ["report", str(path), "-o", str(page)]).exit_code == 0
     text = page.read_text()
