@@ -15,10 +15,9 @@ from pase.errors import PaseError
 from pase.frontends import registry
 from pase.frontends.jax_rules import ELEMENTWISE, RULES
 from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
-from pase.ir import AccessMap, Graph, Size, Tensor, Walk, parse_size
+from pase.ir import Graph, Size, Tensor, parse_size
 from pase.ir.sizes import bind_size, free_symbols, is_one
-from pase.ops import GraphBuilder, Read, Write, nests
-from pase.ops.builder import _map
+from pase.ops import GraphBuilder, loops, nests
 
 __all__ = [
     "INLINED",
@@ -365,7 +364,7 @@ class _Lower:
                 inner.env[var] = tensor
             else:
                 b.eqn = f"{eqn_path}:const{k}"
-                settled = inner.env[var] = _copy(b, tensor, "loop_const")
+                settled = inner.env[var] = loops.settle(b, tensor, "loop_const")
                 self.results[b.eqn] = (settled.name,)
         carried: list[Tensor] = []
         for k, (var, value) in enumerate(zip(carry, eqn.invars[nc : nc + nk], strict=True)):
@@ -382,13 +381,13 @@ class _Lower:
             if stacked is None:
                 stacked = b.constant(shape_of(value.aval), dtype_of(value.aval))
             elif stacked.role == "activation":  # settle its layout once, before the loop
-                stacked = _copy(b, stacked, "loop_xs")
+                stacked = loops.settle(b, stacked, "loop_xs")
                 self.results[b.eqn] = (stacked.name,)
             stacks.append(stacked)
         with b.region(f"loop{prefix}", times=length):
             for k, (var, stacked) in enumerate(zip(xs, stacks, strict=True)):
                 b.eqn = f"{eqn_path}:x{k}"
-                layer = inner.env[var] = _unstack(b, stacked)
+                layer = inner.env[var] = loops.unstack(b, stacked)
                 self.results[b.eqn] = (layer.name,)
             inner.eqns(jaxpr.eqns, prefix)
             b.source = source
@@ -400,7 +399,7 @@ class _Lower:
                 tensor = inner.read(name)
                 if tensor is None:
                     tensor = b.constant(shape_of(name.aval), dtype_of(name.aval))
-                ys.append(_stack(b, tensor, length, shape_of(out.aval)))
+                ys.append(loops.stack(b, tensor, length, shape_of(out.aval)))
             for name, t in zip(jaxpr.outvars[:nk], carried, strict=True):
                 tensor = inner.read(name)
                 if tensor is not None and tensor.name != t.name:
@@ -450,34 +449,6 @@ def _saves(policy: Any, eqn: Any) -> bool:
 
 def _size(x: Any) -> Size:
     return int(x) if isinstance(x, int) else parse_size(str(x))
-
-
-def _dims_and_map(shape: Sequence[Size]) -> tuple[nests.Dims, AccessMap]:
-    return {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}, _map(shape)
-
-
-def _copy(b: GraphBuilder, x: Tensor, name: str) -> Tensor:
-    dims, m = _dims_and_map(x.shape)
-    return b.nest(name, "copy", [Read(x, m)], [Write(x.shape, x.dtype, m)], dims, flops=0)[0]
-
-
-def _unstack(b: GraphBuilder, x: Tensor) -> Tensor:
-    """One layer's slice of a stacked tensor; the stacking dim may not be split."""
-    dims, m = _dims_and_map(x.shape)
-    if "d0" in dims:
-        dims["d0"] = (x.shape[0], "replicated")
-    write = Write(x.shape[1:], x.dtype, AccessMap(m.walks[1:]))
-    return b.nest("unstack", "view", [Read(x, m, sparse=True)], [write], dims, flops=0, over=write.map.dims)[
-        0
-    ]
-
-
-def _stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...]) -> Tensor:
-    dims, m = _dims_and_map(x.shape)
-    if not is_one(length):
-        dims["l"] = (length, "replicated")
-    write = Write(shape, x.dtype, AccessMap((Walk(() if is_one(length) else ("l",)), *m.walks)), sparse=True)
-    return b.nest("stack", "view", [Read(x, m)], [write], dims, flops=0, over=m.dims)[0]
 
 
 def _source(eqn: Any) -> str:
