@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.search": {"pase.tables"},
     "pase.schedule": {"pase.ir", "pase.machine"},
     "pase.replay": {"pase.ir", "pase.machine"},
+    "pase.calibrate": {"pase.machine", "pase.replay"},
     "pase.costmodels": {"pase.ir", "pase.machine"},
     "pase.frontends": {"pase.ir", "pase.ops"},
     # A backend finds its framework's ops again by the way in which that framework's frontend numbered them.
@@ -53,6 +54,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase.search": {"numba"},
     "pase.schedule": {"numba", "networkx", "scipy"},
     "pase.replay": {"numba", "networkx", "scipy"},
+    "pase.calibrate": set(),
     "pase.costmodels": set(),
     "pase.frontends": {"sympy", "networkx"},
     "pase.backends": set(),
@@ -63,7 +65,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase": {"typer"},
 }
 
-MAY_USE_FRAMEWORKS = {"pase.frontends", "pase.backends", "pase.zoo", "pase.commands", "pase"}
+MAY_USE_FRAMEWORKS = {"pase.calibrate", "pase.frontends", "pase.backends", "pase.zoo", "pase.commands", "pase"}
 
 # Layers with loops that need numba: at the top of files named *kernel*, elsewhere inside of functions.
 COMPILED = {"pase.search", "pase.replay", "pase.schedule"}

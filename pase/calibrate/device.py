@@ -1,0 +1,217 @@
+"""Tasks as JAX programs: one op over and over inside a loop, on every device at once, as in training."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pase.calibrate.types import Task
+
+if TYPE_CHECKING:
+    from pase.calibrate.here import Here
+
+__all__ = ["Devices", "local_program"]
+
+_SHARED = 64
+_VECTOR_DEPTH = 64
+_LAUNCHES = 16
+
+
+def local_program(task: Task) -> tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], int]:
+    """(shapes and dtypes of the operands on one device, op, how many ops it stands for)."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    if task.op.startswith("matmul"):
+        batch, m, n, k = task.extents
+        form = task.op.removeprefix("matmul.")
+        left, right = ((k, m) if form == "tn" else (m, k)), ((n, k) if form == "nt" else (k, n))
+        b = (batch,) if batch > 1 else ()
+        d = len(b)
+        contract = ((d,) if form == "tn" else (d + 1,), (d + 1,) if form == "nt" else (d,))
+        batched = tuple(range(d))
+
+        def product(x: Any, y: Any) -> Any:
+            return lax.dot_general(x, y, (contract, (batched, batched)))
+
+        return [((*b, *left), task.dtype), ((*b, *right), task.dtype)], product, 1
+    if task.op.startswith("conv"):
+        images, side, c_in, c_out, window = task.extents
+        x_shape, w_shape = (images, side, side, c_in), (window, window, c_in, c_out)
+        y_shape = (images, side, side, c_out)
+
+        def conv(x: Any, w: Any) -> Any:
+            return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+        if task.op == "conv.forward":
+            return [(x_shape, task.dtype), (w_shape, task.dtype)], conv, 1
+        which = 0 if task.op == "conv.input" else 1
+        other = (w_shape, x_shape)[which]
+
+        def gradient(y: Any, operand: Any) -> Any:
+            given = jax.ShapeDtypeStruct((x_shape, w_shape)[which], task.dtype)
+            f = (lambda x: conv(x, operand)) if which == 0 else (lambda w: conv(operand, w))
+            return jax.linear_transpose(f, given)(y)[0]
+
+        return [(y_shape, task.dtype), (other, task.dtype)], gradient, 1
+    elements = max(task.nbytes // 4, 1)
+    if task.op == "elementwise":  # half of the bytes are read, half are written
+        return [((max(elements // 2, 1),), "float32")], lambda x: x * 0.5 + 1.0, 1
+    if task.op == "reduction":
+        width = min(elements, 1024)
+        return [((elements // width, width), "float32")], lambda x: jnp.sum(x, axis=1), 1
+    if task.op == "vector":
+
+        def deep(x: Any) -> Any:
+            for i in range(_VECTOR_DEPTH):
+                x = x * 0.999 + 0.001 * (i + 1)
+            return x
+
+        # A task's work is its bytes: as many FLOPs are done in one of these.
+        return [((elements,), "float32")], deep, 2 * _VECTOR_DEPTH * elements // task.nbytes
+    if task.op == "launch":
+
+        def chain(x: Any, w: Any) -> Any:
+            for _ in range(_LAUNCHES):
+                x = x @ w
+            return x
+
+        return [((8, 8), "float32"), ((8, 8), "float32")], chain, _LAUNCHES
+    if task.op == "dispatch":
+        return [((8,), "float32")], lambda x: x + 1.0, 1
+    raise ValueError(f"no program for {task.key}")
+
+
+def _collective_program(
+    task: Task, axes: tuple[str, ...], on_cpu: bool
+) -> tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], int]:
+    from jax import lax
+
+    total = math.prod(task.ways)
+    n = task.nbytes // 4
+    local = (n // total if task.op == "all_gather" else n,)
+
+    def run(x: Any) -> Any:
+        match task.op:
+            case "all_reduce":
+                return lax.psum(x, axes)
+            case "all_gather":
+                return lax.all_gather(x, axes, tiled=True)
+            case "all_to_all":
+                return lax.all_to_all(x, axes, 0, 0, tiled=True)
+            case "permute":
+                return lax.ppermute(x, axes, [(i, (i + 1) % total) for i in range(total)])
+            case "reduce_scatter" if on_cpu:
+                # XLA's CPU partitioner forms none: it is an all-reduce there, of which each keeps its part.
+                return lax.dynamic_slice(
+                    lax.psum(x, axes), (lax.axis_index(axes) * (n // total),), (n // total,)
+                )
+            case "reduce_scatter":
+                return lax.psum_scatter(x, axes, tiled=True)
+        raise ValueError(f"no program for {task.key}")
+
+    return [(local, "float32")], run, 1
+
+
+class Devices:
+    """A Bench on the devices of ``Here``: every device does the same at once, every group talks at once."""
+
+    def __init__(self, here: Here) -> None:
+        self.here = here
+        self._mesh_of: dict[tuple[int, ...], Any] = {}
+        self._gather: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def share(self, values: list[float]) -> list[list[float]]:
+        if self.here.processes == 1:
+            return [list(values)]
+        from jax.experimental import multihost_utils
+
+        row = np.zeros(_SHARED, np.float32)
+        row[: len(values)] = values
+        rows = np.asarray(multihost_utils.process_allgather(row)).reshape(self.here.processes, _SHARED)
+        return [[float(x) for x in r[: len(values)]] for r in rows]
+
+    def _mesh(self, ways: tuple[int, ...]) -> tuple[Any, tuple[str, ...]]:
+        """Axes, outermost level first, each level as (groups side by side, members): (mesh, members' axes)."""
+        from jax.sharding import Mesh
+
+        sizes, names, members = [], [], []
+        for l in reversed(range(len(ways))):
+            sizes += [self.here.levels[l].ways // ways[l], ways[l]]
+            names += [f"beside{l}", f"level{l}"]
+            if ways[l] > 1:
+                members.append(f"level{l}")
+        if ways not in self._mesh_of:
+            self._mesh_of[ways] = Mesh(np.array(self.here.devices).reshape(sizes), tuple(names))
+        return self._mesh_of[ways], tuple(members)
+
+    def prepare(self, task: Task) -> Callable[[int], float]:
+        """See ``Bench``. Each turn of the loop writes one element of its result into its first operand: so
+        no turn can be skipped, hoisted or merged with another, and nothing is copied for it."""
+        import jax
+        import jax.numpy as jnp
+        from jax import lax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        ways = task.ways or tuple(level.ways for level in self.here.levels)
+        mesh, members = self._mesh(ways)
+        if task.ways:
+            shapes, op, ops = _collective_program(task, members, self.here.platform == "cpu")
+        else:
+            shapes, op, ops = local_program(task)
+        spec = PartitionSpec(mesh.axis_names)
+        sharding = NamedSharding(mesh, spec)
+
+        def local(turns: Any, operands: Any, result: Any) -> Any:
+            operands, result = [x[0] for x in operands], result[0]
+
+            def turn(_: Any, carry: Any) -> Any:
+                (first, *rest), last = carry
+                seed = last.ravel()[:1].astype(first.dtype).reshape((1,) * first.ndim)
+                first = lax.dynamic_update_slice(first, seed, (0,) * first.ndim)
+                return [first, *rest], op(first, *rest)
+
+            operands, result = lax.fori_loop(0, turns, turn, (operands, result))
+            return [x[None] for x in operands], result[None]
+
+        # check_vma: the values are of no interest, and where they vary neither.
+        program = jax.jit(
+            jax.shard_map(
+                local, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False
+            ),
+            donate_argnums=(1, 2),
+        )
+
+        def filled(shape: tuple[int, ...], dtype: str, value: float) -> Any:
+            mine = np.full((1, *shape), value, jnp.dtype(dtype))
+            whole = (len(self.here.devices), *shape)
+            return jax.make_array_from_callback(whole, sharding, lambda _: mine)
+
+        fill = 0.0 if task.ways else 0.25
+        operands = [filled(shape, dtype, fill) for shape, dtype in shapes]
+        result_shape = jax.eval_shape(
+            jax.shard_map(
+                lambda *xs: op(*(x[0] for x in xs))[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+            ),
+            *operands,
+        )  # fmt: skip
+        state = (operands, filled(result_shape.shape[1:], str(result_shape.dtype), 0.0))
+        compiled = program.lower(np.int32(1), *state).compile()
+
+        def run(inner: int) -> float:
+            nonlocal state
+            turns = np.int32(inner)
+            began = time.perf_counter()
+            state = compiled(turns, *state)
+            jax.block_until_ready(state)
+            return (time.perf_counter() - began) / ops
+
+        return run

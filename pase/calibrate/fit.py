@@ -1,0 +1,359 @@
+"""Samples -> Machine: tables smoothed within their spread, links fitted, nonsense refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pase.calibrate.smooth import smoothed
+from pase.calibrate.suite import SMALLEST_EXTENT
+from pase.calibrate.types import COLLECTIVE_OPS, FORMS, Level, Sample, Task
+from pase.errors import PaseError
+from pase.machine import CollectiveCurve, Curve, Device, LinkLevel, Machine, MatmulTable
+from pase.machine.tables import matmul_flops_per_s
+
+__all__ = ["Ceilings", "Fitted", "Refused", "fit", "fit_line"]
+
+_FILLED_AT_MOST = 0.25
+_SLACK = 0.15
+_TOO_FAST = 10.0
+_SMALL_PRODUCT_SLACK = 1.0
+"""Of matmuls: kernels for thin shapes are a library's own choice, and a larger product may truly be up to
+twice as fast as a thin one. Beyond that it is no choice of kernel."""
+
+
+class Refused(PaseError):
+    """What was measured makes no sense; each problem says which measurement and what to do.
+
+    doubtful: keys of samples that, measured again, may settle it.
+    """
+
+    def __init__(self, problems: Sequence[str], doubtful: Sequence[str]) -> None:
+        super().__init__("the measurements make no sense:\n  " + "\n  ".join(problems))
+        self.doubtful = tuple(dict.fromkeys(doubtful))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What physics allows one device: refused above."""
+
+    flops_per_s: float = 1e17
+    memory_bytes_per_s: float = 1e14
+    source: str = "no device is known to come near"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The machine, and what was done to the samples on the way.
+
+    smoothed: table -> largest relative change of a point; checks: witness key -> predicted / measured;
+    notes: what a reader should know.
+    """
+
+    machine: Machine
+    smoothed: Mapping[str, float] = field(default_factory=dict)
+    checks: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def fit_line(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """alpha, beta of seconds = alpha + beta·bytes, least squares of the relative error (which small sizes survive)."""
+    n, t = np.asarray(nbytes, float), np.asarray(seconds, float)
+    rows = np.stack([1 / t, n / t], axis=1)
+    scale = np.abs(rows).max(axis=0)
+    alpha, beta = np.linalg.lstsq(rows / scale, np.ones(len(t)), rcond=None)[0] / scale
+    return float(alpha), float(beta)
+
+
+class _Work:
+    """The samples by task, and the problems found so far."""
+
+    def __init__(self, tasks: Sequence[Task], samples: Mapping[str, Sample], max_spread: float) -> None:
+        self.found = [(t, samples[t.key]) for t in tasks if t.key in samples]
+        self.max_spread = max_spread
+        self.problems: list[str] = []
+        self.doubtful: list[str] = []
+        self.smoothed: dict[str, float] = {}
+        self.notes: list[str] = []
+        for t, s in self.found:
+            if not (math.isfinite(s.seconds) and s.seconds > 0):
+                self.problems.append(f"{t.key}: {s.seconds!r} s is no time; measure again (--fresh)")
+            elif s.spread > max_spread and t.op != "dispatch" and not t.witness:
+                self.problems.append(
+                    f"{t.key}: spread {s.spread:.0%} of the median, over {max_spread:.0%}; stop other programs and "
+                    f"run again (only what is doubtful is measured again), or raise --max-spread"
+                )
+                self.doubtful.append(t.key)
+
+    def of(self, *ops: str, dtype: str | None = None) -> list[tuple[Task, Sample]]:
+        return [
+            (t, s)
+            for t, s in self.found
+            if t.op in ops and not t.witness and dtype in (None, t.dtype) and s.seconds > 0
+        ]
+
+    def curve(self, what: str, found: Sequence[tuple[Task, Sample]], each: int = 1) -> Curve | None:
+        """A rising curve through the mean of each size's samples, where a size has ``each`` of them."""
+        by_size: dict[float, list[Sample]] = {}
+        for task, sample in found:
+            by_size.setdefault(float(task.nbytes), []).append(sample)
+        points = {n: _mean(s) for n, s in by_size.items() if len(s) == each}
+        sizes = sorted(points)
+        if len(sizes) < 2:
+            self.problems.append(
+                f"{what}: {len(sizes)} size measured, a curve needs two; raise --budget and run again"
+            )
+            return None
+        t = np.array([points[n][0] for n in sizes])
+        s = np.array([points[n][1] for n in sizes])
+        best, change, at = smoothed(t)
+        self.smoothed[what] = change
+        if change > max(2 * s[at], _SLACK):
+            self.problems.append(
+                f"{what}: not monotone beyond its spread at {sizes[at]:g} bytes ({t[at]:.3g} s measured, "
+                f"{best[at]:.3g} s would be monotone, spread {s[at]:.0%}); run again on a quiet machine with --fresh"
+            )
+            off = np.abs(np.log(best / t)) > math.log1p(_SLACK)
+            self.doubtful += [x.key for n, o in zip(sizes, off, strict=True) if o for x in by_size[n]]
+        return Curve(nbytes=tuple(map(float, sizes)), seconds=tuple(map(float, best)))
+
+
+def _mean(samples: Sequence[Sample]) -> tuple[float, float]:
+    return float(np.mean([s.seconds for s in samples])), max(s.spread for s in samples)
+
+
+def _matmul_table(work: _Work, dtype: str) -> MatmulTable | None:
+    """The finest grid that was measured but for a few points; the mean of the three forms' times."""
+    forms: dict[tuple[int, int, int], list[Sample]] = {}
+    for t, s in work.of(*FORMS, dtype=dtype):
+        if t.extents[0] == 1:
+            _, m, n, k = t.extents
+            forms.setdefault((m, n, k), []).append(s)
+    points = {p: _mean(s) for p, s in forms.items() if len(s) == len(FORMS)}
+    if not points:
+        return None
+    largest = max(max(p) for p in points)
+    known = sorted({e for p in points for e in p})
+    grids = []
+    for step in (2, 4, 16, 1 << 30):
+        grid = [e for e in known if e in (SMALLEST_EXTENT, largest) or _on(e, step)]
+        cube = [(m, n, k) for m in grid for n in grid for k in grid]
+        missing = [p for p in cube if p not in points]
+        grids.append((grid, cube, missing))
+    grid, cube, missing = next(
+        (g for g in grids if len(g[2]) <= _FILLED_AT_MOST * len(g[1])), min(grids, key=lambda g: len(g[2]))
+    )
+    if len(missing) > _FILLED_AT_MOST * len(cube):
+        work.problems.append(
+            f"matmul {dtype}: {len(missing)} of {len(cube)} points of even the coarsest grid are missing; raise "
+            f"--budget and run again"
+        )
+        return None
+    if missing:
+        work.notes.append(
+            f"matmul {dtype}: {len(missing)} of {len(cube)} points were too slow to measure and run at the rate of "
+            f"their nearest neighbour"
+        )
+    logs = {p: np.log(p) for p in points}
+    seconds, spreads = [], []
+    for p in cube:
+        q = p if p in points else min(points, key=lambda o: float(np.abs(logs[o] - np.log(p)).sum()))
+        seconds.append(points[q][0] * math.prod(p) / math.prod(q))
+        spreads.append(points[q][1])
+    shape = (len(grid),) * 3
+    best, change, at = smoothed(np.reshape(seconds, shape))
+    work.smoothed[f"matmul {dtype}"] = change
+    if change > max(2 * spreads[at], _SMALL_PRODUCT_SLACK):
+        work.problems.append(
+            f"matmul {dtype}: not monotone at m, n, k = {cube[at]}: {seconds[at]:.3g} s, where "
+            f"{best.ravel()[at]:.3g} s would be monotone; run again on a quiet machine with --fresh"
+        )
+        off = np.abs(np.log(best.ravel() / np.array(seconds))) > math.log1p(_SMALL_PRODUCT_SLACK / 2)
+        work.doubtful += [s.key for p, o in zip(cube, off, strict=True) if o and p in forms for s in forms[p]]
+    rates = 2 * np.prod(np.array(cube, float), axis=1) / best.ravel()
+    table = MatmulTable(
+        dtype=dtype, m=tuple(grid), n=tuple(grid), k=tuple(grid), flops_per_s=tuple(map(float, rates))
+    )
+    top = rates[-1]
+    raw = 2 * np.prod(np.array(cube, float), axis=1) / np.array(seconds)
+    if raw.max() > _TOO_FAST * top:
+        p = cube[int(raw.argmax())]
+        work.problems.append(
+            f"matmul {dtype}: {raw.max():.3g} FLOP/s at m, n, k = {p}, over {_TOO_FAST:g} times the largest product's "
+            f"{top:.3g}: the timer or the compiler cheated; please report it"
+        )
+    return table
+
+
+def _on(extent: int, step: int) -> bool:
+    """Whether an extent is SMALLEST_EXTENT times a power of the step."""
+    ratio = extent // SMALLEST_EXTENT
+    while ratio > 1 and ratio % step == 0:
+        ratio //= step
+    return ratio == 1
+
+
+def _memory_curve(work: _Work) -> Curve | None:
+    return work.curve("memory-bound ops", work.of("elementwise", "reduction"), each=2)
+
+
+def _collectives(work: _Work) -> tuple[CollectiveCurve, ...]:
+    found: dict[tuple[str, tuple[int, ...]], list[tuple[Task, Sample]]] = {}
+    for t, s in work.of(*COLLECTIVE_OPS):
+        found.setdefault((t.op, t.ways), []).append((t, s))
+    out = []
+    for (op, ways), samples in found.items():
+        curve = work.curve(f"{op} over {list(ways)}", samples)
+        if curve is not None:
+            out.append(CollectiveCurve(kind=op, ways=ways, curve=curve))  # type: ignore[arg-type]
+    return tuple(sorted(out, key=lambda c: (c.kind, c.ways)))
+
+
+def _links(work: _Work, levels: tuple[Level, ...], curves: Sequence[CollectiveCurve]) -> list[LinkLevel]:
+    """Each level's latency and bandwidth from its all-gather, taken for a ring."""
+    out = []
+    for i, level in enumerate(levels):
+        ways = tuple(l.ways if j == i else 1 for j, l in enumerate(levels))
+        curve = next((c.curve for c in curves if c.kind == "all_gather" and c.ways == ways), None)
+        if curve is None:
+            continue
+        alpha, beta = fit_line(curve.nbytes, curve.seconds)
+        if alpha < -0.2 * curve.seconds[0] or beta <= 0:
+            work.problems.append(
+                f"link level '{level.name}': its all-gather gives a latency of {alpha:.3g} s and {beta:.3g} s a byte; "
+                f"neither can be negative; run again on a quiet machine with --fresh"
+            )
+            continue
+        w = level.ways
+        out.append(
+            LinkLevel(
+                name=level.name,
+                ways=0 if i == len(levels) - 1 else w,
+                latency_s=max(alpha, 0.0) / (w - 1),
+                bandwidth_bytes_per_s=(w - 1) / w / beta,
+                topology=level.topology,
+            )
+        )
+    return out
+
+
+def _conv_efficiency(work: _Work, table: MatmulTable | None) -> float | None:
+    """How far convolutions stay below the table's matmuls of the same extents; never above 1."""
+    if table is None:
+        return None
+    ratios = []
+    for t, s in work.of("conv.forward", "conv.input", "conv.filter", dtype=table.dtype):
+        images, side, c_in, c_out, window = t.extents
+        m, n, k = images * side * side, c_out, c_in * window * window
+        if t.op == "conv.input":
+            n, k = c_in, c_out * window * window
+        if t.op == "conv.filter":
+            m, n, k = c_in * window * window, c_out, images * side * side
+        rate = float(matmul_flops_per_s(table, *(np.array([float(x)]) for x in (m, n, k)))[0])
+        ratios.append(t.work / rate / s.seconds)
+    return min(1.0, float(np.exp(np.mean(np.log(ratios))))) if ratios else None
+
+
+def _checks(work: _Work, tables: Sequence[MatmulTable]) -> dict[str, float]:
+    """Predicted over measured, the three forms of a shape together."""
+    sums: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+    for t, s in work.found:
+        if t.witness:
+            sums.setdefault((t.dtype, t.extents), []).append(s.seconds)
+    out = {}
+    for (dtype, extents), seconds in sums.items():
+        table = next((x for x in tables if x.dtype == dtype), None)
+        if table is not None and len(seconds) == len(FORMS):
+            batch, m, n, k = map(float, extents)
+            rate = matmul_flops_per_s(table, np.array([m * batch]), np.array([n]), np.array([k]))[0]
+            predicted = 2 * batch * m * n * k / rate
+            out[f"matmul {dtype} {'x'.join(map(str, extents))}"] = float(predicted / np.mean(seconds))
+    return out
+
+
+def fit(
+    tasks: Sequence[Task],
+    samples: Mapping[str, Sample],
+    *,
+    name: str,
+    device_name: str,
+    memory_bytes: int,
+    levels: tuple[Level, ...],
+    provenance: Mapping[str, str],
+    ceilings: Ceilings = Ceilings(),
+    max_spread: float = 0.5,
+) -> Fitted:
+    """The machine that the samples describe. Raises Refused with every problem found."""
+    work = _Work(tasks, samples, max_spread)
+    dtypes = list(dict.fromkeys(t.dtype for t, _ in work.of(*FORMS)))
+    tables = [t for t in (_matmul_table(work, d) for d in dtypes) if t is not None]
+    memory = _memory_curve(work)
+    vector = [t.work * s for t, s in ((t, 1 / s.seconds) for t, s in work.of("vector"))]
+    launch = [s.seconds for _, s in work.of("launch")]
+    curves = _collectives(work)
+    links = _links(work, levels, curves)
+    if not tables:
+        work.problems.append("no matmul table: nothing of it was measured; raise --budget and run again")
+    for table in tables:
+        top = max(table.flops_per_s)
+        if top > ceilings.flops_per_s:
+            work.problems.append(
+                f"matmul {table.dtype}: {top:.3g} FLOP/s, but {ceilings.source} gives at most "
+                f"{ceilings.flops_per_s:.3g}: not physical; please report it"
+            )
+    if memory is not None:
+        rate = memory.nbytes[-1] / memory.seconds[-1]
+        if rate > ceilings.memory_bytes_per_s:
+            work.problems.append(
+                f"memory-bound ops: {rate:.3g} bytes/s at {memory.nbytes[-1]:g} bytes, but {ceilings.source} gives at "
+                f"most {ceilings.memory_bytes_per_s:.3g}: not physical; please report it"
+            )
+    for c in curves:
+        rate = c.curve.nbytes[-1] / c.curve.seconds[-1]
+        if rate > ceilings.memory_bytes_per_s:
+            work.problems.append(
+                f"{c.kind} over {list(c.ways)}: {rate:.3g} bytes/s, more than the device's memory moves: not physical"
+            )
+    if work.problems:
+        raise Refused(work.problems, work.doubtful)
+    assert memory is not None
+    conv = _conv_efficiency(work, tables[0])
+    efficiency = {"conv": conv} if conv is not None else {}
+    if conv is None:
+        work.notes.append("convolutions were not measured: they are priced as matmuls of the same extents")
+    if not links:
+        # One device: nothing joins it to another, but a machine file has a level. Its memory stands in.
+        rate = memory.nbytes[-1] / memory.seconds[-1]
+        links = [LinkLevel(name="memory", ways=0, latency_s=launch[0], bandwidth_bytes_per_s=rate)]
+        work.notes.append("one device: no link was measured; the file's one level is the device's own memory")
+    measured = f"measured: pase calibrate, {provenance.get('date', 'undated')}"
+    sources = {"device": measured, "levels": f"{measured}; from all-gather, taken for a ring"}
+    sources["device.memory_bytes"] = provenance.get("memory", "as the device reports it")
+    if curves:
+        sources["collectives"] = measured
+    sources["levels.ways"] = "as the devices lay when measured; the last: any number"
+    machine = Machine(
+        name=name,
+        title=f"{device_name}, measured",
+        device=Device(
+            name=device_name,
+            peak_flops={t.dtype: max(t.flops_per_s) for t in tables},
+            memory_bytes=memory_bytes,
+            memory_bandwidth_bytes_per_s=memory.nbytes[-1] / memory.seconds[-1],
+            efficiency=efficiency,
+            vector_flops=vector[0] if vector else None,
+            launch_s=launch[0] if launch else 0.0,
+            matmul_tables=tuple(tables),
+            memory_curve=memory,
+        ),
+        levels=tuple(links),
+        collectives=curves,
+        sources=sources,
+        provenance=dict(provenance),
+    )
+    return Fitted(
+        machine=machine, smoothed=work.smoothed, checks=_checks(work, tables), notes=tuple(work.notes)
+    )

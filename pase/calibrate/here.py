@@ -1,0 +1,228 @@
+"""Where we are: the devices, how they are joined, and all that a measurement's reader should know of them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pase.calibrate.fit import Ceilings
+from pase.calibrate.types import Level
+from pase.errors import PaseError
+
+__all__ = ["Here", "ceilings", "find", "level_layout", "parse_levels", "start"]
+
+_CPU_HZ_AT_MOST = 7e9
+_CPU_FLOP_A_CYCLE = 4096  # two matrix units of 1,024 multiply-adds
+_CPU_MEMORY_BYTES_PER_S = 2e12  # a socket's, caches far out
+_NVIDIA = "driver_version,clocks.max.sm,clocks.max.mem,clocks.sm,power.limit,name"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """devices: in the order in which ``levels`` numbers them, innermost level fastest.
+
+    fingerprint: what must be equal for a journal to be taken up; provenance: for the machine file.
+    """
+
+    devices: tuple[Any, ...]
+    levels: tuple[Level, ...]
+    platform: str
+    device_name: str
+    memory_bytes: int
+    process: int
+    processes: int
+    fingerprint: Mapping[str, Any]
+    provenance: Mapping[str, str]
+
+
+def start(
+    *, host_devices: int | None, coordinator: str | None, processes: int | None, process_id: int | None
+) -> None:
+    """Before JAX looks for devices: how many host devices, and who else takes part."""
+    import jax
+
+    if host_devices:
+        jax.config.update("jax_num_cpu_devices", host_devices)
+    given = (coordinator, processes, process_id)
+    if all(x is None for x in given):
+        return
+    if coordinator is None or processes is None or process_id is None:
+        raise PaseError(
+            "several processes need all of --coordinator HOST:PORT, --processes N and --process-id I"
+        )
+    if not 0 <= process_id < processes:
+        raise PaseError(f"--process-id {process_id} is not among 0..{processes - 1}")
+    # Without it, the CPU's devices of different processes could not talk; other platforms ignore it.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(coordinator, processes, process_id, initialization_timeout=120)
+    except RuntimeError as e:
+        raise PaseError(
+            f"process {process_id} of {processes} cannot join at {coordinator} ({str(e).splitlines()[0]}); "
+            f"start all processes within two minutes, each able to reach that address"
+        ) from e
+
+
+def parse_levels(text: str, devices: int) -> tuple[Level, ...]:
+    """ "host=2,rack=2" innermost first; the product is the number of devices.
+
+    >>> parse_levels("gpu=8,node=2", 16)[1]
+    Level(name='node', ways=2, topology='switch')
+    """
+    out, product = [], 1
+    for part in text.split(","):
+        name, eq, ways = part.partition("=")
+        if not eq or not ways.strip().isdigit() or int(ways) < 1 or not name.strip():
+            raise PaseError(f"--levels '{text}': write NAME=WAYS, innermost first, as in gpu=8,node=2")
+        out.append(Level(name=name.strip(), ways=int(ways)))
+        product *= int(ways)
+    if product != devices:
+        raise PaseError(f"--levels '{text}' joins {product} devices, but there are {devices}")
+    return tuple(out)
+
+
+def level_layout(devices: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Level, ...]]:
+    """Devices in order, and their levels: a torus by its coordinates, else devices of a process, then processes."""
+    coords = [tuple(d.coords) if getattr(d, "coords", None) is not None else () for d in devices]
+    cores = {getattr(d, "core_on_chip", 0) for d in devices}
+    if all(coords) and len(cores) == 1 and len(devices) > 1:
+        extents = [sorted({c[i] for c in coords}) for i in range(len(coords[0]))]
+        used = [i for i, e in enumerate(extents) if len(e) > 1]
+        count = 1
+        for i in used:
+            count *= len(extents[i])
+        if count == len(devices):
+            ordered = sorted(devices, key=lambda d: tuple(reversed(d.coords)))
+            return tuple(ordered), tuple(
+                Level(name="xyz"[i] if i < 3 else f"dim{i}", ways=len(extents[i]), topology="torus")
+                for i in used
+            )
+    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    processes = len({d.process_index for d in devices})
+    inside = len(devices) // processes
+    if inside * processes != len(devices):
+        raise PaseError("the processes have different numbers of devices; give each the same")
+    levels = []
+    if inside > 1 or processes == 1:
+        levels.append(Level(name="device", ways=inside))
+    if processes > 1:
+        levels.append(Level(name="process", ways=processes))
+    return tuple(ordered), tuple(levels)
+
+
+def find(levels: str | None = None) -> Here:
+    """What JAX sees; ``levels`` as ``parse_levels`` reads it, where the process layout is not the whole truth."""
+    import jax
+    import jaxlib
+
+    ordered, found = level_layout(jax.devices())
+    if levels:
+        found = parse_levels(levels, len(ordered))
+    first = ordered[0]
+    kind = first.device_kind if first.platform != "cpu" else _cpu_name()
+    local = max(jax.local_device_count(), 1)
+    memory, said = _memory(jax.local_devices()[0], local)
+    nvidia = _nvidia() if first.platform in ("gpu", "cuda") else {}
+    fingerprint = {
+        "platform": first.platform,
+        "device": kind,
+        "host": platform.node(),
+        "devices": len(ordered),
+        "processes": jax.process_count(),
+        "levels": [[l.name, l.ways] for l in found],
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "runtime": str(getattr(first.client, "platform_version", "")).strip().splitlines()[0:1],
+        "driver": nvidia.get("driver_version", ""),
+    }
+    provenance = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": kind,
+        "devices": f"{len(ordered)} in {jax.process_count()} processes, all at work at once",
+        "links": ", ".join(f"{l.name} x{l.ways}" for l in found),
+        "framework": f"jax {jax.__version__}, jaxlib {jaxlib.__version__}",
+        "host": f"{platform.system()} {platform.release()}, {os.cpu_count()} cores, {_cpu_name()}",
+        "memory": said,
+        **{f"nvidia-smi {k}": v for k, v in nvidia.items()},
+    }
+    if first.platform == "cpu":
+        provenance["clocks"] = _cpu_clock()
+    return Here(
+        devices=ordered,
+        levels=found,
+        platform=first.platform,
+        device_name=kind,
+        memory_bytes=memory,
+        process=jax.process_index(),
+        processes=jax.process_count(),
+        fingerprint=fingerprint,
+        provenance=provenance,
+    )
+
+
+def _memory(device: Any, local: int) -> tuple[int, str]:
+    stats = device.memory_stats() if hasattr(device, "memory_stats") else None
+    if stats and stats.get("bytes_limit"):
+        return int(stats["bytes_limit"]), "the device's bytes_limit"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total // local, f"the host's {total} bytes over its process's {local} devices"
+
+
+def _proc(field: str) -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            return next((line.partition(":")[2].strip() for line in f if line.startswith(field)), "")
+    except OSError:
+        return ""
+
+
+def _cpu_name() -> str:
+    return _proc("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_clock() -> str:
+    mhz = _proc("cpu MHz")
+    return f"{mhz} MHz when asked" if mhz else "unknown"
+
+
+def _nvidia() -> dict[str, str]:
+    """What nvidia-smi says of the first GPU; nothing where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    command = [program, f"--query-gpu={_NVIDIA}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = said.splitlines()[0].split(",") if said.strip() else []
+    return {k: v.strip() for k, v in zip(_NVIDIA.split(","), values, strict=False)}
+
+
+def ceilings(here: Here) -> Ceilings:
+    """Of the datasheet where a machine file knows the device, with a fifth to spare; of any CPU; else of nothing."""
+    from pase.machine import load, names
+
+    if here.platform == "cpu":
+        cores = os.cpu_count() or 1
+        return Ceilings(
+            flops_per_s=cores * _CPU_HZ_AT_MOST * _CPU_FLOP_A_CYCLE,
+            memory_bytes_per_s=_CPU_MEMORY_BYTES_PER_S,
+            source=f"{cores} cores of any CPU",
+        )
+    for name in names():
+        device = load(name).device
+        model = {w for w in device.name.replace("-", " ").lower().split() if any(c.isdigit() for c in w)}
+        if model & set(here.device_name.replace("-", " ").lower().split()):
+            return Ceilings(
+                flops_per_s=1.2 * max(device.peak_flops.values()),
+                memory_bytes_per_s=1.2 * device.memory_bandwidth_bytes_per_s,
+                source=f"the datasheet in {name}, with a fifth to spare,",
+            )
+    return Ceilings()

@@ -1,0 +1,171 @@
+"""Measuring a suite within a budget: warm-up, repeats, median and spread, doubtful points once more."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.calibrate.journal import Journal
+from pase.calibrate.types import Bench, Sample, Task
+
+__all__ = ["Outcome", "Settings", "again", "measure", "session", "spread"]
+
+_AGAIN_AT_ONCE = 60
+
+_SLOWER_THAN_BUDGET = 1 / 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How long and how carefully.
+
+    budget_s: what all tasks may take together; tasks of rank 0 are measured even beyond it.
+    program_s: an op is repeated inside one program until that takes so long: dispatch is then no part of it.
+    repeats: (fewest, most) timed programs. steady: a spread above this asks for more repeats.
+    max_spread: a sample that is wider is measured again in a resumed session, and refused by the fit.
+    """
+
+    budget_s: float = 300.0
+    program_s: float = 0.01
+    repeats: tuple[int, int] = (5, 15)
+    steady: float = 0.1
+    max_spread: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """measured: now; resumed: from the journal; too_slow: keys left out since one would eat the budget;
+    beyond: how many tasks the budget did not reach."""
+
+    measured: int
+    resumed: int
+    too_slow: tuple[str, ...]
+    beyond: int
+    seconds: float
+
+
+def spread(times: Iterable[float]) -> float:
+    """Interquartile range over the median.
+
+    >>> spread([1.0, 1.0, 1.0, 1.0]), spread([1.0, 2.0, 3.0])
+    (0.0, 0.5)
+    """
+    low, middle, high = np.percentile(list(times), [25, 50, 75])
+    return float((high - low) / middle)
+
+
+def measure(task: Task, bench: Bench, settings: Settings) -> Sample:
+    """One task: compile, warm up, choose how often, time; the slowest process's time counts."""
+    run = bench.prepare(task)
+    run(1)
+    once = max(v[0] for v in bench.share([run(1)]))
+    inner = 1
+    if task.op != "dispatch":
+        # A first estimate holds a program's dispatch; the second is of the op itself.
+        for _ in range(2):
+            inner = max(1, min(math.ceil(settings.program_s / max(once, 1e-9)), 1 << 20))
+            if inner == 1:
+                break
+            once = max(v[0] for v in bench.share([run(inner) / inner]))
+    fewest, most = settings.repeats
+    times: list[float] = []
+    for _ in range(2):
+        mine = [run(inner) / inner for _ in range(fewest)]
+        times += [max(t) for t in zip(*bench.share(mine), strict=True)]
+        if len(times) + fewest > most or spread(times) <= settings.steady:
+            break
+    return Sample(
+        key=task.key, seconds=statistics.median(times), spread=spread(times), repeats=len(times), inner=inner
+    )
+
+
+class _Forecast:
+    """Seconds that a task will take at least, from the best rate of smaller ones of its family."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, str, tuple[int, ...]], list[float]] = {}
+
+    def saw(self, task: Task, seconds: float) -> None:
+        self.seen.setdefault(task.family, []).append(seconds / task.work)
+
+    def of(self, task: Task) -> float:
+        """0 for the first two of a family: a curve needs two points, however slow."""
+        rates = self.seen.get(task.family, [])
+        return min(rates) * task.work if len(rates) > 1 else 0.0
+
+
+def session(
+    tasks: Iterable[Task],
+    bench: Bench,
+    journal: Journal,
+    settings: Settings,
+    say: Callable[[str, int, int], None] = lambda what, done, of: None,
+) -> Outcome:
+    """Measures in order, until the budget is spent; what the journal holds is not measured again.
+
+    One process (the first) looks at clock and journal, and shares what it decides.
+    """
+    tasks = list(tasks)
+    began = bench.now()
+    forecast = _Forecast()
+    slow: list[str] = []
+    measured = resumed = beyond = 0
+    for number, task in enumerate(tasks):
+        known = journal.samples.get(task.key)
+        # "dispatch" is small and jumpy by nature; only the op's own time is held to the limit.
+        usable = known is not None and (known.spread <= settings.max_spread or task.op == "dispatch")
+        spent = bench.now() - began
+        runs = 2 + settings.repeats[0]
+        if usable:
+            choice = 0.0
+        elif spent > settings.budget_s and task.rank > 0:
+            choice = 1.0
+        elif forecast.of(task) * runs > max(settings.budget_s * _SLOWER_THAN_BUDGET, 0.1):
+            choice = 2.0
+        else:
+            choice = 3.0
+        choice = bench.share([choice])[0][0]
+        if choice == 0:
+            resumed += 1
+            if known is not None:
+                forecast.saw(task, known.seconds)
+        elif choice == 1:
+            beyond += 1
+        elif choice == 2:
+            slow.append(task.key)
+        else:
+            say(task.key, number, len(tasks))
+            sample = measure(task, bench, settings)
+            journal.add(sample)
+            forecast.saw(task, sample.seconds)
+            measured += 1
+    return Outcome(
+        measured=measured,
+        resumed=resumed,
+        too_slow=tuple(slow),
+        beyond=beyond,
+        seconds=bench.now() - began,
+    )
+
+
+def again(
+    tasks: Sequence[Task],
+    doubtful: Sequence[str],
+    bench: Bench,
+    journal: Journal,
+    settings: Settings,
+    say: Callable[[str, int, int], None] = lambda what, done, of: None,
+) -> int:
+    """Measures what the first process doubts once more (it alone knows the keys); how many that were."""
+    place = {task.key: i for i, task in enumerate(tasks)}
+    mine = [float(place[key]) for key in doubtful if key in place][:_AGAIN_AT_ONCE]
+    shared = bench.share([float(len(mine)), *mine, *[0.0] * (_AGAIN_AT_ONCE - len(mine))])[0]
+    chosen = [tasks[int(i)] for i in shared[1 : 1 + int(shared[0])]]
+    for number, task in enumerate(chosen):
+        say(f"once more: {task.key}", number, len(chosen))
+        journal.add(measure(task, bench, settings))
+    return len(chosen)

@@ -1,0 +1,124 @@
+"""What is measured (Task), what came out (Sample), and what anything that measures answers (Bench)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+__all__ = ["COLLECTIVE_OPS", "FORMS", "Bench", "Level", "Op", "Sample", "Task"]
+
+Op = Literal[
+    "matmul.nn",
+    "matmul.nt",
+    "matmul.tn",
+    "conv.forward",
+    "conv.input",
+    "conv.filter",
+    "elementwise",
+    "reduction",
+    "vector",
+    "launch",
+    "dispatch",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "permute",
+]
+FORMS: tuple[Op, ...] = ("matmul.nn", "matmul.nt", "matmul.tn")
+"""[m,k]x[k,n] of forward, [m,k]x[n,k] of the input's gradient, [k,m]x[k,n] of the weight's."""
+COLLECTIVE_OPS: tuple[Op, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """A link level as it lies here, innermost first: ``ways`` units of the level below."""
+
+    name: str
+    ways: int
+    topology: Literal["switch", "torus"] = "switch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One thing to time.
+
+    extents: matmul: (batch, m, n, k); conv: (images, side, channels in, channels out, window).
+    nbytes: memory ops: bytes moved; collectives: the larger local buffer, as in ``CostModel.collective``.
+    ways: collectives: devices joined at each level, innermost first; all such groups talk at once.
+    rank: 0: needed for any machine file; then in the order in which a budget is spent.
+    witness: never fitted; the fit is checked against it.
+    """
+
+    op: Op
+    dtype: str = "float32"
+    extents: tuple[int, ...] = ()
+    nbytes: int = 0
+    ways: tuple[int, ...] = ()
+    rank: int = 0
+    witness: bool = False
+
+    @property
+    def key(self) -> str:
+        """The same for the same measurement, whatever its rank.
+
+        >>> Task(op="matmul.nn", extents=(1, 8, 32, 128)).key
+        'matmul.nn float32 1x8x32x128'
+        """
+        parts = [self.op, self.dtype]
+        if self.extents:
+            parts.append("x".join(map(str, self.extents)))
+        if self.nbytes:
+            parts.append(f"{self.nbytes}B")
+        if self.ways:
+            parts.append(f"over {list(self.ways)}".replace(" ", "").replace("over", "over "))
+        return " ".join(parts)
+
+    @property
+    def family(self) -> tuple[str, str, tuple[int, ...]]:
+        """Tasks whose time grows with ``work`` alone, so that one foretells the next."""
+        return self.op, self.dtype, self.ways
+
+    @property
+    def work(self) -> float:
+        """FLOPs of a product (a multiply-add is two), else bytes; 1 for what has no size."""
+        if self.op.startswith("conv"):
+            images, side, c_in, c_out, window = self.extents
+            return 2.0 * images * side * side * c_in * c_out * window * window
+        if self.op.startswith("matmul"):
+            return 2.0 * math.prod(self.extents)
+        return float(self.nbytes or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What one task took. seconds: the median; spread: interquartile range over the median."""
+
+    key: str
+    seconds: float
+    spread: float
+    repeats: int
+    inner: int
+    """How often the op ran within one timed program."""
+
+
+class Bench(Protocol):
+    """Measures tasks, on one process or on several that act alike.
+
+    In a team of processes each calls the same methods in the same order; ``share`` is what keeps
+    their decisions equal.
+    """
+
+    def prepare(self, task: Task) -> Callable[[int], float]:
+        """run(inner): seconds that the op takes ``inner`` times over, everything compiled before."""
+        ...
+
+    def share(self, values: list[float]) -> list[list[float]]:
+        """Every process's values, process 0's first; at most 64 of them."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+        ...

@@ -1,0 +1,345 @@
+"""``pase calibrate``: measure the devices here and write a machine file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pase.commands.options import JsonOption, console, print_json, progress
+
+if TYPE_CHECKING:
+    from pase.calibrate import Fitted, Journal, Settings, Task
+    from pase.calibrate.here import Here
+
+__all__ = ["calibrate"]
+
+_PROGRAM_S = 0.01
+_ROUNDS = 4
+"""Fits, each but the last followed by measuring again what the fit doubts."""
+
+
+def calibrate(
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", help="The machine file to write; --machine takes it.", metavar="FILE"),
+    ] = Path("machine.toml"),
+    budget: Annotated[
+        str, typer.Option(help="Time to measure in: 60s, 5m, 1h. Coarse tables come first, finer ones after.")
+    ] = "5m",
+    dtypes: Annotated[
+        str | None,
+        typer.Option(
+            help="Of matmuls, most important first. Default: float32,bfloat16 on CPUs, else reversed."
+        ),
+    ] = None,
+    levels: Annotated[
+        str | None,
+        typer.Option(
+            help="Link levels, innermost first: gpu=8,node=2. Default: devices of a process, then processes."
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", "-n", help="CPU: so many host devices a process.", min=1)
+    ] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(help="Several processes: HOST:PORT of process 0.", metavar="HOST:PORT")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="Several processes: how many.", min=1)] = None,
+    process_id: Annotated[
+        int | None, typer.Option(help="Several processes: which this is, from 0.", min=0)
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what the journal holds.")] = False,
+    max_spread: Annotated[
+        float,
+        typer.Option(
+            help="Refuse measurements whose middle half is wider, as a part of the median.", min=0.0
+        ),
+    ] = 0.5,
+    name: Annotated[str | None, typer.Option(help="The machine's name. Default: the file's.")] = None,
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Measure nothing: collectives from a run's traces, put into --base.",
+            metavar="TRACES",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="With --from: the machine that gets them, a name or a .toml file.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure the devices here with JAX and write a machine file.
+
+    Measured: matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and
+    collectives by size; launch overhead; convolutions. All devices work at once, as they do in training, so what
+    they share is in the figures. Every sample is a median of repeats with its spread. Each is written to
+    FILE.journal as it is measured: after a stop (Ctrl-C), the same command goes on from there, and a larger
+    --budget refines what is there. A machine file is written only if the measurements make sense: a sample that
+    is too wide, a table that falls, a rate above physics is refused by name.
+
+    \b
+    Examples:
+      pase calibrate -o machine.toml                     the GPUs, TPUs or the CPU of this process
+      pase calibrate -o cpu.toml -n 4 --budget 60s       four host devices on a CPU
+      pase calibrate -o pair.toml --coordinator a:1234 --processes 2 --process-id 0
+                                                         on host a; the same with --process-id 1 on b
+      pase calibrate -o net.toml --levels host=2,rack=2 --coordinator ...
+      pase calibrate --from traces/ --base h100x8 -o ours.toml
+      pase compile zoo:gpt2 --devices 4 --machine machine.toml
+
+    \b
+    Exit status: 0 written; 1 the measurements make no sense, nothing was written; 2 bad usage; 130 stopped.
+    """
+    from pase.errors import PaseError
+
+    result: dict[str, Any] | None
+    if traces is not None:
+        result = _from_traces(traces, base, output, name)
+    elif base is not None:
+        raise PaseError("--base goes with --from TRACES; a calibration measures everything itself")
+    else:
+        from pase.calibrate.here import start
+
+        start(host_devices=devices, coordinator=coordinator, processes=processes, process_id=process_id)
+        result = _measured(output, _seconds(budget), dtypes, levels, fresh, max_spread, name)
+    if result is None:
+        return
+    if json:
+        print_json(result)
+    else:
+        _print(result)
+
+
+def _seconds(text: str) -> float:
+    from pase.errors import PaseError
+
+    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+    number = text[:-1] if scale else text
+    try:
+        value = float(number) * (scale or 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise PaseError(f"--budget '{text}': write 60s, 5m or 1h")
+    return value
+
+
+def _measured(
+    output: Path,
+    budget_s: float,
+    dtypes: str | None,
+    levels: str | None,
+    fresh: bool,
+    max_spread: float,
+    name: str | None,
+) -> dict[str, Any] | None:
+    """Measures and, on the first process, writes the file; None on the others."""
+    from pase.calibrate.device import Devices
+    from pase.calibrate.fit import Refused
+    from pase.calibrate.here import find
+    from pase.calibrate.journal import Journal
+    from pase.calibrate.session import Settings, again, session
+    from pase.calibrate.suite import budgeted, suite
+    from pase.errors import Infeasible
+    from pase.machine import dumps
+
+    here = find(levels)
+    first = here.process == 0
+    settings = Settings(
+        budget_s=budget_s, max_spread=max_spread, program_s=min(_PROGRAM_S, budget_s / 2000)
+    )
+    wanted = (
+        tuple(dtypes.split(","))
+        if dtypes
+        else ("float32", "bfloat16")[:: 1 if here.platform == "cpu" else -1]
+    )
+    _check_dtypes(wanted)
+    path = output.with_name(output.name + ".journal")
+    if first:
+        # Told before hours are spent, not after.
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if not output.exists():
+            output.touch()
+            output.unlink()
+    journal = Journal(path if first else None, here.fingerprint, fresh=fresh)
+    bench = Devices(here)
+    fitted: Fitted | None = None
+    refused: Refused | None = None
+    try:
+        with progress() as say:
+
+            def told(what: str, done: int, of: int) -> None:
+                say(f"[{done}/{of}] {what}")
+
+            target = budgeted(bench, journal, settings, here.levels, wanted, here.memory_bytes)
+            tasks = suite(target)
+            outcome = session(tasks, bench, journal, settings, told)
+            for left in reversed(range(_ROUNDS)):
+                if first:
+                    try:
+                        fitted, refused = _fitted(here, tasks, journal, settings, name or output.stem), None
+                    except Refused as e:
+                        refused = e
+                doubtful = refused.doubtful if refused else ()
+                if not left or not again(tasks, doubtful, bench, journal, settings, told):
+                    break
+    except KeyboardInterrupt:
+        if first:
+            console(err=True).print(
+                f"{len(journal.samples)} measurements are kept in {path}; the same command goes on from there",
+                highlight=False,
+            )
+        raise
+    if not first:
+        return None
+    if refused is not None or fitted is None:
+        raise Infeasible(f"{refused}\nNothing was written to {output}; the measurements are in {path}.")
+    output.write_text(dumps(fitted.machine), encoding="utf-8")
+    spreads = sorted(s.spread for s in journal.samples.values())
+    return {
+        "output": str(output),
+        "journal": str(path),
+        "machine": _outline(fitted.machine),
+        "measured": outcome.measured,
+        "resumed": outcome.resumed,
+        "seconds": round(outcome.seconds, 2),
+        "beyond_budget": outcome.beyond,
+        "too_slow": list(outcome.too_slow),
+        "median_spread": spreads[len(spreads) // 2],
+        "smoothed": {k: v for k, v in fitted.smoothed.items() if v > 0},
+        "checks_predicted_over_measured": dict(fitted.checks),
+        "notes": list(fitted.notes),
+        "provenance": dict(fitted.machine.provenance),
+    }
+
+
+def _fitted(here: Here, tasks: Sequence[Task], journal: Journal, settings: Settings, name: str) -> Fitted:
+    from pase.calibrate.fit import fit
+    from pase.calibrate.here import ceilings
+
+    return fit(
+        tasks,
+        journal.samples,
+        name=name,
+        device_name=here.device_name,
+        memory_bytes=here.memory_bytes,
+        levels=here.levels,
+        provenance={**here.provenance, **_asides(journal, settings.budget_s)},
+        ceilings=ceilings(here),
+        max_spread=settings.max_spread,
+    )
+
+
+def _check_dtypes(wanted: tuple[str, ...]) -> None:
+    from pase.errors import PaseError
+
+    known = ("float32", "bfloat16", "float16")
+    for dtype in wanted:
+        if dtype not in known:
+            raise PaseError(f"--dtypes: '{dtype}' is none of {', '.join(known)}")
+
+
+def _asides(journal: Any, budget_s: float) -> dict[str, str]:
+    """What is worth recording and has no place in a machine's tables."""
+    out = {"budget": f"{budget_s:g} s"}
+    dispatch = next((s for s in journal.samples.values() if s.key.startswith("dispatch")), None)
+    if dispatch is not None:
+        out["dispatch"] = f"{dispatch.seconds * 1e6:.0f} us for a program of one small op, from the host"
+    return out
+
+
+def _from_traces(traces: Path, base: str | None, output: Path, name: str | None) -> dict[str, Any]:
+    from pase.calibrate.traces import with_traces
+    from pase.errors import PaseError
+    from pase.machine import dumps, load
+
+    if base is None:
+        raise PaseError(
+            "--from TRACES measures collectives alone; say with --base NAME which machine they belong to"
+        )
+    machine, told = with_traces(load(base), traces, name or output.stem)
+    output.write_text(dumps(machine), encoding="utf-8")
+    return {"output": str(output), "machine": _outline(machine), **told}
+
+
+def _outline(machine: Any) -> dict[str, Any]:
+    device = machine.device
+    return {
+        "name": machine.name,
+        "device": device.name,
+        "digest": machine.digest,
+        "peak_flops": dict(device.peak_flops),
+        "memory_bytes": device.memory_bytes,
+        "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
+        "vector_flops": device.vector_flops,
+        "launch_s": device.launch_s,
+        "conv_of_matmul": device.efficiency.get("conv"),
+        "matmul_tables": {t.dtype: [len(t.m), len(t.n), len(t.k)] for t in device.matmul_tables},
+        "memory_points": len(device.memory_curve.nbytes) if device.memory_curve else 0,
+        "levels": [
+            {
+                "name": l.name,
+                "ways": l.ways,
+                "latency_s": l.latency_s,
+                "bandwidth_bytes_per_s": l.bandwidth_bytes_per_s,
+            }
+            for l in machine.levels
+        ],
+        "collectives": [
+            {
+                "kind": c.kind,
+                "ways": list(c.ways),
+                "points": len(c.curve.nbytes),
+                "largest_bytes": c.curve.nbytes[-1],
+                "largest_s": c.curve.seconds[-1],
+            }
+            for c in machine.collectives
+        ],
+    }
+
+
+def _print(r: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from pase.commands.machines import _si
+
+    out, m = console(), r["machine"]
+    numbers = Table(title=f"{m['name']}: {m['device']}", show_header=False)
+    for dtype, peak in m["peak_flops"].items():
+        size = "x".join(map(str, m["matmul_tables"].get(dtype, []))) or "no table"
+        numbers.add_row(f"matmul {dtype}", f"up to {_si(peak, 'FLOP/s')} ({size})")
+    numbers.add_row(
+        "memory", f"{_si(m['memory_bandwidth_bytes_per_s'], 'B/s')} ({m['memory_points']} points)"
+    )
+    if m["vector_flops"]:
+        numbers.add_row("outside of matmuls", _si(m["vector_flops"], "FLOP/s"))
+    numbers.add_row("launch", f"{m['launch_s'] * 1e6:.3g} µs an op")
+    for l in m["levels"]:
+        ways = l["ways"] or "any number"
+        rate = _si(l["bandwidth_bytes_per_s"], "B/s")
+        numbers.add_row(f"link {l['name']}", f"{ways}, {rate}, {l['latency_s'] * 1e6:.3g} µs a step")
+    out.print(numbers)
+    if m["collectives"]:
+        table = Table(title="Collectives")
+        for column in ("kind", "ways, innermost first", "points", "largest", "takes"):
+            table.add_column(column, justify="right" if column in ("points", "largest", "takes") else "left")
+        for c in m["collectives"]:
+            takes = f"{c['largest_s'] * 1e3:.4g} ms"
+            ways = "x".join(map(str, c["ways"]))
+            table.add_row(c["kind"], ways, str(c["points"]), _si(c["largest_bytes"], "B"), takes)
+        out.print(table)
+    for what, ratio in r.get("checks_predicted_over_measured", {}).items():
+        out.print(f"check, not fitted: {what}: predicted {ratio:.2f} of measured", highlight=False)
+    for note in r.get("notes", []):
+        out.print(f"note: {note}", highlight=False)
+    if "measured" in r:
+        out.print(
+            f"{r['measured']} measured, {r['resumed']} from the journal, {r['beyond_budget']} beyond the budget, "
+            f"{len(r['too_slow'])} too slow for it, in {r['seconds']:.0f} s; median spread {r['median_spread']:.0%}",
+            highlight=False,
+        )
+    out.print(f"written: {r['output']}", highlight=False)
