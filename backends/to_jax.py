@@ -91,6 +91,17 @@ class JaxPlan:
             lambda s: NamedSharding(mesh, s), self.specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
         )
 
+    def gradient_shardings(self, mesh: Any | None = None) -> Any:
+        """Pytree of NamedSharding like params: how gradients and optimizer state are kept; as the parameters are,
+        or split further."""
+        import jax
+
+        mesh = mesh if mesh is not None else self.mesh()
+        c = self.constraints
+        names = self._leaf_names()[: len(self.traced.param_paths)]
+        flat = [self.sharding(c.state.get(t, c.storage.get(t, ())), mesh) for t in names]
+        return jax.tree.unflatten(jax.tree.structure(self._shapes()[0]), flat)
+
     def loss(self, mesh: Any | None = None) -> Callable[..., Any]:
         """The user's function, constrained: loss(params, *batch) -> scalar (or what the function returns, flat)."""
         import jax
@@ -116,23 +127,23 @@ class JaxPlan:
         return constrained
 
     def value_and_grad(self, mesh: Any | None = None) -> Callable[..., Any]:
-        """f(params, *batch) -> (loss, grads); gradients are constrained to the layout that parameters are stored in."""
+        """f(params, *batch) -> (loss, grads), gradients laid out as ``gradient_shardings`` says."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
         aux = len(self.traced.jaxpr.out_avals) > 1
         fn = jax.value_and_grad(self.loss(mesh), has_aux=aux)
-        storage = self.in_shardings(mesh)[0]
+        kept = self.gradient_shardings(mesh)
 
         def graded(params: Any, *batch: Any) -> Any:
             value, grads = fn(params, *batch)
-            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, storage)
+            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
             return (value[0] if aux else value), grads
 
         return graded
 
     def state_shardings(self, optimizer: Any, mesh: Any | None = None) -> Any:
-        """Shardings of the optimizer's state: what mirrors a parameter is stored as the parameter is."""
+        """Shardings of the optimizer's state: what mirrors a parameter is stored as its gradient is."""
         import jax
         import optax
         from jax.sharding import NamedSharding, PartitionSpec
@@ -149,7 +160,7 @@ class JaxPlan:
             return leaf if masked(leaf) else sharding if leaf.shape == param.shape else whole
 
         return optax.tree_map_params(
-            optimizer, like, state, params, self.in_shardings(mesh)[0],
+            optimizer, like, state, params, self.gradient_shardings(mesh),
             transform_non_params=lambda _: whole, is_leaf=masked,
         )  # fmt: skip
 
@@ -174,12 +185,17 @@ class JaxPlan:
         mesh = mesh if mesh is not None else self.mesh()
         params_sharding, *batch_shardings = self.in_shardings(mesh)
         state_sharding = self.state_shardings(optimizer, mesh)
+        updated_as = self.gradient_shardings(mesh)
         graded = self.value_and_grad(mesh)
 
         def step(params: Any, opt_state: Any, *batch: Any) -> Any:
             loss, grads = graded(params, *batch)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, loss
+            # Each device updates the part whose state it has; out_shardings then gather the parameters.
+            mine = jax.tree.map(jax.lax.with_sharding_constraint, params, updated_as)
+            updates, opt_state = optimizer.update(grads, opt_state, mine)
+            updated = optax.apply_updates(mine, updates)
+            updated = jax.tree.map(jax.lax.with_sharding_constraint, updated, updated_as)
+            return updated, opt_state, loss
 
         return jax.jit(
             step,
@@ -243,7 +259,9 @@ class _Walk:
         return value
 
     def defined(self, value: Any, tensor: str | None) -> Any:
-        return self._through(value, self.plan.constraints.define.get(tensor or "", ()))
+        through = self.plan.constraints.define.get(tensor or "", ())
+        straight = self.plan.constraints.gradient.get(tensor or "")
+        return self._through(value, through) if straight is None else self._gathered(value, through, straight)
 
     def _read(self, value: Any, path: str, tensor: str | None, copies: Copies) -> Any:
         """The value as the equation reads it: of the copy that it shares with others, if it does."""
@@ -258,7 +276,7 @@ class _Walk:
         return self._through(value, through) if straight is None else self._gathered(value, through, straight)
 
     def _gathered(self, value: Any, through: Sequence[Placement], straight: Placement) -> Any:
-        """Led through the layouts; its gradient goes into the storage layout at once, not back the same way."""
+        """Led through the layouts; its gradient goes at once into the layout that it is kept in, not back the way."""
         import jax
 
         @jax.custom_vjp

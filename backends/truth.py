@@ -53,7 +53,7 @@ def compare(plan: Plan, compiled: Any) -> list[Row]:
     for c in plan.collectives:
         nbytes = c.nbytes * c.times
         predicted[c.kind] += nbytes
-        if c.kind == "all_reduce" and _flow(c) in scattered:
+        if c.kind == "all_reduce" and _flow(c) in scattered and not sums.sliced_between(c):
             continue  # a whole all-reduce over all the axes stood in for the reduce-scatter
         if c.kind in ("all_reduce", "reduce_scatter"):
             on_cpu["all_reduce"] += nbytes * sums.count(c)
@@ -99,6 +99,13 @@ class _Sums:
         if self.graph.node[c.node].kind == "copy":
             copied, nodes = self.graph.node[c.node].ops[0].writes[0].tensor, list(self.readers[c.node])
         return max(sum(self._read(c, n, copied) for n in nodes), 1)
+
+    def sliced_between(self, c: Collective) -> bool:
+        """Is this what is left to sum of a product whose gradient goes straight into slices? XLA then sums over the
+        slices' axes first, whole, and over the others in slices."""
+        main = self.graph.node[c.node].main
+        product = main.kind in ("matmul", "conv") and any(a.tensor == c.tensor for a in main.reads)
+        return product and c.phase == "backward" and c.tensor in self.plan.gradient
 
     def _read(self, c: Collective, node: str, tensor: str) -> int:
         ops = self.graph.node[node].ops

@@ -10,7 +10,7 @@ import numpy as np
 from pase.baselines.flow import Roles
 from pase.ir import Graph, Node
 from pase.machine import Machine, Mesh, axis_levels, level_ways
-from pase.tables.layouts import NOT_SPLIT, number, shards
+from pase.tables.layouts import NOT_SPLIT, number, shards, state_index
 
 __all__ = [
     "PERSISTENT_ELEMENTS",
@@ -20,6 +20,7 @@ __all__ = [
     "most",
     "no_batch",
     "only",
+    "state_apart",
     "stored_apart",
     "ways_over",
 ]
@@ -79,11 +80,21 @@ def stored_apart(
     """
     whole = only(cfg, axes, [NOT_SPLIT])
     sizes = [number(d.size, node.name) for d in node.space]
-    for i in sorted(range(len(sizes)), key=lambda i: (i in taken, -sizes[i])):
+    stored = [i for i, d in enumerate(node.space) if d.kind != "state"]
+    for i in sorted(stored, key=lambda i: (i in taken, -sizes[i])):
         on = only(cfg, axes, [i])
         if on.any():
             return on | whole if _elements(node) < PERSISTENT_ELEMENTS else on
     return whole
+
+
+def state_apart(node: Node, cfg: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+    """A parameter whole over these axes, its gradient and optimizer state over all of them where they divide."""
+    state = state_index(node)
+    on = only(cfg, axes, state)
+    if not state or not on.any():
+        return only(cfg, axes, [NOT_SPLIT])
+    return on | only(cfg, axes, [NOT_SPLIT]) if _elements(node) < PERSISTENT_ELEMENTS else on
 
 
 def _batch_size(graph: Graph, r: Roles) -> int:

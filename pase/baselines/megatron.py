@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 
 from pase.baselines.flow import Roles, roles
-from pase.baselines.masks import by_batch, fits, free, most, no_batch, only, stored_apart
+from pase.baselines.masks import by_batch, fits, free, most, no_batch, only, state_apart, stored_apart
 from pase.baselines.rules import rule
 from pase.baselines.types import Allow, Intent, Skipped
 from pase.ir import Graph, Node
@@ -17,12 +18,15 @@ from pase.tables.layouts import NOT_SPLIT
 
 __all__ = ["megatron"]
 
+Apart = Literal["nothing", "state", "parameters"]
+
 
 @rule("megatron")
 def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
     """Tensor parallelism within data parallelism (Shoeybi et al. 2019), each degree, with and without
     sequence parallelism (Korthikanti et al. 2022): ``megatron_8x4`` is data 8 × model 4. ``megatron_sp_fsdp``
-    stores parameters split over the data axis, too, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3).
+    stores parameters split over the data axis, too, as Llama 3 was trained (Grattafiori et al. 2024, section 3.3);
+    ``megatron_sp_zero2`` only gradients and optimizer state (Megatron-LM's distributed optimizer).
 
     Heads, hidden units and vocabulary go over the model axes. Fewer heads (or key-value heads) than model
     devices are split as far as they go, on a mesh with two model axes, and repeated beyond.
@@ -55,11 +59,12 @@ def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | 
         uneven = [s for s in sizes if s % degree]
         notes = tuple(f"a dim of {s} does not divide by {degree}: split less, or whole" for s in uneven)
         sequence = r.sizes(graph, r.sequence)
-        variants = {"megatron": (False, False)}
+        variants: dict[str, tuple[bool, Apart]] = {"megatron": (False, "nothing")}
         if any(s % degree == 0 for s in sequence):
-            variants["megatron_sp"] = (True, False)
+            variants["megatron_sp"] = (True, "nothing")
             if data > 1:
-                variants["megatron_sp_fsdp"] = (True, True)
+                variants["megatron_sp_zero2"] = (True, "state")
+                variants["megatron_sp_fsdp"] = (True, "parameters")
         else:
             yield Skipped(
                 name=f"megatron_sp_{label}", reason=f"no sequence dim ({sequence}) divides by {degree}"
@@ -79,16 +84,18 @@ def _model_meshes(data: int, degree: int, sizes: Sequence[int]) -> Iterator[Mesh
         yield Mesh(names=(*names, "model", "model2"), sizes=(*outer, part, degree // part))
 
 
-def _tensor_parallel(r: Roles, data: int, *, by_sequence: bool, apart: bool) -> Allow:
-    """apart: parameters are stored split over the data axis, too."""
+def _tensor_parallel(r: Roles, data: int, *, by_sequence: bool, apart: Apart) -> Allow:
+    """apart: what is split over the data axis, too."""
     batch_axes = [0] if data > 1 else []
 
     def parameter(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         model = range(len(batch_axes), len(mesh.sizes))
         tensor, experts = r.dims(node, r.tensor), r.dims(node, r.experts)
         allowed = only(cfg, model, [*tensor, *experts, NOT_SPLIT])
-        if apart:
+        if apart == "parameters":
             allowed &= stored_apart(node, cfg, mesh, batch_axes, taken=[*tensor, *experts])
+        elif apart == "state":
+            allowed &= state_apart(node, cfg, batch_axes)
         else:
             allowed &= only(cfg, batch_axes, [NOT_SPLIT])
         return most(cfg, allowed, [*tensor, *experts], mesh) if tensor else allowed

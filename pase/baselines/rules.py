@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from pase.baselines.flow import Roles, roles
-from pase.baselines.masks import by_batch, free, most, no_batch, only, stored_apart
+from pase.baselines.masks import by_batch, free, most, no_batch, only, state_apart, stored_apart
 from pase.baselines.types import Allow, Intent, Skipped
 from pase.ir import Graph, Node
 from pase.machine import Machine, Mesh, level_ways
@@ -35,7 +35,7 @@ def names() -> list[str]:
     """Names of all methods, in order of registration.
 
     >>> names()
-    ['data_parallel', 'fsdp', 'hsdp', 'owt', 'megatron']
+    ['data_parallel', 'zero2', 'fsdp', 'hsdp', 'owt', 'megatron']
     """
     return list(_rules)
 
@@ -60,6 +60,22 @@ def data_parallel(graph: Graph, devices: int, machine: Machine) -> Iterator[Inte
         return by_batch(r, node, cfg, mesh, [0])
 
     yield Intent(name="data_parallel", mesh=Mesh(names=("data",), sizes=(devices,)), allow=allow)
+
+
+@rule("zero2")
+def zero2(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
+    """ZeRO-2 (Rajbhandari et al. 2020): data parallelism, each device with a part of the gradients and of the
+    optimizer's state. ZeRO-1 moves the same bytes and keeps whole gradients, so that only its memory is worse."""
+    r = roles(graph)
+    why = no_batch(graph, r, devices)
+    if why:
+        yield Skipped(name="zero2", reason=why)
+        return
+
+    def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        return state_apart(node, cfg, [0]) if node.kind == "parameter" else by_batch(r, node, cfg, mesh, [0])
+
+    yield Intent(name="zero2", mesh=Mesh(names=("data",), sizes=(devices,)), allow=allow)
 
 
 @rule("fsdp")

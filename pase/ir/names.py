@@ -51,7 +51,9 @@ def named(graph: Graph) -> Graph:
     sharing: Counter[int] = Counter()
     for n in graph.nodes:
         if n.kind == "parameter":
-            sharing.update({classes[n.name, d.name] for d in n.space if d.kind != "replicated"})
+            sharing.update(
+                {classes[n.name, d.name] for d in n.space if d.kind not in ("replicated", "state")}
+            )
     shared = [c for c in sharing if c not in letters]
     free = (c for c in _LETTERS if c not in used)
     if shared:  # the model's width: the dim that most parameters have
@@ -72,8 +74,8 @@ def named(graph: Graph) -> Graph:
         new: dict[str, str] = {}
         for d in n.space:
             base = (
-                "pending"
-                if d.kind == "pending"
+                d.kind
+                if d.kind in ("pending", "state")
                 else "l"
                 if d.kind == "replicated"
                 else letter(classes[n.name, d.name])

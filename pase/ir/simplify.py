@@ -45,7 +45,7 @@ def simplify(graph: Graph) -> Graph:
     groups.join_light()
     groups.join_operands()
     groups.join_results()
-    return _with_copies(groups.finish())
+    return _with_states(_with_copies(groups.finish()))
 
 
 class _Groups:
@@ -433,6 +433,19 @@ def _with_copies(graph: Graph) -> Graph:
         nodes.append(_reading(n, renames))
         nodes += copies[n.name]
     return replace(graph, nodes=tuple(nodes), tensors=tensors)
+
+
+def _with_states(graph: Graph) -> Graph:
+    """A 'state' dim on every parameter that is trained: axes there split its gradient and optimizer state alone."""
+
+    def extended(n: Node) -> Node:
+        if n.ops[0].kind != "parameter" or not graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
+            return n
+        if all(d.kind != "parallel" for d in n.space):
+            return n
+        return replace(n, space=IterationSpace((*n.space.dims, Dim(name="state", size=0, kind="state"))))
+
+    return replace(graph, nodes=tuple(map(extended, graph.nodes)))
 
 
 def _factored(producer: Node, write: Access) -> tuple[list[Walk], list[Dim]]:

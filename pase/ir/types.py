@@ -39,9 +39,10 @@ _WALK = re.compile(
     re.ASCII,
 )
 
-DimKind = Literal["parallel", "reduction", "window", "replicated", "pending"]
+DimKind = Literal["parallel", "reduction", "window", "replicated", "pending", "state"]
 """parallel: may be split. reduction: may be split, leaving partial sums. window: a filter's extent, not split.
-replicated: may not be split. pending (copy nodes only): mesh axes over which gradients arrive partial."""
+replicated: may not be split. pending (copy nodes only): mesh axes over which gradients arrive partial.
+state (parameter nodes only): mesh axes that split the gradient and the optimizer's state, but not the parameter."""
 
 Role = Literal["parameter", "input", "activation", "constant"]
 

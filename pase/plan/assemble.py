@@ -75,7 +75,7 @@ def assemble(
         if t.role in leaves and t.name in graph.producer:
             leaves[t.role][t.path] = TensorPlan(
                 shape=tuple(number(s, t.path) for s in t.shape), dtype=t.dtype, storage=c.storage[t.name],
-                used_as=tuple(uses.get(t.name, ())),
+                used_as=tuple(uses.get(t.name, ())), state=c.state.get(t.name),
             )  # fmt: skip
     return Plan(
         model=name, devices=mesh.devices, machine=machine.name, machine_digest=machine.digest,

@@ -3,12 +3,14 @@
 Framework-free. A placement is, per tensor dim, the mesh axes that split it, major to minor (what JAX writes
 as a PartitionSpec). Four kinds of place:
 
-- storage: how a parameter, its gradient and its optimizer state are kept; how a batch input arrives;
+- storage: how a parameter is kept; how a batch input arrives;
+- state: how a parameter's gradient and optimizer state are kept, where they are split further than the parameter;
 - define: where a tensor is made, or (T27c) how the copy of T27 is made that several readers share;
 - read: where one op wants a tensor in another layout than it was made or copied in, and (with its name, perhaps
   without a layout) who reads the copy.
 
-- gradient: of a read, the layout that its gradient is brought into at once, where that is not simply the way back.
+- gradient: of a read, or of a tensor that a parameter's node makes, the layout that its gradient is brought into at
+  once, where that is not simply the way back.
 
 Entries but the last are layouts on the way: a partitioner that is asked for several moves at once falls back to
 gathering everything.
@@ -26,7 +28,17 @@ import numpy as np
 
 from pase.ir import Graph, Tensor
 from pase.machine import Mesh
-from pase.tables.layouts import PARTIAL, PENDING, REPLICATED, blocks_of, read_states, tensor_dim, write_states
+from pase.tables.layouts import (
+    PARTIAL,
+    PENDING,
+    REPLICATED,
+    blocks_of,
+    forward_states,
+    gradient_states,
+    read_states,
+    tensor_dim,
+    write_states,
+)
 from pase.tables.reshard_path import path
 
 __all__ = ["Constraints", "Placement", "constraints", "placement", "raw_name"]
@@ -37,9 +49,10 @@ Placement = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """See the module's text. ``read`` is keyed "EQUATION|TENSOR"."""
+    """See the module's text. ``read`` is keyed "EQUATION|TENSOR", ``gradient`` too, or by a tensor's name alone."""
 
     storage: Mapping[str, Placement] = field(default_factory=dict)
+    state: Mapping[str, Placement] = field(default_factory=dict)
     define: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     read: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     gradient: Mapping[str, Placement] = field(default_factory=dict)
@@ -64,10 +77,12 @@ def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placeme
 def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Constraints:
     """All constraints of a strategy: node name -> config, int8 [axes]."""
     storage: dict[str, Placement] = {}
+    state: dict[str, Placement] = {}
     define: dict[str, tuple[Placement, ...]] = {}
     read: dict[str, tuple[Placement, ...]] = {}
     gradient: dict[str, Placement] = {}
     current: dict[str, np.ndarray] = {}
+    summed: dict[str, np.ndarray] = {}  # layouts of gradients of parameters whose state is split further
 
     for n in graph.nodes:
         for op in n.ops:
@@ -91,13 +106,22 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                 elif rows:
                     read[f"{op.eqn}|{raw_name(a.tensor)}"] = rows
                     if graph.producer[a.tensor].kind == "parameter" and tensor.needs_grad:
-                        straight = _straight(current[a.tensor], states, tensor, mesh)
+                        stored = summed.get(a.tensor, current[a.tensor])
+                        straight = _straight(stored, states, tensor, mesh)
                         if straight is not None:
                             gradient[f"{op.eqn}|{raw_name(a.tensor)}"] = straight
             for a in op.writes:
                 tensor = graph.tensors[a.tensor]
-                states = write_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
-                states = np.where(states == PENDING, REPLICATED, states)
+                written = write_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
+                states = forward_states(written)
+                if (written < PENDING).any():
+                    summed[a.tensor] = gradient_states(written)
+                    where = placement(summed[a.tensor], tensor.shape, mesh)  # type: ignore[arg-type]
+                    assert where is not None  # chosen so that its blocks are contiguous
+                    if op is n.ops[0]:
+                        state[a.tensor] = where
+                    if graph.read_outside(n, a.tensor):
+                        gradient[a.tensor] = where
                 if n.kind in ("parameter", "input") and op is n.ops[0]:
                     where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
                     assert where is not None  # stored as it is walked
@@ -112,7 +136,7 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                     made = _only(np.where(states == PARTIAL, REPLICATED, states), tensor, mesh)
                 if made:
                     define[a.tensor] = made
-    return Constraints(storage=storage, define=define, read=read, gradient=gradient)
+    return Constraints(storage=storage, state=state, define=define, read=read, gradient=gradient)
 
 
 def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:

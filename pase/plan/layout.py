@@ -35,7 +35,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as the JSON object that ``from_json`` reads."""
 
     def tensor(t: TensorPlan) -> dict[str, Any]:
-        return {"shape": t.shape, "dtype": t.dtype, "storage": t.storage, "used_as": t.used_as}
+        out = {"shape": t.shape, "dtype": t.dtype, "storage": t.storage, "used_as": t.used_as}
+        return out if t.state is None else out | {"state": t.state}
 
     by_kind: dict[str, float] = {}
     for c in plan.collectives:
@@ -62,6 +63,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             for key, layouts in plan.read.items()
         ],
         "layouts": plan.define,
+        "gradients": {name: p for name, p in plan.gradient.items() if "|" not in name},
         "collectives": [
             {
                 "kind": c.kind, "tensor": c.tensor, "axes": c.axes, "bytes": c.nbytes, "times": c.times,
@@ -112,7 +114,7 @@ def _plan(d: Mapping[str, Any]) -> Plan:
     def tensor(t: Mapping[str, Any]) -> TensorPlan:
         return TensorPlan(
             shape=tuple(t["shape"]), dtype=t["dtype"], storage=_placement(t["storage"]),
-            used_as=tuple(map(_placement, t["used_as"])),
+            used_as=tuple(map(_placement, t["used_as"])), state=_placement(t["state"]) if "state" in t else None,
         )  # fmt: skip
 
     cost = d["cost"]
@@ -132,7 +134,8 @@ def _plan(d: Mapping[str, Any]) -> Plan:
         inputs={k: tensor(t) for k, t in d["inputs"].items()},
         define={k: tuple(map(_placement, v)) for k, v in d["layouts"].items()},
         read={f"{r['at']}|{r['tensor']}": tuple(map(_placement, r["layouts"])) for r in d["reshards"]},
-        gradient={f"{r['at']}|{r['tensor']}": _placement(r["gradient"]) for r in d["reshards"] if "gradient" in r},
+        gradient={f"{r['at']}|{r['tensor']}": _placement(r["gradient"]) for r in d["reshards"] if "gradient" in r}
+        | {name: _placement(p) for name, p in d.get("gradients", {}).items()},
         collectives=tuple(
             Collective(
                 kind=c["kind"], tensor=c["tensor"], axes=tuple(c["axes"]), nbytes=c["bytes"], times=c["times"],
@@ -179,11 +182,15 @@ def _check(plan: Plan, where: str) -> None:
     for kind, tensors in (("parameters", plan.parameters), ("inputs", plan.inputs)):
         for path, t in tensors.items():
             check(f"{kind}/{path}/storage", t.storage, t.shape)
+            if t.state is not None:
+                check(f"{kind}/{path}/state", t.state, t.shape)
     for n in plan.nodes:
         check(f"strategy/{n.name}/split", list(n.split.values()))
     for name, layouts in plan.define.items():
         for layout in layouts:
             check(f"layouts/{name}", layout)
+    for name, layout in plan.gradient.items():
+        check(f"gradients/{name}", layout)
     for key, layouts in plan.read.items():
         for layout in (*layouts, *([plan.gradient[key]] if key in plan.gradient else [])):
             check(f"reshards/{key}", layout)
@@ -250,7 +257,12 @@ def diff(a: Plan, b: Plan) -> list[str]:
 
 
 def _stored(tensors: Mapping[str, TensorPlan]) -> Mapping[str, Any]:
-    return {k: t.storage for k, t in tensors.items()}
+    return {
+        k + what: layout
+        for k, t in tensors.items()
+        for what, layout in (("", t.storage), (" (its state)", t.state))
+        if layout is not None
+    }
 
 
 def _short(x: Any) -> str:

@@ -1,9 +1,9 @@
 """Memory per device under a strategy: one definition, for the plan's account and for a search under a limit.
 
-Parameters, gradients and optimizer state are kept in the parameter's storage layout. Activations are the
-tensors between nodes that backward needs, each once, in the layout it was written in, times the loop turns
-that make it; inside a rematerialised region only what enters it is kept, and while a region is recomputed,
-one turn of its inner tensors. Buffers: the largest tensor in flight in a collective.
+Parameters are kept in their storage layout, gradients and optimizer state so too or split further (ZeRO-2).
+Activations are the tensors between nodes that backward needs, each once, in the layout it was written in, times
+the loop turns that make it; inside a rematerialised region only what enters it is kept, and while a region is
+recomputed, one turn of its inner tensors. Buffers: the largest tensor in flight in a collective.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pase.ir import Graph, Node
 from pase.machine import Mesh
 from pase.plan.itemize import Collective
 from pase.tables.derive import OPTIMIZERS
-from pase.tables.layouts import dim_index, number, shards
+from pase.tables.layouts import dim_index, number, shards, state_index
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
@@ -64,8 +64,9 @@ def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "a
             if t.role == "parameter":
                 yield Held(kind="parameters", nbytes=local)
                 if t.needs_grad:
-                    yield Held(kind="gradients", nbytes=local)
-                    yield Held(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * local / t.itemsize)
+                    mine = local / shards(cfg, state_index(n), mesh)
+                    yield Held(kind="gradients", nbytes=mine)
+                    yield Held(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize)
             elif n.kind in ("parameter", "copy") or not graph.read_outside(n, a.tensor):
                 continue  # a cast or a copy can be made again, an inner value is fused
             elif t.role == "input":

@@ -42,13 +42,17 @@ class NodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """A parameter or a batch input: shape, dtype and storage, per tensor dim the mesh axes that split it."""
+    """A parameter or a batch input: shape, dtype and storage, per tensor dim the mesh axes that split it.
+
+    used_as: the layouts in which it is used, where they differ from the storage. state: the layout of its gradient
+    and optimizer state, where they are split further than the parameter (ZeRO-2); None: as it is stored.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     storage: Placement
     used_as: tuple[Placement, ...] = ()
-    """Layouts in which it is used, where they differ from the storage."""
+    state: Placement | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +184,11 @@ class Plan:
             )
         names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
         stored = {names[p]: t.storage for p, t in (*self.parameters.items(), *self.inputs.items())}
+        state = {names[p]: t.state for p, t in self.parameters.items() if t.state is not None}
         return JaxPlan(
             traced=traced,
             logical_mesh=self.mesh,
             constraints=Constraints(
-                storage=stored, define=self.define, read=self.read, gradient=self.gradient
+                storage=stored, state=state, define=self.define, read=self.read, gradient=self.gradient
             ),
         )

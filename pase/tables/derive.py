@@ -6,6 +6,8 @@
   summed at once (softmax's maximum, a norm's mean); between nodes the edge settles it.
 - The gradient of a tensor read is partial over the axes of the split dims of which its map knows nothing:
   for a parameter that is the gradient synchronisation.
+- An axis on a parameter's *state* splits its gradient and the optimizer's work, which ends in a gather of the
+  updated parameter.
 - A windowed dim exchanges halos; an edge pays to go from the layout written to the layout read, and back
   for the gradient.
 
@@ -22,7 +24,17 @@ import numpy as np
 
 from pase.ir import Access, Edge, Graph, Node, Op, Tensor
 from pase.machine import CollectiveKind, Mesh
-from pase.tables.layouts import PARTIAL, PENDING, REPLICATED, axis_bits, dim_index, number, shards
+from pase.tables.layouts import (
+    PARTIAL,
+    REPLICATED,
+    axis_bits,
+    dim_index,
+    forward_states,
+    gradient_states,
+    number,
+    shards,
+    state_index,
+)
 from pase.tables.reshard import reshard
 
 __all__ = [
@@ -39,7 +51,7 @@ __all__ = [
 
 Phase = Literal["forward", "backward", "update"]
 
-OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "lion": 1, "adafactor": 0}
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adam_master": 3, "lion": 1, "adafactor": 0}
 """Optimizer -> float32 values of state it keeps per parameter (adafactor's factored rows are below a percent)."""
 
 
@@ -183,7 +195,7 @@ def _products(
 
 
 def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Work]:
-    """Casts at each use, and the optimizer's reads and writes of what this device stores."""
+    """Casts at each use, and the optimizer's reads and writes of what this device updates."""
     for op in node.ops[1:]:
         if op.kind == "elementwise":
             moved = sum(
@@ -199,7 +211,7 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
     tensor = graph.tensors[write.tensor]
     if not tensor.needs_grad:
         return
-    stored = _local_bytes(node, tensor, write.map.dims, cfg, mesh)
+    stored = _local_bytes(node, tensor, write.map.dims, cfg, mesh) / shards(cfg, state_index(node), mesh)
     state = stored / tensor.itemsize * 4 * OPTIMIZERS[optimizer]
     elements = stored / tensor.itemsize
     yield Work(
@@ -212,6 +224,12 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
     """Collectives inside the node: sums that its own ops need at once, and halos."""
     internal = node.internal
     consumed = {a.tensor for op in node.ops for a in op.reads}
+    for i in state_index(node):
+        a = node.ops[0].writes[0]
+        yield Charge(
+            kind="all_gather", axes=axis_bits(cfg, [i], mesh), tensor=a.tensor, phase="update", times=1.0,
+            nbytes=_local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh), bucketed=True,
+        )  # fmt: skip
     for op in node.ops:
         times = float(number(op.times, node.name))
         runs = times * (2 if op.remat else 1)
@@ -261,8 +279,8 @@ class Flow:
     def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The layouts that it leaves and those that it reaches; src from write_states, dst from read_states."""
         if self.phase == "forward":
-            return np.where(src == PENDING, REPLICATED, src), np.where(dst == PARTIAL, REPLICATED, dst)
-        return dst, np.where(src == PENDING, PARTIAL, np.where(src == PARTIAL, REPLICATED, src))
+            return forward_states(src), np.where(dst == PARTIAL, REPLICATED, dst)
+        return dst, gradient_states(src)
 
 
 def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:

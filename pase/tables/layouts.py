@@ -4,7 +4,9 @@ A config assigns each mesh axis to an iteration dim of the node, or to none (the
 one dim split it in mesh order, major to minor.
 
 A layout is, per mesh axis, a *state*: which digit of which tensor dim the axis selects, ``REPLICATED``,
-``PARTIAL`` (the shards still have to be summed) or ``PENDING`` (a copy whose gradient may stay partial).
+``PARTIAL`` (the shards still have to be summed), ``PENDING`` (a copy whose gradient may stay partial), or a
+parameter's *state digit* (below ``PENDING``): the parameter is whole over the axis, and its gradient and optimizer
+state are split there. ``forward_states`` and ``gradient_states`` say what either sees.
 A digit is (tensor dim, blocks): index * blocks // extent % size of the axis, the dim being cut in so many blocks.
 Two layouts place elements alike exactly where their states are equal, however dims were merged or split; counts
 alone cannot say that.
@@ -32,10 +34,13 @@ __all__ = [
     "axis_bits",
     "blocks_of",
     "configs",
+    "forward_states",
+    "gradient_states",
     "number",
     "read_rule",
     "read_states",
     "shards",
+    "state_index",
     "tensor_dim",
     "write_rule",
     "write_states",
@@ -44,6 +49,7 @@ __all__ = [
 NOT_SPLIT = -1
 REPLICATED, PARTIAL, PENDING = -1, -2, -3
 _DIM = 1 << 44  # blocks stay below it
+_STATE = -8  # a state digit d is written _STATE - d
 
 _MAX_CONFIGS = 1 << 17
 _MAX_DIMS = 128  # a config is int8
@@ -66,7 +72,8 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
     for size in mesh.sizes:
         fits = [
             i for i, d in enumerate(node.space)
-            if d.kind == "pending" or (d.kind in ("parallel", "reduction") and number(d.size, node.name) % size == 0)
+            if d.kind in ("pending", "state")
+            or (d.kind in ("parallel", "reduction") and number(d.size, node.name) % size == 0)
         ]  # fmt: skip
         choices.append([NOT_SPLIT, *fits] if size > 1 else [NOT_SPLIT])
     if np.prod([len(c) for c in choices], dtype=float) > _MAX_CONFIGS:
@@ -80,11 +87,46 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
         if d.kind in ("parallel", "reduction"):
             ways = shards(out, [i], mesh)
             keep &= (int(d.size) % ways == 0) & (ways <= limit.get(d.name, int(d.size)))
+    if state_index(node):
+        keep &= _state_home(out, node, mesh) != NOT_SPLIT
     for windowed, places in conv_places(node):
         halves = np.isin(out, list(windowed)).any(axis=1)
         idle = (~np.isin(out, list(places)) & (np.array(mesh.sizes) > 1)).any(axis=1)
         keep &= ~(halves & idle)
     return out[keep]
+
+
+def state_index(node: Node) -> list[int]:
+    """Its 'state' dim, as a list of one or none."""
+    return [i for i, d in enumerate(node.space) if d.kind == "state"]
+
+
+def _state_dims(node: Node) -> tuple[tuple[int, int], ...]:
+    """(dim, size) of dims on which a parameter's gradient may be split, the largest first.
+
+    Those that are outermost in every tensor that the node writes, so that shards are contiguous in all of them.
+    """
+    sizes = {i: number(d.size, node.name) for i, d in enumerate(node.space) if d.kind == "parallel"}
+    for op in node.ops:
+        for a in op.writes:
+            sizes = {i: s for i, s in sizes.items() if i in {w[0][0] for w in _walks(node, a) if w}}
+    return tuple(sorted(sizes.items(), key=lambda p: (-p[1], p[0])))
+
+
+def _state_home(cfg: np.ndarray, node: Node, mesh: Mesh) -> np.ndarray:
+    """The one dim that all axes of a config's 'state' dim split: int64 [K]; NOT_SPLIT where none divides.
+
+    All splits of the state cost the same where they divide, so the largest dim that does stands for them all.
+    """
+    return _home(cfg, state_index(node)[0], _state_dims(node), mesh)
+
+
+def _home(cfg: np.ndarray, state: int, dims: Sequence[tuple[int, int]], mesh: Mesh) -> np.ndarray:
+    ways = shards(cfg, [state], mesh)
+    out = np.full(len(cfg), NOT_SPLIT, dtype=np.int64)
+    for i, size in reversed(dims):
+        out[size % (shards(cfg, [i], mesh) * ways) == 0] = i
+    return out
 
 
 def conv_places(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
@@ -151,11 +193,14 @@ class LayoutRule:
 
     walks: per tensor dim, major to minor, (iteration dim, blocks that more major ones cut the dim in).
     partial, pending: iteration dims whose axes leave the tensor PARTIAL or PENDING.
+    state: the 'state' dim, if any; homes: (dim, size) of the dims that its axes may split, the first that divides.
     """
 
     walks: tuple[tuple[tuple[int, int], ...], ...]
     partial: tuple[int, ...] = ()
     pending: tuple[int, ...] = ()
+    state: int | None = None
+    homes: tuple[tuple[int, int], ...] = ()
 
     def states(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         """int64 [K, axes]."""
@@ -169,6 +214,15 @@ class LayoutRule:
                     on = cfg[:, a] == i
                     blocks[on] *= ways
                     out[on, a] = t * _DIM + blocks[on]
+        if self.state is not None:
+            home = _home(cfg, self.state, self.homes, mesh)
+            for t, walk in enumerate(self.walks):
+                for i, _ in walk[:1]:
+                    blocks = shards(cfg, [i], mesh)  # minor to the storage, so that a gather moves no shard
+                    for a, ways in enumerate(mesh.sizes):
+                        on = (home == i) & (cfg[:, a] == self.state)
+                        blocks[on] *= ways
+                        out[on, a] = _STATE - (t * _DIM + blocks[on])
         return out
 
 
@@ -195,7 +249,11 @@ def write_rule(node: Node, op: Op, access: Access) -> LayoutRule:
     """Layout of a written tensor: split dims that the op sums over leave it PARTIAL."""
     settled = any(a.tensor == access.tensor for o in node.ops for a in o.reads)  # summed inside the node
     summed = () if settled else _not_walked(node, op, access)
-    return LayoutRule(walks=_walks(node, access), partial=summed, pending=_pending(node))
+    state = state_index(node)
+    return LayoutRule(
+        walks=_walks(node, access), partial=summed, pending=_pending(node), state=state[0] if state else None,
+        homes=_state_dims(node) if state else (),
+    )  # fmt: skip
 
 
 def read_rule(node: Node, op: Op, access: Access) -> LayoutRule:
@@ -216,6 +274,17 @@ def read_states(
 ) -> np.ndarray:
     """``read_rule`` applied to configs: int64 [K, axes]."""
     return read_rule(node, op, access).states(cfg, mesh)
+
+
+def forward_states(written: np.ndarray) -> np.ndarray:
+    """The layout that a tensor is in when it is written, of its ``write_states``."""
+    return np.where(written <= PENDING, REPLICATED, written)
+
+
+def gradient_states(written: np.ndarray) -> np.ndarray:
+    """The layout that its gradient is brought into, of its ``write_states``."""
+    out = np.where(written == PENDING, PARTIAL, np.where(written == PARTIAL, REPLICATED, written))
+    return np.where(written <= _STATE, _STATE - written, out)
 
 
 def tensor_dim(state: int) -> int:

@@ -16,11 +16,20 @@ from tests.backends.plans import distinct_models, measured, reduced
 
 TOLERANCE = {"loss": 1e-5, "gradients": 5e-5, "parameters": 5e-5}
 STRATEGIES = {
-    "mlp": ["data_parallel", "fsdp", "ours@8", "ours@2x2x2", "random1@2x4", "random2@2x2x2", "random3@8"],
+    "mlp": [
+        "data_parallel",
+        "zero2",
+        "fsdp",
+        "ours@8",
+        "ours@2x2x2",
+        "random1@2x4",
+        "random2@2x2x2",
+        "random3@8",
+    ],
     "alexnet": ["ours@2x4"],
     "rnnlm": ["fsdp", "random1@2x4"],
     "gpt2": ["ours@2x2x2"],
-    "llama3_8b": ["megatron/megatron_sp_2x4"],
+    "llama3_8b": ["megatron/megatron_sp_2x4", "megatron/megatron_sp_zero2_2x4"],
     "transformer": ["ours@8"],
     "vit_l16": ["fsdp"],
     "inception_v3": ["data_parallel"],
