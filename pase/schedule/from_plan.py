@@ -8,7 +8,8 @@ Read from layout.json's keys `strategy`, `collectives`, `cost`, `mesh` (schema "
 - A collective on a tensor that a parameter node makes is schedulable. In backward it synchronises a gradient: ready
   after its node's backward, the next one on the same tensor following it. In forward it gathers a parameter: needed
   before its node's forward of the next iteration, after the gradient is synchronised and updated; a second one in
-  the same pass gathers again for backward, of the same iteration.
+  the same pass gathers again for backward, of the same iteration. A gather of an updated parameter (phase
+  "update") is one that its first user needs in the next forward, a layer's part at a time.
 - Any other collective stands between an op and the next, so it is time on the compute stream.
 """
 
@@ -66,6 +67,7 @@ def problem_from_layout(
     parameters = {n["node"] for n in data["strategy"] if n["op"] == "parameter"}
     schedulable = [c for c in data["collectives"] if c.get("source") in parameters and c["node"] in times]
     kept = {id(c) for c in schedulable}
+    schedulable = list(_gathers_with_users(schedulable, parameters, times))
     costs = data["cost"].get("by_node", {})
 
     extra = {(phase, n): 0.0 for phase in ("forward", "backward") for n in times}
@@ -116,6 +118,25 @@ def _execution(strategy: list[dict[str, Any]]) -> Iterator[_Part]:
         for r in range(repeat):
             yield from (_Part(node=n["node"], repeat=r) for n in strategy[i:j])
         i = j
+
+
+def _gathers_with_users(
+    collectives: list[dict[str, Any]], parameters: set[str], times: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Gathers of updated parameters, which the layout books on the parameters, booked on who uses these first."""
+    users: dict[str, dict[str, Any]] = {}
+    for c in collectives:
+        if c["node"] not in parameters:
+            users.setdefault(c["source"], c)
+    for c in collectives:
+        if c["node"] not in parameters:
+            yield c
+        elif c["source"] in users:
+            user, n = users[c["source"]], times[users[c["source"]]["node"]]
+            yield c | {
+                "node": user["node"], "tensor": user["tensor"], "phase": "forward", "bytes": c["bytes"] // n,
+                "times": n,
+            }  # fmt: skip
 
 
 def _updates(
