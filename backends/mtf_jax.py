@@ -1,0 +1,216 @@
+"""JAX's primitives as Mesh-TensorFlow ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pase.backends import mtf_lower as lower
+from pase.backends.mtf_lower import Rules, refuse
+from pase.backends.mtf_program import Input, Program, SourceOp, Value
+from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
+
+__all__ = ["RULES", "source_ops"]
+
+RULES = Rules(
+    unary={
+        "exp": "mtf.exp", "log": "mtf.log", "tanh": "mtf.tanh", "logistic": "mtf.sigmoid", "neg": "mtf.negative",
+        "sqrt": "mtf.sqrt", "rsqrt": "mtf.rsqrt", "square": "mtf.square", "abs": "mtf.abs", "sign": "mtf.sign",
+        "sin": "mtf.sin", "cos": "mtf.cos", "stop_gradient": "mtf.stop_gradient", "erf": "tf.math.erf",
+        "log1p": "tf.math.log1p", "expm1": "tf.math.expm1", "not": "mtf.logical_not", "copy": "same",
+        "is_finite": "tf.math.is_finite", "optimization_barrier": "same",
+    },
+    binary={
+        "add": "mtf.add", "add_any": "mtf.add", "sub": "mtf.sub", "mul": "mtf.multiply", "div": "mtf.divide",
+        "max": "mtf.maximum", "min": "mtf.minimum", "pow": "tf.math.pow", "eq": "mtf.equal", "ne": "mtf.not_equal",
+        "lt": "mtf.less", "le": "mtf.less_equal", "gt": "mtf.greater", "ge": "mtf.greater_equal",
+        "and": "mtf.logical_and", "or": "mtf.logical_or",
+    },
+    reduce={"reduce_sum": "mtf.reduce_sum", "reduce_max": "mtf.reduce_max", "reduce_min": "mtf.reduce_min"},
+    views=frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims"}),
+    products=frozenset({"dot_general"}),
+)  # fmt: skip
+
+
+@RULES.rule("convert_element_type")
+def _cast(p: Program, op: SourceOp) -> Value:
+    x = p.arg(op, 0)
+    return p.let(f"mtf.cast({x.code}, tf.{op.dtypes[0]})", x.order, x.dims, op.dtypes[0])
+
+
+@RULES.rule("integer_pow")
+def _integer_pow(p: Program, op: SourceOp) -> Value:
+    x, y = p.arg(op, 0), op.attrs["y"]
+    if y < 1:
+        code = f"ops.cwise(lambda x: x ** {y}.0, {x.code})"
+    else:
+        code = f"mtf.square({x.code})" if y == 2 else " * ".join([x.code] * y)
+    return p.let(code, x.order, x.dims, x.dtype)
+
+
+@RULES.rule("select_n")
+def _select(p: Program, op: SourceOp) -> Value:
+    return lower.select(p, op, 0, 2, 1)
+
+
+@RULES.rule("slice")
+def _slice(p: Program, op: SourceOp) -> Value:
+    if any(s != 1 for s in op.attrs["strides"] or ()):
+        raise refuse(op, "Mesh-TensorFlow's slices have no strides")
+    x = p.arg(op, 0)
+    for axis, (a, b) in enumerate(zip(op.attrs["start_indices"], op.attrs["limit_indices"], strict=True)):
+        x = lower.cut(p, op, x, axis, int(a), int(b - a))
+    return x
+
+
+@RULES.rule("split")
+def _split(p: Program, op: SourceOp) -> list[Value | None]:
+    x, axis = p.arg(op, 0), op.attrs["axis"]
+    ends = np.cumsum(op.attrs["sizes"])
+    return [
+        lower.cut(p, op, x, axis, int(end - n), int(n))
+        for end, n in zip(ends, op.attrs["sizes"], strict=True)
+    ]
+
+
+@RULES.rule("concatenate")
+def _concatenate(p: Program, op: SourceOp) -> Value:
+    return lower.concat(p, op, [p.arg(op, k) for k in range(len(op.inputs))], op.attrs["dimension"])
+
+
+@RULES.rule("gather")
+def _gather(p: Program, op: SourceOp) -> Value:
+    """x[ids], and x[i, ids[i]]."""
+    d = op.attrs["dimension_numbers"]
+    table, ids = p.arg(op, 0), p.arg(op, 1)
+    dims = p.written(op.outputs[0])
+    if len(d.start_index_map) != 1 or len(d.collapsed_slice_dims) != 1 or dims is None:
+        raise refuse(op, "of JAX's gathers, those that pick whole rows by one index can be expressed")
+    axis = d.start_index_map[0]
+    ids = Value(ids.code, ids.order, ids.dims[:-1], ids.dtype)
+    return lower.lookup(p, op, table, ids, axis, dims)
+
+
+@RULES.rule("conv_general_dilated")
+def _conv(p: Program, op: SourceOp) -> Value:
+    a = op.attrs
+    lhs, rhs, out = (tuple(x) for x in a["dimension_numbers"])
+    if len(lhs) != 4 or a["feature_group_count"] != 1 or {*a["lhs_dilation"], *a["rhs_dilation"]} != {1}:
+        raise refuse(op, "of convolutions, two-dimensional ones without groups and dilation can be expressed")
+    x, w = p.arg(op, 0), p.arg(op, 1)
+    b, c, h, v = lhs
+    x = Value(x.code, x.order, tuple(x.dims[i] for i in (b, h, v, c)), x.dtype)
+    n, c, h, v = rhs
+    w = Value(w.code, w.order, tuple(w.dims[i] for i in (h, v, c, n)), w.dtype)
+    shape = tuple(op.shapes[0][i] for i in (out[0], out[2], out[3], out[1]))
+    y = lower.conv2d(p, op, x, w, shape, strides=a["window_strides"], padding=a["padding"])
+    made = dict(zip((out[0], out[2], out[3], out[1]), y.dims, strict=True))
+    return Value(y.code, y.order, tuple(made[i] for i in range(4)), y.dtype)
+
+
+@RULES.rule("reduce_window_max", "reduce_window_sum")
+def _pool(p: Program, op: SourceOp) -> Value:
+    a = op.attrs
+    window, strides, padding = a["window_dimensions"], a["window_strides"], a["padding"]
+    dilated = {*(a.get("base_dilation") or (1,)), *(a.get("window_dilation") or (1,))} != {1}
+    if len(window) != 4 or window[0] != 1 or window[3] != 1 or dilated or any(sum(q) for q in padding):
+        raise refuse(
+            op, "of windowed reductions, pools over rows and columns (NHWC) without padding can be expressed"
+        )
+    x = p.arg(op, 0)
+    kind = "MAX" if op.name.endswith("max") else "AVG"
+    y = lower.pool2d(p, op, x, kind, op.shapes[0], window=window[1:3], strides=strides[1:3], padding="VALID")
+    if kind == "AVG":
+        y = p.let(f"{y.code} * {float(window[1] * window[2])}", y.order, y.dims, y.dtype)
+    return y
+
+
+@RULES.rule("iota")
+def _iota(p: Program, op: SourceOp) -> Value:
+    raise refuse(op, "it is not known when the program is built")
+
+
+@RULES.rule("reduce_and", "reduce_or", "argmax", "argmin", "sort", "cumsum")
+def _unsupported(p: Program, op: SourceOp) -> Value:
+    raise refuse(op, "there is no Mesh-TensorFlow translation of this op; add one to backends/mtf_jax.py")
+
+
+# --- the jaxpr as a list of ops
+
+
+def source_ops(traced: Traced, roles: Mapping[str, str]) -> Iterator[SourceOp]:
+    """The jaxpr's equations, calls inlined; what depends on no data is worked out on the way.
+
+    roles: tensor -> its role in the graph.
+    """
+    walk = _Walk(traced, roles)
+    names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind in ("parameter", "input")]
+    jaxpr = traced.jaxpr.jaxpr
+    env: dict[Any, Input] = {}
+    for var, name in zip(jaxpr.invars, names, strict=False):
+        env[var] = Input(tensor=name, shape=tuple(var.aval.shape), dtype=str(var.aval.dtype))
+    for var, value in zip(jaxpr.constvars, traced.jaxpr.consts, strict=True):
+        env[var] = _value(np.asarray(value))
+    yield from walk.eqns(jaxpr.eqns, env, "")
+
+
+def _value(array: np.ndarray, tensor: str | None = None) -> Input:
+    return Input(tensor=tensor, value=array, shape=array.shape, dtype=str(array.dtype))
+
+
+class _Walk:
+    def __init__(self, traced: Traced, roles: Mapping[str, str]):
+        self.traced, self.roles, self.fresh = traced, roles, 0
+
+    def eqns(
+        self, eqns: Sequence[Any], env: dict[Any, Input], prefix: str, inside: str = ""
+    ) -> Iterator[SourceOp]:
+        from jax.extend.core import Literal
+        from jax.extend.source_info_util import summarize
+
+        def read(var: Any) -> Input:
+            return _value(np.asarray(var.val, var.aval.dtype)) if isinstance(var, Literal) else env[var]
+
+        for i, eqn in enumerate(eqns):
+            path = inside or f"{prefix}{i}"
+            name = eqn.primitive.name
+            ins = [read(v) for v in eqn.invars]
+            if name in INLINED:
+                jaxpr, consts = inner_jaxpr(eqn)
+                inner = dict(zip(jaxpr.constvars, (_value(np.asarray(c)) for c in consts), strict=True))
+                inner.update(zip(jaxpr.invars, ins, strict=True))
+                yield from self.eqns(
+                    jaxpr.eqns, inner, f"{prefix}{i}.", inside or (path if name in KEPT_WHOLE else "")
+                )
+                made = [
+                    _value(np.asarray(v.val)) if isinstance(v, Literal) else inner[v] for v in jaxpr.outvars
+                ]
+                env.update(zip(eqn.outvars, made, strict=True))
+                continue
+            if all(x.value is not None for x in ins):
+                env.update(zip(eqn.outvars, self._known(eqn, ins, path, inside), strict=True))
+                continue
+            names = list(self.traced.results.get(path, ())) if not inside else []
+            if not names:
+                names = [self._inner(v) for v in eqn.outvars]
+            op = SourceOp(
+                path=path, name=name, label=summarize(eqn.source_info), inputs=tuple(ins), outputs=tuple(names),
+                shapes=tuple(tuple(v.aval.shape) for v in eqn.outvars),
+                dtypes=tuple(str(v.aval.dtype) for v in eqn.outvars), attrs=eqn.params,
+            )  # fmt: skip
+            for v, t in zip(eqn.outvars, names, strict=True):
+                env[v] = Input(tensor=t, shape=tuple(v.aval.shape), dtype=str(v.aval.dtype))
+            yield op
+
+    def _inner(self, var: Any) -> str:
+        """A name for what the graph has no name for: a value inside a call that is kept whole."""
+        self.fresh += 1
+        return f"inner{self.fresh}"
+
+    def _known(self, eqn: Any, ins: Sequence[Input], path: str, inside: str) -> list[Input]:
+        out = eqn.primitive.bind(*(x.value for x in ins), **eqn.params)
+        made = out if eqn.primitive.multiple_results else [out]
+        names = () if inside else self.traced.results.get(path, ())
+        return [_value(np.asarray(a), names[k] if k < len(names) else None) for k, a in enumerate(made)]

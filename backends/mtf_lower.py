@@ -1,0 +1,352 @@
+"""From a source's ops to statements of a Mesh-TensorFlow program: what is common to all frontends.
+
+A rule takes the program, an op and makes the values of its outputs. A table of names is enough for most ops
+(``UNARY``, ``BINARY``, ``REDUCE`` of ``mtf_tf`` and ``mtf_jax``); the functions here are what the rules are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pase.backends.mtf_names import Dim, TensorDims, flat
+from pase.backends.mtf_program import Program, SourceOp, Value
+from pase.errors import PaseError
+
+__all__ = [
+    "Rules",
+    "apply",
+    "binary",
+    "concat",
+    "contract",
+    "conv2d",
+    "cut",
+    "lookup",
+    "pool2d",
+    "reduce",
+    "refuse",
+    "select",
+    "unary",
+    "view",
+]
+
+Rule = Callable[[Program, SourceOp], "Value | Sequence[Value | None]"]
+
+
+@dataclass(kw_only=True)
+class Rules:
+    """A frontend's ops: the names of simple ones, and functions for the rest."""
+
+    unary: dict[str, str]
+    """op -> a Mesh-TF function, or a TensorFlow function to be applied to slices ("tf.…")."""
+    binary: dict[str, str]
+    reduce: dict[str, str]
+    views: frozenset[str]
+    """Ops that move no element: their access maps say it all."""
+    products: frozenset[str]
+    """Ops that sum products, as their access maps say."""
+    rules: dict[str, Rule] = field(default_factory=dict)
+
+    def rule(self, *names: str) -> Callable[[Rule], Rule]:
+        def register(f: Rule) -> Rule:
+            self.rules.update(dict.fromkeys(names, f))
+            return f
+
+        return register
+
+    @property
+    def known(self) -> list[str]:
+        return sorted({*self.unary, *self.binary, *self.reduce, *self.views, *self.products, *self.rules})
+
+
+def apply(rules: Rules, p: Program, op: SourceOp) -> None:
+    """Add the op to the program."""
+    p.heading(op)
+    name = op.name
+    made: Value | Sequence[Value | None]
+    if name in rules.rules:
+        made = rules.rules[name](p, op)
+    elif name in rules.unary:
+        made = unary(p, op, rules.unary[name])
+    elif name in rules.binary:
+        made = binary(p, op, rules.binary[name])
+    elif name in rules.reduce:
+        made = reduce(p, op, rules.reduce[name])
+    elif name in rules.views:
+        made = view(p, op)
+    elif name in rules.products:
+        made = contract(p, op)
+    else:
+        raise refuse(op, "there is no Mesh-TensorFlow translation of this op; add one to backends/mtf_tf.py")
+    p.settle(op, [made] if isinstance(made, Value) else made)
+
+
+def refuse(op: SourceOp, why: str) -> PaseError:
+    return PaseError(f"the Mesh-TensorFlow program cannot have {op.where}: {why}")
+
+
+# --- elementwise
+
+
+def call(fn: str, *args: str, dtype: str = "") -> str:
+    """mtf functions as they are; TensorFlow's on slices."""
+    if not fn.startswith("tf."):
+        return f"{fn}({', '.join(args)})"
+    return f"ops.cwise({', '.join((fn, *args))}{f', dtype=tf.{dtype}' if dtype else ''})"
+
+
+def unary(p: Program, op: SourceOp, fn: str) -> Value:
+    x = p.arg(op, 0)
+    if fn in ("", "same"):
+        return x
+    return p.let(call(fn, x.code), x.order, x.dims, op.dtypes[0])
+
+
+_INFIX = {"mtf.add": "+", "mtf.sub": "-", "mtf.multiply": "*", "mtf.divide": "/"}
+_BOOLEAN = frozenset(
+    {"mtf.equal", "mtf.not_equal", "mtf.less", "mtf.less_equal", "mtf.greater", "mtf.greater_equal"}
+)
+
+
+def binary(p: Program, op: SourceOp, fn: str) -> Value:
+    """Two operands that broadcast as numpy's do; dims of one element are not there."""
+    a, b = p.scalar(op, 0), p.scalar(op, 1)
+    out = len(op.shapes[0])
+    infix = _INFIX.get(fn)
+    if (a is not None and b is None) or (b is not None and a is None):
+        x = p.arg(op, 1 if a is not None else 0)
+        if infix is not None and not (a is not None and infix == "/"):
+            code = f"{a} {infix} {x.code}" if a is not None else f"{x.code} {infix} {b}"
+        elif fn == "mtf.divide":
+            code = f"{a} * mtf.reciprocal({x.code})" if a != "1.0" else f"mtf.reciprocal({x.code})"
+        else:
+            literal = f"mtf.constant(mesh, {a or b}, shape={p.shape(x.order)}, dtype=tf.{x.dtype})"
+            code = call(
+                fn, *((literal, x.code) if a is not None else (x.code, literal)), dtype=_dtype(fn, op)
+            )
+        return p.let(code, x.order, _aligned(x.dims, out), op.dtypes[0])
+    x, y = p.arg(op, 0), p.arg(op, 1)
+    xd, yd = _aligned(x.dims, out), _aligned(y.dims, out)
+    dims = tuple(g or h for g, h in zip(xd, yd, strict=True))
+    order = (
+        x.order if set(y.order) <= set(x.order) else y.order if set(x.order) <= set(y.order) else flat(dims)
+    )
+    if infix is not None and set(order) in (set(x.order), set(y.order)) and x.order == order:
+        return p.let(f"{x.code} {infix} {y.code}", order, dims, op.dtypes[0])
+    if fn.startswith("tf."):
+        wide = sorted((x, y), key=lambda v: -len(v.order))
+        order = (*wide[0].order, *(d for d in wide[1].order if d not in wide[0].order))
+        return p.let(call(fn, x.code, y.code, dtype=_dtype(fn, op)), order, dims, op.dtypes[0])
+    return p.let(f"{fn}({x.code}, {y.code}, output_shape={p.shape(order)})", order, dims, op.dtypes[0])
+
+
+def _dtype(fn: str, op: SourceOp) -> str:
+    return "" if op.inputs[0].dtype == op.dtypes[0] else op.dtypes[0]
+
+
+def _aligned(dims: TensorDims, rank: int) -> TensorDims:
+    return ((),) * (rank - len(dims)) + dims
+
+
+def select(p: Program, op: SourceOp, condition: int, yes: int, no: int) -> Value:
+    """Where: all three operands broadcast."""
+    parts = [p.arg(op, k) for k in (condition, yes, no)]
+    out = len(op.shapes[0])
+    dims: TensorDims = ((),) * out
+    for x in parts:
+        dims = tuple(g or h for g, h in zip(dims, _aligned(x.dims, out), strict=True))
+    order: tuple[Dim, ...] = ()
+    for x in sorted(parts, key=lambda v: -len(v.order)):
+        order += tuple(d for d in x.order if d not in order)
+    return p.let(f"ops.where({', '.join(x.code for x in parts)})", order, dims, op.dtypes[0])
+
+
+# --- what access maps say
+
+
+def view(p: Program, op: SourceOp, k: int = 0) -> Value:
+    """Reshape, transpose, broadcast: mostly another reading of the same dims."""
+    x = p.arg(op, k)
+    dims = p.written(op.outputs[0])
+    if dims is None:
+        raise refuse(op, "the plan's graph does not have its result")
+    have, want = set(flat(x.dims)), set(flat(dims))
+    if have == want:
+        return replace(x, dims=dims)
+    if have < want:
+        return p.let(f"mtf.broadcast({x.code}, {p.shape(flat(dims))})", flat(dims), dims, x.dtype)
+    return p.regrouped(x, dims)
+
+
+def contract(p: Program, op: SourceOp) -> Value:
+    """A product summed over the dims that the result does not have."""
+    dims = p.written(op.outputs[0])
+    if dims is None:
+        raise refuse(op, "the plan's graph does not have its result")
+    xs = [p.arg(op, k) for k in range(len(op.inputs))]
+    order = flat(dims)
+    code = f"mtf.einsum([{', '.join(x.code for x in xs)}], output_shape={p.shape(order)})"
+    return p.let(code, order, dims, op.dtypes[0])
+
+
+def reduce(p: Program, op: SourceOp, fn: str, axes: Sequence[int] | None = None, keep: bool = True) -> Value:
+    """A reduction over the dims that the result does not have (or over these axes)."""
+    x = p.arg(op, 0)
+    dims = p.written(op.outputs[0])
+    if axes is not None:
+        dims = tuple(() if i in axes else g for i, g in enumerate(x.dims) if keep or i not in axes)
+    if dims is None:
+        raise refuse(op, "the plan's graph does not have its result")
+    order = tuple(d for d in x.order if d in set(flat(dims)))
+    if len(order) == len(x.order):
+        return replace(x, dims=dims)
+    return p.let(f"{fn}({x.code}, output_shape={p.shape(order)})", order, dims, x.dtype)
+
+
+# --- parts of tensors
+
+
+def single(p: Program, op: SourceOp, x: Value, axis: int) -> tuple[Value, Dim]:
+    """The value with tensor dim ``axis`` as one dim that nothing splits, of one element if need be."""
+    group = x.dims[axis]
+    if len(group) == 1 and group[0].axis is None:
+        return x, group[0]
+    extent = x.shape[axis]
+    new = p.names.fresh(extent)
+    dims = (*x.dims[:axis], (new,), *x.dims[axis + 1 :])
+    if extent > 1:
+        return p.to(x, dims), new
+    order = flat(dims)
+    x = p.ordered(x, flat(x.dims))
+    return p.let(f"mtf.reshape({x.code}, {p.shape(order)})", order, dims, x.dtype), new
+
+
+def squeezed(p: Program, x: Value) -> Value:
+    """Dims of one element are not there."""
+    dims = tuple(tuple(d for d in g if d.size > 1) for g in x.dims)
+    if flat(dims) == flat(x.dims):
+        return x
+    order = tuple(d for d in x.order if d.size > 1)
+    return p.let(f"mtf.reshape({x.code}, {p.shape(order)})", order, dims, x.dtype)
+
+
+def cut(p: Program, op: SourceOp, x: Value, axis: int, begin: int, size: int) -> Value:
+    """Elements begin … begin + size of one tensor dim. The dim is whole on a device, or cut between its major parts."""
+    extent = x.shape[axis]
+    if begin == 0 and size == extent:
+        return x
+    group = x.dims[axis]
+    inner = int(np.prod([d.size for d in group[1:]], dtype=np.int64))
+    if len(group) > 1 and group[0].axis is None and begin % inner == 0 and size % inner == 0:
+        part, rest = group[0], group[1:]
+        begin, size = begin // inner, size // inner
+    else:
+        x, part = single(p, op, x, axis)
+        rest = ()
+    kept = Dim(part.base, size, None)
+    code = f'mtf.slice({x.code}, {begin}, {size}, "{p.names.name(part)}")'
+    order = tuple(kept if d == part else d for d in x.order)
+    dims = tuple((kept, *rest) if i == axis else g for i, g in enumerate(x.dims))
+    p.dim(kept)
+    return squeezed(p, p.let(code, order, dims, x.dtype))
+
+
+def concat(p: Program, op: SourceOp, xs: Sequence[Value], axis: int) -> Value:
+    """Joined along a tensor dim, which is whole on a device."""
+    if len(xs) == 1:
+        return xs[0]
+    made: list[Value] = []
+    first: TensorDims | None = None
+    base = p.names.fresh(1).base
+    for x in xs:
+        part = Dim(base, x.shape[axis])
+        rest = x.dims if first is None else first
+        first = rest
+        dims = (*rest[:axis], (part,), *rest[axis + 1 :])
+        if x.shape[axis] > 1:
+            y = p.to(x, dims)
+        else:
+            x = p.to(x, (*rest[:axis], (), *rest[axis + 1 :]))
+            x = p.ordered(x, flat(x.dims))
+            y = p.let(f"mtf.reshape({x.code}, {p.shape(flat(dims))})", flat(dims), dims, x.dtype)
+        made.append(p.ordered(y, flat(dims)))
+    assert first is not None
+    whole = Dim(base, sum(x.shape[axis] for x in xs))
+    dims = (*first[:axis], (whole,), *first[axis + 1 :])
+    code = f'mtf.concat([{", ".join(y.code for y in made)}], "{p.names.name(whole)}")'
+    return p.let(code, flat(dims), dims, xs[0].dtype)
+
+
+def lookup(p: Program, op: SourceOp, table: Value, ids: Value, axis: int, dims: TensorDims) -> Value:
+    """Rows of ``table`` along ``axis`` by number. dims: of the result."""
+    over = table.dims[axis]
+    code = f"ops.lookup({table.code}, {ids.code}, {p.shape(over)}, {p.shape(flat(dims))})"
+    return p.let(code, flat(dims), dims, table.dtype)
+
+
+# --- images
+
+
+def conv2d(
+    p: Program, op: SourceOp, x: Value, w: Value, shape: Sequence[int], *, strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+) -> Value:  # fmt: skip
+    """x: [b, h, w, c], w: [h, w, c, n] and the result's shape [b, h, w, n], however the source orders its dims."""
+    x, w = images(p, op, x), images(p, op, w, filters=True)
+    channels = w.dims[2]
+    if x.dims[3] != channels:
+        x = p.to(x, (*x.dims[:3], channels))
+        x = p.ordered(x, flat(x.dims))
+    out: TensorDims = (
+        x.dims[0],
+        *((Dim(x.dims[k][0].base, shape[k], None),) for k in (1, 2)),
+        w.dims[3],
+    )
+    pads = [tuple(int(n) for n in pair) for pair in padding]
+    code = f"ops.conv2d({x.code}, {w.code}, strides={tuple(strides)}, padding={pads})"
+    return squeezed(p, p.let(code, flat(out), out, x.dtype))
+
+
+def pool2d(
+    p: Program, op: SourceOp, x: Value, kind: str, shape: Sequence[int], *, window: Sequence[int],
+    strides: Sequence[int], padding: str,
+) -> Value:  # fmt: skip
+    x = images(p, op, x)
+    out: TensorDims = (
+        x.dims[0],
+        *((Dim(x.dims[k][0].base, shape[k], None),) for k in (1, 2)),
+        x.dims[3],
+    )
+    code = f'ops.pool2d({x.code}, "{kind}", window={tuple(window)}, strides={tuple(strides)}, padding="{padding}")'
+    return squeezed(p, p.let(code, flat(out), out, x.dtype))
+
+
+def images(p: Program, op: SourceOp, x: Value, filters: bool = False) -> Value:
+    """Rows, columns and channels as one dim each, rows and columns whole, in the order that Mesh-TF wants."""
+    whole = (0, 1) if filters else (1, 2)
+    one = (2, 3) if filters else (3,)
+    for k in whole:
+        split = [d.axis for d in x.dims[k] if d.axis is not None]
+        if split:
+            raise refuse(
+                op, f"the plan splits its {'rows' if k == whole[0] else 'columns'} over mesh axis {split[0]}, and "
+                f"Mesh-TensorFlow's convolutions and pools want them whole; compile for a mesh in which the batch or "
+                f"the channels take that axis"
+            )  # fmt: skip
+    for k in one:
+        if len(x.dims[k]) > 1:
+            axes = [d.axis for d in x.dims[k]]
+            raise refuse(
+                op, f"the plan splits its channels over mesh axes {axes} at once, which Mesh-TensorFlow's convolutions "
+                f"cannot; compile for a mesh of fewer axes (--mesh)"
+            )  # fmt: skip
+    dims = tuple(
+        g if (k not in (*whole, *one) or len(g) == 1) else (p.names.fresh(x.shape[k]),)
+        for k, g in enumerate(x.dims)
+    )
+    if dims != x.dims:
+        x = p.ordered(x, flat(x.dims))
+        x = p.let(f"mtf.reshape({x.code}, {p.shape(flat(dims))})", flat(dims), dims, x.dtype)
+    return p.ordered(x, flat(dims))

@@ -1,0 +1,136 @@
+"""From one Mesh-TensorFlow layout of a tensor to another, in reshapes that Mesh-TF can lower.
+
+``mtf.reshape`` compares, for each mesh axis, the product of the dims before the one that it splits. Where it differs,
+it slices, gathers or exchanges along that axis; it raises where the dim to split next does not exist before the
+reshape, and two axes that trade places in one reshape come out interleaved. So a move goes through shapes between:
+each reshape moves axes only onto dims that nothing splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pase.backends.mtf_names import Dim, TensorDims, flat
+from pase.ops.nests import common_factors
+
+__all__ = ["direct", "moves"]
+
+Shape = tuple[Dim, ...]
+
+
+def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[Shape]:
+    """The shapes to reshape to, one after the other, the wanted one last; empty where the tensor is there.
+
+    >>> b, s = Dim("b", 8, "x"), Dim("s", 4)
+    >>> moves(((b,), (s,)), ((Dim("b", 8),), (Dim("s", 4, "x"),)), {"x": 2})
+    [(Dim(base='b', size=8, axis=None), Dim(base='s', size=4, axis='x'))]
+    """
+    now, goal = flat(have), flat(want)
+    if now == goal:
+        return []
+    if direct(now, goal, axes):
+        return [goal]
+    steps: list[Shape] = []
+    pieces = _pieces(now, goal)
+    if pieces is None or not (_fits(now, pieces, axes) and _fits(goal, pieces, axes)):
+        return _through_whole(now, goal)
+    fine = _refined(now, pieces)
+    if len(fine) != len(now):
+        steps.append(fine)
+    target = [d.axis for d in _refined(goal, pieces)]
+    state = [d.axis for d in fine]
+    while state != target:
+        after = list(state)
+        for i, axis in enumerate(target):
+            free = state[i] is None and axis is not None
+            if free:  # from where it is, or from nowhere: a slice or an exchange
+                after = [axis if j == i else None if a == axis else a for j, a in enumerate(after)]
+        if after == state:  # only axes that leave, or that wait for each other: gather
+            gone = [i for i, a in enumerate(state) if a is not None and a not in target]
+            waiting = [i for i, a in enumerate(state) if a is not None and a != target[i]]
+            for i in gone or waiting[:1]:
+                after[i] = None
+        state = after
+        steps.append(tuple(replace(d, axis=a) for d, a in zip(fine, state, strict=True)))
+    if steps[-1] != goal:
+        if len(steps) > 1 and direct(steps[-2], goal, axes):
+            steps.pop()
+        steps.append(goal)
+    return steps
+
+
+def direct(now: Shape, goal: Shape, axes: Mapping[str, int]) -> bool:
+    """Does one mtf.reshape do it, and right, and one back again, for the gradient?"""
+    return _one_way(now, goal, axes) and _one_way(goal, now, axes)
+
+
+def _one_way(now: Shape, goal: Shape, axes: Mapping[str, int]) -> bool:
+    before, after = _starts(now), _starts(goal)
+    where = {d.axis: i for i, d in enumerate(now) if d.axis is not None}
+    for i, d in enumerate(goal):
+        if d.axis is None:
+            continue
+        old = where.get(d.axis)
+        if old is not None and before[old] == after[i]:
+            continue
+        at = [j for j, start in enumerate(before) if start == after[i]]
+        if not at or now[at[-1]].axis is not None or now[at[-1]].size % axes[d.axis]:
+            if old is not None or at:
+                return False
+            if any(s is not None and before[j] <= after[i] < before[j] * now[j].size for j, s in _split(now)):
+                return False  # would have to be cut within a dim that another axis splits
+    return True
+
+
+def _split(shape: Shape) -> list[tuple[int, str]]:
+    return [(i, d.axis) for i, d in enumerate(shape) if d.axis is not None]
+
+
+def _starts(shape: Shape) -> list[int]:
+    """Per dim, the product of the sizes before it: what Mesh-TF calls cumprod."""
+    out, n = [], 1
+    for d in shape:
+        out.append(n)
+        n *= d.size
+    return out
+
+
+def _pieces(now: Shape, goal: Shape) -> list[int] | None:
+    """The sizes of the coarsest shape that both are made of by joining neighbours."""
+    common = common_factors([d.size for d in now], [d.size for d in goal])
+    return None if common is None else [int(str(f)) for f in common[0]]
+
+
+def _fits(shape: Shape, pieces: Sequence[int], axes: Mapping[str, int]) -> bool:
+    """Can each split dim of the shape be split at its first piece?"""
+    k = 0
+    for d in shape:
+        if d.axis is not None and pieces[k] % axes[d.axis]:
+            return False
+        n = 1
+        while n < d.size:
+            n *= pieces[k]
+            k += 1
+    return True
+
+
+def _refined(shape: Shape, pieces: Sequence[int]) -> Shape:
+    """The shape in these pieces; a split dim's first piece is split."""
+    out: list[Dim] = []
+    k = 0
+    for d in shape:
+        n, first = 1, len(out)
+        while n < d.size:
+            out.append(Dim(f"{d.base}_at{len(out) - first}", pieces[k], d.axis if n == 1 else None))
+            n *= pieces[k]
+            k += 1
+        if len(out) == first + 1:
+            out[first] = d
+    return tuple(out)
+
+
+def _through_whole(now: Shape, goal: Shape) -> list[Shape]:
+    """Gather what is split, reshape, split again: what always works."""
+    whole = tuple(replace(d, axis=None) for d in now)
+    return [s for s in (whole, goal) if s != now]

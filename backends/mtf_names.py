@@ -1,0 +1,208 @@
+"""Names for Mesh-TensorFlow's dims, so that one layout a name expresses the plan.
+
+Mesh-TF has one set of rules for a whole program: the name of a tensor's dim says over which mesh axis it is split.
+So iteration dims that mean one thing share a name through the graph; where the plan splits such a dim differently in
+different places, it has a name for each. Naming is a union-find over the edges' access maps with one kind of
+constraint: two dims of one loop nest (q's and k's positions) never share a name.
+
+What Mesh-TF cannot say of one dim, that it is split over two mesh axes, is said in one of two ways: axes that are
+never used apart become one axis of the mesh, and else the dim becomes two dims, major and minor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pase.ir import Access, Graph, Node, Tensor
+from pase.ir.sizes import is_one
+from pase.machine import Mesh
+from pase.tables.layouts import number
+
+__all__ = ["Dim", "Names", "TensorDims", "flat", "merged_axes"]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dim of a Mesh-TF tensor: ``base`` is what it means, ``axis`` the mesh axis that splits it."""
+
+    base: str
+    size: int
+    axis: str | None = None
+
+
+TensorDims = tuple[tuple[Dim, ...], ...]
+"""Per dim of the source's tensor, the Mesh-TF dims that it is made of, major to minor; none for one of one element."""
+
+_ROLES = ("pending", "state")  # dims that walk no tensor
+
+
+def flat(dims: TensorDims) -> tuple[Dim, ...]:
+    return tuple(d for group in dims for d in group)
+
+
+def merged_axes(
+    mesh: Mesh, splits: Iterable[Mapping[str, tuple[str, ...]]]
+) -> tuple[dict[str, str], dict[str, int]]:
+    """(axis -> the axis of Mesh-TF's mesh that it becomes part of, that mesh). Axes of one device are left out.
+
+    Neighbours merge where every dim that uses one uses the other.
+
+    >>> merged_axes(Mesh(names=("x", "y", "z"), sizes=(2, 2, 4)), [{"b": ("x", "y")}, {"k": ("z",)}])
+    ({'x': 'x_y', 'y': 'x_y', 'z': 'z'}, {'x_y': 4, 'z': 4})
+    """
+    uses = [
+        set(axes) for split in splits for d, axes in split.items() if d.rstrip("0123456789") not in _ROLES
+    ]
+    groups: list[list[str]] = []
+    size = dict(zip(mesh.names, mesh.sizes, strict=True))
+    for a in (n for n in mesh.names if size[n] > 1):
+        if groups and any(a in u for u in uses) and all((a in u) == (groups[-1][-1] in u) for u in uses):
+            groups[-1].append(a)
+        else:
+            groups.append([a])
+    into = {a: "_".join(g) for g in groups for a in g}
+    sizes: dict[str, int] = {}
+    for a, g in into.items():
+        sizes[g] = sizes.get(g, 1) * size[a]
+    return into, sizes
+
+
+@dataclass
+class Names:
+    """The names of a plan's dims. ``strategy``: node -> iteration dim -> mesh axes, as ``Plan.strategy``."""
+
+    graph: Graph
+    mesh: Mesh
+    strategy: Mapping[str, Mapping[str, tuple[str, ...]]]
+    axes: dict[str, int] = field(init=False)
+    """The mesh: axis -> size."""
+    _into: dict[str, str] = field(init=False)
+    _base: dict[tuple[str, str], str] = field(init=False)
+    _usual: dict[str, str | None] = field(init=False, default_factory=dict)
+    """base -> the axis (or none) whose variant bears the base's own name."""
+    _used: dict[str, str | None] = field(init=False, default_factory=dict)
+    """Every name given out, and its mesh axis."""
+    _anonymous: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._into, self.axes = merged_axes(self.mesh, self.strategy.values())
+        self._base = _bases(self.graph)
+        variants: dict[str, set[str | None]] = {}
+        for n in self.graph.nodes:
+            for d in n.space:
+                if d.kind not in _ROLES and not is_one(d.size):
+                    for f in self.factors(n, d.name):
+                        variants.setdefault(f.base, set()).add(f.axis)
+        self._usual = {base: next(iter(v)) if len(v) == 1 else None for base, v in variants.items()}
+
+    def split(self, node: Node, dim: str) -> tuple[str, ...]:
+        """The axes of Mesh-TF's mesh that split the node's iteration dim, major to minor."""
+        axes = self.strategy.get(node.name, {}).get(dim, ())
+        return tuple(dict.fromkeys(self._into[a] for a in axes if a in self._into))
+
+    def factors(self, node: Node, dim: str) -> tuple[Dim, ...]:
+        """The iteration dim as dims of Mesh-TF: one, or one for each axis that splits it."""
+        size, axes = number(node.space[dim].size, node.name), self.split(node, dim)
+        base = self._base[node.name, dim]
+        if len(axes) < 2:
+            return (Dim(base, size, axes[0] if axes else None),)
+        out = []
+        for i, a in enumerate(axes):
+            part = self.axes[a] if i < len(axes) - 1 else size
+            out.append(Dim(f"{base}_part{i}", part, a))
+            size //= part
+        return tuple(out)
+
+    def dims(self, node: Node, access: Access, tensor: Tensor) -> TensorDims:
+        """The tensor as this access walks it. Under a window, a dim has the tensor's extent."""
+        out: list[tuple[Dim, ...]] = []
+        for walk, extent in zip(access.map.walks, tensor.shape, strict=True):
+            extent = number(extent, tensor.name)
+            made = tuple(f for d in walk.dims for f in self.factors(node, d))
+            points = 1
+            for f in made:
+                points *= f.size
+            if points == extent:
+                out.append(tuple(f for f in made if f.size > 1))
+            elif len(made) == 1:
+                out.append((Dim(made[0].base, extent, made[0].axis),) if extent > 1 else ())
+            else:
+                out.append((self.fresh(extent),) if extent > 1 else ())
+        return tuple(out)
+
+    def fresh(self, size: int) -> Dim:
+        """A dim that nothing else has, whole."""
+        self._anonymous += 1
+        self._usual[f"whole{self._anonymous}"] = None
+        return Dim(f"whole{self._anonymous}", size)
+
+    def name(self, dim: Dim) -> str:
+        """The dim's name in the program. The variant that is usual has the base's own; others say how they differ."""
+        usual = self._usual.setdefault(dim.base, dim.axis)
+        name = dim.base if dim.axis == usual else f"{dim.base}_{dim.axis or 'whole'}"
+        self._used[name] = dim.axis
+        return name
+
+    @property
+    def mesh_shape(self) -> str:
+        """``"data:4;model:2"``."""
+        return ";".join(f"{a}:{n}" for a, n in self.axes.items())
+
+    @property
+    def layout_rules(self) -> str:
+        """``"batch:data;h:model"``, for all names given out so far."""
+        return ";".join(f"{name}:{axis}" for name, axis in sorted(self._used.items()) if axis is not None)
+
+
+def _bases(graph: Graph) -> dict[tuple[str, str], str]:
+    """(node, iteration dim) -> a name shared by all dims of one meaning, and by no two dims of one node."""
+    Key = tuple[str, str]
+    parent: dict[Key, Key] = {}
+    members: dict[Key, dict[str, str]] = {}
+    for n in graph.nodes:
+        for d in n.space:
+            parent[n.name, d.name] = (n.name, d.name)
+            members[n.name, d.name] = {n.name: d.name}
+
+    def find(k: Key) -> Key:
+        while parent[k] != k:
+            parent[k] = parent[parent[k]]
+            k = parent[k]
+        return k
+
+    def union(x: Key, y: Key) -> None:
+        a, b = find(x), find(y)
+        if a == b:
+            return
+        if len(members[a]) < len(members[b]):
+            a, b = b, a
+        if any(node in members[a] for node in members[b]):
+            return
+        parent[b] = a
+        members[a] |= members.pop(b)
+
+    for e in graph.edges:
+        src, dst = graph.node[e.src], graph.node[e.dst]
+        _, write = src.write_of(e.tensor)
+        for w, r in zip(write.map.walks, e.access.map.walks, strict=True):
+            sizes = [[node.space[d].size for d in walk.dims] for node, walk in ((src, w), (dst, r))]
+            if sizes[0] == sizes[1]:
+                for x, y in zip(w.dims, r.dims, strict=True):
+                    union((e.src, x), (e.dst, y))
+    letters: dict[Key, Counter[str]] = {}
+    for k in parent:
+        letters.setdefault(find(k), Counter())[_letter(k[1])] += 1
+    taken: Counter[str] = Counter()
+    names: dict[Key, str] = {}
+    for root, counts in letters.items():
+        word = counts.most_common(1)[0][0]
+        taken[word] += 1
+        names[root] = word if taken[word] == 1 else f"{word}{taken[word]}"
+    return {k: names[find(k)] for k in parent}
+
+
+def _letter(dim: str) -> str:
+    letter = dim.rstrip("0123456789")
+    return {"b": "batch", "l": "whole_l"}.get(letter, letter)

@@ -1,0 +1,199 @@
+"""What generated Mesh-TensorFlow programs call where Mesh-TF has no such op, or one that is too narrow.
+
+All of it is built of Mesh-TF's own ops and of ``mtf.slicewise``, a TensorFlow function on each device's slice, whose
+gradient is given here: Mesh-TF's generic one cannot take a gradient that still has to be summed over devices.
+Tensors are ``mtf.Tensor``; dims that a function works on are given as lists of ``mtf.Dimension``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pase.backends.mtf_shim import mesh_tensorflow
+
+__all__ = [
+    "conv2d",
+    "cwise",
+    "descend",
+    "local",
+    "log_softmax",
+    "lookup",
+    "one_hot",
+    "pool2d",
+    "softmax",
+    "variable",
+    "where",
+]
+
+
+def variable(mesh: Any, name: str, dims: Sequence[Any], dtype: str, values: Mapping[str, Any] | None) -> Any:
+    """A parameter. values: name -> array in the source's shape; a name that is not there starts at random."""
+    mtf, tf = mesh_tensorflow()
+    shape = [d.size for d in dims]
+    initial = None
+    if values is not None and name in values:
+        array = np.asarray(values[name]).reshape(shape)
+
+        def initial(*_: Any, **__: Any) -> Any:
+            return tf.constant(array, dtype)
+
+    scope = re.sub(r"[^A-Za-z0-9_./]", "_", name).lstrip("_/")
+    return mtf.get_variable(
+        mesh, scope or "v", mtf.Shape(list(dims)), dtype=getattr(tf, dtype),
+        initializer=initial or tf.truncated_normal_initializer(stddev=0.02),
+    )  # fmt: skip
+
+
+def descend(
+    loss: Any, parameters: Mapping[str, Any], learning_rate: float
+) -> tuple[Any, list[Any], list[Any]]:
+    """(loss, gradients, assignments) of a step of gradient descent.
+
+    No assignment runs before every gradient is there: a slice that is assigned early would be read by the rest.
+    """
+    mtf, _ = mesh_tensorflow()
+    made = mtf.gradients([loss], list(parameters.values()))
+    lost = [name for name, g in zip(parameters, made, strict=True) if g is None]
+    if lost:
+        raise ValueError(f"the loss does not depend on {', '.join(lost)}")
+    whole = [mtf.identity(loss), *(mtf.identity(g) for g in made)]  # what still had to be summed is
+    updates = []
+    for p, g in zip(parameters.values(), whole[1:], strict=True):
+        updates.append(mtf.assign(p, mtf.depend(p - learning_rate * g, whole)))
+    return whole[0], whole[1:], updates
+
+
+def cwise(fn: Callable[..., Any], *xs: Any, dtype: Any = None) -> Any:
+    """An elementwise TensorFlow function; the operands broadcast by the names of their dims."""
+    mtf, _ = mesh_tensorflow()
+    dims: list[Any] = []
+    for x in sorted(xs, key=lambda x: -len(x.shape.dims)):
+        dims += [d for d in x.shape.dims if d not in dims]
+    shape = mtf.Shape(dims)
+    return local(fn, *(mtf.broadcast(x, shape) for x in xs), splittable=dims, dtype=dtype)
+
+
+def local(
+    fn: Callable[..., Any], *xs: Any, splittable: Sequence[Any], shape: Any = None, dtype: Any = None
+) -> Any:
+    """A TensorFlow function on slices. Right only where every operand has all dims that are split."""
+    mtf, tf = mesh_tensorflow()
+
+    def gradient(op: Any, dy: Any) -> list[Any]:
+        wanted = [i for i, x in enumerate(xs) if x.dtype.is_floating]
+
+        def back(*slices: Any) -> Any:
+            made = tf.gradients(
+                fn(*slices[:-1]), [slices[i] for i in wanted], slices[-1],
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )  # fmt: skip
+            return tuple(made) if len(made) > 1 else made[0]
+
+        made = mtf.slicewise(
+            back, [*xs, dy], output_shape=[xs[i].shape for i in wanted], output_dtype=[xs[i].dtype for i in wanted],
+            splittable_dims=splittable, grad_function=0,
+        )  # fmt: skip
+        out: list[Any] = [None] * len(xs)
+        for i, g in zip(wanted, made, strict=True):
+            out[i] = g
+        return out
+
+    return mtf.slicewise(
+        fn,
+        list(xs),
+        output_shape=shape,
+        output_dtype=dtype,
+        splittable_dims=splittable,
+        grad_function=gradient,
+    )
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b; what is not taken may be infinite."""
+    _, tf = mesh_tensorflow()
+    return cwise(tf.where, condition, a, b, dtype=a.dtype)
+
+
+def softmax(x: Any, over: Sequence[Any]) -> Any:
+    mtf, _ = mesh_tensorflow()
+    rest = mtf.Shape([d for d in x.shape.dims if d not in over])
+    e = mtf.exp(x - mtf.reduce_max(mtf.stop_gradient(x), output_shape=rest))
+    return e * mtf.reciprocal(mtf.reduce_sum(e, output_shape=rest))
+
+
+def log_softmax(x: Any, over: Sequence[Any]) -> Any:
+    mtf, _ = mesh_tensorflow()
+    rest = mtf.Shape([d for d in x.shape.dims if d not in over])
+    shifted = x - mtf.reduce_max(mtf.stop_gradient(x), output_shape=rest)
+    return shifted - mtf.log(mtf.reduce_sum(mtf.exp(shifted), output_shape=rest))
+
+
+def one_hot(ids: Any, dims: Sequence[Any], dtype: Any) -> list[Any]:
+    """Factors whose product is one where ``dims``, major to minor, stand at ``ids``, and else zero."""
+    mtf, tf = mesh_tensorflow()
+    left = mtf.cast(ids, tf.int32)
+    out = []
+    for d in reversed(dims):
+        out.append(mtf.one_hot(mtf.mod(left, d.size) if len(dims) > 1 else left, d, dtype=dtype))
+        left = mtf.floordiv(left, d.size) if len(dims) > 1 else left
+    return out
+
+
+def lookup(table: Any, ids: Any, over: Sequence[Any], shape: Sequence[Any]) -> Any:
+    """Rows of the table by number: a product with one-hot vectors, as Mesh-TF's own gather; ``over`` may be split."""
+    mtf, _ = mesh_tensorflow()
+    return mtf.einsum([*one_hot(ids, over, table.dtype), table], output_shape=mtf.Shape(list(shape)))
+
+
+def conv2d(x: Any, w: Any, *, strides: tuple[int, int], padding: Sequence[tuple[int, int]]) -> Any:
+    """x: [batch dims, rows, columns, channels], w: [rows, columns, channels, out channels].
+
+    Mesh-TF's own convolution miscounts what a stride leaves over ((in - k + 1) // stride, rounded down), and pads as
+    TensorFlow does for strides of one alone; so the input is padded here to an extent for which it is right.
+    """
+    mtf, _ = mesh_tensorflow()
+    for k in (0, 1):
+        rows, extent, (low, high) = x.shape.dims[-3 + k], w.shape.dims[k].size, padding[k]
+        out = (rows.size + low + high - extent) // strides[k] + 1
+        needed = out * strides[k] + extent - 1 - rows.size - low
+        if needed < 0:
+            raise ValueError(
+                f"conv2d: {rows.size} rows, padded by {low} and {high}, under a window of {extent}"
+            )
+        if low or needed:
+            x = mtf.pad(x, [low, needed], rows.name)
+    return mtf.Conv2dOperation(x, w, [1, *strides, 1], "VALID").outputs[0]
+
+
+def pool2d(
+    x: Any, kind: str, *, window: tuple[int, int], strides: tuple[int, int], padding: str, split_rows: bool = False
+) -> Any:  # fmt: skip
+    """kind: "MAX" or "AVG"; x: [batch dims, rows, columns, channels]. (Mesh-TF's own takes windows apart alone.)
+
+    split_rows: windows lie within a device's rows, which may then be split.
+    """
+    mtf, tf = mesh_tensorflow()
+
+    def pooled(s: Any) -> Any:
+        sizes = s.shape.as_list()
+        made = tf.nn.pool(
+            tf.reshape(s, [-1, *sizes[-3:]]),
+            window,
+            kind,
+            strides=strides,
+            padding=padding,
+            data_format="NHWC",
+        )
+        return tf.reshape(made, [*sizes[:-3], *made.shape.as_list()[1:]])
+
+    *batch, rows, columns, channels = x.shape.dims
+    out = []
+    for k, d in enumerate((rows, columns)):
+        span = d.size if padding == "SAME" else d.size - window[k] + 1
+        out.append(mtf.Dimension(d.name, -(-span // strides[k])))
+    free = [*batch, channels, *([rows, columns] if split_rows else [])]
+    return local(pooled, x, splittable=free, shape=mtf.Shape([*batch, *out, channels]))

@@ -1,0 +1,284 @@
+"""A Mesh-TensorFlow program under construction: values with named dims, statements, and the moves between layouts.
+
+The source's ops come one after the other; ``mtf_rules_*`` say what each becomes. A value's dims are those of the loop
+nest that makes it; an op reads it in the dims of its own nest, and where the two differ a reshape stands between, once
+for all readers that agree. Views thus mostly vanish: dims have names, and no order that matters.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from pase.backends.mtf_moves import moves
+from pase.backends.mtf_names import Dim, Names, TensorDims, flat
+from pase.errors import PaseError
+from pase.ir import Access, Node, Op
+from pase.plan.constraints import raw_name
+
+__all__ = ["Input", "Program", "SourceOp", "Value"]
+
+_MOST_INLINE = 64
+"""Elements of the largest constant that is written out as numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """An operand: a tensor of the graph, or a value that no data decides."""
+
+    tensor: str | None
+    value: np.ndarray | None = None
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOp:
+    """One op of the source program. ``attr(name)`` is the framework's own attribute."""
+
+    path: str
+    name: str
+    label: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[str, ...]
+    """Tensors of the graph; "" where nothing reads the output."""
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    attrs: Any = None
+
+    @property
+    def where(self) -> str:
+        return f"'{self.name}' at {self.label}"
+
+
+@dataclass(frozen=True)
+class Value:
+    """``code``: an expression; ``order``: the dims as the Mesh-TF tensor has them; ``dims``: as the source's has them."""
+
+    code: str
+    order: tuple[Dim, ...]
+    dims: TensorDims
+    dtype: str = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(int(np.prod([d.size for d in g], dtype=np.int64)) for g in self.dims)
+
+
+@dataclass
+class Program:
+    names: Names
+    lines: list[str] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    """tensor of the graph -> what holds it"""
+    known: dict[str, np.ndarray] = field(default_factory=dict)
+    """tensor of the graph -> its value, where no data decides it"""
+    constants: dict[str, np.ndarray] = field(default_factory=dict)
+    """name in the program -> an array too large to be written out"""
+    dim_names: dict[tuple[str, int], str] = field(default_factory=dict)
+    """(dim name, size) -> its variable in the program"""
+    _moved: dict[tuple[str, TensorDims], Value] = field(default_factory=dict)
+    _reads: dict[tuple[str, str], list[tuple[Node, Access]]] = field(default_factory=dict)
+    _writes: dict[str, tuple[Node, Op, Access]] = field(default_factory=dict)
+    _node: str = ""
+    _count: int = 0
+    _taken: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for n in self.names.graph.nodes:
+            for op in n.ops:
+                for a in op.reads:
+                    self._reads.setdefault((op.eqn, raw_name(a.tensor)), []).append((n, a))
+                for a in op.writes:
+                    self._writes.setdefault(a.tensor, (n, op, a))
+
+    # --- statements
+
+    def let(self, code: str, order: Sequence[Dim], dims: TensorDims, dtype: str, hint: str = "t") -> Value:
+        """A new variable that holds the expression."""
+        name = self.variable(hint)
+        self.lines.append(f"{name} = {code}")
+        return Value(name, tuple(order), dims, dtype)
+
+    def variable(self, hint: str) -> str:
+        word = re.sub(r"\W+", "_", hint, flags=re.ASCII).strip("_") or "t"
+        word = f"t_{word}" if not word[0].isalpha() or keyword.iskeyword(word) else word
+        name, k = word, 1
+        while name in self._taken:
+            name, k = f"{word}_{k}", k + 1
+        self._taken.add(name)
+        return name
+
+    def dim(self, d: Dim) -> str:
+        """The program's variable for a dim."""
+        key = (self.names.name(d), d.size)
+        if key not in self.dim_names:
+            sizes = [size for name, size in self.dim_names if name == key[0]]
+            self.dim_names[key] = self.variable(f"{key[0]}_{key[1]}" if sizes else key[0])
+        return self.dim_names[key]
+
+    def shape(self, dims: Sequence[Dim]) -> str:
+        return f"[{', '.join(self.dim(d) for d in dims)}]"
+
+    # --- layouts
+
+    def dims(self, node: Node, access: Access) -> TensorDims:
+        return self.names.dims(node, access, self.names.graph.tensors[access.tensor])
+
+    def written(self, tensor: str) -> TensorDims | None:
+        """The dims that the plan gives a tensor where it is made."""
+        if tensor not in self._writes:
+            return None
+        node, _, access = self._writes[tensor]
+        return self.dims(node, access)
+
+    def node_of(self, op: SourceOp) -> Node | None:
+        """The plan's node that makes the op's first output."""
+        return next((self._writes[t][0] for t in op.outputs if t in self._writes), None)
+
+    def to(self, value: Value, want: TensorDims) -> Value:
+        """The value in these dims: itself, or reshaped."""
+        have = flat(value.dims)
+        if set(have) == set(flat(want)) and len(have) == len(flat(want)) and value.dims == want:
+            return replace(value, dims=want)
+        key = (value.code, want)
+        if key in self._moved:
+            return self._moved[key]
+        alike = [[d.size for d in g] for g in value.dims] == [[d.size for d in g] for g in want]
+        if alike:  # dim by dim, in whatever order they stand
+            new = dict(zip(have, flat(want), strict=True))
+            order = value.order
+            steps = moves(tuple((d,) for d in order), tuple((new[d],) for d in order), self.names.axes)
+        else:
+            value = self.ordered(value, have)
+            steps = moves(value.dims, want, self.names.axes)
+        code, out = value.code, value
+        for step in steps:
+            out = self.let(
+                f"mtf.reshape({code}, {self.shape(step)})", step, want, value.dtype, f"{value.code}_as"
+            )
+            code = out.code
+        out = replace(out, dims=want)
+        self._moved[key] = out
+        return out
+
+    def ordered(self, value: Value, order: Sequence[Dim]) -> Value:
+        """The value with its dims in this order."""
+        if value.order == tuple(order):
+            return value
+        code = f"mtf.transpose({value.code}, {self.shape(order)})"
+        return self.let(code, order, value.dims, value.dtype, f"{value.code}_t")
+
+    def regrouped(self, value: Value, dims: TensorDims) -> Value:
+        """The same elements in another shape: no move between layouts, but where dims have to be made."""
+        if set(flat(value.dims)) == set(flat(dims)):
+            return replace(value, dims=dims)
+        value = self.ordered(value, flat(value.dims))
+        joined = replace(value, dims=(flat(value.dims),))
+        return replace(self.to(joined, (flat(dims),)), dims=dims)
+
+    # --- operands
+
+    def arg(self, op: SourceOp, k: int) -> Value:
+        """Operand k in the dims in which the plan has this op read it."""
+        given = op.inputs[k]
+        nth = sum(i.tensor == given.tensor for i in op.inputs[:k])
+        found = self._reads.get((op.path, given.tensor or ""), [])
+        want: TensorDims | None = None
+        value: Value | None = None
+        if found:
+            node, access = found[min(nth, len(found) - 1)]
+            want = self.dims(node, access)
+            if access.tensor != given.tensor and access.tensor in self._writes:
+                value = self._copy(access.tensor)
+        if given.value is not None:
+            return self.constant(given.value, want, given.dtype)
+        if value is None:
+            value = self.held(op, given)
+        return value if want is None else self.to(value, want)
+
+    def held(self, op: SourceOp, given: Input) -> Value:
+        """The value as it was made."""
+        if given.tensor is None or given.tensor not in self.values:
+            raise PaseError(
+                f"{op.where} reads a value that the Mesh-TensorFlow program does not have ({given.tensor})"
+            )
+        return self.values[given.tensor]
+
+    def _copy(self, copy: str) -> Value:
+        """The copy of a tensor that several readers share, made when it is first read."""
+        if copy not in self.values:
+            node, op, access = self._writes[copy]
+            source = op.reads[0].tensor
+            held = self._copy(source) if source not in self.values else self.values[source]
+            self.values[copy] = self.to(held, self.dims(node, access))
+        return self.values[copy]
+
+    def scalar(self, op: SourceOp, k: int) -> str | None:
+        """Operand k as a literal, where it is one known number."""
+        v = op.inputs[k].value
+        return None if v is None or v.size != 1 else _literal(v.reshape(()).item())
+
+    def static(self, op: SourceOp, k: int) -> np.ndarray:
+        """Operand k, which must not depend on data: a shape, an axis, a permutation."""
+        v = op.inputs[k].value
+        if v is None:
+            raise PaseError(
+                f"{op.where}: operand {k} depends on data; a Mesh-TensorFlow program needs it known when it is built"
+            )
+        return v
+
+    def constant(self, array: np.ndarray, want: TensorDims | None, dtype: str) -> Value:
+        """A known array as a tensor in these dims (by default, dims of its own, whole)."""
+        if want is None:
+            want = tuple((self.names.fresh(s),) if s > 1 else () for s in array.shape)
+        dims = flat(want)
+        shape = [d.size for d in dims]
+        if not dims or (array == array.reshape(-1)[0]).all():
+            value = _literal(array.reshape(-1)[0].item())
+            code = f"mtf.constant(mesh, {value}, shape={self.shape(dims)}, dtype=tf.{dtype})"
+            return self.let(code, dims, want, dtype, "const")
+        if array.size <= _MOST_INLINE:
+            code = f"tf.constant({array.reshape(shape).tolist()}, tf.{dtype})"
+        else:
+            key = next((k for k, a in self.constants.items() if a is array), None)
+            if key is None:
+                key = f"c{len(self.constants)}"
+                self.constants[key] = array
+            code = f'tf.reshape(tf.constant(CONSTANTS["{key}"]), {shape})'
+        return self.let(
+            f"mtf.import_tf_tensor(mesh, {code}, shape={self.shape(dims)})", dims, want, dtype, "const"
+        )
+
+    # --- results
+
+    def settle(self, op: SourceOp, made: Sequence[Value | None]) -> None:
+        """Keep what a rule made, in the dims that the plan gives it."""
+        for name, value in zip(op.outputs, made, strict=False):
+            if not name or value is None:
+                continue
+            want = self.written(name)
+            self.values[name] = value if want is None else self.to(value, want)
+
+    def heading(self, op: SourceOp) -> None:
+        """A comment where another node of the plan begins."""
+        node = self.node_of(op)
+        if node is None or node.name == self._node:
+            return
+        self._node = node.name
+        split = ", ".join(
+            f"{d}: {'·'.join(a)}" for d, a in self.names.strategy.get(node.name, {}).items() if a
+        )
+        einsum = node.main.einsum if len(node.main.einsum) < 90 else ""
+        self.lines += ["", f"# {node.name}   {einsum}" + (f"   ({split})" if split else "")]
+
+
+def _literal(x: Any) -> str:
+    if isinstance(x, float) and not np.isfinite(x):
+        return f'float("{x}")'
+    return repr(x)

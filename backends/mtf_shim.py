@@ -1,0 +1,54 @@
+"""Mesh-TensorFlow on a current TensorFlow.
+
+mesh-tensorflow 0.1.21 (its last release, 2022) needs two things that TensorFlow has since dropped, neither of which
+a program built here uses:
+
+- ``tensorflow.compat.v1.estimator``: TensorFlow 2.16 removed Estimators; Mesh-TF derives checkpoint hooks from two of
+  its classes when it is imported;
+- ``tensorflow.python.framework.ops.register_tensor_conversion_function``: moved to ``tensor_conversion_registry``;
+  it is called for the variables of a TPU.
+
+Both are put back, where missing, before the import. Upstream's own tests then pass on TensorFlow 2.21.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import types
+from typing import Any
+
+from pase.errors import PaseError
+
+__all__ = ["mesh_tensorflow"]
+
+
+def mesh_tensorflow() -> tuple[Any, Any]:
+    """(mesh_tensorflow, tensorflow.compat.v1), imported. PaseError where one is not installed."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        import tensorflow.compat.v1 as tf
+        from tensorflow.python.framework import ops, tensor_conversion_registry
+    except ImportError as e:
+        raise PaseError(f"Mesh-TensorFlow needs TensorFlow ({e}): pip install 'pase[tf]'") from e
+
+    if not hasattr(tf, "estimator"):
+
+        class Hook:
+            """Stands in for a base class of Estimators."""
+
+        tf.estimator = types.SimpleNamespace(
+            SessionRunHook=Hook,
+            CheckpointSaverListener=Hook,
+            ModeKeys=types.SimpleNamespace(TRAIN="train", EVAL="eval", PREDICT="infer"),
+        )
+    if not hasattr(ops, "register_tensor_conversion_function"):
+        ops.register_tensor_conversion_function = (
+            tensor_conversion_registry.register_tensor_conversion_function
+        )
+    try:
+        import mesh_tensorflow as mtf
+    except ImportError as e:
+        raise PaseError(f"cannot import mesh-tensorflow ({e}): pip install 'pase[tf]'") from e
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns at every variable
+    return mtf, tf

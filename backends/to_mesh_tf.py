@@ -1,0 +1,228 @@
+"""A plan as a Mesh-TensorFlow program: mesh_shape, layout_rules, and the model in ``mtf`` ops.
+
+The source is walked a second time, op by op, as its frontend walked it. What a tensor's dims are called follows from
+the plan (``mtf_names``); what an op becomes stands in one table per frontend (``mtf_tf``, ``mtf_jax``). What
+Mesh-TensorFlow cannot express is refused by name of the op and its place.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pase.backends.mtf_lower import Rules, apply
+from pase.backends.mtf_names import Names, flat
+from pase.backends.mtf_program import Program, SourceOp, Value
+from pase.backends.mtf_rules import check_layout, check_tensor
+from pase.errors import PaseError
+from pase.ir import Graph, named, simplify
+
+if TYPE_CHECKING:
+    from pase.plan.types import Plan
+
+__all__ = ["Layout", "emit", "layout", "program"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """mesh_shape and layout_rules as Mesh-TF reads them, and the parameters' and inputs' dims under them."""
+
+    mesh_shape: str
+    layout_rules: str
+    dims: Mapping[str, tuple[tuple[str, int], ...]]
+    """Parameter or input -> (name, size) of its Mesh-TF dims."""
+
+
+def emit(plan: Plan, path: Path, *, model: Any) -> str:
+    """Write the program; see ``backends.registry``."""
+    from pase.plan.layout import write_atomically
+
+    text, found = program(_with_model(plan, model))
+    write_atomically(path, text)
+    return f'{path}: a Mesh-TensorFlow program; mesh_shape "{found.mesh_shape}", layout_rules "{found.layout_rules}"'
+
+
+def layout(plan: Plan) -> Layout:
+    """The strings alone, and what they give the leaves. ``plan`` must have its model."""
+    return program(plan)[1]
+
+
+def program(plan: Plan) -> tuple[str, Layout]:
+    """(the program's text, its layout). PaseError where Mesh-TensorFlow cannot express the model or the plan."""
+    if plan.traced is None:
+        raise PaseError(
+            f"the plan for '{plan.model}' was loaded without its model, which the Mesh-TensorFlow program is made of"
+        )
+    traced = plan.traced
+    graph = named(simplify(traced.graph))
+    missing = {n.name for n in graph.nodes} ^ set(plan.strategy)
+    if missing:
+        raise PaseError(
+            f"this is not the model of the plan for '{plan.model}': they differ at {sorted(missing)[0]}"
+        )
+    rules, ops = _source(traced, graph)
+    p = Program(Names(graph, plan.mesh, plan.strategy))
+    leaves = _leaves(p, graph)
+    for op in ops:
+        apply(rules, p, op)
+    loss = p.values.get(graph.outputs[0]) if graph.outputs else None
+    if loss is None or loss.order:
+        raise PaseError(f"'{plan.model}' has no scalar loss: the Mesh-TensorFlow program needs one to train")
+    found = _checked(p, leaves)
+    return _text(plan, p, leaves, loss, found), found
+
+
+def _with_model(plan: Plan, model: Any) -> Plan:
+    from pase.models import resolve
+
+    if plan.traced is not None:
+        return plan
+    if not isinstance(model, str):
+        raise PaseError(f"give the model that the plan for '{plan.model}' was compiled from")
+    return plan.with_model(resolve(model))
+
+
+def _source(traced: Any, graph: Graph) -> tuple[Rules, Iterator[SourceOp]]:
+    """The frontend's table of ops, and the model's ops one by one."""
+    roles = {t.name: t.role for t in graph.tensors.values()}
+    frontend = traced.graph.meta.get("frontend", "")
+    if frontend == "jax":
+        from pase.backends import mtf_jax
+
+        return mtf_jax.RULES, mtf_jax.source_ops(traced, roles)
+    if frontend == "tensorflow":
+        from pase.backends import mtf_tf
+
+        return mtf_tf.RULES, mtf_tf.source_ops(traced, roles)
+    raise PaseError(
+        f"Mesh-TensorFlow programs are made of TensorFlow and JAX models, not of {frontend or 'this one'}"
+    )
+
+
+def _leaves(p: Program, graph: Graph) -> dict[str, Value]:
+    """Statements that make the parameters and take the inputs; name -> value."""
+    out: dict[str, Value] = {}
+    for node in graph.nodes:
+        if node.kind not in ("parameter", "input"):
+            continue
+        access = node.ops[0].writes[0]
+        tensor = graph.tensors[access.tensor]
+        dims = p.dims(node, access)
+        order = flat(dims)
+        if node.kind == "parameter":
+            code = f'ops.variable(mesh, "{tensor.path}", {p.shape(order)}, "{tensor.dtype}", values)'
+            out[tensor.path] = p.let(code, order, dims, tensor.dtype, tensor.path)
+            p.lines[-1] = p.lines[-1].replace(" = ", f' = parameters["{tensor.path}"] = ', 1)
+        else:
+            sizes = [d.size for d in order]
+            given = f'inputs["{tensor.path}"]'
+            if tuple(sizes) != tensor.shape:
+                given = f"tf.reshape({given}, {sizes})"
+            code = f"mtf.import_tf_tensor(mesh, {given}, shape={p.shape(order)})"
+            out[tensor.path] = p.let(code, order, dims, tensor.dtype, tensor.path)
+        p.values[tensor.name] = out[tensor.path]
+    return out
+
+
+def _checked(p: Program, leaves: Mapping[str, Value]) -> Layout:
+    """The layout, having passed Mesh-TF's rules for every tensor of the program."""
+    mesh_shape, rules = p.names.mesh_shape, p.names.layout_rules
+    mesh, by_name = check_layout(mesh_shape, rules)
+
+    def pairs(value: Value) -> tuple[tuple[str, int], ...]:
+        return tuple((p.names.name(d), d.size) for d in value.order)
+
+    for name, value in p.values.items():
+        check_tensor(f"tensor {name}", pairs(value), mesh, by_name)
+    return Layout(
+        mesh_shape=mesh_shape, layout_rules=rules, dims={name: pairs(v) for name, v in leaves.items()}
+    )
+
+
+_HEAD = '''"""{model} on {devices} devices in Mesh-TensorFlow, as pase {version} planned it.
+
+Predicted: {cost:.6g} {unit} a step. Run this file for a few steps on made-up data, on logical CPU devices.
+``model`` builds the loss, ``train_step`` the gradients and a step of gradient descent.
+"""
+
+{imports}from pase.backends import mtf_ops as ops
+from pase.backends.mtf_shim import mesh_tensorflow
+
+mtf, tf = mesh_tensorflow()
+
+MESH_SHAPE = "{mesh_shape}"
+LAYOUT_RULES = "{layout_rules}"
+
+PARAMETERS = {{
+{parameters}
+}}
+INPUTS = {{
+{inputs}
+}}
+{constants}
+{dims}
+
+
+def model(mesh, inputs, values=None):
+    """(loss, parameters). inputs: name -> tf.Tensor; values: parameter -> array to start from."""
+    parameters = {{}}
+{body}
+    return {loss}, parameters
+
+
+def train_step(mesh, inputs, learning_rate, values=None):
+    """(loss, gradients, assignments)."""
+    loss, parameters = model(mesh, inputs, values)
+    return ops.descend(loss, parameters, learning_rate)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from pase.backends.mtf_run import demo
+
+    demo(sys.modules[__name__])
+'''
+
+
+def _text(plan: Plan, p: Program, leaves: Mapping[str, Value], loss: Value, found: Layout) -> str:
+    import pase
+
+    def table(tensors: Mapping[str, Any]) -> str:
+        return "\n".join(
+            f'    "{k}": ({list(t.shape)}, "{t.dtype}"),' for k, t in tensors.items() if k in leaves
+        )
+
+    dims = [f'{var} = mtf.Dimension("{name}", {size})' for (name, size), var in p.dim_names.items()]
+    body = textwrap.indent("\n".join(p.lines), "    ", lambda line: bool(line.strip()))
+    return _HEAD.format(
+        model=plan.model.replace("\\", "/").replace('"', "'"), devices=plan.devices, version=pase.__version__,
+        cost=plan.cost, unit=plan.unit, mesh_shape=found.mesh_shape, layout_rules=found.layout_rules,
+        parameters=table(plan.parameters), inputs=table(plan.inputs), dims="\n".join(dims), body=body, loss=loss.code,
+        constants=_constants(p.constants), imports="import base64\nimport io\n\nimport numpy as np\n\n" if p.constants else "",
+    )  # fmt: skip
+
+
+def _constants(arrays: Mapping[str, np.ndarray]) -> str:
+    """Arrays that the source has as such (masks, tables of positions), packed."""
+    if not arrays:
+        return ""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{k: _plain(a) for k, a in arrays.items()})  # type: ignore[arg-type]
+    lines = textwrap.wrap(base64.b64encode(buffer.getvalue()).decode(), 100)
+    packed = "\n".join(f'    "{line}"' for line in lines)
+    return f"CONSTANTS = np.load(io.BytesIO(base64.b64decode(\n{packed}\n)))\n"
+
+
+def _plain(a: np.ndarray) -> np.ndarray:
+    return a.astype(np.float32) if a.dtype.name == "bfloat16" else a
+
+
+Emit = Callable[..., str]
