@@ -1,0 +1,148 @@
+"""TensorFlow models to graphs: Keras models, tf.function, SavedModel folders, frozen GraphDefs. Nothing is run.
+
+``tf_sources`` (with ``tf_live`` and ``tf_files``) makes a graph of whatever the user has, ``tf_graph`` checks and
+orders it, ``tf_lower`` walks it, and the rules for single ops are in ``tf_rules``, ``tf_rules_nn``,
+``tf_rules_shape``, ``tf_lists`` and ``tf_loops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pase.errors import PaseError
+from pase.frontends import registry, tf_sources
+from pase.frontends.registry import Dims, Unknown
+from pase.frontends.tf_graph import CALLS, TfGraph, TfNode
+from pase.frontends.tf_lists import LISTS
+from pase.frontends.tf_loops import REGIONS
+from pase.frontends.tf_lower import PASSED_ON, Lower
+from pase.frontends.tf_rules import ELEMENTWISE, RULES
+from pase.frontends.tf_sources import Source, Spec, Variable
+from pase.frontends.tf_values import Absent, Handle, Value
+from pase.ir import Graph, Tensor
+from pase.ops import GraphBuilder
+
+__all__ = ["Traced", "coverage", "from_tf", "reads", "trace"]
+
+reads = tf_sources.reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(registry.Traced):
+    """A TensorFlow graph with the names of what goes in, and of every tensor in it."""
+
+    program: TfGraph
+    """What was lowered: the main body and the functions that it calls."""
+    source: Source
+    operands: Mapping[str, tuple[str | None, ...]]
+    """Node path -> tensor name of each operand (None: a number, or no tensor)."""
+    results: Mapping[str, tuple[str, ...]]
+    """Node path -> tensor name of each result ("" where it is none); "PATH:carryK", "PATH:constK", "PATH:xsK" -> a
+    loop's tensors, "PATH:outs" -> what its body returns."""
+    variables: Mapping[str, Variable]
+    """Path -> variable, of those that the outputs depend on."""
+
+
+def coverage() -> dict[str, list[str]]:
+    """loop nest -> ops, for ``pase ops``."""
+    out = registry.by_nest(RULES | LISTS)
+    out["elementwise"] = sorted({*out.get("elementwise", ()), *ELEMENTWISE} - PASSED_ON)
+    out["no work"] = sorted({*out.get("no work", ()), *PASSED_ON})
+    return out | {"call, inlined": sorted(CALLS), "loop": sorted(k for k in REGIONS if "While" in k),
+                  "branch": sorted(k for k in REGIONS if "While" not in k)}  # fmt: skip
+
+
+def trace(
+    model: Any, *args: Any, name: str | None = None, unknown: Unknown = "error", dims: Dims | None = None
+) -> Traced:
+    """Read a TensorFlow model.
+
+    model: a Keras model (traced with training=True), a tf.function with example arguments behind it (TensorSpecs,
+        tensors, arrays), a ConcreteFunction, a SavedModel's folder, a frozen GraphDef or its .pb file.
+    dims: sizes for dims that the model leaves open: ``batch`` for the first dim of every input, ``INPUT.DIM`` for any.
+    unknown: what to do at an op without a rule: "error", or "replicate" (it may not be split).
+
+    A model that returns a scalar returns its loss; of another one, the floating-point outputs stand for it.
+    """
+    source = tf_sources.read(model, args, name, dict(dims or {}))
+    b = GraphBuilder(name=source.name)
+    used: dict[str, Variable] = {}
+    handles: dict[str, Tensor] = {}
+
+    def tensor_of(v: Variable) -> Tensor:
+        if v.path not in handles:
+            if any(s < 1 for s in v.shape):
+                raise PaseError(
+                    f"variable '{v.path}' has shape {v.shape}: a dim of no elements cannot be split"
+                )
+            floats = "float" in v.dtype or "complex" in v.dtype
+            make = b.parameter if v.trainable and floats else b.input
+            handles[v.path] = make(v.path, v.shape, v.dtype)
+            used[v.path] = v
+        return handles[v.path]
+
+    def variable(node: TfNode) -> Value:
+        if node.name not in source.variables:
+            raise PaseError(f"variable '{node.name}' has no static shape: pase needs one")
+        t = tensor_of(source.variables[node.name])
+        return Handle(t) if node.op == "VarHandleOp" else t
+
+    def weight(node: TfNode, shape: tuple[int, ...], dtype: str) -> Tensor | None:
+        if node.name not in source.weights or dtype == "string":
+            return None
+        return tensor_of(Variable(path=_unfrozen(node.name), shape=shape, dtype=dtype))
+
+    lower = Lower(
+        b=b, graph=source.graph, unknown=unknown, variable=variable, weight=weight,
+        source=lambda n: source.lines.get(n, ""),
+    )  # fmt: skip
+    read = {r for n in source.graph.main.nodes for r in n.inputs} | set(source.graph.main.outputs)
+    given: dict[str, Value] = {}
+    for ref, v in source.captured.items():
+        if ref in read and isinstance(v, Variable):
+            given[ref] = Handle(tensor_of(v))
+    for ref, spec in source.inputs.items():
+        given[ref] = b.input(spec.name, _whole(spec), spec.dtype)
+    for ref, v in source.captured.items():
+        if ref in read and isinstance(v, Spec):
+            given[ref] = b.constant(_whole(v), v.dtype)
+    args_in = [given.get(ref) or Absent("not read") for ref in source.graph.main.args]
+    outs = lower.body(source.graph.main, args_in, "")
+    tensors = [v.tensor if isinstance(v, Handle) else v for v in outs if isinstance(v, (Tensor, Handle))]
+    tensors = [t for t in dict.fromkeys(tensors) if "float" in t.dtype or "complex" in t.dtype]
+    if not any(b.tensors[t.name].needs_grad for t in tensors):
+        raise PaseError(
+            f"what '{source.name}' returns does not depend on any trainable floating-point variable: there is nothing "
+            f"to parallelize"
+        )
+    tensors = [t for t in tensors if b.tensors[t.name].needs_grad]
+    for t in tensors:
+        b.output(t)
+    return Traced(
+        graph=b.finish(tensors, frontend="tensorflow"),
+        param_paths=tuple(t.path for t in b.tensors.values() if t.role == "parameter"),
+        input_paths=tuple(t.path for t in b.tensors.values() if t.role == "input"),
+        program=source.graph,
+        source=source,
+        operands=lower.operands,
+        results=lower.results,
+        variables=used,
+    )
+
+
+def from_tf(model: Any, *args: Any, unknown: Unknown = "error", dims: Dims | None = None) -> Graph:
+    """The raw graph of a TensorFlow model; see ``trace``."""
+    return trace(model, *args, unknown=unknown, dims=dims).graph
+
+
+def _unfrozen(name: str) -> str:
+    """The variable's name of a frozen constant: freezing in TensorFlow 2 puts the reading node's name behind it."""
+    return name.removesuffix("/resource").removesuffix("/ReadVariableOp")
+
+
+def _whole(spec: Spec) -> tuple[int, ...]:
+    if any(s is None for s in spec.shape):
+        raise PaseError(f"'{spec.name}' has shape {spec.shape}: pase needs static shapes")
+    return tuple(s for s in spec.shape if s is not None)

@@ -1,0 +1,280 @@
+"""TensorFlow graphs as plain data: nodes in an order that runs, functions with their bodies, references checked.
+
+Everything here reads protos alone; nothing is executed. A reference to a tensor is ``node:k`` throughout, in a
+function's body too (where TensorFlow writes ``node:name:k``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pase.errors import PaseError
+
+__all__ = ["CALLS", "TfBody", "TfGraph", "TfNode", "dtype_name", "graph_of", "static_shape"]
+
+CALLS = {
+    "PartitionedCall": "f", "StatefulPartitionedCall": "f", "TPUPartitionedCall": "f", "RemoteCall": "f",
+    "XlaLaunch": "function", "BatchFunction": "f",
+}  # fmt: skip
+"""Ops that call a function once, and the attribute that names it."""
+
+_REGIONS = {
+    "While": ("cond", "body"), "StatelessWhile": ("cond", "body"),
+    "If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
+    "Case": ("branches",), "StatelessCase": ("branches",),
+}  # fmt: skip
+
+_MOST_NODES = 300_000
+"""Nodes after inlining; the largest of keras.applications has 12,000."""
+
+_DTYPES = {
+    1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 7: "string", 8: "complex64",
+    9: "int64", 10: "bool", 11: "int8", 12: "uint8", 13: "int32", 14: "bfloat16", 15: "int16", 16: "uint16",
+    17: "uint16", 18: "complex128", 19: "float16", 20: "resource", 21: "variant", 22: "uint32", 23: "uint64",
+    24: "float8_e5m2", 25: "float8_e4m3fn", 29: "int4", 30: "uint4",
+}  # fmt: skip
+
+
+def dtype_name(number: int) -> str:
+    """TensorFlow's DataType as a dtype's name; a reference type as what it refers to.
+
+    >>> dtype_name(1), dtype_name(101), dtype_name(20)
+    ('float32', 'float32', 'resource')
+    """
+    try:
+        return _DTYPES[number - 100 if number > 100 else number]
+    except KeyError:
+        raise PaseError(f"TensorFlow's DataType {number} is not known to pase") from None
+
+
+def static_shape(proto: Any) -> tuple[int | None, ...] | None:
+    """A TensorShapeProto: sizes, None where unknown; None where not even the rank is known."""
+    if proto.unknown_rank:
+        return None
+    return tuple(None if d.size < 0 else int(d.size) for d in proto.dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TfNode:
+    """One op. attr: the NodeDef's own map of AttrValue protos."""
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    """``node:k`` of each data input; control inputs are left out."""
+    attr: Mapping[str, Any]
+
+    def hint(self, k: int) -> tuple[int | None, ...] | None:
+        """The shape that TensorFlow itself wrote beside the node for output k, where it did."""
+        if "_output_shapes" not in self.attr:
+            return None
+        shapes = self.attr["_output_shapes"].list.shape
+        return static_shape(shapes[k]) if k < len(shapes) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TfBody:
+    """A graph or a function's body: nodes that its outputs need, each after what it reads."""
+
+    name: str
+    nodes: tuple[TfNode, ...]
+    args: tuple[str, ...]
+    """References of what is passed in."""
+    outputs: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class TfGraph:
+    """A main body and a library of functions, each converted when it is first asked for."""
+
+    main: TfBody
+    library: Mapping[str, Any]
+    """name -> FunctionDef"""
+    made: dict[str, TfBody] = field(default_factory=dict)
+    """Bodies so far, and those of loops raised from version 1 of control flow."""
+    _sizes: dict[str, int] = field(default_factory=dict)
+
+    def body(self, name: str) -> TfBody:
+        """The body of the function of this name."""
+        if name not in self.made:
+            if name not in self.library:
+                raise PaseError(f"the graph calls function '{name}', which its library does not have")
+            self.made[name] = _function(self.library[name], self.library)
+        return self.made[name]
+
+    def called(self, node: TfNode) -> tuple[str, ...]:
+        """Names of the functions that a node calls, in the order of its attributes."""
+        if node.op in self.library:
+            return (node.op,)
+        names: list[str] = []
+        for key in (CALLS[node.op],) if node.op in CALLS else _REGIONS.get(node.op, ()):
+            attr = node.attr[key] if key in node.attr else None  # noqa: SIM401 (a map of protos has no such get)
+            if attr is None or not (attr.func.name or attr.list.func):
+                raise PaseError(f"TensorFlow op '{node.op}' at {node.name} names no function in '{key}'")
+            names += [attr.func.name] if attr.func.name else [f.name for f in attr.list.func]
+        return tuple(names)
+
+    def check_size(self) -> None:
+        """Refuse recursion, and functions that call each other into more nodes than can be read."""
+        total = self._expanded(self.main, ("the graph",))
+        if total > _MOST_NODES:
+            raise PaseError(
+                f"with its functions inlined the graph has {total} nodes, more than the {_MOST_NODES} that are read"
+            )
+
+    def _expanded(self, body: TfBody, stack: tuple[str, ...]) -> int:
+        if len(stack) > 100:
+            raise PaseError(
+                f"functions call each other more than 100 deep, by way of {', '.join(stack[-3:])}"
+            )
+        total = len(body.nodes)
+        for node in body.nodes:
+            for name in self.called(node):
+                if name in stack:
+                    raise PaseError(
+                        f"function '{name}' calls itself (at {node.name}): recursion cannot be unrolled"
+                    )
+                if name not in self._sizes:
+                    self._sizes[name] = self._expanded(self.body(name), (*stack, name))
+                total += self._sizes[name]
+        return total
+
+
+def graph_of(graph_def: Any, outputs: Sequence[str], args: Sequence[str] = ()) -> TfGraph:
+    """The part of a GraphDef that ``outputs`` (``node:k``) need.
+
+    args: placeholders whose values come from outside; what feeds them in the graph is not looked at.
+    """
+    from pase.frontends.tf_v1 import raise_loops
+
+    library = {f.signature.name: f for f in graph_def.library.function}
+    made: dict[str, TfBody] = {}
+    nodes: dict[str, TfNode] = {}
+    for n in graph_def.node:
+        if n.name in nodes:
+            raise PaseError(f"two nodes of the graph have the name '{n.name}'")
+        nodes[n.name] = TfNode(name=n.name, op=n.op, inputs=tuple(_inputs(n.input, _plain)), attr=n.attr)
+    wanted = tuple(map(_plain, outputs))
+    if any(n.op == "Enter" or n.op == "RefEnter" for n in nodes.values()):
+        nodes = raise_loops(nodes, made)
+    main = TfBody(name="", nodes=ordered(nodes, wanted, args, "the graph"), args=tuple(args), outputs=wanted)
+    graph = TfGraph(main=main, library=library, made=made)
+    graph.check_size()
+    return graph
+
+
+def _plain(ref: str) -> str:
+    """``node`` or ``node:k`` -> ``node:k``."""
+    name, colon, k = ref.rpartition(":")
+    if not colon:
+        return f"{ref}:0"
+    if not k.isdecimal() or len(k) > 6:
+        raise PaseError(f"'{ref[:200]}' is not a reference to a tensor: NODE or NODE:NUMBER is")
+    return f"{name}:{int(k)}"
+
+
+def _inputs(refs: Sequence[str], plain: Callable[[str], str]) -> list[str]:
+    return [plain(r) for r in refs if not r.startswith("^")]
+
+
+def ordered(
+    nodes: Mapping[str, TfNode], outputs: Sequence[str], args: Sequence[str], where: str
+) -> tuple[TfNode, ...]:
+    """The nodes that the outputs need, producers first; PaseError at a cycle or a reference to nothing."""
+    given = {a.rpartition(":")[0] for a in args}
+    out: list[TfNode] = []
+    state: dict[str, int] = {}  # 1: being visited, 2: done
+
+    def find(ref: str, reader: str) -> TfNode:
+        name = ref.rpartition(":")[0]
+        try:
+            return nodes[name]
+        except KeyError:
+            raise PaseError(
+                f"{reader} of {where} reads '{name}', which is not there: was the file cut off?"
+            ) from None
+
+    for wanted in outputs:
+        if wanted.rpartition(":")[0] in given:
+            continue
+        stack = [find(wanted, "an output")]
+        while stack:
+            node = stack[-1]
+            if state.get(node.name) == 2:
+                stack.pop()
+                continue
+            if state.get(node.name) == 1:
+                state[node.name] = 2
+                out.append(node)
+                stack.pop()
+                continue
+            state[node.name] = 1
+            for ref in node.inputs:
+                if ref.rpartition(":")[0] in given:
+                    continue
+                before = find(ref, f"node '{node.name}'")
+                mark = state.get(before.name)
+                if mark == 1:
+                    raise PaseError(f"{where} has a cycle through '{before.name}' and '{node.name}'")
+                if mark is None:
+                    stack.append(before)
+    return tuple(out)
+
+
+def _function(definition: Any, library: Mapping[str, Any]) -> TfBody:
+    """A FunctionDef as a body."""
+    name = definition.signature.name
+    args = [a.name for a in definition.signature.input_arg]
+    given = set(args)
+    kinds = {n.name: n for n in definition.node_def}
+    offsets: dict[str, dict[str, int]] = {}
+
+    def plain(ref: str) -> str:
+        if ref in given:
+            return f"{ref}:0"
+        node, _, rest = ref.partition(":")
+        if node not in kinds:
+            raise PaseError(f"function '{name}' reads '{node}', which is not there: was the file cut off?")
+        which, _, k = rest.rpartition(":")
+        if not k.isdecimal() or len(k) > 6:
+            raise PaseError(f"function '{name}': '{ref[:200]}' is not a reference to a tensor")
+        if node not in offsets:
+            offsets[node] = _offsets(kinds[node], library)
+        return f"{node}:{offsets[node].get(which, 0) + int(k)}"
+
+    nodes = {
+        n.name: TfNode(name=n.name, op=n.op, inputs=tuple(_inputs(n.input, plain)), attr=n.attr)
+        for n in definition.node_def
+    }
+    ret = dict(definition.ret)
+    try:
+        wanted = tuple(plain(ret[o.name]) for o in definition.signature.output_arg)
+    except KeyError as e:
+        raise PaseError(f"function '{name}' does not return its output {e}: was the file cut off?") from None
+    refs = tuple(f"{a}:0" for a in args)
+    where = f"function '{name}'"
+    return TfBody(name=name, nodes=ordered(nodes, wanted, refs, where), args=refs, outputs=wanted)
+
+
+def _offsets(node: Any, library: Mapping[str, Any]) -> dict[str, int]:
+    """Named output of an op -> number of its first tensor among all outputs."""
+    if node.op in library:
+        return {o.name: k for k, o in enumerate(library[node.op].signature.output_arg)}
+    from tensorflow.python.framework import op_def_registry
+
+    found = op_def_registry.get(node.op)
+    if found is None:  # an op of a custom library: with one output, as most have
+        return {}
+    out: dict[str, int] = {}
+    at = 0
+    for arg in found.output_arg:
+        out[arg.name] = at
+        if arg.number_attr:
+            at += int(node.attr[arg.number_attr].i)
+        elif arg.type_list_attr:
+            at += len(node.attr[arg.type_list_attr].list.type)
+        else:
+            at += 1
+    return out

@@ -1,0 +1,338 @@
+"""While and If. A loop whose turns can be counted is its body, so many times, as JAX's scan is; another loop, and a
+branch taken by data, is one region that is not split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.frontends.tf_graph import TfBody, TfNode
+from pase.frontends.tf_known import constant, evaluate
+from pase.frontends.tf_values import Call, Handle, Known, TensorList, Value, elements
+from pase.ir import Tensor
+from pase.ir.sizes import is_one
+from pase.ops import GraphBuilder, loops, nests
+
+if TYPE_CHECKING:
+    from pase.frontends.tf_lower import Lower
+
+__all__ = ["REGIONS", "turns"]
+
+_MOST_TURNS = 20_000
+
+
+def _while(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[Value]:
+    condition, body = _bodies(lower, node)
+    if not len(body.outputs) == len(body.args) == len(ins) == len(condition.args):
+        raise PaseError(
+            f"TensorFlow op '{node.op}' at {path}: {len(ins)} values for a body of {len(body.args)} arguments and "
+            f"{len(body.outputs)} results"
+        )
+    loop = _Loop.of(condition, body, ins)
+    if loop.times is None:
+        return _region(lower, node, ins, path, [body])
+    if loop.times == 0:
+        return list(ins)
+    made = _turns(lower, loop, node, ins, path)
+    return made if made is not None else _region(lower, node, ins, path, [body])
+
+
+def _if(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[Value]:
+    """A branch that the graph itself determines is taken; of two taken by data, the dearer is priced, unsplit."""
+    branches = _bodies(lower, node)
+    c = Call(b=lower.b, node=node, ins=ins)
+    choice = c.known(0)
+    if choice is not None and choice.size == 1:
+        k = int(choice.reshape(()))
+        k = (0 if k else 1) if node.op.endswith("If") else min(max(k, 0), len(branches) - 1)
+        return lower.body(branches[k], ins[1:], f"{path}/")
+    return _region(lower, node, ins[1:], path, branches, [ins[0]])
+
+
+REGIONS: dict[str, Callable[[Lower, TfNode, Sequence[Value], str], list[Value]]] = {
+    "While": _while, "StatelessWhile": _while, "If": _if, "StatelessIf": _if, "Case": _if, "StatelessCase": _if,
+}  # fmt: skip
+
+
+def _bodies(lower: Lower, node: TfNode) -> list[TfBody]:
+    return [lower.graph.body(name) for name in lower.graph.called(node)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """What becomes of each loop variable: passed through, a counter whose course is known, or carried."""
+
+    body: TfBody
+    times: int | None
+    invariant: frozenset[int]
+    last: Mapping[int, np.ndarray]
+    """Counter -> its value after the loop."""
+
+    @classmethod
+    def of(cls, condition: TfBody, body: TfBody, ins: Sequence[Value]) -> _Loop:
+        invariant = frozenset(k for k, ref in enumerate(body.outputs) if _origin(body, ref) == body.args[k])
+        first = {k: v.array for k, v in enumerate(ins) if isinstance(v, Known)}
+        times, last = turns(condition, body, first, invariant)
+        return cls(body=body, times=times, invariant=invariant, last=last)
+
+
+def _origin(body: TfBody, ref: str) -> str:
+    """The tensor that this one is, behind nodes that pass it on."""
+    by_name = {n.name: n for n in body.nodes}
+    while True:
+        name, _, k = ref.rpartition(":")
+        node = by_name.get(name)
+        if node is None or node.op not in ("Identity", "IdentityN") or int(k) >= len(node.inputs):
+            return ref
+        ref = node.inputs[int(k)]
+
+
+def turns(
+    condition: TfBody, body: TfBody, first: Mapping[int, np.ndarray], invariant: frozenset[int]
+) -> tuple[int | None, dict[int, np.ndarray]]:
+    """How often a loop runs, found by running its counters alone: (turns, the counters' last values).
+
+    first: loop variable -> its value before, where the graph determines it. None: it depends on data, or is more
+    than 20,000.
+    """
+    now = dict(first)
+    counters = {k for k in now if k not in invariant}
+    while True:  # what is computed from a variable that is not known is not known either
+        after = {k: _value(body, body.outputs[k], {i: now[i] for i in now if i in counters or i in invariant})
+                 for k in counters}  # fmt: skip
+        lost = {k for k, v in after.items() if v is None or v.shape != now[k].shape}
+        if not lost:
+            break
+        counters -= lost
+    now = {k: v for k, v in now.items() if k in counters or k in invariant}
+    count = 0
+    while True:
+        go = _value(condition, condition.outputs[0], now)
+        if go is None or go.size != 1 or count > _MOST_TURNS:
+            return None, {}
+        if not go.reshape(()):
+            return count, {k: now[k] for k in counters}
+        after = {k: _value(body, body.outputs[k], now) for k in counters}
+        if any(v is None for v in after.values()):
+            return None, {}
+        now |= {k: v for k, v in after.items() if v is not None}
+        count += 1
+
+
+def _value(body: TfBody, ref: str, args: Mapping[int, np.ndarray]) -> np.ndarray | None:
+    """A tensor of a body as a number, from numbers for some arguments alone."""
+    env: dict[str, np.ndarray | None] = {body.args[k]: v for k, v in args.items()}
+    by_name = {n.name: n for n in body.nodes}
+    stack = [ref]
+    while stack:
+        top = stack[-1]
+        if top in env:
+            stack.pop()
+            continue
+        node = by_name.get(top.rpartition(":")[0])
+        if node is None:  # an argument whose value is not known
+            env[top] = None
+            continue
+        waiting = [r for r in node.inputs if r not in env]
+        if waiting:
+            stack += waiting
+            continue
+        values = [env[r] for r in node.inputs]
+        if node.op == "Const":
+            shape = [d.size for d in node.attr["value"].tensor.tensor_shape.dim]
+            small = all(s >= 0 for s in shape) and elements(shape) <= 64
+            made = [constant(node, node.attr["value"].tensor, shape)] if small else None
+        elif not values or any(v is None for v in values):
+            made = None
+        else:
+            made = evaluate(node, [v for v in values if v is not None])  # type: ignore[assignment]
+        k = int(top.rpartition(":")[2])
+        env[top] = made[k] if made is not None and k < len(made) else None
+    return env[ref]
+
+
+def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: str) -> list[Value] | None:
+    """The body once, times the turns. None where a list is both read and written in it, or grows."""
+    b, body = lower.b, loop.body
+    assert loop.times is not None
+    source = b.source
+    read = {r for n in body.nodes for r in n.inputs}
+    args: list[Value] = []
+    carried: dict[int, Tensor] = {}
+    for k, (ref, v) in enumerate(zip(body.args, ins, strict=True)):
+        if k in loop.last:
+            args.append(b.constant(loop.last[k].shape, str(loop.last[k].dtype)))
+        elif isinstance(v, TensorList):
+            if v.parts and k not in loop.invariant:
+                return None
+            args.append(_settled_list(lower, v, path, k) if ref in read else v)
+        elif k in loop.invariant:
+            args.append(_settled(lower, v, path, k) if ref in read else v)
+        elif isinstance(v, (Tensor, Known)):
+            init = v if isinstance(v, Tensor) else b.constant(v.shape, v.dtype)
+            carried[k] = b.carry(init, f"{path}:carry{k}")
+            lower.results[b.eqn] = (carried[k].name,)
+            args.append(carried[k])
+        else:
+            args.append(v)
+    with b.region(f"loop:{path}", times=loop.times):
+        outs = lower.body(body, args, f"{path}/")
+        b.source = source
+        lower.results[f"{path}:outs"] = tuple(v.name if isinstance(v, Tensor) else "" for v in outs)
+        after: list[Value] = []
+        for k, (v, before) in enumerate(zip(outs, ins, strict=True)):
+            b.eqn = f"{path}:y{k}"
+            if k in loop.invariant:
+                after.append(before)
+            elif k in loop.last:
+                after.append(Known(loop.last[k]))
+            elif k in carried:
+                after.append(_closed(lower, carried[k], v, path))
+            elif isinstance(v, TensorList) and isinstance(before, TensorList):
+                filled = _filled(b, v, before, loop.times)
+                if filled is None:
+                    raise PaseError(
+                        f"TensorFlow op '{node.op}' at {path}: a list of tensors is read and written in one loop"
+                    )
+                after.append(filled)
+            else:
+                after.append(v)
+    return [_last(lower, v, path, k) for k, v in enumerate(after)]
+
+
+def _settled(lower: Lower, v: Value, path: str, k: int) -> Value:
+    """What every turn reads, in one layout for all of them."""
+    x = v.tensor if isinstance(v, Handle) else v
+    if not isinstance(x, Tensor) or x.role == "constant" or all(map(is_one, x.shape)):
+        return v
+    lower.b.eqn = f"{path}:const{k}"
+    made = loops.settle(lower.b, x, "loop_const")
+    lower.results[lower.b.eqn] = (made.name,)
+    return Handle(made) if isinstance(v, Handle) else made
+
+
+def _settled_list(lower: Lower, v: TensorList, path: str, k: int) -> TensorList:
+    if v.stacked is None or v.stacked.role != "activation":
+        return v
+    lower.b.eqn = f"{path}:xs{k}"
+    made = loops.settle(lower.b, v.stacked, "loop_xs")
+    lower.results[lower.b.eqn] = (made.name,)
+    return replace(v, stacked=made)
+
+
+def _closed(lower: Lower, carried: Tensor, value: Value, path: str) -> Tensor:
+    if isinstance(value, Known):
+        return carried
+    if not isinstance(value, Tensor) or value.shape != carried.shape:
+        shape = getattr(value, "shape", "no tensor")
+        raise PaseError(
+            f"the loop at {path} carries shape {carried.shape} in and {shape} out: pase needs static shapes"
+        )
+    if value.name != carried.name:
+        lower.b.close_carry(carried, value)
+    return carried
+
+
+def _filled(b: GraphBuilder, v: TensorList, before: TensorList, times: int) -> TensorList | None:
+    """A list that the body sets: at its counter, stacked; at a fixed number, the last turn's element (see _last)."""
+    if v.stacked is not before.stacked:
+        return None
+    if not v.parts:
+        return v
+    if any(n >= 0 for n, _ in v.parts):
+        return v
+    ((_, x),) = v.parts
+    length = before.length if before.length is not None else times
+    if length < times:
+        return None
+    if length > times:
+        length = times
+    made = loops.stack(b, x, length, (length, *x.shape))
+    return replace(v, stacked=made, parts=(), length=length)
+
+
+def _last(lower: Lower, v: Value, path: str, k: int) -> Value:
+    """What leaves the loop as its last turn left it is, to the readers behind it, a tensor of their own."""
+    if not isinstance(v, TensorList) or not v.parts:
+        return v
+    lower.b.eqn = f"{path}:last{k}"
+    return replace(v, parts=tuple((n, loops.settle(lower.b, x, "loop_last")) for n, x in v.parts))
+
+
+def _region(
+    lower: Lower, node: TfNode, ins: Sequence[Value], path: str, bodies: Sequence[TfBody],
+    more: Sequence[Value] = (),
+) -> list[Value]:  # fmt: skip
+    """Bodies as one op that is not split: the work of the dearest, priced once."""
+    b = lower.b
+    eqn, source = b.eqn, b.source
+    flops = 0.0
+    outs: list[Value] = []
+    for body in bodies:
+        scratch = GraphBuilder(name="body")
+        inner = replace(lower, b=scratch, operands={}, results={})
+        args = [_stand_in(scratch, v) for v in ins]
+        made = inner.body(body, args, f"{path}/")
+        outs = outs or made
+        flops = max(flops, _flops(scratch))
+    b.eqn, b.source = eqn, source
+    xs = [t for v in (*more, *ins) for t in _tensors(v)]
+    shapes: list[tuple[tuple[int, ...], str]] = []
+    where: list[tuple[int, int]] = []
+    result: list[Value] = list(outs)
+    for k, v in enumerate(outs):
+        for t in _tensors(v) if not isinstance(v, Handle) else []:
+            where.append((k, len(shapes)))
+            shapes.append((t.shape, t.dtype))  # type: ignore[arg-type]
+    tensors = nests.opaque(b, node.op, xs, shapes, flops=flops)
+    for k, at in where:
+        v = outs[k]
+        if isinstance(v, TensorList):
+            length = v.length or 1
+            whole = tensors[at] if v.stacked is not None else nests.broadcast(
+                b, nests.reshape(b, tensors[at], (1, *tensors[at].shape)), (length, *tensors[at].shape),
+                range(len(tensors[at].shape) + 1),
+            )  # fmt: skip
+            result[k] = replace(v, stacked=whole, parts=())
+        else:
+            result[k] = tensors[at]
+    return [b.constant(v.shape, v.dtype) if isinstance(v, Known) else v for v in result]
+
+
+def _stand_in(b: GraphBuilder, v: Value) -> Value:
+    match v:
+        case Tensor():
+            return b.constant(v.shape, v.dtype)
+        case Handle(t):
+            return Handle(b.constant(t.shape, t.dtype))
+        case TensorList():
+            return replace(v, stacked=_stand_in(b, v.stacked) if v.stacked is not None else None, parts=())  # type: ignore[arg-type]
+        case Known() if v.array.ndim == 0 or v.array.size > 64:
+            return b.constant(v.shape, v.dtype)
+    return v
+
+
+def _tensors(v: Value) -> list[Tensor]:
+    match v:
+        case Tensor():
+            return [v]
+        case Handle(t):
+            return [t]
+        case TensorList():
+            return ([v.stacked] if v.stacked is not None else [x for _, x in v.parts])[:1]
+    return []
+
+
+def _flops(b: GraphBuilder) -> float:
+    total = 0.0
+    for node in b.nodes:
+        for op in node.ops:
+            points = float(op.times)  # type: ignore[arg-type]
+            for d in op.dims if op.over is None else op.over:
+                points *= float(node.space[d].size)  # type: ignore[arg-type]
+            total += op.flops_per_point * points
+    return total

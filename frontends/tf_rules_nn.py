@@ -1,0 +1,317 @@
+"""Rules of convolutions, pools, norms, softmax and losses. What is one op in TensorFlow and several loop nests
+(softmax, batch norm, cross entropy) is written out as JAX writes it, so that it is searched and priced alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pase.frontends.tf_rules import lowers, opaque, reduced
+from pase.frontends.tf_values import Absent, Call, Known, Value, elements
+from pase.ir import Tensor
+from pase.ops import indexed, nests
+
+__all__: list[str] = []
+
+
+def _layout(c: Call, rank: int, default: str = "NHWC") -> tuple[int, int, list[int]]:
+    """(batch, channel, spatial dims) of a tensor by the attribute data_format."""
+    form = c.text("data_format", default)
+    if len(form) != rank or form[0] != "N" or "C" not in form:
+        raise c.fail(f"data format '{form[:20]}' for a tensor of {rank} dims is not supported")
+    return 0, form.index("C"), [i for i, letter in enumerate(form) if letter not in "NC"]
+
+
+def _per_dim(c: Call, key: str, rank: int) -> list[int]:
+    out = c.wholes(key) or [1] * rank
+    if len(out) != rank or any(n < 1 for n in out):
+        raise c.fail(f"its {key} {out} do not fit a tensor of {rank} dims")
+    return out
+
+
+def _extent(c: Call, i: int, size: int, reach: int, stride: int) -> int:
+    """Output size of a spatial dim under the node's padding; reach: the window with its dilation."""
+    padding = c.text("padding")
+    if padding == "SAME":
+        return -(-size // stride)
+    if padding == "EXPLICIT":
+        pads = c.wholes("explicit_paddings")
+        if len(pads) < 2 * i + 2:
+            raise c.fail(f"explicit paddings {pads} do not fit")
+        size += pads[2 * i] + pads[2 * i + 1]
+    elif padding != "VALID":
+        raise c.fail(f"padding '{padding[:20]}' is not SAME, VALID or EXPLICIT")
+    if size < reach:
+        raise c.fail(f"a window of {reach} does not fit a dim of {size}")
+    return (size - reach) // stride + 1
+
+
+@lowers("Conv2D", "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D")
+def _conv(c: Call) -> Sequence[Value]:
+    """Filters are (window, in channels of a group, out channels); a depthwise one (window, channels, multiplier)."""
+    x, w = c.x(0), c.x(1)
+    rank = 5 if c.node.op == "Conv3D" else 4
+    shape, filters = c.rank(0, rank), c.rank(1, rank)
+    form = "NDHWC" if rank == 5 else "NHWC"
+    batch, channel, spatial = _layout(c, rank, form)
+    if c.node.op == "DepthwiseConv2dNative":
+        if filters[2] != shape[channel]:
+            raise c.fail(f"filters of shape {filters} for {shape[channel]} channels")
+        filters = (*filters[:2], 1, filters[2] * filters[3])
+        w = nests.reshape(c.b, w, filters)
+    inner, outer = filters[-2:]
+    if shape[channel] % inner:
+        raise c.fail(f"filters of shape {filters} for {shape[channel]} channels")
+    strides, dilations = _per_dim(c, "strides", rank), _per_dim(c, "dilations", rank)
+    out = [0] * rank
+    out[batch], out[channel] = shape[batch], outer
+    for k, i in enumerate(spatial):
+        reach = (filters[k] - 1) * dilations[i] + 1
+        out[i] = _extent(c, i, shape[i], reach, strides[i])
+    made = nests.conv(
+        c.b, x, w, c.make(out), c.type("T"), x_dims=(batch, channel, spatial),
+        w_dims=(rank - 1, rank - 2, range(rank - 2)), out_dims=(batch, channel, spatial),
+        strides=[strides[i] for i in spatial], dilation=[dilations[i] for i in spatial],
+        groups=shape[channel] // inner,
+    )  # fmt: skip
+    return [_fused(c, made, channel) if c.node.op == "_FusedConv2D" else made]
+
+
+def _fused(c: Call, x: Tensor, channel: int) -> Tensor:
+    """What the graph optimizer put behind a product: a bias, an activation."""
+    for op in [s.decode("ascii", "replace") for s in c.node.attr["fused_ops"].list.s]:
+        if op == "BiasAdd":
+            bias = c.x(2)
+            if channel != len(x.shape) - 1:
+                bias = nests.reshape(c.b, bias, (*bias.shape, *[1] * (len(x.shape) - 1 - channel)))
+            (x,) = nests.elementwise(c.b, op, [x, bias], [x.dtype], shape=x.shape)
+        elif op in ("Relu", "Relu6", "Elu", "LeakyRelu", "Tanh", "Sigmoid", "GeluExact", "GeluApproximate"):
+            (x,) = nests.elementwise(c.b, op, [x], [x.dtype], flops=1.0 if "elu" in op[:5] else 10.0)
+        else:
+            raise c.fail(f"fused op '{op[:40]}' is not supported: freeze the graph before it is optimized")
+    return x
+
+
+@lowers("_FusedMatMul")
+def _fused_matmul(c: Call) -> Sequence[Value]:
+    from pase.frontends.tf_rules import matmul
+
+    c.rank(0, 2), c.rank(1, 2)
+    made = matmul(c, c.x(0), c.x(1), c.flag("transpose_a"), c.flag("transpose_b"), c.type("T"))
+    return [_fused(c, made, 1)]
+
+
+@lowers("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
+def _transposed(c: Call) -> Sequence[Value]:
+    """A transposed convolution: operands are the result's shape, the filters, and what is spread out."""
+    out = c.make(c.numbers(0, "sizes"))
+    rank = len(out)
+    shape, filters = c.rank(2, rank), c.rank(1, rank)
+    if rank not in (4, 5) or "Depthwise" in c.node.op:
+        return opaque(c, [(out, c.type("T"))], flops=2.0 * elements(shape) * elements(filters[:2]))
+    form = "NDHWC" if rank == 5 else "NHWC"
+    batch, channel, spatial = _layout(c, rank, form)
+    strides, dilations = _per_dim(c, "strides", rank), _per_dim(c, "dilations", rank)
+    if filters[-1] != shape[channel] or out[batch] != shape[batch] or out[channel] != filters[-2]:
+        raise c.fail(f"filters of shape {filters} do not take {shape} to {out}")
+    return [
+        nests.conv(
+            c.b, c.x(2), c.x(1), out, c.type("T"), x_dims=(batch, channel, spatial),
+            w_dims=(rank - 2, rank - 1, range(rank - 2)), out_dims=(batch, channel, spatial),
+            strides=[1] * len(spatial), dilation=[dilations[i] for i in spatial],
+            input_dilation=[strides[i] for i in spatial],
+        )
+    ]  # fmt: skip
+
+
+@lowers("MaxPool", "AvgPool", "MaxPoolV2", "MaxPool3D", "AvgPool3D", "MaxPoolWithArgmax")
+def _pool(c: Call) -> Sequence[Value]:
+    x = c.x()
+    rank = len(x.shape)
+    shape = c.rank(0, 5 if c.node.op.endswith("3D") else 4)
+    if c.node.op == "MaxPoolV2":
+        window, strides = c.numbers(1, "window"), c.numbers(2, "strides")
+    else:
+        window, strides = _per_dim(c, "ksize", rank), _per_dim(c, "strides", rank)
+    if len(window) != rank or len(strides) != rank or min(window + strides) < 1:
+        raise c.fail(f"a window of {window} moved by {strides} does not fit a tensor of {rank} dims")
+    out = [_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)]
+    made = nests.window_reduce(c.b, c.node.op, x, c.make(out), window, strides)
+    return (
+        [made, c.b.constant(c.make(out), c.type("Targmax"))] if c.node.op == "MaxPoolWithArgmax" else [made]
+    )
+
+
+def _e(c: Call, name: str, *xs: Tensor, flops: float = 1.0, dtype: str | None = None) -> Tensor:
+    return nests.elementwise(c.b, name, xs, [dtype or xs[0].dtype], flops=flops)[0]
+
+
+@lowers("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
+def _batch_norm(c: Call) -> Sequence[Value]:
+    """Over the whole batch, wherever its parts are: a batch that is split sums its statistics."""
+    x, dtype = c.x(0), c.dtype(0)
+    rank = len(c.rank(0, 4, 5))
+    _, channel, _ = _layout(c, rank, "NHWC" if rank == 4 else "NDHWC")
+    around = [i for i in range(rank) if i != channel]
+    wide = (x.shape[channel], *[1] * (rank - 1 - channel))
+
+    def spread(t: Tensor) -> Tensor:
+        return t if len(wide) == 1 else nests.reshape(c.b, t, wide)
+
+    for i in range(1, 5):
+        used = i < 3 or not c.flag("is_training", True)
+        if used and c.shape(i) != (x.shape[channel],):
+            raise c.fail(f"operand {i} has shape {c.shape(i)} for {x.shape[channel]} channels")
+    y = x if dtype == "float32" else _e(c, "Cast", x, flops=0.0, dtype="float32")
+    if c.flag("is_training", True):
+        mean = reduced(c, "Mean", y, around)
+        centered = _e(c, "Sub", y, spread(mean))
+        variance = reduced(c, "Mean", _e(c, "Square", centered), around)
+    else:
+        mean, variance = c.x(3), c.x(4)
+        centered = _e(c, "Sub", y, spread(mean))
+    scale = _e(c, "Mul", _e(c, "Rsqrt", variance, flops=5.0), c.x(1))
+    out = _e(c, "Add", _e(c, "Mul", centered, spread(scale)), spread(c.x(2)))
+    if dtype != "float32":
+        out = _e(c, "Cast", out, flops=0.0, dtype=dtype)
+    if c.node.op == "_FusedBatchNormEx":
+        if c.text("activation_mode", "Identity") == "Relu":
+            out = _e(c, "Relu", out)
+        elif c.text("activation_mode", "Identity") != "Identity":
+            raise c.fail(f"activation '{c.text('activation_mode')[:40]}' is not supported")
+    reserved = Absent("what batch norm keeps for a gradient of its own")
+    return [out, mean, variance, reserved, reserved, reserved]
+
+
+@lowers("Softmax", "LogSoftmax")
+def _softmax(c: Call) -> Sequence[Value]:
+    x = c.x()
+    if not x.shape:
+        raise c.fail("a scalar has no classes")
+    shifted, total = _exponentials(c, x)
+    if c.node.op == "LogSoftmax":
+        return [_e(c, "Sub", shifted, _e(c, "Log", total, flops=10.0))]
+    return [_e(c, "RealDiv", _e(c, "Exp", shifted, flops=10.0), total, flops=4.0)]
+
+
+def _exponentials(c: Call, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits less their maximum, and the sum of their exponentials, one element wide."""
+    last = [len(x.shape) - 1]
+    (top,) = nests.reduce(c.b, "Max", [x], last, [x.dtype], keepdims=True, differentiable=False)
+    shifted = _e(c, "Sub", x, top)
+    return shifted, reduced(c, "Sum", _e(c, "Exp", shifted, flops=10.0), last, keep=True)
+
+
+@lowers("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
+def _cross_entropy(c: Call) -> Sequence[Value]:
+    """The loss of each row. The second result is a gradient, which pase derives by itself."""
+    x = c.x(0)
+    (rows, classes) = c.rank(0, 2)
+    shifted, total = _exponentials(c, x)
+    log = nests.reshape(c.b, _e(c, "Log", total, flops=10.0), (rows,))
+    if c.node.op.startswith("Sparse"):
+        if c.shape(1) != (rows,):
+            raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
+        ids = nests.reshape(c.b, c.x(1), (rows, 1))
+        picked = indexed.gather(
+            c.b, "pick", shifted, ids, (rows,), offset_dims=(), collapsed=(1,), indexed=(1,), slice_sizes=(1, 1),
+            x_batch=(0,), ids_batch=(0,),
+        )  # fmt: skip
+        loss = _e(c, "Sub", log, picked)
+    else:
+        if c.shape(1) not in ((rows, classes), (1, classes), (rows, 1), (1, 1)):
+            raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
+        wide = nests.reshape(c.b, log, (rows, 1))
+        loss = reduced(c, "Sum", _e(c, "Mul", _e(c, "Sub", wide, shifted), c.x(1)), [1])
+    return [loss, Absent("a gradient, which pase derives by itself")]
+
+
+@lowers("LRN")
+def _lrn(c: Call) -> Sequence[Value]:
+    """Over neighbouring channels, which are therefore not split: a window's sum, a power, a division."""
+    x = c.x()
+    radius = c.whole("depth_radius", 5)
+    outs = [(c.rank(0, 4), x.dtype)]
+    return nests.sequential(c.b, "LRN", [x], 3, outs, flops=2.0 * (2 * radius + 1) + 14.0)
+
+
+@lowers("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea", "ScaleAndTranslate")
+def _resize(c: Call) -> Sequence[Value]:
+    """Rows and columns are not split, images and channels may be."""
+    x = c.x()
+    batch, _, _, channels = c.rank(0, 4)
+    size = c.numbers(1, "size")
+    if len(size) != 2:
+        raise c.fail(f"its size {size} is not rows and columns")
+    dtype = x.dtype if c.node.op == "ResizeNearestNeighbor" else "float32"
+    flops = {"ResizeNearestNeighbor": 1.0, "ResizeBilinear": 8.0}.get(c.node.op, 32.0)
+    made = nests.restrict(c.b, c.node.op, [x], c.make([batch, *size, channels]), [True, False, False, True])
+    if flops == 1.0 and dtype == x.dtype:
+        return [made]
+    return nests.elementwise(c.b, c.node.op, [made], [dtype], flops=flops - 1.0)
+
+
+@lowers("CropAndResize")
+def _crop(c: Call) -> Sequence[Value]:
+    x, boxes = c.rank(0, 4), c.rank(1, 2)
+    size = c.numbers(3, "crop size")
+    out = c.make([boxes[0], *size, x[3]])
+    return opaque(c, [(out, "float32")], flops=8.0 * elements(out))
+
+
+# FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
+_MATRIX = {
+    "Cholesky": 1 / 3, "Qr": 4 / 3, "SelfAdjointEigV2": 9.0, "Svd": 21.0, "MatrixInverse": 2.0,
+    "MatrixDeterminant": 2 / 3, "LogMatrixDeterminant": 2 / 3, "MatrixSolve": 8 / 3, "MatrixTriangularSolve": 1.0,
+    "Lu": 2 / 3,
+}  # fmt: skip
+
+
+@lowers(*_MATRIX)
+def _matrix(c: Call) -> Sequence[Value]:
+    """A factorisation or solve: a batch of matrices may be split, a matrix not."""
+    xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, Known)]
+    shape: tuple[int, ...] = c.x(0).shape  # type: ignore[assignment]
+    if len(shape) < 2:
+        raise c.fail(f"matrices are needed, got shape {shape}")
+    lead, rows, columns = shape[:-2], shape[-2], shape[-1]
+    small = min(rows, columns)
+    full = c.flag("full_matrices")
+    outs: dict[str, list[tuple[int, ...]]] = {
+        "Qr": [(rows, rows if full else small), (rows if full else small, columns)],
+        "SelfAdjointEigV2": [(rows,), (rows, columns)],
+        "Svd": [(small,), (rows, rows if full else small), (columns, columns if full else small)],
+        "MatrixDeterminant": [()],
+        "LogMatrixDeterminant": [(), ()],
+        "Lu": [(rows, columns), (rows,)],
+    }
+    if c.node.op.endswith("Solve"):
+        outs[c.node.op] = [c.shape(1)[-2:]]
+    made = [((*lead, *tail), c.dtype(0)) for tail in outs.get(c.node.op, [(rows, columns)])]
+    rank = len(lead) if all(t.shape[: len(lead)] == lead for t in xs) else 0
+    return nests.batched(c.b, c.node.op, xs, made, rank, flops=_MATRIX[c.node.op] * max(rows, columns) ** 3)
+
+
+@lowers("FFT", "FFT2D", "FFT3D", "IFFT", "IFFT2D", "IFFT3D", "RFFT", "IRFFT", "RFFT2D", "IRFFT2D")
+def _fft(c: Call) -> Sequence[Value]:
+    """The transformed dims are not split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
+    import math
+
+    x, op = c.x(), c.node.op
+    rank = 2 if "2D" in op else 3 if "3D" in op else 1
+    if len(x.shape) < rank:
+        raise c.fail(f"shape {c.shape(0)} has fewer than {rank} dims")
+    lead, tail = c.shape(0)[:-rank], list(c.shape(0)[-rank:])
+    if "RFFT" in op:
+        tail = c.numbers(1, "length")
+        if op.startswith("RFFT"):
+            tail[-1] = tail[-1] // 2 + 1
+    points = elements(tail)
+    dtype = c.type("Treal") if op.startswith("IRFFT") else c.type("Tcomplex")
+    flops = 5.0 * math.log2(max(points, 2)) * points
+    return nests.batched(c.b, op, [x], [(c.make([*lead, *tail]), dtype)], len(lead), flops=flops)
+
+
+@lowers("InTopKV2", "InTopK")
+def _in_top(c: Call) -> Sequence[Value]:
+    (rows, _) = c.rank(0, 2)
+    return opaque(c, [((rows,), "bool")], flops=float(elements(c.shape(0))), differentiable=False)

@@ -1,0 +1,188 @@
+"""What a user calls a TensorFlow model, as a graph with names for what goes in: nothing is run, no weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pase.errors import PaseError
+from pase.frontends.registry import Dims, type_names
+from pase.frontends.tf_graph import TfGraph
+
+__all__ = [
+    "Source",
+    "Spec",
+    "Variable",
+    "bound",
+    "distinct",
+    "dtype_of",
+    "is_keras",
+    "read",
+    "reads",
+    "shape_of",
+    "short",
+]
+
+_KERAS = re.compile(r"(keras|tf_keras)\..*\.(Layer|Model)$")
+_FUNCTION = re.compile(
+    r"tensorflow\..*\.(Function|GenericFunction|PolymorphicFunction|ConcreteFunction|AtomicFunction)$"
+)
+_DIM = re.compile(r"^[\w./:-]{1,100}$", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """An input: its user's name, shape (None: not known), dtype."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """A variable of the model. trainable: it has a gradient."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model as a graph. inputs, captured: by the reference of the placeholder that stands for it."""
+
+    name: str
+    graph: TfGraph
+    inputs: Mapping[str, Spec]
+    captured: Mapping[str, Variable | Spec] = field(default_factory=dict)
+    """Variables; a Spec is an array that the function closes over: a constant."""
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    """Variables that are nodes of the graph, by the node's name."""
+    weights: frozenset[str] = frozenset()
+    """Constants that were variables before the graph was frozen."""
+    lines: Mapping[str, str] = field(default_factory=dict)
+    """Node -> the user's line."""
+
+
+def is_keras(model: Any) -> bool:
+    return any(_KERAS.match(n) for n in type_names(model))
+
+
+def _is_function(model: Any) -> bool:
+    return any(_FUNCTION.match(n) for n in type_names(model))
+
+
+def reads(model: Any) -> bool:
+    """A Keras model, a tf.function or ConcreteFunction, a GraphDef, a SavedModel's folder, a .pb file."""
+    if isinstance(model, (str, Path)):
+        path = Path(model)
+        return path.suffix == ".pb" or (path / "saved_model.pb").is_file()
+    if isinstance(model, type):
+        return False
+    return is_keras(model) or _is_function(model) or _is_graph_def(model)
+
+
+def _is_graph_def(model: Any) -> bool:
+    return any(n.endswith("graph_pb2.GraphDef") for n in type_names(model))
+
+
+def read(model: Any, args: Sequence[Any], name: str | None, dims: Dims) -> Source:
+    """Whatever ``reads`` accepts. dims: sizes for dims that are not known, see ``bound``."""
+    from pase.frontends import tf_files, tf_live
+
+    try:
+        import tensorflow  # noqa: F401
+    except ImportError as e:
+        raise PaseError(f"reading TensorFlow models needs TensorFlow: pip install 'pase[tf]' ({e})") from e
+    if isinstance(model, (str, Path)):
+        if args:
+            raise PaseError(f"'{model}' names a model: give no further arguments with it")
+        return tf_files.from_path(Path(model), name or str(model), dims)
+    if _is_graph_def(model):
+        return tf_files.frozen(model, name or "graph", dims)
+    if is_keras(model):
+        return tf_live.from_keras(model, args, name, dims)
+    return tf_live.from_function(model, args, name, dims)
+
+
+# -- dims --
+
+
+def _dim_names(spec_name: str, i: int) -> tuple[str, ...]:
+    """What a dim that is not known may be called: INPUT.DIM, and batch where it is the first."""
+    return (f"{spec_name}.{i}", "batch") if i == 0 else (f"{spec_name}.{i}",)
+
+
+def bound(specs: Iterable[Spec], dims: Dims, model: str) -> list[Spec]:
+    """The specs with sizes for all dims; PaseError that says which dim to bind, or which binding means none."""
+    out: list[Spec] = []
+    used: set[str] = set()
+    known: dict[str, None] = {}
+    missing: list[str] = []
+    for spec in specs:
+        shape: list[int | None] = []
+        for i, s in enumerate(spec.shape):
+            names = _dim_names(spec.name, i)
+            given = [n for n in names if n in dims]
+            if s is None:
+                known.update(dict.fromkeys(reversed(names)))
+                used.update(given)
+                if given:
+                    s = dims[given[0]]
+                else:
+                    short = "batch" if i == 0 else names[0]
+                    missing.append(
+                        f"input '{spec.name}' has shape {spec.shape}: bind its dim {i}, dims={{'{short}': 64}} or "
+                        f"--dim {short}=64"
+                    )
+            elif s < 1:
+                raise PaseError(
+                    f"input '{spec.name}' of '{model}' has shape {spec.shape}: a dim of {s} elements cannot be "
+                    f"parallelized"
+                )
+            shape.append(s)
+        out.append(Spec(name=spec.name, shape=tuple(shape), dtype=spec.dtype))
+    for key, value in dims.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PaseError(f"dim {key}={value!r}: a size is a positive whole number")
+        if key not in used:
+            raise PaseError(
+                f"model '{model}' has no dim '{key[:100]}' to bind; it has: "
+                f"{', '.join(known) or 'none, all are numbers'}"
+            )
+    if missing:
+        raise PaseError(f"model '{model}': {missing[0]}")
+    return out
+
+
+def shape_of(shape: Any, what: str) -> tuple[int | None, ...]:
+    sizes = shape.as_list() if getattr(shape, "rank", 0) is not None and hasattr(shape, "as_list") else shape
+    if sizes is None or getattr(shape, "rank", 0) is None:
+        raise PaseError(f"{what} has no static rank: give it a shape, tf.TensorSpec(shape, dtype)")
+    return tuple(None if s is None else int(s) for s in sizes)
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names that occur twice get ~2, ~3, … in their order."""
+    seen: Counter[str] = Counter()
+    out = []
+    for n in names:
+        seen[n] += 1
+        out.append(n if seen[n] == 1 else f"{n}~{seen[n]}")
+    return out
+
+
+def dtype_of(dtype: Any) -> str:
+    """A TensorFlow, Keras or numpy dtype by name."""
+    text = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype)
+    return text.removesuffix("_ref")
+
+
+def short(e: BaseException) -> str:
+    return " ".join(str(e).split())[:500]
