@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,10 +105,12 @@ def calibrate(
     elif base is not None:
         raise PaseError("--base goes with --from TRACES; a calibration measures everything itself")
     else:
+        budget_s, wanted = _seconds(budget), _dtypes(dtypes)
         from pase.calibrate.here import start
 
-        start(host_devices=devices, coordinator=coordinator, processes=processes, process_id=process_id)
-        result = _measured(output, _seconds(budget), dtypes, levels, fresh, max_spread, name)
+        with _quiet_output():
+            start(host_devices=devices, coordinator=coordinator, processes=processes, process_id=process_id)
+            result = _measured(output, budget_s, wanted, levels, fresh, max_spread, name)
     if result is None:
         return
     if json:
@@ -131,7 +136,7 @@ def _seconds(text: str) -> float:
 def _measured(
     output: Path,
     budget_s: float,
-    dtypes: str | None,
+    dtypes: tuple[str, ...],
     levels: str | None,
     fresh: bool,
     max_spread: float,
@@ -149,15 +154,8 @@ def _measured(
 
     here = find(levels)
     first = here.process == 0
-    settings = Settings(
-        budget_s=budget_s, max_spread=max_spread, program_s=min(_PROGRAM_S, budget_s / 2000)
-    )
-    wanted = (
-        tuple(dtypes.split(","))
-        if dtypes
-        else ("float32", "bfloat16")[:: 1 if here.platform == "cpu" else -1]
-    )
-    _check_dtypes(wanted)
+    settings = Settings(budget_s=budget_s, max_spread=max_spread, program_s=min(_PROGRAM_S, budget_s / 2000))
+    wanted = dtypes or ("float32", "bfloat16")[:: 1 if here.platform == "cpu" else -1]
     path = output.with_name(output.name + ".journal")
     if first:
         # Told before hours are spent, not after.
@@ -234,13 +232,28 @@ def _fitted(here: Here, tasks: Sequence[Task], journal: Journal, settings: Setti
     )
 
 
-def _check_dtypes(wanted: tuple[str, ...]) -> None:
+def _dtypes(text: str | None) -> tuple[str, ...]:
     from pase.errors import PaseError
 
+    wanted = tuple(text.split(",")) if text else ()
     known = ("float32", "bfloat16", "float16")
     for dtype in wanted:
         if dtype not in known:
             raise PaseError(f"--dtypes: '{dtype}' is none of {', '.join(known)}")
+    return wanted
+
+
+@contextmanager
+def _quiet_output() -> Iterator[None]:
+    """What libraries print on standard output (gloo does) goes to standard error: ours is the result alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _asides(journal: Any, budget_s: float) -> dict[str, str]:

@@ -65,7 +65,14 @@ OUTSIDE: dict[str, set[str]] = {
     "pase": {"typer"},
 }
 
-MAY_USE_FRAMEWORKS = {"pase.calibrate", "pase.frontends", "pase.backends", "pase.zoo", "pase.commands", "pase"}
+MAY_USE_FRAMEWORKS = {
+    "pase.calibrate",
+    "pase.frontends",
+    "pase.backends",
+    "pase.zoo",
+    "pase.commands",
+    "pase",
+}
 
 # Layers with loops that need numba: at the top of files named *kernel*, elsewhere inside of functions.
 COMPILED = {"pase.search", "pase.replay", "pase.schedule"}

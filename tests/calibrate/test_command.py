@@ -1,0 +1,103 @@
+"""The command, on this host's CPU and on two processes of it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pase import machine
+from pase.calibrate.types import COLLECTIVE_OPS
+
+ROOT = Path(__file__).parents[2]
+# What is tested is the way, not the figures: busy test machines give wide samples.
+QUICK = ["--budget", "1s", "--max-spread", "1000", "--dtypes", "float32"]
+
+
+def pase(*args, **more):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "pase.cli", "calibrate", *args],
+        cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
+    )  # fmt: skip
+
+
+def finished(*started):
+    try:
+        said = [p.communicate(timeout=300) for p in started]
+    finally:
+        for p in started:
+            p.kill()
+    return [(p.returncode, *s) for p, s in zip(started, said, strict=True)]
+
+
+def written_or_refused(code, out, err, path):
+    """A machine file, or a refusal that says why: on a busy host both are right."""
+    if code == 1:
+        assert "the measurements make no sense" in err and "Nothing was written" in err
+        assert not path.exists()
+        return None
+    assert code == 0, err[-3000:]
+    report = json.loads(out)
+    found = machine.load(path)
+    assert report["machine"]["digest"] == found.digest and not err.strip().startswith("[")
+    return report, found
+
+
+def test_this_host_and_taking_up_again(tmp_path):
+    path = tmp_path / "cpu.toml"
+    ((code, out, err),) = finished(pase("-o", str(path), "-n", "2", "--json", *QUICK))
+    result = written_or_refused(code, out, err, path)
+    if result:
+        report, found = result
+        assert {c.kind for c in found.collectives} == set(COLLECTIVE_OPS)
+        assert {c.ways for c in found.collectives} == {(2,)}
+        assert found.device.matmul_tables and found.device.memory_curve and found.device.vector_flops
+        assert "jax" in found.provenance["framework"] and found.provenance["date"]
+        assert report["measured"] > 20
+    # Other devices: the journal is not theirs.
+    ((code, _, err),) = finished(pase("-o", str(path), "-n", "3", *QUICK))
+    assert code == 2 and "measured elsewhere: its devices is 2, here it is 3" in err and "--fresh" in err
+
+
+def free_port():
+    with socket.socket() as s:
+        try:
+            s.bind(("127.0.0.1", 0))
+        except OSError as e:
+            pytest.skip(f"no port on localhost can be bound: {e}")
+        return s.getsockname()[1]
+
+
+def test_two_processes(tmp_path):
+    path, address = tmp_path / "two.toml", f"127.0.0.1:{free_port()}"
+    team = ["--coordinator", address, "--processes", "2", "--json", *QUICK, "--process-id"]
+    (code, out, err), (other, nothing, last) = finished(
+        *(pase("-o", str(path), *team, str(i)) for i in range(2))
+    )
+    assert nothing == "" and other == 0, last[-2000:]
+    result = written_or_refused(code, out, "\n".join(l for l in err.splitlines() if "[Gloo]" not in l), path)
+    if result:
+        _, found = result
+        assert [l.name for l in found.levels] == ["process"]
+        assert {(c.kind, c.ways) for c in found.collectives} == {(k, (2,)) for k in COLLECTIVE_OPS}
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        (["--budget", "soon"], "--budget 'soon': write 60s, 5m or 1h"),
+        (["--from", "nowhere"], "say with --base NAME which machine they belong to"),
+        (["--base", "h100x8"], "--base goes with --from TRACES"),
+        (["--coordinator", "a:1"], "several processes need all of --coordinator"),
+        (["--dtypes", "int3"], "--dtypes: 'int3' is none of float32, bfloat16, float16"),
+        (["--levels", "a=2,b=2", "-n", "2"], "joins 4 devices, but there are 2"),
+    ],
+)
+def test_bad_usage_is_said(args, what, tmp_path):
+    ((code, _, err),) = finished(pase("-o", str(tmp_path / "m.toml"), *args))
+    assert code == 2 and what in err
+    assert not list(tmp_path.iterdir())

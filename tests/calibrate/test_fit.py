@@ -1,0 +1,198 @@
+"""Tables against a truth that is known; nonsense is refused by name."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pase import costmodels
+from pase.calibrate import Journal, Refused, Settings, fit, session, suite
+from pase.calibrate.fit import Ceilings, fit_line
+from pase.calibrate.smooth import smoothed
+from pase.machine import Mesh, dumps, parse
+from tests.calibrate.synthetic import ONE, TWO, Fake, target
+
+WITHIN = Settings(budget_s=1e9)
+
+
+def measured(bench, tasks):
+    journal = Journal(None, {})
+    session(tasks, bench, journal, WITHIN)
+    return journal.samples
+
+
+def fitted(samples, tasks, levels, **more):
+    more = {
+        "name": "fake",
+        "device_name": "Fake",
+        "memory_bytes": 1 << 30,
+        "provenance": {"date": "d"},
+    } | more
+    return fit(tasks, samples, levels=levels, **more)
+
+
+@pytest.mark.parametrize("levels", [ONE, TWO], ids=["one level", "two levels"])
+def test_the_truth_comes_back(levels):
+    bench, tasks = Fake(levels=levels), suite(target(levels))
+    found = fitted(measured(bench, tasks), tasks, levels)
+    machine = found.machine
+    assert machine.device.launch_s == pytest.approx(bench.launch)
+    assert machine.device.vector_flops == pytest.approx(bench.peak / 10)
+    for level, latency, bandwidth in zip(machine.levels, bench.latency, bench.bandwidth, strict=False):
+        assert level.latency_s == pytest.approx(latency, rel=1e-6)
+        assert level.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
+    model = costmodels.get("analytic", machine)
+    # On a point of the table and between points: the three forms' mean is 1 launch + work / peak.
+    for m, n, k in ((8, 32, 128), (512, 512, 512), (100, 300, 200)):
+        flops = 2.0 * m * n * k
+        want = bench.launch + flops / bench.peak
+        got = float(model.compute("matmul", "float32", flops, 0.0, mnk=(m, n, k)))
+        assert got == pytest.approx(want, rel=1e-6 if {m, n, k} <= {8, 32, 128, 512} else 0.05)
+    for nbytes in (1 << 12, 1 << 20, 3 << 20):
+        want = bench.launch + nbytes / bench.memory
+        assert float(model.compute("memory", "float32", 0.0, nbytes)) == pytest.approx(want, rel=0.03)
+    # Conv takes twice what a matmul of the same extents does, but for the launch.
+    assert machine.device.efficiency["conv"] == pytest.approx(0.5, rel=0.12)
+    names = [level.name for level in reversed(levels)]
+    mesh = Mesh(names=tuple(names), sizes=tuple(level.ways for level in reversed(levels)))
+    by_key = {t.key: t for t in tasks}
+    checked = 0
+    for key, task in by_key.items():
+        if not task.ways or not all(w in (1, l.ways) for w, l in zip(task.ways, levels, strict=True)):
+            continue
+        axes = sum(1 << (len(names) - 1 - l) for l, w in enumerate(task.ways) if w > 1)
+        got = float(model.collective(task.op, mesh, axes, task.nbytes))
+        assert got == pytest.approx(bench.truth(task), rel=1e-9), key
+        checked += 1
+    assert checked > 50
+    assert all(ratio == pytest.approx(1.0, abs=0.1) for ratio in found.checks.values()) and found.checks
+
+
+def test_the_file_reads_back():
+    tasks = suite(target(TWO))
+    machine = fitted(measured(Fake(levels=TWO, noise=0.03), tasks), tasks, TWO).machine
+    assert parse(dumps(machine), "again") == machine
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.0, 0.08))
+def test_noise_moves_the_tables_by_no_more_than_itself(seed, noise):
+    tasks = [t for t in suite(target(ONE)) if t.rank < 4]
+    bench = Fake(levels=ONE, noise=noise, seed=seed)
+    samples = measured(bench, tasks)
+    machine = fitted(samples, tasks, ONE, max_spread=math.inf).machine
+    # A median of five or more; the worst of some three hundred samples lies within five sigma of one program.
+    by_size = {(t.op, float(t.nbytes)): bench.truth(t) for t in tasks if t.ways == (4,)}
+    assert machine.collectives
+    for c in machine.collectives:
+        assert list(c.curve.seconds) == sorted(c.curve.seconds)
+        if c.ways == (4,):
+            truth = np.array([by_size[c.kind, n] for n in c.curve.nbytes])
+            assert np.abs(np.log(np.array(c.curve.seconds) / truth)).max() <= 5 * noise + 1e-9
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=27), st.integers(1, 3))
+def test_smoothing_rises_and_leaves_what_rises(values, ndim):
+    side = {1: len(values), 2: math.isqrt(len(values)), 3: round(len(values) ** (1 / 3) - 0.49)}[ndim]
+    side = max(side, 1)
+    x = np.array(values[: side**ndim]).reshape((side,) * ndim)
+    best, change, at = smoothed(x)
+    for axis in range(ndim):
+        assert (np.diff(best, axis=axis) >= -1e-12 * best.max()).all()
+    rises = all((np.diff(x, axis=axis) >= 0).all() for axis in range(ndim))
+    assert (change < 1e-12) == rises or change < 1e-9
+    ratio = best.flat[at] / x.flat[at]
+    assert change == pytest.approx(max(ratio, 1 / ratio) - 1)
+
+
+@given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-6))
+def test_a_line_is_found_again(alpha, beta):
+    n = np.array([1e3, 1e4, 1e5, 1e6, 1e7])
+    a, b = fit_line(n, alpha + beta * n)
+    assert a == pytest.approx(alpha, rel=1e-4, abs=1e-9 * beta * 1e7) and b == pytest.approx(beta, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def clean():
+    tasks = suite(target(ONE))
+    return tasks, measured(Fake(levels=ONE), tasks)
+
+
+def refusal(clean, changes, **more):
+    tasks, samples = clean
+    wrong = {k: dataclasses.replace(samples[k], **v) for k, v in changes.items()}
+    with pytest.raises(Refused) as e:
+        fitted({**samples, **wrong}, tasks, ONE, **more)
+    return e.value
+
+
+def test_a_wide_spread_is_refused_and_doubted(clean):
+    key = "all_reduce float32 65536B over [4]"
+    error = refusal(clean, {key: {"spread": 0.9}})
+    assert f"{key}: spread 90% of the median, over 50%; stop other programs" in str(error)
+    assert error.doubtful == (key,)
+
+
+def test_a_falling_curve_is_refused_and_both_sides_doubted(clean):
+    key = "all_gather float32 4194304B over [4]"
+    error = refusal(clean, {key: {"seconds": 1e-6}})
+    assert "all_gather over [4]: not monotone beyond its spread at" in str(error)
+    assert key in error.doubtful and len(error.doubtful) > 1
+    assert all(d.startswith("all_gather") for d in error.doubtful)
+
+
+def test_a_fall_within_its_spread_is_smoothed(clean):
+    tasks, samples = clean
+    key = "all_gather float32 1024B over [4]"
+    high = dataclasses.replace(samples[key], seconds=samples[key].seconds * 1.1)
+    found = fitted({**samples, key: high}, tasks, ONE)
+    assert 0.01 < found.smoothed["all_gather over [4]"] < 0.06
+
+
+def test_a_falling_matmul_is_refused(clean):
+    error = refusal(
+        clean, {f"matmul.{f} float32 1x512x512x512": {"seconds": 1e-9} for f in ("nn", "nt", "tn")}
+    )
+    assert "matmul float32: not monotone at m, n, k = (" in str(error)
+    assert "matmul.nn float32 1x512x512x512" in error.doubtful
+
+
+def test_rates_above_physics_are_refused(clean):
+    slow = Ceilings(flops_per_s=1e11, memory_bytes_per_s=1e9, source="the datasheet")
+    error = str(refusal(clean, {}, ceilings=slow))
+    assert "matmul float32: 9.93e+11 FLOP/s, but the datasheet gives at most 1e+11: not physical" in error
+    assert "memory-bound ops:" in error and "all_gather over [4]" in error
+
+
+def test_small_products_faster_than_large_ones_are_refused(clean):
+    _, samples = clean
+    large = {
+        k: {"seconds": s.seconds * 400}
+        for k, s in samples.items()
+        if k.startswith("matmul") and "512x512x512" in k
+    }
+    error = str(refusal(clean, large))
+    assert "over 10 times the largest product's" in error and "the timer or the compiler cheated" in error
+
+
+def test_no_time_is_refused(clean):
+    assert "nan s is no time" in str(refusal(clean, {"launch float32": {"seconds": math.nan}}))
+
+
+def test_a_negative_latency_is_refused(clean):
+    tasks, _ = clean
+    # Superlinear from the first byte: the line through it starts below zero.
+    gathers = {t.key: t for t in tasks if t.op == "all_gather" and t.ways == (4,)}
+    bent = {k: {"seconds": 1e-12 * t.nbytes**1.5} for k, t in gathers.items()}
+    error = str(refusal(clean, bent))
+    assert "link level 'device': its all-gather gives a latency of -" in error
+
+
+def test_too_little_is_refused():
+    tasks = suite(target(ONE))
+    one = [t for t in tasks if t.op in ("launch", "vector")]
+    with pytest.raises(Refused, match="no matmul table: nothing of it was measured; raise --budget"):
+        fitted(measured(Fake(levels=ONE), one), tasks, ONE)
