@@ -20,7 +20,7 @@ from pase.frontends.tf_loops import REGIONS
 from pase.frontends.tf_lower import PASSED_ON, Lower
 from pase.frontends.tf_rules import ELEMENTWISE, RULES
 from pase.frontends.tf_sources import Source, Spec, Variable
-from pase.frontends.tf_values import Absent, Handle, Value
+from pase.frontends.tf_values import Absent, Handle, Reshaped, Value
 from pase.ir import Graph, Tensor
 from pase.ops import GraphBuilder
 
@@ -110,7 +110,11 @@ def trace(
             given[ref] = b.constant(_whole(v), v.dtype)
     args_in = [given.get(ref) or Absent("not read") for ref in source.graph.main.args]
     outs = lower.body(source.graph.main, args_in, "")
-    tensors = [v.tensor if isinstance(v, Handle) else v for v in outs if isinstance(v, (Tensor, Handle))]
+    outs = [
+        v.tensor(b) if isinstance(v, Reshaped) else v.tensor if isinstance(v, Handle) else v for v in outs
+    ]
+    lower.finish()
+    tensors = [v for v in outs if isinstance(v, Tensor)]
     tensors = [t for t in dict.fromkeys(tensors) if "float" in t.dtype or "complex" in t.dtype]
     if not any(b.tensors[t.name].needs_grad for t in tensors):
         raise PaseError(

@@ -12,7 +12,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.frontends.tf_graph import TfBody, TfNode
 from pase.frontends.tf_known import constant, evaluate
-from pase.frontends.tf_values import Call, Handle, Known, TensorList, Value, elements
+from pase.frontends.tf_values import Call, Handle, Known, Reshaped, TensorList, Value, elements
 from pase.ir import Tensor
 from pase.ir.sizes import is_one
 from pase.ops import GraphBuilder, loops, nests
@@ -180,7 +180,7 @@ def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: 
         else:
             args.append(v)
     with b.region(f"loop:{path}", times=loop.times):
-        outs = lower.body(body, args, f"{path}/")
+        outs = [_whole(lower, v) for v in lower.body(body, args, f"{path}/")]
         b.source = source
         lower.results[f"{path}:outs"] = tuple(v.name if isinstance(v, Tensor) else "" for v in outs)
         after: list[Value] = []
@@ -202,6 +202,10 @@ def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: 
             else:
                 after.append(v)
     return [_last(lower, v, path, k) for k, v in enumerate(after)]
+
+
+def _whole(lower: Lower, v: Value) -> Value:
+    return v.tensor(lower.b) if isinstance(v, Reshaped) else v
 
 
 def _settled(lower: Lower, v: Value, path: str, k: int) -> Value:
@@ -274,9 +278,9 @@ def _region(
     outs: list[Value] = []
     for body in bodies:
         scratch = GraphBuilder(name="body")
-        inner = replace(lower, b=scratch, operands={}, results={})
+        inner = replace(lower, b=scratch, operands={}, results={}, reshaped={})
         args = [_stand_in(scratch, v) for v in ins]
-        made = inner.body(body, args, f"{path}/")
+        made = [_whole(inner, v) for v in inner.body(body, args, f"{path}/")]
         outs = outs or made
         flops = max(flops, _flops(scratch))
     b.eqn, b.source = eqn, source

@@ -18,7 +18,17 @@ from pase.frontends.tf_graph import CALLS, TfBody, TfGraph, TfNode, dtype_name, 
 from pase.frontends.tf_known import constant, evaluate
 from pase.frontends.tf_lists import LISTS
 from pase.frontends.tf_rules import ELEMENTWISE, RULES, elementwise, opaque
-from pase.frontends.tf_values import MOST_KNOWN, Absent, Call, Handle, Known, TensorList, Value, elements
+from pase.frontends.tf_values import (
+    MOST_KNOWN,
+    Absent,
+    Call,
+    Handle,
+    Known,
+    Reshaped,
+    TensorList,
+    Value,
+    elements,
+)
 from pase.ir import Tensor
 from pase.ops import GraphBuilder
 
@@ -26,6 +36,15 @@ __all__ = ["PASSED_ON", "Lower"]
 
 _RULE_MODULES = (tf_rules_nn, tf_rules_shape)
 """Imported for the rules that they register."""
+
+
+_LOOKS_BEHIND = frozenset(
+    {
+        "Reshape", "MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "_FusedMatMul", "Identity", "IdentityN",
+        "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits", "Shape", "Size", "Rank", "ShapeN",
+    }
+)  # fmt: skip
+"""Ops that read a reshape's source; for others the reshape is made."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -59,6 +78,8 @@ class Lower:
     source: Callable[[str], str] = lambda name: ""
     operands: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
     results: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reshaped: dict[str, Reshaped] = field(default_factory=dict)
+    """Node path -> its result, where it was not made when the node was met."""
 
     def body(self, body: TfBody, args: Sequence[Value], prefix: str) -> list[Value]:
         """The body's outputs, given values for its arguments."""
@@ -73,13 +94,23 @@ class Lower:
             self.b.eqn = path
             self.b.source = self._source(path, node.name)
             ins = [self._read(env, ref, node) for ref in node.inputs]
+            if node.op not in _LOOKS_BEHIND and node.op not in CALLS and node.op not in self.graph.library:
+                ins = [v.tensor(self.b) if isinstance(v, Reshaped) else v for v in ins]
             outs = self.node(node, ins, path)
             self.b.eqn = path
             self.operands[path] = tuple(map(_tensor_name, ins))
             self.results[path] = tuple(_tensor_name(v) or "" for v in outs)
+            if outs and isinstance(outs[0], Reshaped):
+                self.reshaped.setdefault(path, outs[0])
             for k, v in enumerate(outs):
                 env[f"{node.name}:{k}"] = v
         return [self._read(env, ref, None) for ref in body.outputs]
+
+    def finish(self) -> None:
+        """Name the reshapes that were made after all."""
+        for path, v in self.reshaped.items():
+            if v.made is not None:
+                self.results[path] = (v.made.name,)
 
     def _read(self, env: dict[str, Value], ref: str, node: TfNode | None) -> Value:
         try:
@@ -188,6 +219,8 @@ def _tensor_name(v: Value) -> str | None:
         case Handle(t):
             return t.name
         case TensorList(stacked=Tensor() as t):
+            return t.name
+        case Reshaped(made=Tensor() as t):
             return t.name
     return None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pase.frontends.tf_values import Call, Known, Value, elements
+from pase.frontends.tf_values import Call, Known, Reshaped, Value, elements
 from pase.ir import Tensor
 from pase.ops import nests
 
@@ -162,12 +162,12 @@ def _matmul(c: Call) -> Sequence[Value]:
         c.rank(0, 2), c.rank(1, 2)
     if len(c.shape(0)) < 2 or len(c.shape(1)) < 2:
         raise c.fail(f"matrices are needed, got shapes {c.shape(0)} and {c.shape(1)}")
-    return [matmul(c, c.x(0), c.x(1), *adjoint, dtype=c.type("Tout", "T"))]
+    return [matmul(c, *adjoint, dtype=c.type("Tout", "T"))]
 
 
-def matmul(c: Call, x: Tensor, y: Tensor, adj_x: bool, adj_y: bool, dtype: str) -> Tensor:
-    sx: tuple[int, ...] = x.shape  # type: ignore[assignment]
-    sy: tuple[int, ...] = y.shape  # type: ignore[assignment]
+def matmul(c: Call, adj_x: bool, adj_y: bool, dtype: str) -> Value:
+    """Operands 0 and 1 multiplied; dims that a reshape before it has merged stay apart where they can."""
+    sx, sy = c.shape(0), c.shape(1)
     kx, ky = len(sx) - (2 if adj_x else 1), len(sy) - (1 if adj_y else 2)
     if sx[kx] != sy[ky]:
         raise c.fail(f"shapes {sx} and {sy} do not multiply")
@@ -175,12 +175,48 @@ def matmul(c: Call, x: Tensor, y: Tensor, adj_x: bool, adj_y: bool, dtype: str) 
     letters = [f"b{i}" for i in range(len(lead))]
 
     def names(shape: tuple[int, ...], contracted: int, free: str) -> list[str]:
-        own = letters[len(letters) - (len(shape) - 2) :]
-        last = ["k", free] if contracted == len(shape) - 2 else [free, "k"]
-        return [n if s == wide or n in ("k", free) else "" for n, s, wide in
-                zip([*own, *last], shape, [*lead[len(lead) - len(own):], 0, 0], strict=True)]  # fmt: skip
+        own = len(shape) - 2
+        wide = lead[len(lead) - own :]
+        batch = [
+            n if s == w else "" for n, s, w in zip(letters[len(lead) - own :], shape, wide, strict=False)
+        ]
+        return [*batch, *(["k", free] if contracted == own else [free, "k"])]
 
-    return product_of(c, x, y, names(sx, kx, "m"), names(sy, ky, "n"), [*letters, "m", "n"], dtype)
+    of_x, of_y, out = names(sx, kx, "m"), names(sy, ky, "n"), [*letters, "m", "n"]
+    shape = (*lead, sx[len(sx) * 2 - 3 - kx], sy[len(sy) * 2 - 3 - ky])
+    apart = _apart(c, of_x, of_y)
+    if apart is None:
+        return product_of(c, c.x(0), c.x(1), of_x, of_y, out, dtype)
+    (x, of_x), (y, of_y), inside = apart
+    made = product_of(c, x, y, of_x, of_y, [p for n in out for p in inside.get(n, [n])], dtype)
+    return made if made.shape == shape else Reshaped(source=made, shape=shape, path=c.b.eqn)
+
+
+def _apart(
+    c: Call, of_x: list[str], of_y: list[str]
+) -> tuple[tuple[Tensor, list[str]], tuple[Tensor, list[str]], dict[str, list[str]]] | None:
+    """Operands before the reshapes that merged their dims, with names for the dims, and which make up which; None
+    where there is no such reshape, or the two operands do not agree."""
+    inside: dict[str, list[str]] = {}
+    sizes: dict[str, tuple[int, ...]] = {}
+    found: list[tuple[Tensor, list[str]]] = []
+    for i, names in ((0, of_x), (1, of_y)):
+        v = c.value(i)
+        parts = v.parts() if isinstance(v, Reshaped) else None
+        x = v.source if isinstance(v, Reshaped) and parts is not None else c.x(i)
+        groups = parts if parts is not None else [(k,) for k in range(len(names))]
+        dims = [""] * len(x.shape)
+        for name, group in zip(names, groups, strict=True):
+            own = tuple(int(x.shape[k]) for k in group)  # type: ignore[arg-type]
+            if name and sizes.setdefault(name, own) != own:
+                return None
+            inside[name] = [f"{name}.{k}" for k in range(len(group))] if len(group) != 1 else [name]
+            for k, part in zip(group, inside[name] if name else [""] * len(group), strict=True):
+                dims[k] = part
+        found.append((x, dims))
+    if not any(isinstance(c.value(i), Reshaped) for i in (0, 1)):
+        return None
+    return found[0], found[1], inside
 
 
 def product_of(

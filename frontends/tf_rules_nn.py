@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pase.frontends.tf_rules import lowers, opaque, reduced
-from pase.frontends.tf_values import Absent, Call, Known, Value, elements
+from pase.frontends.tf_values import Absent, Call, Known, Reshaped, Value, elements
 from pase.ir import Tensor
 from pase.ops import indexed, nests
 
@@ -96,8 +96,8 @@ def _fused_matmul(c: Call) -> Sequence[Value]:
     from pase.frontends.tf_rules import matmul
 
     c.rank(0, 2), c.rank(1, 2)
-    made = matmul(c, c.x(0), c.x(1), c.flag("transpose_a"), c.flag("transpose_b"), c.type("T"))
-    return [_fused(c, made, 1)]
+    made = matmul(c, c.flag("transpose_a"), c.flag("transpose_b"), c.type("T"))
+    return [_fused(c, made.tensor(c.b) if isinstance(made, Reshaped) else made, 1)]  # type: ignore[arg-type]
 
 
 @lowers("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
@@ -204,25 +204,38 @@ def _exponentials(c: Call, x: Tensor) -> tuple[Tensor, Tensor]:
 @lowers("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
 def _cross_entropy(c: Call) -> Sequence[Value]:
     """The loss of each row. The second result is a gradient, which pase derives by itself."""
-    x = c.x(0)
     (rows, classes) = c.rank(0, 2)
+    sparse = c.node.op.startswith("Sparse")
+    if sparse and c.shape(1) != (rows,):
+        raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
+    if not sparse and c.shape(1) not in ((rows, classes), (1, classes), (rows, 1), (1, 1)):
+        raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
+    x, labels = _rows_apart(c, sparse)
+    lead, n = x.shape[:-1], len(x.shape) - 1
     shifted, total = _exponentials(c, x)
-    log = nests.reshape(c.b, _e(c, "Log", total, flops=10.0), (rows,))
-    if c.node.op.startswith("Sparse"):
-        if c.shape(1) != (rows,):
-            raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
-        ids = nests.reshape(c.b, c.x(1), (rows, 1))
+    log = nests.reshape(c.b, _e(c, "Log", total, flops=10.0), lead)
+    if sparse:
+        ids = nests.reshape(c.b, labels, (*lead, 1))
         picked = indexed.gather(
-            c.b, "pick", shifted, ids, (rows,), offset_dims=(), collapsed=(1,), indexed=(1,), slice_sizes=(1, 1),
-            x_batch=(0,), ids_batch=(0,),
+            c.b, "pick", shifted, ids, lead, offset_dims=(), collapsed=(n,), indexed=(n,), slice_sizes=[1] * (n + 1),
+            x_batch=range(n), ids_batch=range(n),
         )  # fmt: skip
         loss = _e(c, "Sub", log, picked)
     else:
-        if c.shape(1) not in ((rows, classes), (1, classes), (rows, 1), (1, 1)):
-            raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
-        wide = nests.reshape(c.b, log, (rows, 1))
-        loss = reduced(c, "Sum", _e(c, "Mul", _e(c, "Sub", wide, shifted), c.x(1)), [1])
-    return [loss, Absent("a gradient, which pase derives by itself")]
+        wide = nests.reshape(c.b, log, (*lead, 1))
+        loss = reduced(c, "Sum", _e(c, "Mul", _e(c, "Sub", wide, shifted), labels), [n])
+    out: Value = loss if n == 1 else Reshaped(source=loss, shape=(rows,), path=c.b.eqn)
+    return [out, Absent("a gradient, which pase derives by itself")]
+
+
+def _rows_apart(c: Call, sparse: bool) -> tuple[Tensor, Tensor]:
+    """Logits and labels, with the dims that a reshape merged into rows, where both have them."""
+    v, labels = c.value(0), c.value(1)
+    if isinstance(v, Reshaped) and isinstance(labels, Reshaped) and v.source.shape[-1] == v.shape[-1]:
+        wanted = v.source.shape[:-1] if sparse else v.source.shape
+        if labels.source.shape == wanted:
+            return v.source, labels.source
+    return c.x(0), c.x(1)
 
 
 @lowers("LRN")

@@ -8,7 +8,7 @@ import numpy as np
 
 from pase.frontends.tf_rules import broadcast_shape, lowers, opaque
 from pase.frontends.tf_slices import positions
-from pase.frontends.tf_values import Call, Handle, Known, Value, elements
+from pase.frontends.tf_values import Call, Handle, Known, Reshaped, Value, elements
 from pase.ir import Tensor
 from pase.ops import indexed, nests
 
@@ -25,7 +25,11 @@ def _reshape(c: Call) -> Sequence[Value]:
     out = c.make([elements(shape) // known if s == -1 else s for s in wanted])
     if elements(out) != elements(shape):
         raise c.fail(f"shape {shape} cannot be reshaped to {wanted}")
-    return [nests.reshape(c.b, c.x(0), out)]
+    v = c.value(0)
+    if isinstance(v, Reshaped):
+        return [v.source if v.source.shape == out else Reshaped(source=v.source, shape=out, path=c.b.eqn)]
+    x = c.x(0)
+    return [x if x.shape == out else Reshaped(source=x, shape=out, path=c.b.eqn)]
 
 
 @lowers("Squeeze")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,9 +12,9 @@ import numpy as np
 from pase.errors import PaseError
 from pase.frontends.tf_graph import TfNode, dtype_name
 from pase.ir import Tensor
-from pase.ops import GraphBuilder
+from pase.ops import GraphBuilder, nests
 
-__all__ = ["MOST_KNOWN", "Absent", "Call", "Handle", "Known", "TensorList", "Value"]
+__all__ = ["MOST_KNOWN", "Absent", "Call", "Handle", "Known", "Reshaped", "TensorList", "Value"]
 
 MOST_KNOWN = 4096
 """Elements of the largest value that is worked out while lowering: shapes, axes, paddings, not weights."""
@@ -54,6 +54,39 @@ class TensorList:
     """(index, element) of what was set one by one outside of a loop."""
 
 
+@dataclass(kw_only=True)
+class Reshaped:
+    """A reshape that has not been made: products look behind it, so that what a framework flattens for a matrix
+    product (batch and sequence, heads and features) keeps its own dims; another reader makes it."""
+
+    source: Tensor
+    shape: tuple[int, ...]
+    path: str
+    made: Tensor | None = None
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def tensor(self, b: GraphBuilder) -> Tensor:
+        if self.made is None:
+            eqn, b.eqn = b.eqn, self.path
+            self.made = nests.reshape(b, self.source, self.shape)
+            b.eqn = eqn
+        return self.made
+
+    def parts(self) -> list[tuple[int, ...]] | None:
+        """For each dim the source's dims that it merges; None where it is more than merging."""
+        factors = nests.common_factors(self.source.shape, self.shape)
+        if factors is None:
+            return None
+        _, of_source, of_shape = factors
+        if any(len(f) != 1 for f in of_source):
+            return None
+        dim_of = {f[0]: i for i, f in enumerate(of_source)}
+        return [tuple(dim_of[f] for f in fs) for fs in of_shape]
+
+
 @dataclass(frozen=True)
 class Absent:
     """What has no part in a price: strings, tokens, iterators. ``why`` goes into the message where it is used."""
@@ -61,7 +94,7 @@ class Absent:
     why: str
 
 
-Value: TypeAlias = "Tensor | Known | Handle | TensorList | Absent"
+Value: TypeAlias = "Tensor | Known | Handle | TensorList | Reshaped | Absent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +104,6 @@ class Call:
     b: GraphBuilder
     node: TfNode
     ins: Sequence[Value]
-    constants: dict[int, Tensor] = field(default_factory=dict)
-    """Tensors that have been made of known values: id of the value -> tensor."""
 
     @property
     def where(self) -> str:
@@ -96,6 +127,8 @@ class Call:
             return v.tensor
         if isinstance(v, Known):
             return self.b.constant(v.shape, v.dtype)
+        if isinstance(v, Reshaped):
+            return v.tensor(self.b)
         if not isinstance(v, Tensor):
             raise self.fail(f"operand {i} ({self._input(i)}) is {_kind(v)} and not a tensor")
         return v
@@ -104,7 +137,7 @@ class Call:
         v = self.value(i)
         if isinstance(v, Handle):
             v = v.tensor
-        if not isinstance(v, (Tensor, Known)):
+        if not isinstance(v, (Tensor, Known, Reshaped)):
             raise self.fail(f"operand {i} ({self._input(i)}) is {_kind(v)} and not a tensor")
         return v.shape  # type: ignore[return-value]
 
