@@ -11,7 +11,7 @@ import numpy as np
 
 from pase.ir import Graph
 from pase.machine import CostModel, Machine, Mesh
-from pase.plan.constraints import constraints, raw_name
+from pase.plan.constraints import constraints, raw_name, stages
 from pase.plan.itemize import collectives, node_costs, split_of
 from pase.plan.memory import memory
 from pase.plan.types import NodePlan, Plan, TensorPlan, Tried
@@ -52,7 +52,7 @@ def assemble(
     """Everything that follows from (graph, mesh, configs); configs: node name -> int8 [axes]."""
     moved = collectives(graph, mesh, configs, model)
     costs = node_costs(graph, mesh, configs, model, moved, optimizer)
-    c = constraints(graph, mesh, configs)
+    c = constraints(graph, mesh, configs, stages(mesh, machine))
     nodes = tuple(
         NodePlan(
             name=n.name, op=n.kind, einsum=n.main.einsum,

@@ -15,19 +15,24 @@ as a PartitionSpec). Four kinds of place:
 Entries but the last are layouts on the way: a partitioner that is asked for several moves at once falls back to
 gathering everything.
 
+On a torus a wide gather goes one link dim at a time (``stages``): XLA for TPU v5e makes one over more than 32 devices
+at once, below some 20 MB, an all-reduce of zero-padded buffers, which sends twice the bytes and runs beside nothing.
+
 A tensor that is still partial when it is made is constrained as if it were summed there: its gradient arrives so,
 and a sum and a slice of it for its reader become a reduce-scatter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from pase.ir import Graph, Tensor
-from pase.machine import Mesh
+from pase.machine import Machine, Mesh, axis_levels
 from pase.tables.layouts import (
     PARTIAL,
     PENDING,
@@ -41,7 +46,7 @@ from pase.tables.layouts import (
 )
 from pase.tables.reshard_path import path
 
-__all__ = ["Constraints", "Placement", "constraints", "placement", "raw_name"]
+__all__ = ["Constraints", "Placement", "constraints", "placement", "raw_name", "stages"]
 
 Placement = tuple[tuple[str, ...], ...]
 """Per tensor dim, the mesh axes that split it."""
@@ -74,8 +79,32 @@ def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placeme
     return tuple(out)
 
 
-def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Constraints:
-    """All constraints of a strategy: node name -> config, int8 [axes]."""
+WIDEST_GATHER = 32
+"""Devices that one gather on a torus joins, at most: XLA for TPU v5e, libtpu 0.0.51 (docs/tpu-witness.md)."""
+
+
+def stages(mesh: Mesh, machine: Machine) -> tuple[int, ...]:
+    """Per mesh axis, when a wide gather crosses it: axes of one stage together, low stages first.
+
+    An axis's stage is the outermost torus dim that it crosses; on other links all axes have one stage.
+
+    >>> from pase.machine import load, mesh_from
+    >>> stages(mesh_from("2x4x8", 64), load("tpu_v5e")), stages(mesh_from("2x4x8", 64), load("h100x8"))
+    ((1, 1, 0), (0, 0, 0))
+    """
+    out = []
+    for ways in axis_levels(mesh, machine):
+        crossed = [level for level, w in enumerate(ways) if w > 1]
+        torus = all(machine.levels[level].topology == "torus" for level in crossed)
+        out.append(max(crossed, default=0) if torus else 0)
+    return tuple(out)
+
+
+def constraints(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], when: tuple[int, ...] | None = None
+) -> Constraints:
+    """All constraints of a strategy: node name -> config, int8 [axes]; when: the axes' ``stages``, if it matters."""
+    when = when or (0,) * len(mesh.sizes)
     storage: dict[str, Placement] = {}
     state: dict[str, Placement] = {}
     define: dict[str, tuple[Placement, ...]] = {}
@@ -94,7 +123,7 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                     continue
                 states = read_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
                 want = np.where(states == PARTIAL, REPLICATED, states)
-                rows = _between(current[a.tensor], want, tensor, mesh)
+                rows = _between(current[a.tensor], want, tensor, mesh, when)
                 if (
                     rows and graph.producer[a.tensor].kind == "copy"
                 ):  # gradients are summed in the copy's layout
@@ -107,7 +136,7 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                     read[f"{op.eqn}|{raw_name(a.tensor)}"] = rows
                     if graph.producer[a.tensor].kind == "parameter" and tensor.needs_grad:
                         stored = summed.get(a.tensor, current[a.tensor])
-                        straight = _straight(stored, states, tensor, mesh)
+                        straight = _straight(stored, states, tensor, mesh, steps=len(rows))
                         if straight is not None:
                             gradient[f"{op.eqn}|{raw_name(a.tensor)}"] = straight
             for a in op.writes:
@@ -131,7 +160,7 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
                 current[a.tensor] = states
                 made: tuple[Placement, ...] = ()
                 if n.kind == "copy":
-                    made = _between(current[op.reads[0].tensor], states, tensor, mesh)
+                    made = _between(current[op.reads[0].tensor], states, tensor, mesh, when)
                 elif n.kind != "input":
                     made = _only(np.where(states == PARTIAL, REPLICATED, states), tensor, mesh)
                 if made:
@@ -139,27 +168,46 @@ def constraints(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
     return Constraints(storage=storage, state=state, define=define, read=read, gradient=gradient)
 
 
-def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
+def _straight(
+    stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh, *, steps: int
+) -> Placement | None:
     """The storage layout, where a parameter is gathered over an axis over which its gradient is not summed: the
-    gradient is sliced there before the sum, which then moves less. (The way back would sum all of it first.)"""
+    gradient is sliced there before the sum, which then moves less. (The way back would sum all of it first.) Also
+    where it is gathered in several steps: back through those, no reduce-scatter would be recognised."""
     gathered = (stored >= 0) & (read < 0)
-    if not (read == PARTIAL).any() or not (gathered & (read != PARTIAL)).any():
+    if not (read == PARTIAL).any() or (steps == 1 and not (gathered & (read != PARTIAL)).any()):
         return None
     return placement(stored, tensor.shape, mesh)  # type: ignore[arg-type]
 
 
-def _between(have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
+def _between(
+    have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh, when: tuple[int, ...]
+) -> tuple[Placement, ...]:
     """The layouts to go through, the wanted one last; empty where the tensor is there already, or where blocks of
     the wanted layout are not contiguous in this tensor (the reader's own operand will tell)."""
     if (have == want).all() or placement(want, tensor.shape, mesh) is None:  # type: ignore[arg-type]
         return ()
     out: list[Placement] = []
-    for row in path(have.tolist(), want.tolist(), mesh)[1:]:
+    for row in _staged(path(have.tolist(), want.tolist(), mesh), mesh, when):
         states = np.array(row)
         where = None if (states == PARTIAL).any() else placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
         if where is not None and (not out or out[-1] != where):
             out.append(where)
     return tuple(out)
+
+
+def _staged(rows: list[tuple[int, ...]], mesh: Mesh, when: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The rows after the first, with those in between where a wide gather goes in stages."""
+    for now, then in pairwise(rows):
+        gathered = [a for a, (s, t) in enumerate(zip(now, then, strict=True)) if s >= 0 and t == REPLICATED]
+        alone = all(s == t for a, (s, t) in enumerate(zip(now, then, strict=True)) if a not in gathered)
+        left = list(now)
+        if alone and math.prod(mesh.sizes[a] for a in gathered) > WIDEST_GATHER:
+            for stage in sorted({when[a] for a in gathered})[:-1]:
+                for a in gathered:
+                    left[a] = REPLICATED if when[a] == stage else left[a]
+                yield tuple(left)
+        yield then
 
 
 def _only(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
