@@ -7,6 +7,7 @@ orders it, ``tf_lower`` walks it, and the rules for single ops are in ``tf_rules
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ from pase.ops import GraphBuilder
 __all__ = ["Traced", "coverage", "from_tf", "reads", "trace"]
 
 reads = tf_sources.reads
+
+_SEED = 8
+"""Integers in the largest variable that is a random seed or a counter: on every device, like JAX's keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,8 @@ def trace(
                 )
             floats = "float" in v.dtype or "complex" in v.dtype
             make = b.parameter if v.trainable and floats else b.input
-            handles[v.path] = make(v.path, v.shape, v.dtype)
+            seed = not floats and math.prod(v.shape) <= _SEED
+            handles[v.path] = make(v.path, v.shape, "key" if seed else v.dtype)
             used[v.path] = v
         return handles[v.path]
 

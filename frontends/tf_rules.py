@@ -96,6 +96,8 @@ def elementwise(c: Call) -> Sequence[Value]:
     dtype = "bool" if op in _BOOLEAN else "int32" if op == "Bucketize" else c.type(_TYPED.get(op, "T"))
     if op == "PopulationCount":
         dtype = "uint8"
+    if "int" in dtype and any(c.dtype(i) == "key" for i in range(len(c.ins))):
+        dtype = "key"  # arithmetic on a random seed
     xs = [c.x(i) for i, v in enumerate(c.ins) if not (isinstance(v, Known) and v.array.size == 1)]
     if op in ("ZerosLike", "OnesLike") or not xs:
         return [c.b.constant(shape, dtype)]
@@ -375,5 +377,5 @@ def _key(c: Call) -> Sequence[Value]:
         "RngReadAndSkip": [(3,)],
     }
     shapes = outs.get(c.node.op, [(1,), (2,), ()])
-    dtypes = ["int64" if c.node.op == "RngReadAndSkip" else "uint64", "uint64", "int32"]
+    dtypes = ["int64" if c.node.op == "RngReadAndSkip" else "key", "key", "int32"]
     return opaque(c, list(zip(shapes, dtypes, strict=False)), differentiable=False)
