@@ -127,6 +127,10 @@ class GraphBuilder:
             for w in writes
         )
         node_name = f"{name}.{self._count}"
+        if (
+            not out and self.nodes and self.nodes[-1].name.startswith(node_name)
+        ):  # it makes nothing that counts up
+            node_name = f"{node_name}.{len(self.nodes)}"
         op = Op(
             name=name,
             kind=kind,

@@ -1,0 +1,492 @@
+"""ONNX models to graphs: an ONNX file or a ModelProto, its weights unread.
+
+Reading is in ``onnx_model``, the rules for single ops in ``onnx_rules*``; here are the traversal, functions and
+control flow. Every node gets a stable path (its index, behind that of each function or graph around it), by which
+``backends/to_onnx`` finds it again.
+
+What is trained: every float initializer of more than one element, and the float ConstantOfShape of an initializer's
+shape (how models are published without their weights), unless it is a running statistic, a quantizer's scale, an
+initial state, or an attribute in the form of an input. Integers of 8 bits and fewer are stored weights that are not
+trained; others are constants. Loss and optimizer are not in an ONNX file: gradients flow into every float output.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.frontends import (  # the rules register themselves
+    onnx_rules_index,  # noqa: F401
+    onnx_rules_math,  # noqa: F401
+    onnx_rules_nn,  # noqa: F401
+    onnx_rules_recurrent,  # noqa: F401
+    onnx_rules_shape,  # noqa: F401
+    registry,
+)
+from pase.frontends.onnx_fold import fold
+from pase.frontends.onnx_model import Model, dtype_name, load, ordered
+from pase.frontends.onnx_rules import RULES
+from pase.frontends.onnx_values import MOST_KNOWN, Call, Value
+from pase.frontends.registry import Dims, Unknown, UnknownOp, by_nest, type_names
+from pase.ir import Tensor
+from pase.ops import GraphBuilder, nests
+
+__all__ = ["Lowering", "Traced", "coverage", "lowered", "reads", "trace"]
+
+_MOST_DEPTH = 24
+"""Functions and graphs inside of one another."""
+
+
+def reads(model: Any) -> bool:
+    """A path ending in .onnx, or a ModelProto."""
+    if isinstance(model, (str, Path)):
+        return Path(model).suffix.lower() == ".onnx"
+    return "onnx.onnx_ml_pb2.ModelProto" in type_names(model)
+
+
+def coverage() -> dict[str, list[str]]:
+    """loop nest -> ops, for ``pase ops``."""
+    out = by_nest(RULES)
+    return out | {
+        "opaque": sorted({*out["opaque"], *_CONTROL}),
+        "no work": sorted({*out["no work"], "Constant"}),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(registry.Traced):
+    """A model's graph, and which tensor of it is which value of the model."""
+
+    values: Mapping[str, str]
+    """Name of a value in the ONNX graph -> name of the graph's tensor; what needs no tensor is left out."""
+
+
+def trace(
+    model: Any, *args: Any, name: str | None = None, unknown: Unknown = "error", dims: Dims | None = None
+) -> Traced:
+    """Read an ONNX file or ModelProto; see the module's text for what counts as trained.
+
+    Raises PaseError for a file that is damaged, malformed, cyclic or unsound, for sizes that are not bound, and
+    (UnknownOp) for an op without a rule unless ``unknown`` is "replicate".
+    """
+    try:
+        import onnx  # noqa: F401
+    except ModuleNotFoundError:
+        raise PaseError("reading an ONNX model needs the onnx package: pip install 'pase[onnx]'") from None
+    if args:
+        raise PaseError("an ONNX model brings its inputs along: give no arguments with it")
+    try:
+        m = load(model, dims, name)
+        return _trace(m, unknown)
+    except UnicodeError as e:
+        raise PaseError(f"{name or model}: a name in it is not text: {e}") from e
+
+
+def lowered(m: Model, unknown: Unknown = "error") -> Lowering:
+    """All of a model's values by name, in ``env``, and its loop nests so far, in ``b``."""
+    b = GraphBuilder(name=m.name)
+    low = Lowering(b=b, model=m, unknown=unknown, left=[100_000 + 4 * len(m.graph.node)], opsets=m.opsets)
+    weights = {t.name for t in m.graph.initializer}
+    for t in m.graph.initializer:
+        low.env[t.name] = low.initializer(t)
+    for s in m.graph.sparse_initializer:
+        low.env[s.values.name] = low.stored(
+            s.values.name, tuple(s.dims), dtype_name(s.values.data_type, m.name)
+        )
+    for v in m.graph.input:
+        if v.name not in weights:
+            low.env[v.name] = low.input(v)
+    low.nodes(m.graph, "")
+    return low
+
+
+def _trace(m: Model, unknown: Unknown) -> Traced:
+    low = lowered(m, unknown)
+    b = low.b
+    outs: list[Tensor] = []
+    for o in m.graph.output:
+        if o.name not in low.env:
+            raise PaseError(f"{m.name}: output '{o.name}' is made by no node")
+        for v in low.env[o.name].items or (low.env[o.name],):
+            if v.tensor is not None and v.tensor.role == "activation":
+                outs.append(v.tensor)
+    if not outs:
+        raise PaseError(f"{m.name}: no output depends on the model's inputs or weights: nothing to compute")
+    for t in {t.name: t for t in outs}.values():
+        b.output(t)
+    meta = {"frontend": "onnx"} | (
+        {"dims": ",".join(f"{k}={v}" for k, v in m.dims.items())} if m.dims else {}
+    )
+    graph = b.finish(outs, **meta)
+    made = {k: v.tensor.name for k, v in low.env.items() if v.tensor is not None}
+    return Traced(
+        graph=graph,
+        param_paths=tuple(t.path for t in graph.parameters),
+        input_paths=tuple(t.path for t in graph.inputs),
+        values=made,
+    )
+
+
+@dataclass
+class Lowering:
+    """A graph, or a graph inside of it, on its way through the rules."""
+
+    b: GraphBuilder
+    model: Model
+    unknown: Unknown
+    left: list[int]
+    """How many nodes may still be lowered, shared by all graphs inside: functions in functions multiply."""
+    opsets: Mapping[str, int]
+    env: dict[str, Value] = field(default_factory=dict)
+    outer: Lowering | None = None
+    captured: dict[str, Value] | None = None
+    """In a body lowered apart: values of the graphs around it that it reads."""
+    depth: int = 0
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """Inside of a function: what its call gave."""
+    absent: set[str] = field(default_factory=set)
+    """Inside of a function: inputs that its call left out."""
+
+    # What a graph starts from.
+
+    def initializer(self, t: Any, prefix: str = "") -> Value:
+        name, shape = prefix + t.name, tuple(int(d) for d in t.dims)
+        dtype = dtype_name(t.data_type, f"{self.model.name}: initializer '{name}'")
+        v = self.stored(name, shape, dtype)
+        if v.elements <= MOST_KNOWN and t.data_location != 1 and dtype != "string":
+            v.read = lambda: _contents(t)
+        v.settled = not _trained(v)
+        return v
+
+    def stored(self, name: str, shape: tuple[int, ...], dtype: str) -> Value:
+        """A weight by this name, which becomes a parameter when a loop nest reads it."""
+        v = Value(shape=shape, dtype=dtype, note=("initializer", name))
+
+        def make() -> Tensor:
+            if _trained(v) or (v.elements > 1 and dtype in ("int8", "uint8", "int4", "uint4")):
+                return self.b.parameter(name, shape, dtype)
+            return self.b.constant(shape, dtype)
+
+        v.make = make
+        return v
+
+    def input(self, v: Any) -> Value:
+        where = f"{self.model.name}: input '{v.name}'"
+        if v.type.WhichOneof("value") != "tensor_type":
+            raise PaseError(
+                f"{where} is a {v.type.WhichOneof('value') or 'value of no type'}: tensors alone are read"
+            )
+        dtype = dtype_name(v.type.tensor_type.elem_type, where)
+        shape = self.model.shape(v)
+        if shape is None:
+            raise PaseError(f"{where} has no shape: give it one (onnx.tools.update_model_dims)")
+        if dtype == "string":
+            raise PaseError(f"{where} is text, which has no price; cut it off the model")
+        out = Value(shape=shape, dtype=dtype)
+        if out.elements > 1 << 50:
+            raise PaseError(f"{where} has shape {list(shape)}: too large to compute with")
+        if out.elements:
+            out.make = lambda: self.b.input(v.name, shape, dtype)
+        return out
+
+    def find(self, name: str, place: str) -> Value:
+        if name in self.env:
+            return self.env[name]
+        if self.outer is None:
+            raise PaseError(f"{place}: it reads '{name}', which nothing before it makes")
+        v = self.outer.find(name, place)
+        if self.captured is not None:
+            self.captured[name] = v
+            v = self.env[name] = _apart(v)
+        return v
+
+    # The nodes.
+
+    def key(self, node: Any) -> str:
+        return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}:{node.op_type}"
+
+    def nodes(self, graph: Any, prefix: str) -> None:
+        """Lower a graph's nodes, those on which an output depends."""
+        inside = {x for n in graph.node for x in n.input}
+        have = {*self.env, *self.absent, *(x for x in inside if self._outside(x))}
+        todo = ordered(graph.node, have, self.model.name)
+        wanted = {o if isinstance(o, str) else o.name for o in graph.output}
+        live: set[int] = set()
+        for i, n in reversed(todo):
+            if any(o in wanted for o in n.output):
+                live.add(i)
+                wanted.update(n.input)
+                wanted.update(_captures(n))
+        declared = {v.name: v for v in getattr(graph, "value_info", ())} | {
+            v.name: v for v in graph.output if not isinstance(v, str)
+        }
+        made: set[str] = set()
+        for i, n in todo:
+            if i in live:
+                for o in n.output:
+                    if o and (o in made or o in self.env):
+                        raise PaseError(
+                            f"{self.model.name}: '{o}' is made twice, by {n.op_type} '{n.name}' too"
+                        )
+                made.update(n.output)
+                self.lower(n, f"{prefix}{i}", declared)
+
+    def _outside(self, name: str) -> bool:
+        at = self.outer
+        while at is not None:
+            if name in at.env:
+                return True
+            at = at.outer
+        return False
+
+    def lower(self, n: Any, path: str, declared: Mapping[str, Any]) -> None:
+        self.left[0] -= 1
+        if self.left[0] < 0:
+            raise PaseError(
+                f"{self.model.name}: its functions unfold to far more nodes than the file has: refused"
+            )
+        place = f"{self.model.name}: {n.op_type} '{n.name or path}'"
+        self.b.source, self.b.eqn = _source(n) or f"{n.op_type} {n.name or path}", path
+        ins = [self.find(x, place) if x and x not in self.absent else None for x in n.input]
+        key = self.key(n)
+        domain = "" if n.domain == "ai.onnx" else n.domain
+        c = Call(low=self, node=n, op=n.op_type, version=self.opsets.get(domain, 1), ins=ins, place=place)
+        c.resolve(self.attributes)
+        outs: Sequence[Value | None]
+        if (domain, n.op_type) in self.model.functions and (domain or n.op_type not in RULES):
+            outs = self._function(c, self.model.functions[domain, n.op_type], path)
+        else:
+            c.check()
+            folded = fold(c) if domain == "" else None
+            if folded is not None:
+                outs = folded
+            elif key in _CONTROL:
+                outs = _CONTROL[key](self, c, path, declared)
+            elif key in RULES:
+                outs = self._rule(c, key)
+            elif self.unknown == "replicate":
+                outs = self._replicate(c, 0.0, declared)
+            else:
+                raise UnknownOp(
+                    f"{place}: no lowering for ONNX op '{key}' (opset {c.version}).\n"
+                    f"Add one to frontends/onnx_rules*.py, or pass unknown='replicate' (the op is then not split)."
+                )
+        if len(outs) < len([o for o in n.output if o]):
+            raise c.fail(f"it has {len(n.output)} outputs, and such an op {len(outs)}")
+        for name, v in zip(n.output, outs, strict=False):
+            if name and v is not None:
+                self.env[name] = v
+
+    def _rule(self, c: Call, key: str) -> Sequence[Value | None]:
+        try:
+            out = RULES[key](c)
+        except PaseError:
+            raise
+        except (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError) as e:
+            shapes = ", ".join("-" if v is None else f"{v.dtype}{list(v.shape)}" for v in c.ins[:6])
+            raise c.fail(f"inputs {shapes} and its attributes do not fit together: {e}") from e
+        return [out] if isinstance(out, Value) else out
+
+    def _function(self, c: Call, f: Any, path: str) -> Sequence[Value | None]:
+        """A model's own function, inlined."""
+        inner = self._inner(c)
+        inner.outer = None
+        inner.opsets = {
+            ("" if o.domain == "ai.onnx" else o.domain): o.version for o in f.opset_import
+        } or self.opsets
+        inner.attributes = {a.name: a for a in f.attribute_proto} | {a.name: a for a in c.node.attribute}
+        for name, v in zip(f.input, c.ins, strict=False):
+            if v is not None:
+                inner.env[name] = v
+        inner.absent = set(f.input) - set(inner.env)
+        inner.nodes(f, f"{path}.")
+        return [inner.env.get(o) for o in f.output]
+
+    def _inner(self, c: Call) -> Lowering:
+        if self.depth >= _MOST_DEPTH:
+            raise c.fail(
+                f"functions and graphs are nested more than {_MOST_DEPTH} deep; does it call itself?"
+            )
+        return Lowering(
+            b=self.b, model=self.model, unknown=self.unknown, left=self.left, opsets=self.opsets, outer=self,
+            depth=self.depth + 1, attributes=self.attributes,
+        )  # fmt: skip
+
+    # Control flow, conservatively.
+
+    def _replicate(
+        self, c: Call, flops: float, declared: Mapping[str, Any], outs: Sequence[tuple[tuple[int, ...], str]] = (),
+        more: Sequence[Value] = (),
+    ) -> list[Value]:  # fmt: skip
+        """One op that is not split, of this many FLOPs; shapes are those given, or declared by the file."""
+        results = list(outs)
+        for name in list(c.node.output)[len(results) :]:
+            v = declared.get(name)
+            shape = None if v is None else self.model.shape(v)
+            if shape is None:
+                raise c.fail(
+                    f"the shape of its output '{name}' is not known: declare it (value_info) in the file"
+                )
+            results.append((c.shape(shape), dtype_name(v.type.tensor_type.elem_type, c.place)))  # type: ignore[union-attr]
+        reads = [
+            c.tensor(v) for v in (*(v for v in c.ins if v is not None), *more) if v.elements and not v.literal
+        ]
+        filled = [(s, d) for s, d in results if 0 not in s]
+        made = iter(nests.opaque(self.b, c.op.lower(), reads, filled, flops=flops))
+        return [Value(shape=s, dtype=d) if 0 in s else c.value(next(made)) for s, d in results]
+
+    def apart(
+        self, c: Call, graph: Any, ins: Sequence[Value], path: str
+    ) -> tuple[list[Value], float, dict[str, Value]]:
+        """A body lowered by itself: its results, the FLOPs of one turn, and what it reads of the graphs around."""
+        inner = self._inner(c)
+        inner.b = GraphBuilder(name="body")
+        inner.captured = {}
+        for t in graph.initializer:  # its weights are the model's
+            inner.captured[t.name] = v = self.initializer(t, f"{c.node.name or path}.")
+            inner.env[t.name] = _apart(v)
+        if len(graph.input) > len(ins):
+            raise c.fail(f"its body wants {len(graph.input)} inputs and gets {len(ins)}")
+        for v, value in zip(graph.input, ins, strict=False):
+            inner.env[v.name] = _apart(value)
+        inner.nodes(graph, "")
+        outs = [inner.find(o.name, c.place) for o in graph.output]
+        return outs, _flops(inner.b), inner.captured
+
+    def within(self, c: Call, graph: Any, path: str) -> list[Value | None]:
+        """A branch that is taken for certain, inlined."""
+        inner = self._inner(c)
+        for t in graph.initializer:
+            inner.env[t.name] = inner.initializer(t)
+        inner.nodes(graph, f"{path}.")
+        return [inner.find(o.name, c.place) for o in graph.output]
+
+    def _if(self, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
+        """The branch that is taken, where that is known; else not split, at the price of the dearer branch."""
+        then, other = c.attribute("then_branch").g, c.attribute("else_branch").g
+        cond = c.x().data
+        if cond is not None and cond.size == 1:
+            return self.within(c, then if cond.reshape(()) else other, path)
+        a, flops_a, reads_a = self.apart(c, then, [], path)
+        b, flops_b, reads_b = self.apart(c, other, [], path)
+        if len(a) != len(b):
+            raise c.fail(f"its branches have {len(a)} and {len(b)} outputs")
+        outs = [(x if x.elements >= y.elements else y) for x, y in zip(a, b, strict=True)]
+        more = list({**reads_a, **reads_b}.values())
+        return self._replicate(c, max(flops_a, flops_b, 1.0), {}, [(v.shape, v.dtype) for v in outs], more)
+
+    def _loop(self, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
+        """Not split; the work of its body times the trip count, once where that is not known."""
+        body = c.attribute("body").g
+        carried = [c.x(i) for i in range(2, len(c.ins))]
+        turns = int(c.number_of(0, 0.0))
+        unsettled = [Value(shape=v.shape, dtype=v.dtype) for v in carried]
+        lead = [Value(shape=(), dtype="int64"), Value(shape=(), dtype="bool")]
+        outs, flops, more = self.apart(c, body, [*lead, *unsettled], path)
+        results = [(v.shape, v.dtype) for v in outs[1 : 1 + len(carried)]]
+        for name, v in zip(list(c.node.output)[len(carried) :], outs[1 + len(carried) :], strict=False):
+            if turns:
+                results.append((c.shape((turns, *v.shape)), v.dtype))
+                continue
+            told = declared.get(name)
+            shape = None if told is None else self.model.shape(told)
+            if shape is None:
+                raise c.fail(
+                    f"how often it runs is not known, so neither is the shape of '{name}': declare it"
+                )
+            results.append((c.shape(shape), v.dtype))
+        return self._replicate(c, max(flops, 1.0) * max(turns, 1), {}, results, list(more.values()))
+
+    def _scan(self, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
+        """Not split; the work of its body at every step."""
+        body, n = c.attribute("body").g, c.integer("num_scan_inputs")
+        first = 1 if c.version < 9 else 0  # sequence lengths; and a batch dim stood before all
+        values = [c.x(i) for i in range(first, len(c.ins))]
+        if not 0 < n <= len(values):
+            raise c.fail(f"{n} scanned inputs among {len(values)}")
+        states, scanned = values[:-n], values[-n:]
+        axes = c.ints("scan_input_axes") or [first] * n
+        out_axes = c.ints("scan_output_axes") or [first] * len(c.node.output)
+        if len(axes) != n:
+            raise c.fail(f"{len(axes)} axes for {n} scanned inputs")
+        turns, slices = 0, []
+        for v, a in zip(scanned, axes, strict=True):
+            axis = c.axis(a, len(v.shape))
+            turns = v.shape[axis]
+            shape = [s for i, s in enumerate(v.shape) if i != axis and not (first and i == 0)]
+            slices.append(Value(shape=tuple(shape), dtype=v.dtype))
+        inside = [Value(shape=v.shape[first:], dtype=v.dtype) for v in states]
+        outs, flops, more = self.apart(c, body, [*inside, *slices], path)
+        results = [(v.shape, v.dtype) for v in states]
+        for v, a in zip(outs[len(states) :], out_axes, strict=False):
+            shape = [*([values[0].shape[0]] if first else []), *v.shape]
+            shape.insert(c.axis(a, len(shape) + 1), turns)
+            results.append((c.shape(shape), v.dtype))
+        times = turns * (values[0].shape[0] if first else 1)
+        return self._replicate(c, max(flops, 1.0) * max(times, 1), {}, results, list(more.values()))
+
+
+_CONTROL = {"If": Lowering._if, "Loop": Lowering._loop, "Scan": Lowering._scan}
+
+
+def _apart(v: Value) -> Value:
+    """The same value for a body that is lowered by itself."""
+    items = None if v.items is None else tuple(map(_apart, v.items))
+    return Value(shape=v.shape, dtype=v.dtype, settled=v.settled, items=items, _data=v.data)
+
+
+def _trained(v: Value) -> bool:
+    return v.elements > 1 and ("float" in v.dtype or "complex" in v.dtype)
+
+
+def _contents(t: Any) -> np.ndarray | None:
+    """A small tensor's data; None where the file keeps none."""
+    from onnx import numpy_helper
+
+    try:
+        return np.asarray(numpy_helper.to_array(t))
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return None
+
+
+def _captures(n: Any) -> set[str]:
+    """What the graphs inside of a node may read of those around it."""
+    out: set[str] = set()
+    stack = [g for a in n.attribute for g in (*([a.g] if a.HasField("g") else []), *a.graphs)]
+    while stack:
+        g = stack.pop()
+        out.update(o.name for o in g.output)
+        for m in g.node:
+            out.update(m.input)
+            stack += [x for a in m.attribute for x in (*([a.g] if a.HasField("g") else []), *a.graphs)]
+    return out
+
+
+def _flops(b: GraphBuilder) -> float:
+    total = 0.0
+    for node in b.nodes:
+        for op in node.ops:
+            points = float(op.times)  # type: ignore[arg-type]
+            for d in op.dims if op.over is None else op.over:
+                points *= float(node.space[d].size)  # type: ignore[arg-type]
+            total += op.flops_per_point * points
+    return total
+
+
+_FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,7}), in ([^\n]{1,80})')
+
+
+def _source(n: Any) -> str:
+    """The user's line, where the exporter wrote it down (PyTorch does)."""
+    for p in n.metadata_props:
+        if p.key == "pkg.torch.onnx.stack_trace":
+            frames = _FRAME.findall(p.value[-4000:])
+            own = [f for f in frames if "/torch/" not in f[0]] or frames
+            return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
+    return ""

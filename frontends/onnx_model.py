@@ -1,0 +1,226 @@
+"""Reading an ONNX file: its structure without its weights, its sizes bound, and what is unsound refused."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from pase.errors import PaseError
+from pase.frontends.onnx_wire import Malformed, skeleton
+from pase.frontends.registry import Dims, check_dims
+from pase.ir import parse_size
+from pase.ir.sizes import bind_size, free_symbols
+
+__all__ = ["DTYPES", "Model", "dtype_name", "load", "ordered", "sizes_of", "symbols"]
+
+_MOST_BYTES = 64 << 30
+_MOST_RANK = 64
+
+DTYPES: dict[int, str] = {
+    1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 8: "string", 9: "bool",
+    10: "float16", 11: "float64", 12: "uint32", 13: "uint64", 14: "complex64", 15: "complex128", 16: "bfloat16",
+    17: "float8_e4m3fn", 18: "float8_e4m3fnuz", 19: "float8_e5m2", 20: "float8_e5m2fnuz", 21: "uint4", 22: "int4",
+    23: "float8_e2m1fn", 24: "float8_e8m0fnu", 25: "uint4", 26: "int4",
+}  # fmt: skip
+"""TensorProto.DataType -> dtype; the types of four and two bits are priced as they lie in memory, a byte each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A ModelProto (perhaps without the contents of its weights), looked over."""
+
+    name: str
+    """What messages call it: its path, or its graph's name."""
+    proto: Any
+    opsets: Mapping[str, int]
+    functions: Mapping[tuple[str, str], Any]
+    dims: Mapping[str, int]
+    """Integers for symbolic sizes."""
+
+    @property
+    def graph(self) -> Any:
+        return self.proto.graph
+
+    def shape(self, value_info: Any) -> tuple[int, ...] | None:
+        """The declared shape with symbols bound; None where it is not, or not wholly, known."""
+        out = sizes_of(value_info, self.dims)
+        return out if out is None or all(isinstance(s, int) for s in out) else None  # type: ignore[return-value]
+
+
+def dtype_name(code: int, where: str) -> str:
+    if code not in DTYPES:
+        raise PaseError(f"{where}: data type {code} is not one of ONNX's")
+    return DTYPES[code]
+
+
+def load(model: Any, dims: Dims | None, name: str | None = None) -> Model:
+    """Read a file or look over a ModelProto. PaseError says what is wrong with it.
+
+    Neither the weights in the file nor external data are read.
+    """
+    import onnx
+
+    if isinstance(model, onnx.ModelProto):
+        proto, name = model, name or model.graph.name or "ModelProto"
+    else:
+        name = name or str(model)
+        proto = _read(Path(model), onnx)
+    if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
+        raise PaseError(f"{name}: there is no graph in it; is it an ONNX model?")
+    opsets = {_domain(o.domain): o.version for o in proto.opset_import} or {"": 1}
+    functions: dict[tuple[str, str], Any] = {}
+    for f in proto.functions:
+        functions.setdefault((_domain(f.domain), f.name), f)
+    found = symbols(proto.graph.input, {i.name for i in proto.graph.initializer})
+    bound = check_dims(dims, found, name)
+    if missing := [s for s in found if s not in bound]:
+        raise PaseError(
+            f"{name} has symbolic sizes {', '.join(missing[:8])} (of {found[missing[0]]}): bind them: "
+            f"dims={{'{missing[0]}': 64}}, or --dim '{missing[0]}=64'"
+        )
+    for t in proto.graph.initializer:
+        _check_initializer(t, name)
+    return Model(name=name, proto=proto, opsets=opsets, functions=functions, dims=bound)
+
+
+def _domain(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain
+
+
+def _read(path: Path, onnx: Any) -> Any:
+    from google.protobuf.message import DecodeError
+
+    try:
+        with path.open("rb") as f:
+            size = f.seek(0, 2)
+            if not 0 < size <= _MOST_BYTES:
+                raise PaseError(f"{path}: {size} bytes; is it an ONNX model?")
+            with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as m, memoryview(m) as view:
+                small = skeleton(view)
+    except OSError as e:
+        raise PaseError(f"cannot read {path}: {e.strerror or e}") from e
+    except Malformed as e:
+        raise PaseError(f"{path} is not an ONNX model, or is damaged: {e}") from e
+    try:
+        proto = onnx.ModelProto.FromString(small)
+        proto.graph.name.encode()
+    except (DecodeError, UnicodeError) as e:
+        raise PaseError(f"{path} is not an ONNX model, or is damaged: {e}") from e
+    return proto
+
+
+def _check_initializer(t: Any, name: str) -> None:
+    where = f"{name}: initializer '{t.name}'"
+    dtype_name(t.data_type, where)
+    if len(t.dims) > _MOST_RANK or any(d < 0 for d in t.dims):
+        raise PaseError(
+            f"{where} has shape {list(t.dims)[:8]}: sizes are not negative, and {_MOST_RANK} dims at most"
+        )
+    if t.data_location != 1:
+        return
+    location = next((e.value for e in t.external_data if e.key == "location"), "")
+    parts = {*PurePosixPath(location).parts, *PureWindowsPath(location).parts}
+    if (
+        not location
+        or ".." in parts
+        or PurePosixPath(location).is_absolute()
+        or PureWindowsPath(location).anchor
+    ):
+        raise PaseError(
+            f"{where} keeps its data in '{location}', outside of the model's folder: refused (it was not opened)"
+        )
+
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def _dim(text: str) -> Any:
+    """A symbolic dim: an expression over symbols where it can be read as one, else a symbol of this very name."""
+    if _NAME.fullmatch(text):
+        return text
+    try:
+        size = parse_size(text)
+    except PaseError:
+        return text
+    return size
+
+
+def _of(value_info: Any) -> list[tuple[int, Any]] | None:
+    """(axis, number or symbolic size) of each declared dim; None where no shape is declared."""
+    kind = value_info.type.WhichOneof("value")
+    if kind != "tensor_type" or not value_info.type.tensor_type.HasField("shape"):
+        return None
+    out: list[tuple[int, Any]] = []
+    for i, d in enumerate(value_info.type.tensor_type.shape.dim):
+        if d.HasField("dim_value") and d.dim_value >= 0:
+            out.append((i, int(d.dim_value)))
+        elif d.dim_param:
+            out.append((i, _dim(d.dim_param)))
+        else:
+            out.append((i, f"{value_info.name}.{i}"))
+    if len(out) > _MOST_RANK:
+        raise PaseError(f"'{value_info.name}' has {len(out)} dims; {_MOST_RANK} at most are read")
+    return out
+
+
+def symbols(inputs: Iterable[Any], given: set[str]) -> dict[str, str]:
+    """Symbolic size -> the inputs that have it, in words; an unnamed dim is called INPUT.AXIS."""
+    out: dict[str, str] = {}
+    for v in inputs:
+        for _, s in (_of(v) or ()) if v.name not in given else ():
+            names = [s] if isinstance(s, str) else [] if isinstance(s, int) else sorted(free_symbols([s]))
+            for n in names:
+                out.setdefault(n, f"input '{v.name}'")
+    return out
+
+
+def sizes_of(value_info: Any, dims: Mapping[str, int]) -> tuple[Any, ...] | None:
+    """The declared shape, symbols bound as far as ``dims`` goes; None where no shape is declared."""
+    declared = _of(value_info)
+    if declared is None:
+        return None
+    out: list[Any] = []
+    for _, s in declared:
+        if isinstance(s, str):
+            out.append(dims.get(s, s))
+        else:
+            out.append(bind_size(s, dims))
+    return tuple(out)
+
+
+def ordered(nodes: Sequence[Any], known: Iterable[str], name: str) -> list[tuple[int, Any]]:
+    """(index, node), each behind those that it reads: as they stand, where that is so. PaseError for a cycle."""
+    made = set(known)
+    for n in nodes:
+        if not all(x in made for x in n.input if x):
+            break
+        made.update(n.output)
+    else:
+        return list(enumerate(nodes))
+    producer: dict[str, int] = {}
+    for i, n in enumerate(nodes):
+        for o in n.output:
+            producer.setdefault(o, i)
+    waits = [len({producer[x] for x in n.input if x in producer}) for n in nodes]
+    feeds: list[list[int]] = [[] for _ in nodes]
+    for i, n in enumerate(nodes):
+        for p in {producer[x] for x in n.input if x in producer}:
+            feeds[p].append(i)
+    ready = [i for i, w in enumerate(waits) if w == 0]
+    out: list[tuple[int, Any]] = []
+    for i in ready:  # grows while it is walked
+        out.append((i, nodes[i]))
+        for f in feeds[i]:
+            waits[f] -= 1
+            if waits[f] == 0:
+                ready.append(f)
+    if len(out) != len(nodes):
+        stuck = next(n for n, w in zip(nodes, waits, strict=True) if w)
+        raise PaseError(
+            f"{name}: the graph is cyclic: {stuck.op_type} '{stuck.name}' depends on what it makes itself"
+        )
+    return out

@@ -1,0 +1,216 @@
+"""ONNX: lookups, scatters, sorts, cumulative sums, and ops whose result's size depends on the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pase.frontends.onnx_rules import lowers, nothing
+from pase.frontends.onnx_values import Call, Value
+from pase.ops import indexed, nests
+
+__all__: list[str] = []
+
+
+@lowers("Gather")
+def _gather(c: Call) -> Value:
+    x, ids = c.x(0), c.x(1)
+    axis = c.axis(c.integer("axis"), len(x.shape))
+    shape = c.shape((*x.shape[:axis], *ids.shape, *x.shape[axis + 1 :]))
+    if math.prod(shape) == 0 or x.elements == 0:
+        return nothing(shape, x.dtype)
+    if ids.elements == 1 and ids.data is not None:  # one known index: a slice
+        one = [1 if i == axis else s for i, s in enumerate(x.shape)]
+        kept = [i != axis for i in range(len(one))]
+        part = x if x.shape[axis] == 1 else c.value(nests.restrict(c.b, "slice", [c.tensor(x)], one, kept))
+        return c.rename(part, shape)
+    lead = c.rename(ids, (*ids.shape, 1))
+    n = len(ids.shape)
+    return c.value(
+        indexed.gather(
+            c.b, "gather", c.tensor(x), c.tensor(lead), shape,
+            offset_dims=[i for i in range(len(shape)) if not axis <= i < axis + n], collapsed=(axis,), indexed=(axis,),
+            slice_sizes=[1 if i == axis else s for i, s in enumerate(x.shape)],
+        )
+    )  # fmt: skip
+
+
+@lowers("GatherElements")
+def _gather_elements(c: Call) -> Value:
+    x, ids = c.x(0), c.x(1)
+    rank = len(x.shape)
+    axis = c.axis(c.integer("axis"), rank)
+    if len(ids.shape) != rank:
+        raise c.fail(f"indices {list(ids.shape)} into {list(x.shape)}")
+    others = [i for i in range(rank) if i != axis]
+    if any(ids.shape[i] != x.shape[i] for i in others):
+        kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]
+        return c.value(nests.restrict(c.b, "gather", c.tensors(x, ids), c.shape(ids.shape), kept))
+    lead = c.rename(ids, (*ids.shape, 1))
+    return c.value(
+        indexed.gather(
+            c.b, "gather", c.tensor(x), c.tensor(lead), ids.shape, offset_dims=(), collapsed=(axis,), indexed=(axis,),
+            slice_sizes=[1] * rank, x_batch=others, ids_batch=others,
+        )
+    )  # fmt: skip
+
+
+@lowers("GatherND")
+def _gather_nd(c: Call) -> Value:
+    x, ids, batch = c.x(0), c.x(1), c.integer("batch_dims")
+    k = ids.shape[-1] if ids.shape else 0
+    if not 0 <= batch < max(len(ids.shape), 1) or not 0 < k <= len(x.shape) - batch:
+        raise c.fail(f"indices {list(ids.shape)} into {list(x.shape)} with {batch} batch dims")
+    if ids.shape[:batch] != x.shape[:batch]:
+        raise c.fail(f"batch dims of {list(ids.shape)} and {list(x.shape)} differ")
+    found = list(range(batch, batch + k))
+    n = len(ids.shape) - 1
+    shape = c.shape((*ids.shape[:-1], *x.shape[batch + k :]))
+    if math.prod(shape) == 0:
+        return nothing(shape, x.dtype)
+    return c.value(
+        indexed.gather(
+            c.b, "gather", c.tensor(x), c.tensor(ids), shape, offset_dims=list(range(n, len(shape))), collapsed=found,
+            indexed=found, slice_sizes=[1 if i < batch + k else s for i, s in enumerate(x.shape)],
+            x_batch=list(range(batch)), ids_batch=list(range(batch)),
+        )
+    )  # fmt: skip
+
+
+@lowers("ScatterElements", "Scatter")
+def _scatter_elements(c: Call) -> Value:
+    x, ids, updates = c.x(0), c.x(1), c.x(2)
+    rank = len(x.shape)
+    axis = c.axis(c.integer("axis"), rank)
+    if ids.shape != updates.shape or len(ids.shape) != rank:
+        raise c.fail(f"updates {list(updates.shape)} at {list(ids.shape)} of {list(x.shape)}")
+    kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]
+    return c.value(nests.restrict(c.b, "scatter", c.tensors(x, updates, ids), x.shape, kept))
+
+
+@lowers("ScatterND")
+def _scatter_nd(c: Call) -> Value:
+    x, ids, updates = c.x(0), c.x(1), c.x(2)
+    k = ids.shape[-1] if ids.shape else 0
+    n = len(ids.shape) - 1
+    if not 0 < k <= len(x.shape) or updates.shape != (*ids.shape[:-1], *x.shape[k:]):
+        raise c.fail(f"updates {list(updates.shape)} at {list(ids.shape)} of {list(x.shape)}")
+    if updates.elements == 0:
+        return x
+    found = list(range(k))
+    return c.value(
+        indexed.scatter(
+            c.b, "scatter", c.tensor(x), c.tensor(ids), c.tensor(updates),
+            window_dims=list(range(n, len(updates.shape))), inserted=found, indexed=found,
+            combines=c.text("reduction", "none") != "none",
+        )
+    )  # fmt: skip
+
+
+@lowers("TensorScatter")
+def _tensor_scatter(c: Call) -> Value:
+    """A key-value cache and what is written into it; the dim that it is written along may not be split."""
+    x, update = c.x(0), c.x(1)
+    axis = c.axis(c.integer("axis", -2), len(x.shape))
+    if len(update.shape) != len(x.shape):
+        raise c.fail(f"an update {list(update.shape)} of {list(x.shape)}")
+    kept = [i != axis and update.shape[i] == x.shape[i] for i in range(len(x.shape))]
+    return c.value(nests.restrict(c.b, "dynamic_update_slice", c.tensors(x, update), x.shape, kept))
+
+
+@lowers("TopK")
+def _top_k(c: Call) -> Sequence[Value]:
+    x = c.x()
+    axis = c.axis(c.integer("axis", -1), len(x.shape))
+    k = c.integer("k") if c.version < 10 else c.ints_of(1, "k")[0]
+    if not 0 <= k <= x.shape[axis]:
+        raise c.fail(f"the largest {k} of {x.shape[axis]}")
+    shape = c.shape([k if i == axis else s for i, s in enumerate(x.shape)])
+    if math.prod(shape) == 0:
+        return [nothing(shape, x.dtype), nothing(shape, "int64")]
+    made = nests.sequential(
+        c.b, "top_k", [c.tensor(x)], axis, [(shape, x.dtype), (shape, "int64")], flops=10.0
+    )
+    return [c.value(t) for t in made]
+
+
+@lowers("CumSum", "CumProd")
+def _cumulative(c: Call) -> Value:
+    x = c.x()
+    axis = c.axis(c.ints_of(1, "axis")[0], len(x.shape))
+    return c.value(nests.sequential(c.b, c.op.lower(), [c.tensor(x)], axis, [(x.shape, x.dtype)])[0])
+
+
+@lowers("OneHot")
+def _one_hot(c: Call) -> Value:
+    ids, depth, values = c.x(0), c.ints_of(1, "depth")[0], c.x(2)
+    rank = len(ids.shape) + 1
+    axis = c.axis(c.integer("axis", -1), rank)
+    shape = c.shape((*ids.shape[:axis], depth, *ids.shape[axis:]))
+    if math.prod(shape) == 0:
+        return nothing(shape, values.dtype)
+    lead = c.tensor(c.rename(ids, (*ids.shape[:axis], 1, *ids.shape[axis:])))
+    (out,) = nests.elementwise(c.b, "one_hot", [lead], [values.dtype], shape=shape, differentiable=False)
+    return c.value(out)
+
+
+# What is found depends on the data: as much as there may be.
+
+
+def _whole(
+    c: Call, values: Sequence[Value], outs: Sequence[tuple[Sequence[int], str]], flops: float
+) -> list[Value]:
+    filled = [(c.shape(s), d) for s, d in outs]
+    reads = [c.tensor(v) for v in values if v.elements and not v.literal]
+    made = iter(nests.opaque(c.b, c.op.lower(), reads, [o for o in filled if 0 not in o[0]], flops=flops))
+    return [nothing(s, d) if 0 in s else c.value(next(made)) for s, d in filled]
+
+
+@lowers("NonZero")
+def _non_zero(c: Call) -> list[Value]:
+    x = c.x()
+    return _whole(c, [x], [((max(len(x.shape), 1), x.elements), "int64")], 2.0 * x.elements)
+
+
+@lowers("Compress")
+def _compress(c: Call) -> list[Value]:
+    x, condition = c.x(0), c.x(1)
+    if not c.has("axis"):
+        return _whole(
+            c, [x, condition], [((min(x.elements, condition.elements),), x.dtype)], float(x.elements)
+        )
+    axis = c.axis(c.integer("axis"), len(x.shape))
+    n = min(x.shape[axis], condition.elements)
+    shape = [n if i == axis else s for i, s in enumerate(x.shape)]
+    kept = [i != axis for i in range(len(shape))]
+    return [c.value(nests.restrict(c.b, "compress", [c.tensor(x)], c.shape(shape), kept))]
+
+
+@lowers("Unique")
+def _unique(c: Call) -> list[Value]:
+    x = c.x()
+    n = x.shape[c.axis(c.integer("axis"), len(x.shape))] if c.has("axis") else x.elements
+    whole = x.shape if c.has("axis") else (n,)
+    work = 20.0 * x.elements
+    return _whole(c, [x], [(whole, x.dtype), ((n,), "int64"), ((n,), "int64"), ((n,), "int64")], work)
+
+
+@lowers("NonMaxSuppression")
+def _suppress(c: Call) -> list[Value]:
+    boxes, scores = c.x(0), c.x(1)
+    if len(boxes.shape) != 3 or len(scores.shape) != 3:
+        raise c.fail(f"boxes {list(boxes.shape)} and scores {list(scores.shape)}")
+    n, classes, found = scores.shape
+    most = min(int(c.number_of(2, float(found))) if c.opt(2) is not None else 0, found)
+    work = 10.0 * float(n) * classes * found * max(most, 1)
+    return _whole(c, [boxes, scores], [((n * classes * most, 3), "int64")], work)
+
+
+@lowers("Multinomial")
+def _multinomial(c: Call) -> list[Value]:
+    x = c.x()
+    shape = (x.shape[0], c.integer("sample_size", 1))
+    made = nests.sequential(
+        c.b, "multinomial", [c.tensor(x)], 1, [(c.shape(shape), "int32")], differentiable=False
+    )
+    return [c.value(t) for t in made]

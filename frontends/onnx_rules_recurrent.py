@@ -1,0 +1,259 @@
+"""ONNX: recurrent layers as loops over time, attention as its two products and softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pase.frontends.onnx_rules import lowers, nothing
+from pase.frontends.onnx_values import Call, Value
+from pase.ir import Tensor
+from pase.ops import composites, loops, nests
+
+__all__: list[str] = []
+
+_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+
+@lowers("LSTM", "GRU", "RNN")
+def _recurrent(c: Call) -> Sequence[Value | None]:
+    """The product with the inputs is one for all steps, before the loop; gates are a dim of their own."""
+    x, w, r = c.x(0), c.x(1), c.x(2)
+    batch_first = bool(c.integer("layout"))
+    gates, ways = _GATES[c.op], {"bidirectional": 2}.get(c.text("direction", "forward"), 1)
+    if len(x.shape) != 3 or len(w.shape) != 3 or len(r.shape) != 3:
+        raise c.fail(
+            f"inputs {list(x.shape)}, weights {list(w.shape)} and {list(r.shape)}: three dims each are wanted"
+        )
+    if batch_first:
+        x = c.permute(x, [1, 0, 2])
+    steps, batch, width = x.shape
+    hidden = r.shape[2]
+    if w.shape != (ways, gates * hidden, width) or r.shape != (ways, gates * hidden, hidden) or not steps:
+        raise c.fail(
+            f"weights {list(w.shape)} and {list(r.shape)} on inputs {list(x.shape)}, {ways} directions"
+        )
+    bias = c.opt(3)
+    if bias is not None and bias.shape != (ways, 2 * gates * hidden):
+        raise c.fail(f"a bias {list(bias.shape)} for {gates} gates of {hidden}")
+    many, last, cells = [], [], []
+    for way in range(ways):
+        wd = c.rename(_direction(c, w, way), (gates, hidden, width))
+        rd = c.rename(_direction(c, r, way), (gates, hidden, hidden))
+        entering = c.value(nests.contract(c.b, c.tensor(x), c.tensor(wd), ([2], [2])))
+        if bias is not None:
+            both = c.rename(_direction(c, bias, way), (2, gates, hidden))
+            (summed,) = nests.reduce(c.b, "reduce_sum", [c.tensor(both)], [0], [both.dtype])
+            entering = c.map([entering, c.value(summed)], name="add")
+        states = [_state(c, i, way, (batch, hidden), x.dtype) for i in ((5, 6) if c.op == "LSTM" else (5,))]
+        y, ends = _over_time(c, c.tensor(entering), c.tensor(rd), states, (steps, batch, hidden), way)
+        many.append(c.rename(y, (steps, 1, batch, hidden)))
+        last.append(c.rename(ends[0], (1, batch, hidden)))
+        cells += [c.rename(e, (1, batch, hidden)) for e in ends[1:]]
+    out = _joined(c, many, 1)
+    ends = [_joined(c, last, 0), *([_joined(c, cells, 0)] if cells else [])]
+    if batch_first:
+        return [c.permute(out, [2, 0, 1, 3]), *(c.permute(e, [1, 0, 2]) for e in ends)]
+    return [out, *ends]
+
+
+def _direction(c: Call, v: Value, way: int) -> Value:
+    if v.shape[0] == 1:
+        return v
+    one = (1, *v.shape[1:])
+    return c.value(nests.restrict(c.b, "slice", [c.tensor(v)], one, [i > 0 for i in range(len(one))]))
+
+
+def _state(c: Call, i: int, way: int, shape: tuple[int, int], dtype: str) -> Tensor:
+    given = c.opt(i)
+    if given is None or given.tensor is None:  # zeros, or stored: not trained
+        return c.b.constant(shape, dtype)
+    if c.integer("layout"):
+        given = c.permute(given, [1, 0, 2])
+    return c.tensor(c.rename(_direction(c, given, way), shape))
+
+
+def _joined(c: Call, values: Sequence[Value], axis: int) -> Value:
+    return values[0] if len(values) == 1 else c.value(nests.concat(c.b, c.tensors(*values), axis))
+
+
+def _over_time(
+    c: Call,
+    entering: Tensor,
+    recurrent: Tensor,
+    states: Sequence[Tensor],
+    shape: tuple[int, int, int],
+    way: int,
+) -> tuple[Value, list[Value]]:
+    """(all steps' outputs [s b h], the last states): entering is [s b gates h], recurrent [gates h h]."""
+    b, path = c.b, c.b.eqn
+    steps = shape[0]
+    b.eqn = f"{path}:const{way}"
+    weights = loops.settle(b, recurrent, "loop_const")
+    carried = []
+    for k, s in enumerate(states):
+        carried.append(b.carry(s, f"{path}:carry{way}.{k}"))
+    b.eqn = f"{path}:xs{way}"
+    entering = loops.settle(b, entering, "loop_xs")
+    b.eqn = path
+    with b.region(f"loop{path}.{way}.", times=steps):
+        step = loops.unstack(b, entering)
+        new = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}[c.op](c, step, weights, carried)
+        made = loops.stack(b, new[0], steps, shape)
+        for t, n in zip(carried, new, strict=True):
+            b.close_carry(t, n)
+    b.eqn = path
+    return c.value(made), [c.value(t) for t in carried]
+
+
+def _ew(c: Call, name: str, inputs: Sequence[Tensor], flops: float = 1.0) -> Tensor:
+    return nests.elementwise(c.b, name, inputs, [inputs[0].dtype], flops=flops)[0]
+
+
+def _gate(c: Call, gates: Tensor, k: int) -> Tensor:
+    n, _, h = gates.shape
+    one = (
+        nests.restrict(c.b, "slice", [gates], (n, 1, h), [True, False, True])
+        if gates.shape[1] != 1
+        else gates
+    )
+    return nests.reshape(c.b, one, (n, h))
+
+
+def _lstm(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+    h, cell = states
+    gates = _ew(c, "add", [x, nests.contract(c.b, h, r, ([1], [2]))])
+    enter, leave, forget, new = (_gate(c, gates, k) for k in range(4))
+    enter, leave, forget = (_ew(c, "logistic", [t], 10.0) for t in (enter, leave, forget))
+    kept = _ew(c, "mul", [forget, cell])
+    cell = _ew(c, "add", [kept, _ew(c, "mul", [enter, _ew(c, "tanh", [new], 10.0)])])
+    return [_ew(c, "mul", [leave, _ew(c, "tanh", [cell], 10.0)]), cell]
+
+
+def _gru(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+    (h,) = states
+    _, n, width = r.shape
+    if c.integer("linear_before_reset"):
+        back = nests.contract(c.b, h, r, ([1], [2]))
+        update, reset, new = (_gate(c, back, k) for k in range(3))
+        reset = _ew(c, "logistic", [_ew(c, "add", [_gate(c, x, 1), reset])], 10.0)
+        new = _ew(c, "add", [_gate(c, x, 2), _ew(c, "mul", [reset, new])])
+    else:
+        two = nests.restrict(c.b, "slice", [r], (2, n, width), [False, True, True])
+        one = nests.reshape(
+            c.b, nests.restrict(c.b, "slice", [r], (1, n, width), [False, True, True]), (n, width)
+        )
+        back = nests.contract(c.b, h, two, ([1], [2]))
+        update, reset = (_gate(c, back, k) for k in range(2))
+        reset = _ew(c, "logistic", [_ew(c, "add", [_gate(c, x, 1), reset])], 10.0)
+        again = nests.contract(c.b, _ew(c, "mul", [reset, h]), one, ([1], [1]))
+        new = _ew(c, "add", [_gate(c, x, 2), again])
+    update = _ew(c, "logistic", [_ew(c, "add", [_gate(c, x, 0), update])], 10.0)
+    new = _ew(c, "tanh", [new], 10.0)
+    kept = _ew(c, "mul", [update, h])
+    return [_ew(c, "add", [_ew(c, "mul", [new, update], 2.0), kept])]
+
+
+def _rnn(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+    (h,) = states
+    back = nests.contract(c.b, h, r, ([1], [2]))
+    return [_ew(c, "tanh", [_gate(c, _ew(c, "add", [x, back]), 0)], 10.0)]
+
+
+# Attention.
+
+
+def _heads(c: Call, v: Value, n: int) -> Value:
+    """[b s (h d)] or [b h s d] -> [b h s d]."""
+    if len(v.shape) == 4:
+        return v
+    if len(v.shape) != 3 or n < 1 or v.shape[2] % n:
+        raise c.fail(f"{n} heads in {list(v.shape)}")
+    return c.permute(c.rename(v, (*v.shape[:2], n, v.shape[2] // n)), [0, 2, 1, 3])
+
+
+def _attend(c: Call, q: Value, k: Value, v: Value, mask: Value | None, soft_cap: bool) -> Value:
+    b, h, s, d = q.shape
+    if k.shape[0] != b or k.shape[3] != d or v.shape[:3] != k.shape[:3] or h % k.shape[1]:
+        raise c.fail(
+            f"queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} do not fit together"
+        )
+    biases = []
+    if mask is not None and mask.elements > 1:
+        if mask.shape[-1] < k.shape[2] and mask.shape[-1] != 1:  # what it leaves out is masked
+            wide = (*mask.shape[:-1], k.shape[2])
+            kept = [i < len(wide) - 1 for i in range(len(wide))]
+            mask = c.value(nests.restrict(c.b, "pad", [c.tensor(mask)], wide, kept))
+        if c.broadcast(mask.shape, (b, h, s, k.shape[2])) != (b, h, s, k.shape[2]):
+            raise c.fail(f"a mask {list(mask.shape)} on scores {[b, h, s, k.shape[2]]}")
+        biases.append(c.tensor(mask))
+    if math.prod(q.shape) * math.prod(v.shape) == 0:
+        return nothing((b, h, s, v.shape[3]), q.dtype)
+    made = composites.attend(
+        c.b, c.tensor(q), c.tensor(k), c.tensor(v), biases, extra_flops=12.0 if soft_cap else 0.0
+    )
+    return c.value(made)
+
+
+def _grown(c: Call, past: Value | None, new: Value) -> Value:
+    """The cache with what is new behind it."""
+    if past is None or not past.elements:
+        return new
+    if len(past.shape) != 4 or (*past.shape[:2], past.shape[3]) != (*new.shape[:2], new.shape[3]):
+        raise c.fail(f"a cache {list(past.shape)} before {list(new.shape)}")
+    return c.value(nests.concat(c.b, c.tensors(past, new), 2))
+
+
+@lowers("Attention")
+def _attention(c: Call) -> Sequence[Value | None]:
+    heads = c.integer("q_num_heads")
+    flat = len(c.x(0).shape) == 3
+    q = _heads(c, c.x(0), heads)
+    k, v = (_heads(c, c.x(i), c.integer("kv_num_heads")) for i in (1, 2))
+    k, v = _grown(c, c.opt(4), k), _grown(c, c.opt(5), v)
+    out = _attend(c, q, k, v, c.opt(3), c.real("softcap") != 0.0)
+    if flat:
+        b, h, s, d = out.shape
+        out = c.rename(c.permute(out, [0, 2, 1, 3]), (b, s, h * d))
+    return [out, k, v, nothing((*q.shape[:3], k.shape[2]), q.dtype)]
+
+
+@lowers("com.microsoft:MultiHeadAttention", "com.microsoft:GroupQueryAttention")
+def _contrib_attention(c: Call) -> Sequence[Value | None]:
+    """onnxruntime's: queries, keys and values [b s (h d)], or all in the first input."""
+    n = c.integer("num_heads", 1)
+    groups = c.integer("kv_num_heads", n)
+    parts = [c.x(0), c.opt(1), c.opt(2)]
+    if parts[1] is None:  # packed: queries, then keys, then values
+        b, s, w = c.x(0).shape
+        d = w // (n + 2 * groups)
+        sizes = (n * d, groups * d, groups * d)
+        parts = [
+            c.value(nests.restrict(c.b, "split", [c.tensor(c.x(0))], (b, s, size), [True, True, False]))
+            for size in sizes
+        ]
+    q, k, v = (_heads(c, p, m) for p, m in zip(parts, (n, groups, groups), strict=True) if p is not None)
+    grouped = c.op == "GroupQueryAttention"
+    past = (3, 4) if grouped else (6, 7)
+    k, v = _grown(c, c.opt(past[0]), k), _grown(c, c.opt(past[1]), v)
+    mask = None if grouped else c.opt(5)
+    out = _attend(c, q, k, v, mask, False)
+    b, h, s, d = out.shape
+    return [c.rename(c.permute(out, [0, 2, 1, 3]), (b, s, h * d)), k, v]
+
+
+@lowers("RotaryEmbedding", "com.microsoft:RotaryEmbedding")
+def _rotary(c: Call) -> Value:
+    """Pairs of elements of a head are rotated: a head may not be split."""
+    x = c.x(0)
+    heads = c.integer("num_heads")
+    cut = x
+    if len(x.shape) == 3:
+        tables = [v for v in (c.opt(1), c.opt(2), c.opt(3)) if v is not None and len(v.shape) > 1]
+        d = 2 * tables[0].shape[-1] if tables and not heads else x.shape[2] // max(heads, 1)
+        if not d or x.shape[2] % d:
+            raise c.fail(f"heads of {d} in {list(x.shape)}")
+        cut = c.rename(x, (*x.shape[:2], x.shape[2] // d, d))
+    kept = [i < len(cut.shape) - 1 for i in range(len(cut.shape))]
+    turned = c.value(nests.restrict(c.b, "rotate", [c.tensor(cut)], cut.shape, kept))
+    return c.rename(c.map([turned], flops=5.0, name="mul"), x.shape)
