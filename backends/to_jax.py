@@ -42,7 +42,7 @@ class JaxPlan:
                 f"the plan is for {m.devices} devices and JAX sees {len(devices)}: on a CPU, set "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={m.devices} before JAX starts, or compile for fewer"
             )
-        grid = np.array(devices[: m.devices], dtype=object).reshape(m.sizes)
+        grid = np.array(_as_linked(devices)[: m.devices], dtype=object).reshape(m.sizes)
         return jax.sharding.Mesh(grid, m.names)
 
     def sharding(self, placement: Placement, mesh: Any) -> Any:
@@ -362,6 +362,19 @@ class _Walk:
 
         carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
         return [self.defined(x, t) for x, t in zip([*carry, *ys], results[path], strict=True)]
+
+
+def _as_linked(devices: Sequence[Any]) -> list[Any]:
+    """TPU chips in the order of machine files: along the longest dim of the slice first; others as they come."""
+    if not all(hasattr(d, "coords") for d in devices):
+        return list(devices)
+    extent = [len(set(along)) for along in zip(*(d.coords for d in devices), strict=True)]
+    outer_first = sorted(range(len(extent)), key=lambda i: (extent[i], i))
+
+    def place(d: Any) -> tuple[int, ...]:
+        return (getattr(d, "slice_index", 0) or 0, *(d.coords[i] for i in outer_first), d.core_on_chip)
+
+    return sorted(devices, key=place)
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
