@@ -136,7 +136,7 @@ def constraints(
                     read[f"{op.eqn}|{raw_name(a.tensor)}"] = rows
                     if graph.producer[a.tensor].kind == "parameter" and tensor.needs_grad:
                         stored = summed.get(a.tensor, current[a.tensor])
-                        straight = _straight(stored, states, tensor, mesh, steps=len(rows))
+                        straight = _straight(stored, states, tensor, mesh)
                         if straight is not None:
                             gradient[f"{op.eqn}|{raw_name(a.tensor)}"] = straight
             for a in op.writes:
@@ -168,14 +168,11 @@ def constraints(
     return Constraints(storage=storage, state=state, define=define, read=read, gradient=gradient)
 
 
-def _straight(
-    stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh, *, steps: int
-) -> Placement | None:
+def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
     """The storage layout, where a parameter is gathered over an axis over which its gradient is not summed: the
-    gradient is sliced there before the sum, which then moves less. (The way back would sum all of it first.) Also
-    where it is gathered in several steps: back through those, no reduce-scatter would be recognised."""
+    gradient is sliced there before the sum, which then moves less. (The way back would sum all of it first.)"""
     gathered = (stored >= 0) & (read < 0)
-    if not (read == PARTIAL).any() or (steps == 1 and not (gathered & (read != PARTIAL)).any()):
+    if not (read == PARTIAL).any() or not (gathered & (read != PARTIAL)).any():
         return None
     return placement(stored, tensor.shape, mesh)  # type: ignore[arg-type]
 
