@@ -187,18 +187,18 @@ def _softmax(c: Call) -> Sequence[Value]:
     x = c.x()
     if not x.shape:
         raise c.fail("a scalar has no classes")
-    shifted, total = _exponentials(c, x)
+    _, shifted, total = _exponentials(c, x)
     if c.node.op == "LogSoftmax":
         return [_e(c, "Sub", shifted, _e(c, "Log", total, flops=10.0))]
     return [_e(c, "RealDiv", _e(c, "Exp", shifted, flops=10.0), total, flops=4.0)]
 
 
-def _exponentials(c: Call, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits less their maximum, and the sum of their exponentials, one element wide."""
+def _exponentials(c: Call, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest logit, logits less it, and the sum of their exponentials; the classes one element wide."""
     last = [len(x.shape) - 1]
     (top,) = nests.reduce(c.b, "Max", [x], last, [x.dtype], keepdims=True, differentiable=False)
     shifted = _e(c, "Sub", x, top)
-    return shifted, reduced(c, "Sum", _e(c, "Exp", shifted, flops=10.0), last, keep=True)
+    return top, shifted, reduced(c, "Sum", _e(c, "Exp", shifted, flops=10.0), last, keep=True)
 
 
 @lowers("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
@@ -212,12 +212,13 @@ def _cross_entropy(c: Call) -> Sequence[Value]:
         raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
     x, labels = _rows_apart(c, sparse)
     lead, n = x.shape[:-1], len(x.shape) - 1
-    shifted, total = _exponentials(c, x)
+    top, shifted, total = _exponentials(c, x)
     log = nests.reshape(c.b, _e(c, "Log", total, flops=10.0), lead)
-    if sparse:
+    if sparse:  # log of the sum of exponentials, less the label's own logit
         ids = nests.reshape(c.b, labels, (*lead, 1))
+        log = _e(c, "Add", log, nests.reshape(c.b, top, lead))
         picked = indexed.gather(
-            c.b, "pick", shifted, ids, lead, offset_dims=(), collapsed=(n,), indexed=(n,), slice_sizes=[1] * (n + 1),
+            c.b, "pick", x, ids, lead, offset_dims=(), collapsed=(n,), indexed=(n,), slice_sizes=[1] * (n + 1),
             x_batch=range(n), ids_batch=range(n),
         )  # fmt: skip
         loss = _e(c, "Sub", log, picked)
