@@ -1,50 +1,49 @@
 """A bucket plan run in JAX: explicit collectives, bucket by bucket, in one order on every device.
 
-Two manual regions in one jitted step. In the first, manual over the data axes alone (the other mesh axes stay with
-XLA and whatever shardings the parameters have), each device takes the gradient of its share of the batch and keeps it
-unreduced. In the second, manual over all axes, the local shards are cut and joined as the plan says and reduced
-bucket by bucket; each link is a chain (a bucket's buffer is tied to the result of the one before), so that
-XLA may neither reorder nor combine them: all ranks issue one order, and cannot deadlock.
+A jitted step of manual regions. Parameters stored split over the data axes (ZeRO, FSDP) are gathered as the plan's
+messages say, manual over all axes. Then, manual over the data axes alone (the other mesh axes stay with XLA and
+whatever shardings the plan has there), each device takes the gradient of its share of the batch and keeps it unreduced.
+Then, manual over all axes again, the local shards are cut and joined as the plan says and reduced or scattered bucket
+by bucket; each link is a chain (a bucket's buffer is tied to the result of the one before), so that XLA may neither
+reorder nor combine them: all ranks issue one order, and cannot deadlock.
+
+What the plan sends during the next forward is sent by the next step's program, before its gradients: the updated
+parameter is then needed only where forward first reads it, and the compiler may run the one beside the other. Numbers
+do not change. Until then a state's parameters are one update behind: `BucketRunner.finish` applies what is pending.
 
 Delayed and merged updates: a generation's gradients are summed locally, reduced when its messages are due, divided
 by batches times devices, and applied once; between updates the optimizer is not called at all.
 
-What a plan may hold here: all-reduced gradients of parameters that are whole over the data axes.
+Not executed: a second gather for backward (what was gathered for forward is kept), and moves of parameters that do not
+lead from whole to stored in contiguous blocks over data axes: those are left to XLA, and `left_to_xla` names them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pase.backends.to_jax_buckets_moves import Moves, Region, moves_of, path_of, placement_of
 from pase.errors import PaseError
-from pase.schedule.plan import BucketPlan, Message, check_plan
+from pase.schedule.plan import BucketPlan, check_plan
 from pase.schedule.types import Problem
 
-__all__ = ["BucketRunner", "RunState", "gradient_problem"]
+if TYPE_CHECKING:
+    from pase.plan.types import Plan
 
-_NAME = re.compile(r"^(?P<path>.*?)(\[(?P<repeat>\d+)\])?(\.grad\.all_reduce)?$")
+__all__ = ["BucketRunner", "RunState", "gradient_problem", "step_from_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Between iterations. generations: (number, unreduced gradient sum, reduced buffers by message)."""
+    """Between iterations. generations: (number, unreduced gradient sum, buffers by message) of open updates."""
 
     params: Any
     opt_state: Any
     iteration: int = 0
     generations: tuple[tuple[int, Any, Mapping[int, Any]], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Where:
-    """A tensor of the problem: all of a parameter, or one slice of its first dim (a layer of a scanned stack)."""
-
-    leaf: int
-    repeat: int | None
 
 
 def gradient_problem(
@@ -62,29 +61,73 @@ def gradient_problem(
     total = sum(x.size for _, x in leaves)
     layers = [
         Layer(
-            name=_path(path),
+            name=path_of(path),
             forward_s=forward_s * x.size / total,
             backward_s=backward_s * x.size / total,
-            parameters=((_path(path), x.size * x.dtype.itemsize),),
+            parameters=((path_of(path), x.size * x.dtype.itemsize),),
         )
         for path, x in leaves
     ]
     return problem_from_layers(layers, tuple(links), name=name)
 
 
-def _path(path: Any) -> str:
+def step_from_plan(
+    plan: Plan,
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    *,
+    buckets: tuple[Problem, BucketPlan] | None = None,
+    mesh: Any = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    overlap: bool = True,
+) -> BucketRunner:
+    """A runner that trains as the plan says, its gradients sent as its bucket plan says.
+
+    loss_fn: the function that the plan was compiled for. buckets: (problem, bucket plan) in place of the plan's
+    own, as `pase.plan.buckets.scheduled` makes them. mesh: a jax.sharding.Mesh; None = the plan's over jax.devices().
+    reduction: whether the loss is a mean or a sum over the batch.
+
+    Parameters are kept as their gradients and optimizer states are, so that what a plan gathers after an update it
+    gathers for the next forward. The data axes are those that split the batch and move nothing but parameters and
+    the loss; PaseError where there is none, or where the model is another program at a shard's batch.
+    """
     import jax
 
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    from pase.backends.to_jax_buckets_plan import data_axes_of, local_loss, only
+    from pase.plan.buckets import schedule_of
+
+    made = buckets if buckets is not None else schedule_of(plan)
+    if made is None:
+        raise PaseError(
+            f"the plan for '{plan.model}' moves no parameter: plan.jax.train_step is all it needs"
+        )
+    axes = data_axes_of(plan)
+    jp = plan.jax
+    _, *batch = jp.specs
+    return BucketRunner(
+        loss_fn=local_loss(plan, loss_fn, axes),
+        problem=made[0],
+        plan=made[1],
+        optimizer=optimizer,
+        mesh=mesh if mesh is not None else jp.mesh(),
+        data_axes=axes,
+        specs=jax.tree.map(lambda s: s.spec, jp.gradient_shardings(jp.mesh())),
+        batch_specs=tuple(only(b, axes) for b in batch),
+        reduction=reduction,
+        overlap=overlap,
+        lenient=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRunner:
     """Trains by a bucket plan.
 
-    loss_fn: loss(params, *batch) -> scalar, the mean over the batch's first dim. mesh: jax.sharding.Mesh.
-    data_axes: the mesh axes over which the batch is split. specs: PartitionSpec per parameter (a tree), None = all
-    whole; none may use a data axis.
+    loss_fn: loss(params, *batch) -> scalar, the mean (``reduction``: or the sum) over the batch. mesh:
+    jax.sharding.Mesh. data_axes: the mesh axes over which the batch is split. specs: PartitionSpec per parameter
+    (a tree), how each is stored, None = all whole. batch_specs: a tree for each batch argument, of data axes alone;
+    None = split along the first dim. overlap: send after the next step has begun what the plan sends then.
+    lenient: parameters that the problem does not name are left to the compiler.
     """
 
     loss_fn: Callable[..., Any]
@@ -94,19 +137,23 @@ class BucketRunner:
     mesh: Any
     data_axes: tuple[str, ...]
     specs: Any = None
+    batch_specs: tuple[Any, ...] | None = None
+    reduction: Literal["mean", "sum"] = "mean"
+    overlap: bool = True
+    lenient: bool = False
     _steps: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _moves: dict[Any, Moves] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        from pase.schedule.simulate import as_sequence
+
         check_plan(self.problem, self.plan)
-        for t in self.problem.tensors:
-            if t.kind != "all_reduce" or t.lag != 1 or t.follows:
-                raise PaseError(
-                    f"tensor '{t.name}' of '{self.problem.name}' is a {t.kind}: this runner executes all-reduced "
-                    f"gradients of parameters that are whole over the data axes {', '.join(self.data_axes)}"
-                )
+        object.__setattr__(self, "plan", as_sequence(self.problem, self.plan))
         missing = [a for a in self.data_axes if a not in self.mesh.shape]
         if missing or not self.data_axes:
             raise PaseError(f"data axes {self.data_axes} are not in the mesh {dict(self.mesh.shape)}")
+        if self.plan.updates[0].first:
+            raise PaseError("a plan that runs counts its iterations from its first update's first batch, 0")
 
     @cached_property
     def ways(self) -> int:
@@ -116,22 +163,43 @@ class BucketRunner:
             n *= self.mesh.shape[a]
         return n
 
+    @cached_property
+    def late(self) -> frozenset[int]:
+        """Messages that the plan sends once its iteration's backward is over, and the next step's program sends."""
+        from pase.schedule.simulate import evaluate
+
+        plain = self.plan.period == 1 and self.plan.staleness == 0
+        if not self.overlap or not plain or self.plan.barrier:
+            return frozenset()
+        e = evaluate(self.problem, self.plan, timeline=False, check=False)
+        assert e.starts_s is not None
+        return frozenset(i for i, s in enumerate(e.starts_s.tolist()) if s >= e.ends_s * (1 - 1e-12))
+
+    def left_to_xla(self, params: Any) -> tuple[str, ...]:
+        """Parameters whose gradients (and gathers) XLA forms as it likes."""
+        import jax
+
+        paths = [path_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+        return tuple(paths[i] for i in sorted(self.moves(params).left))
+
     def init(self, params: Any) -> RunState:
+        """Parameters (arrays anywhere) laid out as this runner keeps them, and the optimizer's first state."""
+        import jax
+
+        if self.specs is not None:
+            params = jax.device_put(params, self._stored(params))
         return RunState(params=params, opt_state=self.optimizer.init(params))
 
     def step(self, state: RunState, *batch: Any) -> tuple[RunState, Any]:
         """One iteration: (next state, loss of this batch under the parameters it was computed with)."""
         plan, it = self.plan, state.iteration
         period, position = divmod(it, plan.period)
-        first = plan.updates[0].first
-        if first:
-            raise PaseError("a plan that runs counts its iterations from its first update's first batch, 0")
         active = tuple(g for g, _, _ in state.generations)
         base = period * len(plan.updates)
         structure = tuple((g - base, tuple(sorted(bufs))) for g, _, bufs in state.generations)
         key = (position, structure)
         if key not in self._steps:
-            self._steps[key] = self._compile(it, active, [set(b) for _, _, b in state.generations])
+            self._steps[key] = self.program(it, active)
         fn, after = self._steps[key]
         given = tuple((acc, dict(bufs)) for _, acc, bufs in state.generations)
         params, opt_state, kept, loss = fn(state.params, state.opt_state, given, *batch)
@@ -141,17 +209,34 @@ class BucketRunner:
             loss,
         )
 
+    def finish(self, state: RunState) -> tuple[Any, Any]:
+        """(parameters, optimizer state) with the updates applied that are due after the last step."""
+        import jax
+
+        due = [g for g, _, _ in state.generations if self._generation(g)[3] < state.iteration]
+        if not due:
+            return state.params, state.opt_state
+        given = {g: (acc, dict(bufs)) for g, acc, bufs in state.generations}
+
+        def apply(params: Any, opt_state: Any, given: Any) -> Any:
+            for g in due:
+                params, opt_state = self._apply(params, opt_state, g, *given[g])
+            return params, opt_state
+
+        return jax.jit(apply)(state.params, state.opt_state, given)  # type: ignore[no-any-return]
+
     def _generation(self, g: int) -> tuple[int, int, int, int]:
         """(update, first, last, at) of a generation, iterations counted from the start of the run."""
         period, u = divmod(g, len(self.plan.updates))
         update, o = self.plan.updates[u], period * self.plan.period
         return u, update.first + o, update.last + o, update.at + o
 
-    def _compile(self, it: int, active: tuple[int, ...], sent: list[set[int]]) -> tuple[Any, tuple[int, ...]]:
-        """The jitted step of iteration `it`, and the generations it leaves open, relative to the period's first."""
+    def program(self, it: int, active: tuple[int, ...] = ()) -> tuple[Any, tuple[int, ...]]:
+        """The jitted step of iteration ``it`` with these generations open, and those that it leaves open, relative
+        to the period's first.
+        """
         import jax
         import jax.numpy as jnp
-        import optax
 
         plan = self.plan
         base = it // plan.period * len(plan.updates)
@@ -160,24 +245,15 @@ class BucketRunner:
             for g in range(base, base + len(plan.updates))
             if self._generation(g)[1] <= it <= self._generation(g)[2]
         )
-        order = active if mine in active else (*active, mine)
+        opening = [g for g in active if self._generation(g)[3] < it]
+        order = [g for g in (active if mine in active else (*active, mine)) if g not in opening]
         due = {g: self._due(g, it) for g in order}
-        closing = [g for g in order if self._generation(g)[3] == it]
-        already = dict(zip(active, sent, strict=True))
-        for g in closing:
-            u = self._generation(g)[0]
-            owed = (
-                {i for i, m in enumerate(plan.messages) if m.update == u}
-                - already.get(g, set())
-                - set(due[g])
-            )
-            if owed:
-                raise PaseError(
-                    f"plan '{plan.policy}' applies an update before its messages {sorted(owed)} are sent"
-                )
+        closing = [g for g in order if self._generation(g)[3] == it and not self.late]
 
         def run(params: Any, opt_state: Any, given: Any, *batch: Any) -> Any:
             open_ = {g: [acc, dict(bufs)] for g, (acc, bufs) in zip(active, given, strict=True)}
+            for g in opening:
+                params, opt_state = self._apply(params, opt_state, g, *open_.pop(g))
             loss, grads = self._gradients(params, batch)
             if mine in open_:
                 open_[mine][0] = jax.tree.map(jnp.add, open_[mine][0], grads)
@@ -185,14 +261,10 @@ class BucketRunner:
                 open_[mine] = [grads, {}]
             for g in order:
                 if due[g]:
-                    open_[g][1].update(self._reduce(open_[g][0], due[g]))
+                    u = self._generation(g)[0]
+                    open_[g][1].update(self._reduce(open_[g][0], open_[g][1], due[g], u))
             for g in closing:
-                _, first, last, _ = self._generation(g)
-                mean = self._assemble(
-                    params, open_[g][1], self._generation(g)[0], (last - first + 1) * self.ways
-                )
-                updates, opt_state = self.optimizer.update(mean, opt_state, params)
-                params = optax.apply_updates(params, updates)
+                params, opt_state = self._apply(params, opt_state, g, *open_[g])
             kept = tuple((open_[g][0], open_[g][1]) for g in order if g not in closing)
             return params, opt_state, kept, loss
 
@@ -203,26 +275,33 @@ class BucketRunner:
     def _due(self, g: int, it: int) -> list[int]:
         """Messages of the generation that are sent in this iteration, in plan order."""
         u, _, last, _ = self._generation(g)
-        return [i for i, m in enumerate(self.plan.messages) if m.update == u and last + m.iteration == it]
+        return [
+            i
+            for i, m in enumerate(self.plan.messages)
+            if m.update == u and last + m.iteration == it and i not in self.late
+        ]
 
-    def _gradients(self, params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
-        """(mean loss, gradients of each data shard: leaves [ways, …] split over the data axes)."""
+    def _apply(
+        self, params: Any, opt_state: Any, g: int, acc: Any, bufs: Mapping[int, Any]
+    ) -> tuple[Any, Any]:
+        """Send what the generation still owes, and apply its mean gradient."""
         import jax
-        from jax.sharding import PartitionSpec as P
+        import optax
 
-        def local(params: Any, *batch: Any) -> Any:
-            loss, grads = jax.value_and_grad(self.loss_fn)(params, *batch)
-            return jax.lax.pmean(loss, self.data_axes), jax.tree.map(lambda g: g[None], grads)
+        u, first, last, _ = self._generation(g)
+        owed = [i for i, m in enumerate(self.plan.messages) if m.update == u and i not in bufs]
+        bufs = {**bufs, **self._reduce(acc, bufs, owed, u)}
+        batches = (last - first + 1) * (self.ways if self.reduction == "mean" else 1)
+        mean = self._assemble(params, acc, bufs, u, batches)
+        updates, opt_state = self.optimizer.update(mean, opt_state, params)
+        params = jax.tree.map(
+            lambda x, s: jax.lax.with_sharding_constraint(x, s),
+            optax.apply_updates(params, updates),
+            self._stored(params),
+        )
+        return params, opt_state
 
-        split = P(self.data_axes)
-        return jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(P(), *(split for _ in batch)),
-            out_specs=(P(), split),
-            axis_names=set(self.data_axes),
-            check_vma=False,
-        )(params, *batch)  # type: ignore[no-any-return]
+    # --- regions -------------------------------------------------------------------------------------------
 
     def _leaf_specs(self, leaves: list[Any]) -> list[Any]:
         import jax
@@ -232,131 +311,154 @@ class BucketRunner:
             return [P() for _ in leaves]
         return jax.tree.leaves(self.specs, is_leaf=lambda s: isinstance(s, P))  # type: ignore[no-any-return]
 
-    def _table(self, tree: Any) -> list[_Where]:
-        """Where each tensor of the problem lies in the parameter tree."""
+    def _stored(self, params: Any) -> Any:
         import jax
-
-        paths = {_path(p): i for i, (p, _) in enumerate(jax.tree_util.tree_leaves_with_path(tree))}
-        out = []
-        for t in self.problem.tensors:
-            m = _NAME.match(t.name)
-            assert m is not None
-            exact = paths.get(t.name)
-            leaf = exact if exact is not None else paths.get(m["path"])
-            if leaf is None:
-                raise PaseError(
-                    f"tensor '{t.name}' of '{self.problem.name}' is no parameter; there are {', '.join(paths)}"
-                )
-            out.append(
-                _Where(
-                    leaf=leaf, repeat=None if exact is not None or m["repeat"] is None else int(m["repeat"])
-                )
-            )
-        covered = {w.leaf for w in out}
-        if len(covered) < len(paths):
-            lost = [p for p, i in paths.items() if i not in covered]
-            raise PaseError(f"problem '{self.problem.name}' leaves out parameters {', '.join(lost)}")
-        return out
-
-    def _reduce(self, grads: Any, due: list[int]) -> dict[int, Any]:
-        """The reduced buffer (a sum) of each message, in order, chained link by link."""
-        import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
-
-        leaves = jax.tree.leaves(grads)
-        where, specs = self._table(grads), self._leaf_specs(leaves)
-        others = tuple(a for a in self.mesh.axis_names if a not in self.data_axes)
-
-        def local(*shards: Any) -> tuple[Any, ...]:
-            last: dict[int, int] = {}  # link -> the message before on it
-            out: list[Any] = []
-            for i in due:
-                message = self.plan.messages[i]
-                parts = [
-                    self._cut(shards[where[p.tensor].leaf][0], where[p.tensor], p) for p in message.pieces
-                ]
-                buffer = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-                if message.link in last:
-                    buffer = buffer + _zero_after(out[last[message.link]], buffer.dtype)
-                out.append(jax.lax.psum(buffer, self.data_axes))
-                last[message.link] = len(out) - 1
-            return tuple(out)
-
-        buffers = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=tuple(P(self.data_axes, *s) for s in specs),
-            out_specs=tuple(P(others) if others else P() for _ in due),
-            check_vma=False,
-        )(*leaves)
-        return dict(zip(due, buffers, strict=True))
-
-    def _range(self, where: _Where, piece: Any, elements: int) -> tuple[int, int]:
-        """Elements [from, to) of the local shard that the piece stands for."""
-        nbytes = self.problem.tensors[piece.tensor].nbytes
-        return (
-            round(piece.offset * elements / nbytes),
-            round((piece.offset + piece.nbytes) * elements / nbytes),
-        )
-
-    def _cut(self, shard: Any, where: _Where, piece: Any) -> Any:
-        flat = (shard if where.repeat is None else shard[where.repeat]).reshape(-1)
-        a, b = self._range(where, piece, flat.shape[0])
-        return flat[a:b]
-
-    def _assemble(self, params: Any, buffers: Mapping[int, Any], update: int, count: int) -> Any:
-        """The mean gradient as a tree, from the update's reduced buffers."""
-        import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
+        from jax.sharding import NamedSharding
 
         leaves, tree = jax.tree.flatten(params)
-        where, specs = self._table(params), self._leaf_specs(leaves)
-        others = tuple(a for a in self.mesh.axis_names if a not in self.data_axes)
-        messages: list[tuple[int, Message]] = [
-            (i, m) for i, m in enumerate(self.plan.messages) if m.update == update
-        ]
+        return jax.tree.unflatten(tree, [NamedSharding(self.mesh, s) for s in self._leaf_specs(leaves)])
 
-        def local(shapes: Any, *flat: Any) -> tuple[Any, ...]:
-            parts: dict[tuple[int, int | None], list[tuple[int, Any]]] = {}
-            for (_, m), buffer in zip(messages, flat, strict=True):
-                at = 0
-                for p in m.pieces:
-                    w = where[p.tensor]
-                    shape = shapes[w.leaf].shape
-                    n = 1
-                    for s in shape if w.repeat is None else shape[1:]:
-                        n *= s
-                    a, b = self._range(w, p, n)
-                    parts.setdefault((w.leaf, w.repeat), []).append((a, buffer[at : at + b - a]))
-                    at += b - a
-            out = []
-            for i, leaf in enumerate(shapes):
-                rows = []
-                for r in range(leaf.shape[0]) if (i, None) not in parts else (None,):
-                    cut = sorted(parts[i, r], key=lambda x: x[0])
-                    rows.append(jnp.concatenate([c for _, c in cut]))
-                whole = rows[0] if (i, None) in parts else jnp.stack(rows)
-                out.append((whole / count).reshape(leaf.shape).astype(leaf.dtype))
-            return tuple(out)
+    def _without_data(self, spec: Any) -> Any:
+        from jax.sharding import PartitionSpec as P
+
+        return P(*(tuple(a for a in axes if a not in self.data_axes) or None for axes in placement_of(spec)))
+
+    def moves(self, params: Any) -> Moves:
+        """The plan's messages on this tree of parameters (or shapes)."""
+        import jax
+
+        found = jax.tree_util.tree_leaves_with_path(params)
+        key = tuple((path_of(p), x.shape) for p, x in found)
+        if key not in self._moves:
+            specs = self._leaf_specs([x for _, x in found])
+            self._moves[key] = moves_of(
+                self.problem,
+                self.plan,
+                paths=[p for p, _ in key],
+                ranks=[len(shape) for _, shape in key],
+                placements=[placement_of(s) for s in specs],
+                layers=[shape[0] if shape else 1 for _, shape in key],
+                sizes=dict(self.mesh.shape),
+                data_axes=self.data_axes,
+                lenient=self.lenient,
+            )
+        return self._moves[key]
+
+    def _gathered(self, params: Any) -> Any:
+        """Parameters whole over the data axes."""
+        import jax
+        from jax.sharding import NamedSharding
+
+        moves = self.moves(params)
+        todo = moves.messages(gradient=False)
+        leaves, tree = jax.tree.flatten(params)
+        specs = self._leaf_specs(leaves)
+        whole = [self._without_data(s) for s in specs]
+        free = [
+            jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, w))
+            if i in moves.left and s != w
+            else x
+            for i, (x, s, w) in enumerate(zip(leaves, specs, whole, strict=True))
+        ]
+        if not todo:
+            return jax.tree.unflatten(tree, free)
+
+        def local(*shards: Any) -> tuple[Any, ...]:
+            region = Region(moves, shards, {}, 0)
+            region.run(todo)
+            return tuple(region.built(gradient=False))
 
         made = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(tuple(specs), *(P(others) if others else P() for _ in messages)),
-            out_specs=tuple(specs),
+            in_specs=tuple(
+                w if i in moves.left else s for i, (s, w) in enumerate(zip(specs, whole, strict=True))
+            ),
+            out_specs=tuple(whole),
             check_vma=False,
-        )(tuple(leaves), *(buffers[i] for i, _ in messages))
+        )(*free)
         return jax.tree.unflatten(tree, made)
 
+    def _gradients(self, params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+        """(loss, gradients of each data shard: leaves [ways, …] split over the data axes)."""
+        import jax
+        from jax.sharding import PartitionSpec as P
 
-def _zero_after(x: Any, dtype: Any) -> Any:
-    """A zero of that dtype that can only be had once x is there: the least of 0 and one bit of x, also where x is
-    not a number. The compiler does not know that a bit is never negative.
-    """
-    import jax
-    import jax.numpy as jnp
+        def local(params: Any, *batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(self.loss_fn)(params, *batch)
+            total = jax.lax.pmean if self.reduction == "mean" else jax.lax.psum
+            return total(loss, self.data_axes), jax.tree.map(lambda g: g[None], grads)
 
-    bits = jax.lax.bitcast_convert_type(x[0], jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
-    return jnp.minimum((bits & 1).astype(jnp.int32), 0).astype(dtype)
+        split = P(self.data_axes)
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(P(), *(self.batch_specs if self.batch_specs is not None else [split for _ in batch])),
+            out_specs=(P(), split),
+            axis_names=set(self.data_axes),
+            check_vma=False,
+        )(self._gathered(params), *batch)  # type: ignore[no-any-return]
+
+    def _shards(self, grads: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        """(leaves, specs) of unreduced gradients, for a region that is manual over all axes."""
+        import jax
+        from jax.sharding import PartitionSpec as P
+
+        leaves = jax.tree.leaves(grads)
+        specs = tuple(P(self.data_axes, *self._without_data(s)) for s in self._leaf_specs(leaves))
+        return leaves, specs
+
+    def _reduce(self, grads: Any, bufs: Mapping[int, Any], todo: list[int], update: int) -> dict[int, Any]:
+        """The buffers that these messages leave, summed but not divided; messages of gathers leave none."""
+        import jax
+        from jax.sharding import PartitionSpec as P
+
+        moves = self.moves(jax.eval_shape(lambda t: jax.tree.map(lambda g: g[0], t), grads))
+        ours = [i for i in moves.messages(gradient=True, update=update) if i in todo]
+        leaves, specs = self._shards(grads)
+        if not ours:
+            return {}
+        given = {i: b for i, b in bufs.items() if self.plan.messages[i].update == update}
+
+        def local(given: dict[int, Any], *shards: Any) -> dict[int, Any]:
+            return Region(moves, [s[0] for s in shards], given, update).run(ours)
+
+        each = P(self.mesh.axis_names)
+        return jax.shard_map(  # type: ignore[no-any-return]
+            local,
+            mesh=self.mesh,
+            in_specs=(dict.fromkeys(given, each), *specs),
+            out_specs=dict.fromkeys(ours, each),
+            check_vma=False,
+        )(given, *leaves)
+
+    def _assemble(self, params: Any, acc: Any, bufs: Mapping[int, Any], update: int, count: int) -> Any:
+        """The mean gradient as a tree laid out as parameters are stored, from the update's buffers."""
+        import jax
+        from jax.sharding import NamedSharding
+        from jax.sharding import PartitionSpec as P
+
+        moves = self.moves(params)
+        stored, tree = jax.tree.flatten(params)
+        leaves, specs = self._shards(acc)
+        outs = self._leaf_specs(stored)
+        ours = [i for i in range(len(leaves)) if i not in moves.left]
+
+        def local(given: dict[int, Any], *shards: Any) -> tuple[Any, ...]:
+            built = Region(moves, [s[0] for s in shards], given, update).built(gradient=True)
+            return tuple(built[i] for i in ours)
+
+        given = {i: b for i, b in bufs.items() if self.plan.messages[i].update == update}
+        made: tuple[Any, ...] = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(dict.fromkeys(given, P(self.mesh.axis_names)), *specs),
+            out_specs=tuple(outs[i] for i in ours),
+            check_vma=False,
+        )(given, *leaves)
+        by_leaf = dict(zip(ours, made, strict=True))
+        for i in moves.left:
+            by_leaf[i] = jax.lax.with_sharding_constraint(
+                leaves[i].sum(axis=0), NamedSharding(self.mesh, outs[i])
+            )
+        return jax.tree.unflatten(tree, [(by_leaf[i] / count).astype(x.dtype) for i, x in enumerate(stored)])

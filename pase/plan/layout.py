@@ -82,6 +82,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "seconds": plan.seconds,
         "provenance": plan.provenance,
     }  # fmt: skip
+    if plan.buckets is not None:
+        out["bucket_plan"] = plan.buckets
     plain: dict[str, Any] = json.loads(json.dumps(out))
     return plain
 
@@ -103,6 +105,10 @@ def from_json(data: Any, where: str = "layout") -> Plan:
         raise PaseError(f"{where}: at {place}: {first.message[:300]}")
     plan = _plan(data)
     _check(plan, where)
+    if plan.buckets is not None:
+        from pase.plan.buckets import read_buckets
+
+        read_buckets(plan, plan.buckets, f"{where}: at bucket_plan")
     return plan
 
 
@@ -147,6 +153,7 @@ def _plan(d: Mapping[str, Any]) -> Plan:
         baselines=cost["baselines"], skipped=cost["skipped"],
         tried=tuple(Tried(mesh=tuple(t["mesh"]), cost=t["cost"]) for t in cost["meshes"]),
         seconds=d["seconds"], graph_digest=d["graph_digest"], provenance=d["provenance"],
+        buckets=d.get("bucket_plan"),
     )  # fmt: skip
 
 

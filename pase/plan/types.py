@@ -16,7 +16,10 @@ from pase.plan.memory import Memory
 if TYPE_CHECKING:
     from pase.backends.to_jax import JaxPlan
     from pase.frontends.registry import Traced
+    from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
+    from pase.schedule.registry import Options
+    from pase.schedule.types import Problem
 
 __all__ = ["NodePlan", "Plan", "TensorPlan", "Tried"]
 
@@ -93,6 +96,8 @@ class Plan:
     seconds: Mapping[str, float]
     graph_digest: str
     provenance: Mapping[str, str]
+    buckets: Mapping[str, Any] | None = field(default=None, repr=False)
+    """A bucket plan as layout.json holds it, with the links that it was made for; None: none was chosen."""
     traced: Traced | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -149,16 +154,35 @@ class Plan:
     def bucket_plan(self) -> BucketPlan | None:
         """Which of a step's collectives travel together, in which order, on which link; None where nothing moves.
 
-        Every update is plain; ``pase schedule`` has the other policies, and delayed updates.
+        The one that ``scheduled`` chose or the layout holds, else ours with plain updates.
         """
-        from pase.errors import Infeasible
-        from pase.plan.layout import to_json
-        from pase.schedule.from_plan import bucket_plan
+        return None if self._schedule is None else self._schedule[1]
 
-        try:
-            return bucket_plan(to_json(self), where=f"the plan for '{self.model}'")[1]
-        except Infeasible:
-            return None
+    @cached_property
+    def bucket_problem(self) -> Problem | None:
+        """What ``bucket_plan`` solves: the step's blocks of compute, its tensors to send, and its links."""
+        return None if self._schedule is None else self._schedule[0]
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The predicted step under the bucket plan, as `pase replay` reads it; None where nothing moves."""
+        from pase.plan.buckets import timeline_of
+
+        return None if self._schedule is None else timeline_of(*self._schedule)
+
+    @cached_property
+    def _schedule(self) -> tuple[Problem, BucketPlan] | None:
+        from pase.plan.buckets import schedule_of
+
+        return schedule_of(self)
+
+    def scheduled(self, policy: str = "ours", options: Options | None = None) -> Plan:
+        """This plan with the policy's bucket plan in it, for ``save`` and ``bucket_plan``; as it is where nothing
+        moves. ``options`` allow delayed updates, and more: `pase.schedule.Options`.
+        """
+        from pase.plan.buckets import with_buckets
+
+        return with_buckets(self, policy=policy, options=options)
 
     @cached_property
     def jax(self) -> JaxPlan:

@@ -49,8 +49,10 @@ def pgle_text(problem: Problem, plan: BucketPlan) -> str:
 
 
 def ddp_caps_mb(problem: Problem, plan: BucketPlan) -> list[float]:
-    """bucket_cap_mb, bucket by bucket in order of sending (newer PyTorch takes a list; older, the largest).
+    """Caps in MiB, bucket by bucket in order of sending: bucket_cap_mb_list of newer PyTorch, and for bucket_cap_mb of
+    older the largest.
 
-    DDP closes a bucket once it reaches its cap and never splits a tensor, so pieces count where they end.
+    DDP closes a bucket once it reaches its cap, so caps are exact: rounded up, a bucket would take the next tensor in.
+    It never splits a tensor: those that the plan cuts need `backends.to_torch`.
     """
-    return [round(m.nbytes / MIB, 3) for m in plan.messages if problem.tensors[m.pieces[0].tensor].lag == 1]
+    return [m.nbytes / MIB for m in plan.messages if problem.tensors[m.pieces[0].tensor].lag == 1]

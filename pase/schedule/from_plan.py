@@ -91,7 +91,8 @@ def problem_from_layout(
         for p in reversed(parts)
     ]
     place = {p: i for i, p in enumerate(parts)}
-    tensors = list(_tensors(schedulable, times, place, n, where))
+    dtypes = {path: str(t["dtype"]) for path, t in data.get("parameters", {}).items()}
+    tensors = list(_tensors(schedulable, times, place, n, dtypes))
     if not tensors:
         raise Infeasible(f"{where}: no collective on a parameter: this plan has nothing to schedule")
     made = links or _links(tensors, schedulable, curve_of)
@@ -161,7 +162,11 @@ def _key(c: dict[str, Any]) -> str:
 
 
 def _tensors(
-    collectives: list[dict[str, Any]], times: dict[str, int], place: dict[_Part, int], n: int, where: str
+    collectives: list[dict[str, Any]],
+    times: dict[str, int],
+    place: dict[_Part, int],
+    n: int,
+    dtypes: dict[str, str],
 ) -> Iterator[Tensor]:
     """In an order in which each follows only earlier ones."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -172,6 +177,7 @@ def _tensors(
         for r in range(times[node]):
             at = place[_Part(node=node, repeat=r)]
             name = f"{source}[{r}]" if times[node] > 1 else source
+            dtype = dtypes.get(source, "float32")
             backward = [c for c in members if c["phase"] == "backward"]
             forward = [c for c in members if c["phase"] == "forward"]
             last: int | None = None
@@ -184,21 +190,25 @@ def _tensors(
                     needed_before=at if final and not forward else None,
                     kind=c["kind"],
                     axes=_key(c),
+                    dtype=dtype,
                     follows=() if last is None else (last,),
                 )
                 last, count = count, count + 1
+            lag = 0 if last is None else 1
+            before: dict[int, int] = {}  # the stage before, of each repetition of the gather
             for i, c in enumerate(forward):
                 yield Tensor(
                     name=f"{name}.{c['kind']}" + (f".{i}" if i else ""),
                     nbytes=c["bytes"],
                     ready_after=None,
                     needed_before=at,
-                    lag=0 if last is None else 1,
+                    lag=lag,
                     kind=c["kind"],
                     axes=_key(c),
+                    dtype=dtype,
                     follows=() if last is None else (last,),
                 )
-                count += 1
+                last, count = count, count + 1
                 for again in range(1, round(c["times"] / times[node])):
                     yield Tensor(
                         name=f"{name}.{c['kind']}" + (f".{i}" if i else "") + f".again{again}",
@@ -208,8 +218,10 @@ def _tensors(
                         lag=0,
                         kind=c["kind"],
                         axes=_key(c),
+                        dtype=dtype,
+                        follows=(before[again],) if again in before else (),
                     )
-                    count += 1
+                    before[again], count = count, count + 1
 
 
 def _links(

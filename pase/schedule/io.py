@@ -14,6 +14,7 @@ from pase.schedule.types import Block, Curve, Link, Problem, Tensor, problem_fro
 __all__ = [
     "PLAN_SCHEMA",
     "PROBLEM_SCHEMA",
+    "links_from_json",
     "plan_from_json",
     "plan_to_json",
     "problem_from_json",
@@ -86,14 +87,6 @@ def problem_to_json(p: Problem) -> dict[str, Any]:
         if t.follows:
             d["follows"] = list(t.follows)
         tensors.append(d)
-    links = []
-    for link in p.links:
-        d = {"name": link.name, "curve": _curve_to_json(link.curve)}
-        if link.by_axes:
-            d["by_axes"] = {k: _curve_to_json(c) for k, c in link.by_axes.items()}
-        if link.axes is not None:
-            d["axes"] = list(link.axes)
-        links.append(d)
     return {
         "schema": PROBLEM_SCHEMA,
         "name": p.name,
@@ -105,23 +98,36 @@ def problem_to_json(p: Problem) -> dict[str, Any]:
             for b in p.blocks
         ],
         "tensors": tensors,
-        "links": links,
+        "links": [_link_to_json(link) for link in p.links],
     }
+
+
+def _link_to_json(link: Link) -> dict[str, Any]:
+    d: dict[str, Any] = {"name": link.name, "curve": _curve_to_json(link.curve)}
+    if link.by_axes:
+        d["by_axes"] = {k: _curve_to_json(c) for k, c in link.by_axes.items()}
+    if link.axes is not None:
+        d["axes"] = list(link.axes)
+    return d
+
+
+def _links_from_json(data: list[dict[str, Any]]) -> tuple[Link, ...]:
+    return tuple(
+        Link(
+            name=d["name"],
+            curve=_curve_from_json(d["curve"]),
+            by_axes={k: _curve_from_json(c) for k, c in d.get("by_axes", {}).items()},
+            axes=None if d.get("axes") is None else tuple(d["axes"]),
+        )
+        for d in data
+    )
 
 
 def problem_from_json(data: Any, *, where: str = "problem") -> Problem:
     """Read a problem; ``where`` names the file in errors."""
     _validate(data, "problem", PROBLEM_SCHEMA, where)
     try:
-        links = tuple(
-            Link(
-                name=d["name"],
-                curve=_curve_from_json(d["curve"]),
-                by_axes={k: _curve_from_json(c) for k, c in d.get("by_axes", {}).items()},
-                axes=None if d.get("axes") is None else tuple(d["axes"]),
-            )
-            for d in data["links"]
-        )
+        links = _links_from_json(data["links"])
         if "blocks" not in data:
             return _from_times(data, links)
         for i, d in enumerate(data["tensors"]):
@@ -188,9 +194,17 @@ def _from_times(data: dict[str, Any], links: tuple[Link, ...]) -> Problem:
 
 
 def plan_to_json(
-    problem: Problem, plan: BucketPlan, *, evaluation: dict[str, Any] | None = None, starts_s: Any = None
+    problem: Problem,
+    plan: BucketPlan,
+    *,
+    evaluation: dict[str, Any] | None = None,
+    starts_s: Any = None,
+    link_costs: bool = False,
 ) -> dict[str, Any]:
-    """The plan as a JSON object of schema "pase.schedule.bucket_plan/1": names, not indices."""
+    """The plan as a JSON object of schema "pase.schedule.bucket_plan/1": names, not indices.
+
+    link_costs: with the links' cost curves, so that `links_from_json` finds what it was made for.
+    """
     messages = []
     for i, m in enumerate(plan.messages):
         d: dict[str, Any] = {
@@ -226,7 +240,18 @@ def plan_to_json(
     }
     if evaluation is not None:
         out["evaluation"] = evaluation
+    if link_costs:
+        out["link_costs"] = [_link_to_json(link) for link in problem.links]
     return out
+
+
+def links_from_json(data: Any, *, where: str = "bucket plan") -> tuple[Link, ...]:
+    """The links that a bucket plan was made for; empty where it does not say."""
+    _validate(data, "bucket_plan", PLAN_SCHEMA, where)
+    try:
+        return _links_from_json(data.get("link_costs", []))
+    except PaseError as e:
+        raise PaseError(f"{where}: {e}") from e
 
 
 def plan_from_json(data: Any, problem: Problem, *, where: str = "bucket plan") -> BucketPlan:

@@ -21,7 +21,8 @@ MOST_PERIODS = 48
 class Interval:
     """One block or message in the steady period, seconds from the period's start.
 
-    resource: "compute" or a link's name; iteration: within the run, for telling periods apart.
+    resource: "compute" or a link's name; iteration: within the run, for telling periods apart. message: index into
+    the plan's messages; None for a block.
     """
 
     resource: str
@@ -29,6 +30,7 @@ class Interval:
     start_s: float
     end_s: float
     iteration: int
+    message: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class Evaluation:
     timeline: tuple[Interval, ...] = field(default=(), repr=False)
     starts_s: np.ndarray | None = field(default=None, repr=False, compare=False)
     """Start of each message of the steady period, on the run's clock: float64 [messages]."""
+    ends_s: float = float("nan")
+    """End of the steady period's last block, on the run's clock."""
 
 
 def message_seconds(problem: Problem, messages: tuple[Message, ...]) -> np.ndarray:
@@ -310,6 +314,7 @@ def _report(
         speedup=(upper - lower) / lower if lower > 0 else 0.0,
         timeline=shown,
         starts_s=starts,
+        ends_s=float(end[(steady + 1) * plan.period * run.nb - 2]),
     )
 
 
@@ -332,12 +337,13 @@ def _timeline(run: _Run, start: np.ndarray, end: np.ndarray, t0: float, t1: floa
     problem = run.problem
     shown = np.flatnonzero((end > t0) & (start < t1) & (end > start))
     for job in shown[np.argsort(start[shown], kind="stable")].tolist():
+        index = None
         if job < run.base:
             it, b = divmod(job, run.nb)
             resource, name = "compute", problem.blocks[b].name
         else:
-            p, m = run.message_ids[job - run.base]
-            message = run.plan.messages[m]
+            p, index = run.message_ids[job - run.base]
+            message = run.plan.messages[index]
             it = p * run.plan.period + run.plan.updates[message.update].last
             resource, name = problem.links[message.link].name, message_name(problem, message)
         yield Interval(
@@ -346,19 +352,20 @@ def _timeline(run: _Run, start: np.ndarray, end: np.ndarray, t0: float, t1: floa
             start_s=float(start[job]) - t0,
             end_s=float(end[job]) - t0,
             iteration=it,
+            message=index,
         )
 
 
 def as_sequence(problem: Problem, plan: BucketPlan, *, kernel: str = "auto") -> BucketPlan:
-    """The same plan as one fixed order for all ranks: the order in which its messages start.
+    """The same plan as one fixed order for all ranks: the order in which its messages start (of a plain plan).
 
     Ranks that choose by what happens to be ready may issue overlapping collectives in different orders and
     deadlock; a plan that is to run has one order.
     """
     from dataclasses import replace
 
-    if plan.dispatch == "sequence":
-        return plan
+    if plan.dispatch == "sequence" or plan.period > 1 or plan.staleness > 0:
+        return plan  # a delayed plan says itself in which iteration each message goes
     starts = evaluate(problem, plan, kernel=kernel, timeline=False).starts_s
     assert starts is not None
     order = np.argsort(starts, kind="stable")

@@ -62,10 +62,15 @@ class Curve:
 
     @staticmethod
     def table(nbytes: Sequence[float], seconds: Sequence[float]) -> Curve:
-        """From measured points; noise that makes time fall with size is lifted to the running maximum."""
+        """From measured points; noise that makes time fall with size is lifted to the running maximum, and a rise
+        of less than a millionth counts as none (its inverse would be lost in rounding).
+        """
         order = np.argsort(np.asarray(nbytes, float), kind="stable")
         xs = np.asarray(nbytes, float)[order]
         ys = np.maximum.accumulate(np.asarray(seconds, float)[order])
+        for i in range(1, len(ys)):
+            if ys[i] < ys[i - 1] * (1 + 1e-6):
+                ys[i] = ys[i - 1]
         if (np.diff(xs) <= 0).any():
             raise PaseError(f"the bytes of a cost curve must rise, got {xs.tolist()}")
         if xs.size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -109,9 +110,41 @@ def need_order(problem: Problem) -> list[int]:
     return sorted(range(len(need)), key=lambda i: (need[i], depth[i], i))
 
 
+def stages(problem: Problem) -> list[int]:
+    """Per tensor, 0; or how many it follows one after another, where its group follows itself in a circle.
+
+    Messages of one group and one stage can be fused freely: where no circle of groups exists, none of messages does.
+    """
+    kept = problem.__dict__.get("_stages")
+    if kept is None:
+        kept = problem.__dict__["_stages"] = _stages(problem)
+    return kept
+
+
+def _stages(problem: Problem) -> list[int]:
+    if not any(t.follows for t in problem.tensors):
+        return [0] * len(problem.tensors)
+    import networkx as nx
+
+    graph: Any = nx.DiGraph()
+    depth: list[int] = []
+    for t in problem.tensors:
+        depth.append(max((depth[f] + 1 for f in t.follows), default=0))
+        graph.add_node(t.group)
+        graph.add_edges_from((problem.tensors[f].group, t.group) for f in t.follows)
+    circles = [c for c in nx.strongly_connected_components(graph) if len(c) > 1]
+    circular = {g for c in circles for g in c} | {g for g in graph if graph.has_edge(g, g)}
+    return [d if t.group in circular else 0 for t, d in zip(problem.tensors, depth, strict=True)]
+
+
 def can_fuse(problem: Problem, tensors: list[int], more: int) -> bool:
-    """Whether `more` may join: one group, and no tensor needed before another is ready in the same iteration."""
+    """Whether `more` may join: one group, no tensor needed before another is ready in the same iteration, and no way
+    for messages to wait for each other in a circle.
+    """
     if problem.tensors[tensors[0]].group != problem.tensors[more].group:
+        return False
+    stage = stages(problem)
+    if any(stage[t] != stage[more] for t in tensors):
         return False
     if problem.tensors[more].lag == 1 and all(problem.tensors[t].lag == 1 for t in tensors):
         return True

@@ -19,7 +19,7 @@ from pase.schedule.io import plan_from_json, plan_to_json, problem_from_json, pr
 from pase.schedule.load import load_problem, parse_link
 from pase.schedule.pipedream import read_pipedream
 from pase.schedule.policies.tictac import parameter_server
-from pase.schedule.types import Curve, Link
+from pase.schedule.types import Block, Curve, Link, Problem, Tensor
 from tests.schedule.cases import PROFILES, link, profile, random_problem, vgg19
 
 
@@ -261,6 +261,42 @@ def test_a_layout() -> None:
     for name in ("fifo", "ddp", "bytescheduler", "tac", "ours"):
         plan = get_policy(name).make(p, Options())
         assert evaluate(p, plan).iteration_s >= p.compute_s
+
+
+def test_stages_of_a_layout_follow_one_another() -> None:
+    """A gather axis by axis, and again for backward: each stage takes what the one before left."""
+    data = layout()
+    gather = data["collectives"][0]
+    data["collectives"].insert(1, gather | {"axes": ["b"], "bytes": 16})
+    data["parameters"] = {"w": {"dtype": "bfloat16"}}
+    p = problem_from_layout(data)
+    by_name = {t.name: i for i, t in enumerate(p.tensors)}
+    for later, earlier in (
+        ("w[0].all_gather.1", "w[0].all_gather"),
+        ("w[0].all_gather", "w[0].grad.all_reduce.1"),
+        ("w[0].all_gather.1.again1", "w[0].all_gather.again1"),
+    ):
+        assert p.tensors[by_name[later]].follows == (by_name[earlier],)
+    assert {t.dtype for t in p.tensors} == {"bfloat16"}
+
+
+def test_messages_do_not_wait_for_each_other_in_a_circle() -> None:
+    """Two stages of one kind over the same axes, and two parameters whose stages are swapped, fused where possible."""
+    net = link("net", alpha_s=1.0, beta=0.0)
+    blocks = (Block(name="f", phase="forward", seconds=1.0), Block(name="b", phase="backward", seconds=1.0))
+
+    def tensor(name: str, kind: str, follows: tuple[int, ...]) -> Tensor:
+        after = None if follows else 1
+        return Tensor(name=name, nbytes=8, ready_after=after, needed_before=0, kind=kind, follows=follows)
+
+    for kinds in (("permute", "permute"), ("permute", "all_gather")):
+        one, other = kinds
+        tensors = (tensor("w1", one, ()), tensor("w2", other, (0,)), tensor("v1", other, ()), tensor("v2", one, (2,)))
+        p = Problem(name="circle", blocks=blocks, tensors=tensors, links=(net,))
+        for name in ("ddp", "horovod", "ours", "fifo", "tac"):
+            e = evaluate(p, get_policy(name).make(p, Options()))
+            assert e.iteration_s >= 2 + 2  # two stages at the least
+        assert evaluate(p, get_policy("ours").make(p, Options())).messages < 4 or one != other
 
 
 def test_bad_layouts_are_named() -> None:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from pase.backends.to_jax_buckets import BucketRunner, gradient_problem  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
-from pase.schedule import BucketPlan, Options, Problem, Update, get_policy, whole  # noqa: E402
+from pase.schedule import Block, BucketPlan, Options, Problem, Tensor, Update, get_policy, whole  # noqa: E402
 from tests.schedule.cases import link  # noqa: E402
 
 LAYERS, WIDTH = 3, 16
@@ -53,6 +53,12 @@ def setup(seed: int = 0) -> tuple[Any, Problem, list[tuple[Any, Any]]]:
         x = g.normal(size=(16, 8)).astype(np.float32)
         batches.append((jnp.asarray(x), jnp.asarray(np.sin(x[:, :4]) + x[:, 4:])))
     return params, problem, batches
+
+
+def cube(*sizes: int) -> Mesh:
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 host devices")
+    return Mesh(np.asarray(jax.devices()[:8]).reshape(sizes), ("data", "data2", "model"))
 
 
 def mesh(*sizes: int) -> Mesh:
@@ -91,7 +97,7 @@ def run(runner: BucketRunner, params: Any, batches: list[Any]) -> tuple[Any, lis
     for batch in batches:
         state, loss = runner.step(state, *batch)
         losses.append(float(loss))
-    return state.params, losses
+    return runner.finish(state)[0], losses
 
 
 def check(plan: BucketPlan, problem: Problem, params: Any, batches: list[Any], optimizer: Any) -> list[float]:
@@ -168,9 +174,10 @@ def test_collectives_are_the_plans_in_its_order() -> None:
         optimizer=optax.sgd(0.1),
         mesh=mesh(8),
         data_axes=("data",),
+        overlap=False,
     )
     state = runner.init(params)
-    fn, _ = runner._compile(0, (), [])
+    fn, _ = runner.program(0)
     text = fn.lower(params, state.opt_state, (), *batches[0]).compile().as_text()
     shapes = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
     # The scalar loss may travel with any of them.
@@ -202,19 +209,170 @@ def test_it_composes_with_sharded_parameters() -> None:
     assert got["stack"].sharding.spec == specs["stack"]
 
 
+def test_what_is_sent_during_the_next_forward_is_sent_by_the_next_step() -> None:
+    """A slow network: messages fall behind backward. The numbers are the plain step's, one program later."""
+    params, problem, batches = setup()
+    plan = get_policy("ours").make(problem, Options(mode="fast"))
+    optimizer = optax.adam(1e-2)
+    runner = BucketRunner(
+        loss_fn=loss_fn,
+        problem=problem,
+        plan=plan,
+        optimizer=optimizer,
+        mesh=mesh(8),
+        data_axes=("data",),
+    )
+    assert runner.late
+    got, losses = run(runner, params, batches[:4])
+    expected, by_hand = reference(params, batches[:4], plan, optimizer)
+    np.testing.assert_allclose(losses, by_hand, rtol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), got, expected)
+    # The first program sends what falls into backward, the second what was left as well.
+    state, _ = runner.step(runner.init(params), *batches[0])
+    first, open_ = runner.program(0)
+    second, _ = runner.program(1, open_)
+    sent = [
+        len(
+            re.findall(
+                r" all-reduce(?:-start)?\(",
+                fn.lower(s.params, s.opt_state, given, *batches[0]).compile().as_text(),
+            )
+        )
+        for fn, s, given in (
+            (first, runner.init(params), ()),
+            (second, state, tuple((acc, dict(b)) for _, acc, b in state.generations)),
+        )
+    ]
+    # The scalar loss is one more, or travels with one of them.
+    assert sent[1] - sent[0] == len(runner.late) and sent[0] - (len(plan.messages) - len(runner.late)) in (
+        0,
+        1,
+    )
+
+
+SHARDED = {
+    "in": P("data"),
+    "stack": P(None, "model", ("data", "data2")),
+    "out": {"w": P(("model", "data")), "b": P("data2")},
+}
+
+
+def stages(name: str, nbytes: int, at: int, n: int, axes: list[str], sizes: dict[str, int]) -> list[Tensor]:
+    """Of one parameter (or layer), stored split over these axes: first used by block `at` of n."""
+    rest = [a for a in ("data", "data2") if a not in axes]
+    steps = [("reduce_scatter", axes, nbytes)]
+    part = nbytes // int(np.prod([sizes[a] for a in axes]))
+    steps += [("all_reduce", rest, part)] * bool(rest)
+    for a in reversed(axes):
+        part *= sizes[a]
+        steps.append(("all_gather", [a], part))
+    return [
+        Tensor(
+            name=f"{name}{'' if kind == 'all_gather' else '.grad'}.{kind}.{i}",
+            nbytes=size,
+            ready_after=None if i else 2 * n - 1 - at,
+            needed_before=at if kind == "all_gather" else None,
+            axes=f"{','.join(over)}/{kind}",
+            kind=kind,
+            follows=(i - 1,) if i else (),
+        )
+        for i, (kind, over, size) in enumerate(steps)
+    ]
+
+
+def sharded_problem(params: Any, sizes: dict[str, int]) -> Problem:
+    """Gradients scattered over the data axes of a parameter's storage, then summed over the others; parameters
+    gathered axis by axis, the minor one first.
+    """
+    tensors: list[Tensor] = []
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    specs = jax.tree.leaves(SHARDED, is_leaf=lambda s: isinstance(s, P))
+    for i, ((path, x), spec) in enumerate(zip(leaves, specs, strict=True)):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        axes = [a for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ()) if a != "model"]
+        labels = [f"{name}[{r}]" for r in range(LAYERS)] if name == "stack" else [name]
+        for label in labels:
+            base = len(tensors)
+            made = stages(label, x.size * 4 // len(labels), i, len(leaves), axes, sizes)
+            tensors += [replace(t, follows=tuple(f + base for f in t.follows)) for t in made]
+    n = len(leaves)
+    blocks = [
+        Block(name=f"b{i}", phase="forward" if i < n else "backward", seconds=1e-6) for i in range(2 * n)
+    ]
+    return Problem(
+        name="sharded",
+        blocks=tuple(blocks),
+        tensors=tuple(tensors),
+        links=(link("a", alpha_s=1e-6, beta=1e-9),),
+    )
+
+
+@pytest.mark.parametrize("policy", ["ours", "fifo", "bytescheduler"])
+def test_sharded_parameters_are_gathered_and_their_gradients_scattered(policy: str) -> None:
+    """2 data x 2 data2 x 2 model: storage split over data axes and others, on one dim and on several, cut and fused."""
+    params, _, batches = setup()
+    where = cube(2, 2, 2)
+    problem = sharded_problem(params, dict(where.shape))
+    plan = get_policy(policy).make(problem, Options(partition_elements=100))
+    optimizer = optax.adam(1e-2)
+    runner = BucketRunner(
+        loss_fn=loss_fn,
+        problem=problem,
+        plan=plan,
+        optimizer=optimizer,
+        mesh=where,
+        data_axes=("data", "data2"),
+        specs=SHARDED,
+    )
+    assert runner.left_to_xla(params) == ()
+    got, losses = run(runner, params, batches[:3])
+    expected, by_hand = reference(params, batches[:3], BucketPlan(policy="x", messages=()), optimizer)
+    np.testing.assert_allclose(losses, by_hand, rtol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), got, expected)
+    assert jax.tree.map(lambda x: x.sharding.spec, got) == SHARDED
+
+
+def test_what_does_not_lead_to_its_storage_is_left_to_the_compiler() -> None:
+    """Stored with the data axis above the model's, so that what is gathered is not in one piece: the numbers hold."""
+    params, _, batches = setup()
+    where = cube(2, 2, 2)
+    problem = sharded_problem(params, dict(where.shape))
+    specs = SHARDED | {"out": {"w": P(("data", "model")), "b": P("data2")}}
+    plan = get_policy("fifo").make(problem, Options())
+    runner = BucketRunner(
+        loss_fn=loss_fn,
+        problem=problem,
+        plan=plan,
+        optimizer=optax.sgd(0.1),
+        mesh=where,
+        data_axes=("data", "data2"),
+        specs=specs,
+    )
+    assert runner.left_to_xla(params) == ("out.w",)
+    got, losses = run(runner, params, batches[:2])
+    expected, by_hand = reference(params, batches[:2], BucketPlan(policy="x", messages=()), optax.sgd(0.1))
+    np.testing.assert_allclose(losses, by_hand, rtol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), got, expected)
+
+
 def test_what_it_cannot_run_is_said() -> None:
     _, problem, _ = setup()
     plan = get_policy("fifo").make(problem, Options())
-    gather = replace(problem, tensors=tuple(replace(t, kind="reduce_scatter") for t in problem.tensors))
-    with pytest.raises(PaseError, match="is a reduce_scatter"):
-        BucketRunner(
+    params, other, _ = setup()
+    for wrong, message in (
+        ({"w": params["in"]}, "is no parameter"),
+        (params | {"w": 1.0}, "leaves out parameters w"),
+    ):
+        runner = BucketRunner(
             loss_fn=loss_fn,
-            problem=gather,
+            problem=other,
             plan=plan,
             optimizer=optax.sgd(0.1),
             mesh=mesh(8),
             data_axes=("data",),
         )
+        with pytest.raises(PaseError, match=message):
+            runner.moves(jax.tree.map(jnp.asarray, wrong))
     with pytest.raises(PaseError, match="not in the mesh"):
         BucketRunner(
             loss_fn=loss_fn,

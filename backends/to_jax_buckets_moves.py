@@ -1,0 +1,412 @@
+"""What a bucket plan's messages do to arrays: cut, joined, reduced or gathered, and put together again.
+
+Everything here runs inside of a region that is manual over all mesh axes, on one device's local arrays. A tensor
+of the problem is one collective of one parameter (or of one layer of a stacked one); several in a row are stages, each
+of which takes what the one before left: a gradient scattered over some axes and then summed over others, a parameter
+gathered axis by axis.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pase.errors import PaseError
+from pase.schedule.plan import BucketPlan, Piece
+from pase.schedule.types import Problem
+
+__all__ = ["Moves", "Region", "Slot", "moves_of", "path_of", "placement_of"]
+
+_NAME = re.compile(
+    r"^(?P<path>.*?)(\[(?P<repeat>\d+)\])?(?P<grad>\.grad)?"
+    r"(\.(?P<kind>all_reduce|reduce_scatter|all_gather|all_to_all|permute)(\.\d+)?(?P<again>\.again\d+)?)?$"
+)
+
+Placement = tuple[tuple[str, ...], ...]
+"""Per dim of a parameter, the mesh axes that split it, major to minor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where a tensor of the problem lies: all of a parameter, or one slice of its first dim (a layer of a scanned
+    stack); what is done to it, over which data axes, after which tensor.
+    """
+
+    leaf: int
+    repeat: int | None
+    kind: str
+    axes: tuple[str, ...]
+    follows: int | None
+    gradient: bool
+    again: bool
+    """A second gather of the same pass, for backward."""
+
+
+def path_of(keys: Any) -> str:
+    """``blocks.0.w``: how a parameter is called in layouts and problems."""
+    import jax
+
+    return jax.tree_util.keystr(keys, simple=True, separator=".")
+
+
+def placement_of(spec: Any) -> Placement:
+    """A PartitionSpec as axes per dim."""
+    return tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """A plan's messages as they apply to a parameter tree.
+
+    slots: by tensor of the problem; None where it is not ours (see ``left``). chains: (leaf, repeat) -> the last tensor
+    of its gradient's stages, and of its gather's. left: leaves whose moves are left to the compiler.
+    """
+
+    problem: Problem
+    plan: BucketPlan
+    sizes: Mapping[str, int]
+    placements: tuple[Placement, ...]
+    data_axes: tuple[str, ...]
+    slots: tuple[Slot | None, ...]
+    gradients: Mapping[tuple[int, int | None], int]
+    gathers: Mapping[tuple[int, int | None], int]
+    left: frozenset[int]
+
+    def messages(self, *, gradient: bool, update: int | None = None) -> list[int]:
+        """Messages with something of ours to do: of gradients (of an update), or of gathers."""
+        out = []
+        for i, m in enumerate(self.plan.messages):
+            mine = [s for p in m.pieces if (s := self.slots[p.tensor]) is not None and not s.again]
+            if any(s.gradient == gradient for s in mine) and update in (None, m.update):
+                out.append(i)
+        return out
+
+    def holders(self) -> dict[int, list[int]]:
+        """Tensor -> the messages that hold pieces of it."""
+        out: dict[int, list[int]] = {}
+        for i, m in enumerate(self.plan.messages):
+            for t in dict.fromkeys(p.tensor for p in m.pieces):
+                out.setdefault(t, []).append(i)
+        return out
+
+    def pieces(self, message: int) -> list[tuple[Piece, Slot]]:
+        """Those of its pieces that are ours."""
+        found = [(p, self.slots[p.tensor]) for p in self.plan.messages[message].pieces]
+        return [(p, s) for p, s in found if s is not None and not s.again]
+
+    def dims(self, s: Slot) -> Placement:
+        """The placement of what the slot holds: without the layers' dim of a stack."""
+        return self.placements[s.leaf][0 if s.repeat is None else 1 :]
+
+
+class Region:
+    """One device's arrays in the manual region, while it is traced.
+
+    leaves: local arrays of all parameters or gradients. buffers: what messages left, 1-D local arrays by message.
+    """
+
+    def __init__(self, moves: Moves, leaves: Sequence[Any], buffers: Mapping[int, Any], update: int) -> None:
+        self.moves, self.leaves, self.buffers, self.update = moves, leaves, dict(buffers), update
+        self._holders = moves.holders()
+        self._values: dict[int, Any] = {}
+        self._rows_of: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+
+    def run(self, todo: Sequence[int]) -> dict[int, Any]:
+        """Send these messages in order, each as soon as what it carries is there; each link is a chain."""
+        waiting, last = list(todo), dict[int, Any]()
+        while waiting:
+            ready = next((i for i in waiting if self._can_send(i)), None)
+            if ready is None:
+                raise PaseError(
+                    f"plan '{self.moves.plan.policy}': messages {waiting} wait for stages that no message carries"
+                )
+            waiting.remove(ready)
+            link = self.moves.plan.messages[ready].link
+            self.buffers[ready] = self._send(ready, last.get(link))
+            if self.buffers[ready].shape[0]:
+                last[link] = self.buffers[ready]
+        return {i: self.buffers[i] for i in todo}
+
+    def built(self, *, gradient: bool) -> list[Any]:
+        """Every leaf after its last stage: gradients summed, or parameters whole; others as they came."""
+        import jax.numpy as jnp
+
+        chains = self.moves.gradients if gradient else self.moves.gathers
+        out = []
+        for i, leaf in enumerate(self.leaves):
+            if (i, None) in chains:
+                out.append(self._value(chains[i, None]))
+            elif (i, 0) in chains:
+                out.append(jnp.stack([self._value(chains[i, r]) for r in range(leaf.shape[0])]))
+            else:
+                out.append(leaf)
+        return out
+
+    def _of_update(self, tensor: int) -> list[int]:
+        messages = self.moves.plan.messages
+        return [i for i in self._holders.get(tensor, ()) if messages[i].update == self.update]
+
+    def _can_send(self, message: int) -> bool:
+        before = {s.follows for _, s in self.moves.pieces(message)} - {None}
+        return all(i in self.buffers for t in before for i in self._of_update(t))  # type: ignore[arg-type]
+
+    def _send(self, message: int, before: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        pieces = self.moves.pieces(message)
+        kind, axes = pieces[0][1].kind, pieces[0][1].axes
+        parts = []
+        for p, s in pieces:
+            x = self._entry(s)
+            rows = self._rows(x, s) if kind == "reduce_scatter" else x.reshape(1, -1)
+            a, b = self._range(p, rows.shape[1])
+            parts.append(rows[:, a:b])
+        buffer = jnp.concatenate(parts, axis=1)
+        if not buffer.shape[1]:
+            return buffer.reshape(-1)
+        if before is not None:
+            buffer = buffer + _zero_after(before, buffer.dtype)
+        if kind == "reduce_scatter":
+            return jax.lax.psum_scatter(buffer, axes, scatter_dimension=0, tiled=True).reshape(-1)
+        if kind == "all_gather":
+            return jax.lax.all_gather(buffer, axes, axis=0, tiled=True).reshape(-1)
+        return jax.lax.psum(buffer.reshape(-1), axes)
+
+    def _range(self, piece: Piece, elements: int) -> tuple[int, int]:
+        """Elements [from, to) that the piece stands for, of a local row of so many."""
+        nbytes = self.moves.problem.tensors[piece.tensor].nbytes
+        return (
+            round(piece.offset * elements / nbytes),
+            round((piece.offset + piece.nbytes) * elements / nbytes),
+        )
+
+    def _entry(self, s: Slot) -> Any:
+        """The local array that a tensor's collective takes."""
+        if s.follows is not None:
+            return self._value(s.follows)
+        return self.leaves[s.leaf] if s.repeat is None else self.leaves[s.leaf][s.repeat]
+
+    def _ways(self, s: Slot) -> int:
+        return math.prod(self.moves.sizes[a] for a in s.axes)
+
+    def _value(self, t: int) -> Any:
+        """The local array that a tensor's collective leaves, from the buffers that hold pieces of it."""
+        import jax.numpy as jnp
+
+        if t not in self._values:
+            s = self.moves.slots[t]
+            assert s is not None
+            rows = self._ways(s) if s.kind == "all_gather" else 1
+            parts = []
+            for i in self._of_update(t):
+                table = self.buffers[i].reshape(rows, -1)
+                for (tensor, offset), (at, width) in self._places(i).items():
+                    if tensor == t:
+                        parts.append((offset, table[:, at : at + width]))
+            whole = jnp.concatenate([x for _, x in sorted(parts, key=lambda x: x[0])], axis=1)
+            shape = self._shape_after(t)
+            self._values[t] = (
+                self._merged(whole, s, shape) if s.kind == "all_gather" else whole.reshape(shape)
+            )
+        return self._values[t]
+
+    def _places(self, message: int) -> dict[tuple[int, int], tuple[int, int]]:
+        """(tensor, offset) of each piece -> (first element, elements) in each row of the message's buffer."""
+        if message not in self._rows_of:
+            at, out = 0, {}
+            for p, s in self.moves.pieces(message):
+                row = math.prod(self._shape_after(p.tensor)) // (
+                    self._ways(s) if s.kind == "all_gather" else 1
+                )
+                a, b = self._range(p, row)
+                out[p.tensor, p.offset] = (at, b - a)
+                at += b - a
+            self._rows_of[message] = out
+        return self._rows_of[message]
+
+    def _shape_after(self, t: int) -> tuple[int, ...]:
+        """Local shape once the tensor's collective is done."""
+        s = self.moves.slots[t]
+        assert s is not None
+        if s.follows is not None:
+            shape = list(self._shape_after(s.follows))
+        else:
+            shape = list(self.leaves[s.leaf].shape[0 if s.repeat is None else 1 :])
+        for d, axes in enumerate(self.moves.dims(s)):
+            n = math.prod(self.moves.sizes[a] for a in axes if a in s.axes)
+            if s.kind == "reduce_scatter":
+                shape[d] //= n
+            elif s.kind == "all_gather":
+                shape[d] *= n
+        return tuple(shape)
+
+    def _exposed(self, s: Slot, shape: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(shape with each of the slot's axes as a dim of its own, order that puts those in front)."""
+        dims: list[int] = []
+        front: dict[str, int] = {}
+        rest: list[int] = []
+        for d, axes in enumerate(self.moves.dims(s)):
+            mine = [a for a in axes if a in s.axes]
+            for a in mine:
+                front[a] = len(dims)
+                dims.append(self.moves.sizes[a])
+            rest.append(len(dims))
+            dims.append(shape[d] // math.prod(self.moves.sizes[a] for a in mine))
+        return dims, [*(front[a] for a in s.axes), *rest]
+
+    def _rows(self, x: Any, s: Slot) -> Any:
+        """[ways, elements]: row i is the shard of the i-th device along the slot's axes."""
+        dims, order = self._exposed(s, x.shape)
+        return x.reshape(dims).transpose(order).reshape(self._ways(s), -1)
+
+    def _merged(self, rows: Any, s: Slot, shape: tuple[int, ...]) -> Any:
+        """The inverse: rows of shards into the whole."""
+        dims, order = self._exposed(s, shape)
+        back = [order.index(i) for i in range(len(order))]
+        return rows.reshape([dims[i] for i in order]).transpose(back).reshape(shape)
+
+
+def moves_of(
+    problem: Problem,
+    plan: BucketPlan,
+    *,
+    paths: Sequence[str],
+    ranks: Sequence[int],
+    placements: Sequence[Placement],
+    layers: Sequence[int],
+    sizes: Mapping[str, int],
+    data_axes: tuple[str, ...],
+    lenient: bool = False,
+) -> Moves:
+    """What the plan does to a tree of parameters.
+
+    paths, ranks, placements, layers: of each leaf, its path, number of dims, storage, and extent of its first dim.
+    lenient: a parameter that the problem does not name is left to the compiler.
+    Raises PaseError where the problem names a tensor that is no parameter, or leaves a parameter's gradient out.
+    """
+    where = {p: i for i, p in enumerate(paths)}
+    slots: list[Slot | None] = []
+    broken: set[int] = set()
+    named: set[int] = set()
+    for t in problem.tensors:
+        m = _NAME.match(t.name)
+        assert m is not None  # the pattern takes any text
+        exact = t.name in where
+        leaf = where.get(t.name) if exact else where.get(m["path"])
+        if leaf is None:
+            raise PaseError(
+                f"tensor '{t.name}' of '{problem.name}' is no parameter; there are {', '.join(paths)}"
+            )
+        named.add(leaf)
+        over = t.axes.partition("/")[0]
+        axes = tuple(over.split(",")) if over else data_axes
+        mine = tuple(a for a in data_axes if a in axes)
+        if not mine:
+            slots.append(None)  # over other axes alone: inside of the compiler's part
+            continue
+        if len(t.follows) > 1:
+            broken.add(leaf)
+        slots.append(
+            Slot(
+                leaf=leaf,
+                repeat=None if exact or m["repeat"] is None else int(m["repeat"]),
+                kind=t.kind,
+                axes=mine,
+                follows=t.follows[0] if t.follows else None,
+                gradient=t.kind != "all_gather",
+                again=not exact and m["again"] is not None,
+            )
+        )
+        if t.kind not in ("all_reduce", "reduce_scatter", "all_gather"):
+            broken.add(leaf)
+        if t.kind != "all_reduce" and set(axes) - set(data_axes):
+            broken.add(leaf)
+    slots = [_cut_off(s, slots) for s in slots]
+    chains: dict[bool, dict[tuple[int, int | None], list[int]]] = {True: {}, False: {}}
+    for i, s in enumerate(slots):
+        if s is not None and not s.again:
+            chains[s.gradient].setdefault((s.leaf, s.repeat), []).append(i)
+    broken |= named - {leaf for leaf, _ in chains[True]}
+    covered = set(range(len(paths))) if lenient else named
+    lost = [p for i, p in enumerate(paths) if i not in covered]
+    if lost:
+        raise PaseError(f"problem '{problem.name}' leaves out parameters {', '.join(lost)}")
+    full = [tuple(p) + ((),) * (r - len(p)) for p, r in zip(placements, ranks, strict=True)]
+    for i, place in enumerate(full):
+        repeats = sorted({r for (leaf, r) in chains[True] if leaf == i}, key=lambda r: -1 if r is None else r)
+        stacked = repeats != [None] and bool(repeats)
+        whole = repeats == [None] or (repeats == list(range(layers[i])) and not place[0])
+        stored = place[1:] if stacked else place
+        gathered = any(a in data_axes for axes in stored for a in axes)
+        ok = whole and all(
+            _chain_works([slots[t] for t in chains[True].get((i, r), [])], stored, data_axes, True)
+            and gathered == ((i, r) in chains[False])
+            and _chain_works([slots[t] for t in chains[False].get((i, r), [])], stored, data_axes, False)
+            for r in repeats
+        )
+        if not ok:
+            broken.add(i)
+    kept = tuple(None if s is None or s.leaf in broken else s for s in slots)
+    return Moves(
+        problem=problem,
+        plan=plan,
+        sizes=dict(sizes),
+        placements=tuple(full),
+        data_axes=data_axes,
+        slots=kept,
+        gradients={k: v[-1] for k, v in chains[True].items() if k[0] not in broken},
+        gathers={k: v[-1] for k, v in chains[False].items() if k[0] not in broken},
+        left=frozenset(broken),
+    )
+
+
+def _cut_off(s: Slot | None, slots: Sequence[Slot | None]) -> Slot | None:
+    """A gather that follows its gradient's stages starts from the stored parameter; one that follows what the
+    compiler does, from what that leaves.
+    """
+    from dataclasses import replace
+
+    if s is None or s.follows is None:
+        return s
+    before = slots[s.follows]
+    return replace(s, follows=None) if before is None or before.gradient != s.gradient else s
+
+
+def _chain_works(
+    stages: Sequence[Slot | None], stored: Placement, data: tuple[str, ...], gradient: bool
+) -> bool:
+    """Whether the stages lead from whole to stored (a gradient), or back (a parameter), in contiguous blocks, and sum
+    over every data axis once.
+    """
+    now = [[a for a in axes if a not in data] if gradient else list(axes) for axes in stored]
+    seen: list[str] = []
+    for n, s in enumerate(stages):
+        if s is None or (n > 0) != (s.follows is not None):
+            return False
+        seen += s.axes
+        if s.kind == "all_reduce":
+            continue
+        for d, axes in enumerate(stored):
+            mine = [a for a in axes if a in s.axes]
+            after = [a for a in axes if (a in now[d]) != (a in mine)]
+            shorter, longer = (now[d], after) if gradient else (after, now[d])
+            if longer[: len(shorter)] != shorter or set(longer) - set(shorter) != set(mine):
+                return False
+            now[d] = after
+    goal = [list(axes) if gradient else [a for a in axes if a not in data] for axes in stored]
+    return now == goal and (not gradient or sorted(seen) == sorted(data))
+
+
+def _zero_after(x: Any, dtype: Any) -> Any:
+    """A zero of that dtype that can only be had once x is there: the least of 0 and one bit of x, also where x is
+    not a number. The compiler does not know that a bit is never negative.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    bits = jax.lax.bitcast_convert_type(x[0], jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
+    return jnp.minimum((bits & 1).astype(jnp.int32), 0).astype(dtype)

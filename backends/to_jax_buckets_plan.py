@@ -1,0 +1,123 @@
+"""What a bucket runner needs of a Plan: its data axes, and the loss of one shard of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.to_jax_buckets_moves import Placement, placement_of
+from pase.errors import PaseError
+
+if TYPE_CHECKING:
+    from pase.plan.types import Plan
+
+__all__ = ["data_axes_of", "local_loss", "only"]
+
+
+def data_axes_of(plan: Plan) -> tuple[str, ...]:
+    """The axes along which devices hold other samples and do the same: they split some input, and nothing crosses
+    them but parameters, their gradients, and the loss.
+
+    PaseError where there is none, saying what crosses each.
+    """
+    size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    inputs = {a for t in plan.inputs.values() for axes in t.storage for a in axes}
+    weights = {n.name for n in plan.nodes if n.op == "parameter"}
+    scalars = [c for c in plan.collectives if c.source not in weights and c.nbytes <= 8]
+    out, why = [], []
+    for a in size:
+        crossing = [c for c in plan.collectives if a in c.axes and c.source not in weights]
+        if size[a] == 1:
+            continue
+        if a not in inputs:
+            why.append(f"'{a}' splits no input")
+        elif [c for c in crossing if c not in scalars] or len(crossing) > 1:
+            c = next((c for c in crossing if c not in scalars), crossing[-1])
+            why.append(f"over '{a}' node '{c.node}' needs {c.kind} of {c.tensor}, which is no parameter")
+        else:
+            out.append(a)
+    if not out:
+        raise PaseError(
+            f"the plan for '{plan.model}' has no data axis to run buckets over: {'; '.join(why) or 'one device'}. "
+            f"Use plan.jax.train_step"
+        )
+    return tuple(out)
+
+
+def only(tree: Any, axes: tuple[str, ...]) -> Any:
+    """PartitionSpecs with these mesh axes alone."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    def cut(spec: Any) -> Any:
+        return P(*(tuple(a for a in dim if a in axes) or None for dim in placement_of(spec)))
+
+    return jax.tree.map(cut, tree, is_leaf=lambda s: isinstance(s, P))
+
+
+def local_loss(plan: Plan, loss_fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+    """The loss of one shard of the batch, constrained over the other axes as the plan says: to be called where the
+    data axes are manual.
+
+    Where there are other axes, the function is traced again at the shard's shapes; PaseError where it is another
+    program then.
+    """
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    from pase.frontends.from_jax import trace
+
+    jp = plan.jax
+    size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jp.traced.jaxpr.in_avals]
+    params, *batch = jax.tree.unflatten(jp.traced.in_tree, shapes)
+    specs = [only(b, axes) for b in jp.specs[1:]]
+
+    def shard(x: Any, spec: Any) -> Any:
+        ways = [math.prod(size[a] for a in dim) for dim in placement_of(spec)]
+        ways += [1] * (len(x.shape) - len(ways))
+        return jax.ShapeDtypeStruct(tuple(n // w for n, w in zip(x.shape, ways, strict=True)), x.dtype)
+
+    local = [
+        jax.tree.map(shard, b, s, is_leaf=lambda x: isinstance(x, (P, jax.ShapeDtypeStruct)))
+        for b, s in zip(batch, specs, strict=True)
+    ]
+    aux = len(jp.traced.jaxpr.out_avals) > 1
+    if all(n == 1 or a in axes for a, n in size.items()):
+        return (lambda *args: loss_fn(*args)[0]) if aux else loss_fn
+    traced = trace(loss_fn, params, *local, name=plan.model, unknown="replicate")
+    if traced.operands != jp.traced.operands or traced.results != jp.traced.results:
+        raise PaseError(
+            f"'{plan.model}' is another program at a shard's batch ({_batch(local)}) than at the whole one: the plan's "
+            f"constraints do not fit it. A larger batch, or fewer data shards, may help"
+        )
+    c = jp.constraints
+
+    def cut(p: Placement) -> Placement:
+        return tuple(tuple(a for a in dim if a not in axes) for dim in p)
+
+    inside = replace(
+        jp,
+        traced=traced,
+        constraints=replace(
+            c,
+            storage={k: cut(v) for k, v in c.storage.items()},
+            define={k: tuple(map(cut, v)) for k, v in c.define.items()},
+            read={k: tuple(map(cut, v)) for k, v in c.read.items()},
+            gradient={k: cut(v) for k, v in c.gradient.items()},
+        ),
+    )
+
+    def loss(params: Any, *batch: Any) -> Any:
+        made = inside.loss(jax.sharding.get_abstract_mesh())(params, *batch)
+        return made[0] if aux else made
+
+    return loss
+
+
+def _batch(local: Any) -> str:
+    import jax
+
+    return ", ".join(str(x.shape) for x in jax.tree.leaves(local)[:4])

@@ -1,0 +1,159 @@
+"""A plan's communication as a scheduling problem, its bucket plan, and the step that they predict.
+
+What is kept in layout.json under ``bucket_plan`` holds the links it was made for, so that it is read back as it was
+written wherever the machine's file is; without one, links are the machine's levels, priced by the plan's cost model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pase.errors import Infeasible, PaseError
+
+if TYPE_CHECKING:
+    from pase.plan.types import Plan
+    from pase.replay.types import Timeline
+    from pase.schedule.from_plan import CurveOf
+    from pase.schedule.plan import BucketPlan
+    from pase.schedule.registry import Options
+    from pase.schedule.types import Problem
+
+__all__ = [
+    "curves_of",
+    "problem_of",
+    "read_buckets",
+    "schedule_of",
+    "scheduled",
+    "stored",
+    "timeline_of",
+    "with_buckets",
+]
+
+
+def curves_of(plan: Plan) -> CurveOf | None:
+    """A cost curve and a link for each kind of collective over axes; None where the machine is not the one that the
+    plan was made for (a file since changed, or one that only its maker has), or costs are not seconds.
+    """
+    from pase import costmodels
+    from pase.machine import load
+    from pase.schedule.from_plan import curves_from_model
+
+    if plan.unit != "s":
+        return None
+    try:
+        machine = load(plan.machine)
+    except PaseError:
+        return None
+    if machine.digest != plan.machine_digest:
+        return None
+    return curves_from_model(costmodels.get(plan.cost_model, machine), machine, plan.mesh)
+
+
+def problem_of(plan: Plan) -> Problem:
+    """Infeasible where no collective is on a parameter: there is nothing to schedule."""
+    from pase.plan.layout import to_json
+    from pase.schedule.from_plan import problem_from_layout
+
+    return problem_from_layout(to_json(plan), where=f"the plan for '{plan.model}'", curve_of=curves_of(plan))
+
+
+def scheduled(
+    plan: Plan, *, policy: str = "ours", options: Options | None = None
+) -> tuple[Problem, BucketPlan] | None:
+    """(problem, bucket plan in one fixed order); None where nothing is to be scheduled."""
+    from pase.schedule.registry import Options, get_policy
+    from pase.schedule.simulate import as_sequence
+
+    try:
+        problem = problem_of(plan)
+    except Infeasible:
+        return None
+    return problem, as_sequence(problem, get_policy(policy).make(problem, options or Options()))
+
+
+def stored(problem: Problem, buckets: BucketPlan) -> dict[str, Any]:
+    """What layout.json holds under ``bucket_plan``."""
+    from pase.schedule.io import plan_to_json
+    from pase.schedule.simulate import evaluate
+
+    e = evaluate(problem, buckets)
+    figures = {
+        "iteration_s": e.iteration_s,
+        "compute_s": e.compute_s,
+        "exposed_s": e.exposed_s,
+        "staleness": e.staleness,
+        "updates_per_iteration": e.updates_per_iteration,
+    }
+    return plan_to_json(problem, buckets, evaluation=figures, link_costs=True)
+
+
+def read_buckets(plan: Plan, data: Any, where: str) -> tuple[Problem, BucketPlan]:
+    """What ``stored`` wrote, for this plan. PaseError where it does not fit it."""
+    from pase.plan.layout import to_json
+    from pase.schedule.from_plan import problem_from_layout
+    from pase.schedule.io import links_from_json, plan_from_json
+
+    links = links_from_json(data, where=where)
+    layout = to_json(replace(plan, buckets=None))
+    try:
+        problem = problem_from_layout(layout, where=where, links=links)
+    except Infeasible as e:
+        raise PaseError(f"{where}: a bucket plan, but the layout moves no parameter") from e
+    return problem, plan_from_json(data, problem, where=where)
+
+
+def schedule_of(plan: Plan) -> tuple[Problem, BucketPlan] | None:
+    """The bucket plan that the plan holds, else ours; None where nothing is to be scheduled."""
+    if plan.buckets is not None:
+        return read_buckets(plan, plan.buckets, f"the plan for '{plan.model}', at bucket_plan")
+    return scheduled(plan)
+
+
+def with_buckets(plan: Plan, *, policy: str = "ours", options: Options | None = None) -> Plan:
+    """The plan with a bucket plan in it, which ``save`` writes; as it is where nothing is to be scheduled."""
+    made = scheduled(plan, policy=policy, options=options)
+    return plan if made is None else replace(plan, buckets=stored(*made))
+
+
+def timeline_of(problem: Problem, buckets: BucketPlan) -> Timeline:
+    """The steady step as `pase replay` reads it: compute on one lane, each link on its own.
+
+    A step ends where its last block does; what a link still sends then stands at the beginning too, as the rest
+    of the step before.
+    """
+    from pase.replay.types import OPERATIONS, Event, Group, Mark, from_events
+    from pase.schedule.simulate import evaluate
+
+    e = evaluate(problem, buckets)
+    end_ns = max(round(e.iteration_s * buckets.period * 1e9), 1)
+    events, groups = [], dict[str, Group]()
+    for i in e.timeline:
+        start, stop = max(round(i.start_s * 1e9), 0), min(round(i.end_s * 1e9), end_ns)
+        if stop <= start:
+            continue
+        if i.message is None:
+            events.append(
+                Event(
+                    rank=0, lane="compute", device=True, kind="kernel", name=i.name, start_ns=start,
+                    duration_ns=stop - start, iteration=0,
+                )
+            )  # fmt: skip
+            continue
+        m = buckets.messages[i.message]
+        t = problem.tensors[m.pieces[0].tensor]
+        over = t.axes.partition("/")[0]
+        if over:
+            groups.setdefault(over, Group(name=over))
+        events.append(
+            Event(
+                rank=0, lane=i.resource, device=True, kind="collective", name=f"{t.kind}: {i.name}", start_ns=start,
+                duration_ns=stop - start, nbytes=m.nbytes, operation=t.kind if t.kind in OPERATIONS else "",
+                group=over, iteration=0,
+            )
+        )  # fmt: skip
+    return from_events(
+        events,
+        groups=tuple(groups.values()),
+        marks=(Mark(rank=0, iteration=0, start_ns=0, end_ns=end_ns),),
+    )

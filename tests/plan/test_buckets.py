@@ -1,0 +1,130 @@
+"""A plan's bucket plan: links from the machine's levels, kept in layout.json, and the step that it predicts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pase
+from pase import costmodels, machine
+from pase.errors import PaseError
+from pase.machine import mesh_from
+from pase.plan import buckets
+from pase.plan.layout import from_json, to_json
+from pase.plan.types import Plan
+from pase.replay import load
+from pase.replay.timeline_io import save_timeline
+from pase.schedule import Options, check_plan, evaluate
+from pase.schedule.from_plan import curves_from_model
+
+
+@cache
+def plan() -> Plan:
+    return pase.compile("zoo:alexnet?batch=256", devices=16, mesh="2x8", baselines=False)
+
+
+def test_links_are_the_machines_levels() -> None:
+    m = machine.load("h100x8")
+    model = costmodels.get("analytic", m)
+    mesh = mesh_from("outer=4,inner=8", 32)
+    curve_of = curves_from_model(model, m, mesh)
+    levels = [level.name for level in m.levels]
+    assert curve_of("all_reduce", ("inner",))[0] == levels[0]
+    assert curve_of("all_reduce", ("outer",))[0] == levels[-1]
+    assert curve_of("all_gather", ("outer", "inner"))[0] == levels[-1]
+    bits = 1 << mesh.names.index("inner")
+    for nbytes in (2.0**12, 2.0**20, 2.0**30):
+        asked = float(model.collective("all_reduce", mesh, bits, nbytes))
+        assert curve_of("all_reduce", ("inner",))[1].seconds_for(nbytes) == pytest.approx(asked, rel=1e-5)
+
+
+def test_a_plans_problem_has_its_machines_links() -> None:
+    problem = buckets.problem_of(plan())
+    names = {level.name for level in machine.load("h100x8").levels}
+    assert {link.name for link in problem.links} <= names
+    assert plan().bucket_problem == problem
+    made = plan().bucket_plan
+    assert made is not None and made.dispatch == "sequence"
+    check_plan(problem, made)
+
+
+@pytest.mark.parametrize("policy", ["ddp", "ours"])
+def test_it_is_kept_in_the_layout(tmp_path: Path, policy: str) -> None:
+    chosen = plan().scheduled(policy)
+    chosen.save(tmp_path / "layout.json")
+    again = pase.load(tmp_path / "layout.json")
+    assert again.bucket_plan == chosen.bucket_plan and again.bucket_plan is not None
+    assert again.bucket_plan.policy == policy
+    assert again.bucket_problem is not None and chosen.bucket_problem is not None
+    assert again.bucket_problem.links == chosen.bucket_problem.links
+    assert to_json(again) == to_json(chosen)
+    kept = json.loads((tmp_path / "layout.json").read_text())["bucket_plan"]
+    e = evaluate(again.bucket_problem, again.bucket_plan)
+    assert kept["evaluation"]["iteration_s"] == pytest.approx(e.iteration_s, rel=1e-9)
+
+
+def test_a_plan_without_one_has_ours() -> None:
+    assert plan().buckets is None and "bucket_plan" not in to_json(plan())
+    assert plan().bucket_plan == plan().scheduled().bucket_plan
+
+
+def test_without_the_machine_the_kept_links_are_used() -> None:
+    data = to_json(plan().scheduled())
+    data["machine"]["name"] = "one that nobody has"
+    away = from_json(data)
+    assert buckets.curves_of(away) is None
+    assert away.bucket_plan == plan().bucket_plan
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: d["messages"].pop(), "every byte must be sent|bytes of tensor"),
+        (lambda d: d["messages"][0].update(link="tape"), "no link 'tape'"),
+        (lambda d: d.update(schema="pase.schedule.bucket_plan/7"), "this version of pase reads"),
+        (lambda d: d["messages"][0]["pieces"][0].update(tensor="w9"), "no tensor 'w9'"),
+        (lambda d: d["link_costs"][0]["curve"].update(seconds=[-1.0]), "bucket_plan, at link_costs"),
+    ],
+)
+def test_a_bad_one_is_named(spoil: Any, message: str) -> None:
+    data = to_json(plan().scheduled())
+    spoil(data["bucket_plan"])
+    with pytest.raises(PaseError, match=message) as e:
+        from_json(data, "x.json")
+    assert "x.json: at bucket_plan" in str(e.value)
+
+
+def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
+    t = plan().timeline
+    problem, made = plan().bucket_problem, plan().bucket_plan
+    assert t is not None and problem is not None and made is not None
+    save_timeline(t, tmp_path / "step.json")
+    back = load(tmp_path / "step.json")
+    events = list(back)
+    e = evaluate(problem, made)
+    (mark,) = back.marks
+    assert mark.end_ns - mark.start_ns == pytest.approx(e.iteration_s * 1e9, abs=1)
+    assert {x.lane for x in events} == {"compute", *(link.name for link in problem.links)}
+    sent = [x for x in events if x.kind == "collective"]
+    assert sum(x.duration_ns for x in sent) == pytest.approx(sum(e.link_busy_s.values()) * 1e9, rel=1e-6)
+    assert sum(x.duration_ns for x in events if x.kind == "kernel") == pytest.approx(e.compute_s * 1e9, rel=1e-6)
+    assert {x.nbytes for x in sent} == {m.nbytes for m in made.messages}
+    assert {x.operation for x in sent} <= {"all_reduce", "reduce_scatter", "all_gather"}
+    for a, b in itertools.pairwise(events):
+        assert a.lane != b.lane or a.start_ns + a.duration_ns <= b.start_ns
+
+
+def test_nothing_to_send_is_no_bucket_plan() -> None:
+    alone = pase.compile("zoo:mlp?batch=64", devices=1, baselines=False)
+    assert alone.bucket_plan is None and alone.timeline is None and alone.scheduled() is alone
+
+
+def test_delayed_updates_where_they_are_allowed() -> None:
+    chosen = plan().scheduled("ours", Options(staleness=2))
+    assert chosen.bucket_plan is not None and chosen.bucket_plan.staleness <= 2
+    assert from_json(to_json(chosen)).bucket_plan == chosen.bucket_plan
