@@ -73,6 +73,17 @@ class JaxPlan:
         return out
 
     @cached_property
+    def slices(self) -> frozenset[str]:
+        """What loops slice off stacks. They are laid out where they are read, within a rematerialised region if there
+        is one: laid out before it, they would be kept for backward, each beside the stack that it is a part of."""
+        results = self.traced.results
+        return frozenset(
+            made[0]
+            for key, made in results.items()
+            if key.rpartition(":")[2].startswith("x") and not key.rpartition(":")[2].startswith("xs")
+        )
+
+    @cached_property
     def specs(self) -> tuple[Any, ...]:
         """(params, *batch) pytrees of PartitionSpec: how parameters are stored, how the batch arrives."""
         import jax
@@ -265,6 +276,8 @@ class _Walk:
 
     def _read(self, value: Any, path: str, tensor: str | None, copies: Copies) -> Any:
         """The value as the equation reads it: of the copy that it shares with others, if it does."""
+        if tensor in self.plan.slices:
+            value = self.defined(value, tensor)
         key = f"{path}|{tensor}"
         copy = self.plan.copies.get(key)
         if copy is not None:
@@ -339,7 +352,7 @@ class _Walk:
         def settled(
             kind: str, values: Sequence[Any], names: Sequence[str | None], copies: Copies
         ) -> list[Any]:
-            """Values brought into the layouts of the loop's tensors of this kind (const, xs, x, carry, y)."""
+            """Values brought into the layouts of the loop's tensors of this kind (const, xs, carry, y)."""
             out = []
             for k, (x, name) in enumerate(zip(values, names, strict=True)):
                 key = f"{path}:{kind}{k}"
@@ -355,7 +368,6 @@ class _Walk:
         def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             inside: Copies = {}
             carry = settled("carry", carry, [None] * nk, inside)
-            x = settled("x", x, [None] * len(x), inside)
             made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{path}.", inside)
             carried = settled("carry", made[:nk], outs[:nk], inside)
             return carried, settled("y", made[nk:], outs[nk:], inside)
