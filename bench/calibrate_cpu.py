@@ -1,0 +1,96 @@
+"""This host's CPU calibrated, and small models' step times predicted from that and then measured.
+
+    .venv/bin/python bench/calibrate_cpu.py [--budget 60] [--devices 2]     # writes bench/results/calibrate_cpu.json
+
+Two host devices in one process. Every strategy of each model is priced with the measured machine file and then run:
+nothing is fitted to the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--budget", type=float, default=60.0)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--machine", help="a machine file measured before; default: measure now")
+    parser.add_argument("-o", default=str(ROOT / "bench" / "results" / "calibrate_cpu.json"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(args.machine or f"{folder}/cpu.toml")
+        summary = {}
+        if not args.machine:
+            command = ["calibrate", "-o", str(file), "-n", str(args.devices), "--budget", f"{args.budget}s"]
+            more = ["--dtypes", "float32", "--json", "--max-spread", "3"]
+            run = [sys.executable, "-m", "pase.cli", *command, *more]
+            summary = json.loads(
+                subprocess.run(run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+            )
+        rows = predicted_and_measured(file, args.devices, Path(folder))
+    errors = [abs(r["predicted_s"] / r["measured_s"] - 1) for r in rows]
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "load_average": os.getloadavg(),
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "command": " ".join(["python", *sys.argv]),
+        "devices": args.devices,
+        "calibration": summary,
+        "median_error": statistics.median(errors),
+        "kendall_tau": tau([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]),
+        "rows": rows,
+    }
+    Path(args.o).write_text(json.dumps(result, indent=1) + "\n")
+    for r in rows:
+        print(f"{r['model']:>12} {r['batch']:>4} {r['strategy']:<14} predicted {r['predicted_s'] * 1e3:8.2f} ms, "
+              f"measured {r['measured_s'] * 1e3:8.2f} ms, {r['predicted_s'] / r['measured_s']:.2f}")  # fmt: skip
+    print(f"median error {result['median_error']:.0%}, Kendall tau {result['kendall_tau']:.2f}")
+
+
+def predicted_and_measured(file: Path, devices: int, folder: Path) -> list[dict]:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    from bench.netlab.steps import plans, timed
+
+    rows = []
+    for model, batch in (("mlp", 256), ("mlp", 2048), ("gpt2", 32), ("alexnet", 32)):
+        for cell in plans(model, batch, devices, file, folder):
+            if cell.same_as is None:
+                t = timed(cell, 9)["steps_s"]
+                low, middle, high = (sorted(t)[i] for i in (2, 4, 6))
+                rows.append(
+                    {
+                        "model": model, "batch": batch, "strategy": cell.strategy, "mesh": list(cell.mesh),
+                        "predicted_s": cell.predicted_s, "predicted_compute_s": cell.predicted_compute_s,
+                        "measured_s": middle, "spread": (high - low) / middle,
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def tau(a: list[float], b: list[float]) -> float:
+    from scipy.stats import kendalltau
+
+    return float(kendalltau(a, b).statistic)
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(["git", *args], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The models of the laboratory: the zoo's, of a size at which the network, not two cores, is what is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pase.zoo.registry import ZooModel, _build, entry
+
+__all__ = ["BATCHES", "SIZES", "model"]
+
+SIZES: dict[str, dict[str, Any]] = {
+    "mlp": dict(layers=2, features=256, hidden=1024, classes=128),
+    "alexnet": dict(image=67, classes=128, channels=(16, 32, 48, 48, 32), hidden=1024),
+    "rnnlm": dict(seq=8, vocab=2048, d=256, hidden=256),
+    "transformer": dict(seq=16, layers=1, vocab=2048, d=128, ff=512, scan=0, remat=0),
+    "gpt2": dict(seq=32, layers=2, vocab=2048, d=192, context=32, scan=0, remat=0),
+    "mixtral_8x7b": dict(seq=16, layers=1, vocab=1024, d=128, ff=256, scan=0, remat=0),
+}
+BATCHES: dict[str, tuple[int, int]] = {
+    "mlp": (16, 256),
+    "alexnet": (8, 32),
+    "rnnlm": (8, 64),
+    "transformer": (8, 64),
+    "gpt2": (4, 32),
+    "mixtral_8x7b": (8, 64),
+}
+
+
+def model(name: str, batch: int) -> ZooModel:
+    """The model in the laboratory's size."""
+    found = entry(name)
+    sizes = {**found.reduced, **SIZES[name], "batch": batch, "dtype": "float32"}
+    settings = {k: sizes.get(k, v) for k, v in found.settings.items()}
+    return _build(found, settings, {k: sizes.get(k, v) for k, v in found.architecture.items()})

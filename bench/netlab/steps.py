@@ -1,0 +1,114 @@
+"""Strategies of a model on a machine, and the step times of their programs."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.netlab.models import model
+
+__all__ = ["Cell", "plans", "timed"]
+
+METHODS = ("data_parallel", "fsdp", "zero2", "owt", "megatron")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One strategy of one model, as a layout on disk; what its step is predicted to take."""
+
+    model: str
+    batch: int
+    strategy: str
+    layout: str
+    mesh: tuple[int, ...]
+    predicted_s: float
+    predicted_compute_s: float
+    same_as: str | None = None
+    """Another strategy of this model that is this one; it is measured once."""
+
+
+def plans(name: str, batch: int, devices: int, machine: Path, folder: Path) -> list[Cell]:
+    """Ours and every method's cheapest, priced on the machine file, as layouts in a folder; cheapest first."""
+    from pase.api import compare
+    from pase.machine import load as load_machine
+
+    m = model(name, batch)
+    found = compare(m.loss_fn, m.params, m.batch, devices=devices, machine=load_machine(machine))
+    cells: list[Cell] = []
+    seen: dict[str, Any] = {}
+    for strategy, plan in found:
+        method = next((x for x in METHODS if strategy.startswith(x)), "ours" if strategy == "pase" else None)
+        if method is None or any(c.strategy == method for c in cells):
+            continue  # found is sorted: the first of a method is its cheapest
+        same = next((s for s, other in seen.items() if _same(plan, other)), None)
+        path = folder / f"{name}_{batch}_{method}.json"
+        plan.save(path)
+        cells.append(
+            Cell(
+                model=name,
+                batch=batch,
+                strategy=method,
+                layout=str(path),
+                mesh=plan.mesh.sizes,
+                predicted_s=plan.cost,
+                predicted_compute_s=plan.compute,
+                same_as=same,
+            )
+        )
+        if same is None:
+            seen[method] = plan
+    return cells
+
+
+def _same(a: Any, b: Any) -> bool:
+    """The same split of everything over a mesh of the same sizes; axes may be named otherwise."""
+    if a.mesh.sizes != b.mesh.sizes:
+        return False
+    number = [{n: i for i, n in enumerate(p.mesh.names)} for p in (a, b)]
+    x, y = (
+        {
+            node: {d: [axes[n] for n in names] for d, names in split.items() if names}
+            for node, split in p.strategy.items()
+        }
+        for p, axes in zip((a, b), number, strict=True)
+    )
+    return x == y
+
+
+def timed(cell: Cell, repeats: int, traces: Path | None = None) -> dict[str, Any]:
+    """Seconds of each step on this process, after two to warm up. All processes call it alike.
+
+    traces: a folder; then the steps are profiled into it as well.
+    """
+    import jax
+    import optax
+
+    from pase import load
+    from pase.replay import profile
+
+    m = model(cell.model, cell.batch)
+    params, batch = m.init(0)
+    plan = load(cell.layout).bind(m.loss_fn, m.params, m.batch)
+    jp = plan.jax
+    optimizer = optax.adam(1e-3)
+    began = time.perf_counter()
+    params, batch = jp.device_put(params, batch)
+    state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(params)
+    step = jp.train_step(optimizer)
+    compiled = step.lower(params, state, batch).compile()
+    compile_s = time.perf_counter() - began
+    times, loss = [], None
+    for _ in range(2):
+        params, state, loss = compiled(params, state, batch)
+        jax.block_until_ready((params, state, loss))
+    with profile(traces) if traces else nullcontext() as run:
+        for i in range(repeats):
+            with run.step(i) if run is not None else nullcontext():
+                start = time.perf_counter()
+                params, state, loss = compiled(params, state, batch)
+                jax.block_until_ready((params, state, loss))
+                times.append(time.perf_counter() - start)
+    return {"steps_s": times, "compile_s": compile_s, "loss": float(loss)}
