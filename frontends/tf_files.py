@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,10 @@ def frozen(graph_def: Any, name: str, dims: Dims) -> Source:
         n.name for n in graph_def.node
         if n.name not in read and n.op not in _ENDS and n.input and not n.op.startswith(_EFFECTS)
     ]  # fmt: skip
-    specs = {n.name: n for n in graph_def.node if n.op in ("Placeholder", "PlaceholderV2")}
+    needed = _needed(graph_def, outputs)
+    specs = {
+        n.name: n for n in graph_def.node if n.op in ("Placeholder", "PlaceholderV2") and n.name in needed
+    }
     found = []
     for node_name, n in specs.items():
         shape = static_shape(n.attr["shape"].shape) if "shape" in n.attr else None
@@ -126,6 +131,19 @@ def frozen(graph_def: Any, name: str, dims: Dims) -> Source:
         name=name, graph=graph_of(graph_def, outputs, list(inputs)), inputs=inputs, weights=frozenset(weights),
         variables=_variables(graph_def, {}),
     )  # fmt: skip
+
+
+def _needed(graph_def: Any, outputs: list[str]) -> set[str]:
+    """Names of the nodes that the outputs depend on."""
+    inputs = {n.name: [r.partition(":")[0] for r in n.input if not r.startswith("^")] for n in graph_def.node}
+    seen: set[str] = set()
+    stack = list(outputs)
+    while stack:
+        name = stack.pop()
+        if name not in seen:
+            seen.add(name)
+            stack += inputs.get(name, ())
+    return seen
 
 
 def _is_weight(node: Any) -> bool:
@@ -182,4 +200,20 @@ def _saved_model(saved: Any, name: str, dims: Dims) -> Source:
             trainable[node.variable.name] = node.variable.trainable
     inputs = dict(zip(refs, bound(specs, dims, name), strict=True))
     graph = graph_of(meta.graph_def, outputs, list(inputs))
-    return Source(name=name, graph=graph, inputs=inputs, variables=_variables(meta.graph_def, trainable))
+    used = {n.name for n in graph.main.nodes}
+    variables = {k: v for k, v in _variables(meta.graph_def, trainable).items() if k in used}
+    return Source(name=name, graph=graph, inputs=inputs, variables=_renamed(variables, trainable))
+
+
+def _renamed(variables: dict[str, Variable], trainable: dict[str, bool]) -> dict[str, Variable]:
+    """The model's own names: saving may number the nodes, ``dense/kernel_1`` for the object ``dense/kernel``."""
+    own = {
+        k: re.sub(r"_\d+$", "", v.path) if v.path not in trainable else v.path for k, v in variables.items()
+    }
+    count = Counter(own.values())
+    return {
+        k: replace(v, path=own[k], trainable=trainable[own[k]])
+        if own[k] in trainable and count[own[k]] == 1
+        else v
+        for k, v in variables.items()
+    }

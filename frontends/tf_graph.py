@@ -211,7 +211,7 @@ def ordered(
                 stack.pop()
                 continue
             state[node.name] = 1
-            for ref in node.inputs:
+            for ref in reversed(node.inputs):
                 if ref.rpartition(":")[0] in given:
                     continue
                 before = find(ref, f"node '{node.name}'")

@@ -195,7 +195,7 @@ def _fill(node: TfNode, dims: Array, value: Array) -> Any:
 def _range(node: TfNode, start: Array, limit: Array, delta: Array) -> Any:
     if not delta or not _small(int(abs((limit - start) / delta))):
         return None
-    return np.arange(start, limit, delta, dtype=start.dtype)
+    return np.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
 
 
 @_rule("Tile")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -247,5 +247,6 @@ def _kind(v: Value) -> str:
     return "a value"
 
 
-def elements(shape: Sequence[Any]) -> int:
+def elements(shape: Iterable[Any]) -> int:
+    """How many elements a tensor of this shape has."""
     return math.prod(shape)
