@@ -103,9 +103,9 @@ class Analytic:
         device = self.machine.device
         batch, m, n, k = np.broadcast_arrays(batch, m, n, k)
         behind = (1,) * batch.ndim
-        tm, tn, tk, tile_rate = (
+        tm, tn, tk, tile_rate, overhead_s = (
             np.array([getattr(t, field) for t in device.tiles], dtype=float).reshape(-1, 1, *behind)
-            for field in ("m", "n", "k", "rate")
+            for field in ("m", "n", "k", "rate", "overhead_s")
         )
         split = np.array(_SPLITS_OF_K, dtype=float).reshape(1, -1, *behind)
         tiles = batch * np.ceil(m / tm) * np.ceil(n / tn)
@@ -114,7 +114,7 @@ class Analytic:
         wave_s = 2.0 * tm * tn * tk * device.compute_units / (rate * tile_rate)
         # float32 partial sums, written and read again.
         partial_s = 2 * 4 * batch * m * n / device.memory_bandwidth_bytes_per_s
-        seconds = waves * depth * wave_s + np.where(split > 1, split, 0.0) * partial_s
+        seconds = waves * (depth * wave_s + overhead_s) + np.where(split > 1, split, 0.0) * partial_s
         return np.asarray(seconds.min(axis=(0, 1)))
 
     # -- collectives --

@@ -156,7 +156,8 @@ def _device(r: _Reader) -> Device:
     tiles = []
     for t in r.subs("tiles"):
         m, n, k = t.integer("m", low=1), t.integer("n", low=1), t.integer("k", 1, low=1)
-        tiles.append(Tile(m=m, n=n, k=k, rate=t.number("rate", high=1.0)))
+        rate, overhead_s = t.number("rate", high=1.0), t.number("overhead_s", 0.0, open_=False)
+        tiles.append(Tile(m=m, n=n, k=k, rate=rate, overhead_s=overhead_s))
         t.done(_keys(Tile))
     curve = None
     if "memory_curve" in r.table:

@@ -79,13 +79,15 @@ class Tile:
     """An output tile of a matmul kernel: one compute unit works on m x n of the output, k at a time.
 
     Ragged extents are padded to it. rate: what the tile reaches of the device's matmul efficiency
-    once it is busy.
+    once it is busy. overhead_s: until it is busy and while its output is written, where no other tile
+    works on the unit meanwhile.
     """
 
     m: int
     n: int
     rate: float
     k: int = 1
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,178 @@
+"""vTrain's measured step times, predicted: Megatron-DeepSpeed GPTs on one node of 8 A100, the rows without pipeline.
+
+    python bench/vtrain.py [-o bench/results/vtrain.json]
+
+Nothing is fitted to the rows. The machine is a100x8 with the NCCL all-reduce times that vTrain measured on the same
+node (its own inputs, in the same folder) in place of the formulas; the strategy is the Megatron baseline (or data
+parallelism) on the row's degrees; the program is the eager executor of ``pase.plan.step``. Micro-batches, float16
+parameters with float32 copies, no recomputation: with it, 8 samples of width 2048 would run at 89% of the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import kendalltau
+
+sys.path.insert(0, str(Path(__file__).parent))
+from megatron_gpt import gpt, padded_vocabulary
+
+from pase import costmodels, machine
+from pase.baselines import Baseline, baselines
+from pase.frontends.from_jax import trace
+from pase.ir import Graph, named, simplify
+from pase.machine import CollectiveCurve, CostModel, Curve, Machine, Mesh
+from pase.plan.step import EAGER, Executor, StepTime, step_time
+
+DATA = Path(__file__).parents[1] / ".." / "shared" / "data" / "traces" / "vtrain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured configuration."""
+
+    gpus: int
+    batch: int
+    micro_batch: int
+    d: int
+    heads: int
+    layers: int
+    seq: int
+    tensor: int
+    data: int
+    pipeline: int
+    measured_s: float
+
+    @property
+    def micro_batches(self) -> int:
+        return self.batch // self.data // self.micro_batch
+
+
+def rows(folder: Path = DATA) -> list[Row]:
+    """All measured rows, pipelines included."""
+    with open(folder / "ground_truth_single.csv") as f:
+        found = [r for r in csv.reader(f) if not r[0].startswith("#")]
+    names = [n for n in Row.__dataclass_fields__ if n != "measured_s"]
+    return [
+        Row(**dict(zip(names, map(int, r[:10]), strict=True)), measured_s=float(r[10]) / 1e3) for r in found
+    ]
+
+
+def with_measured_all_reduce(base: Machine, gpu: str, folder: Path = DATA) -> Machine:
+    """The machine with vTrain's NCCL tables: sizes of powers of two, in-place times, weakly increasing."""
+    curves = []
+    for ways in (2, 4, 6, 8):
+        with open(folder / f"{gpu}_AR_GPU{ways}_1M_1024M_LUT.csv") as f:
+            table = [(float(r[0]), float(r[5]) * 1e-9) for r in list(csv.reader(f))[1:]]
+        kept = [(n, s) for n, s in table if float(n / 2**20).is_integer() and (int(n) >> 20).bit_count() == 1]
+        seconds = np.maximum.accumulate([s for _, s in kept])
+        curve = Curve(nbytes=tuple(n for n, _ in kept), seconds=tuple(map(float, seconds)))
+        curves.append(CollectiveCurve(kind="all_reduce", ways=(ways, 1), curve=curve))
+    return replace(base, collectives=(*base.collectives, *curves))
+
+
+@cache
+def graph_of(batch: int, seq: int, layers: int, d: int, heads: int, vocab: int, **how: Any) -> Graph:
+    """Simplified graph of a Megatron GPT for a batch over all data-parallel devices."""
+    loss_fn, params, data = gpt(batch=batch, seq=seq, layers=layers, d=d, heads=heads, vocab=vocab, **how)
+    return named(simplify(trace(loss_fn, params, data).graph))
+
+
+def strategy(
+    graph: Graph, data: int, tensor: int, m: Machine, model: CostModel, *, by_sequence: bool = False
+) -> Baseline:
+    """Megatron's own on these degrees."""
+    kind = "megatron_sp" if by_sequence else "megatron"
+    name = f"{kind}_{data}x{tensor}" if tensor > 1 else "data_parallel"
+    if data * tensor == 1:
+        mesh = Mesh(names=("data",), sizes=(1,))
+        configs = {n.name: np.full(1, -1, np.int8) for n in graph.nodes}
+        return Baseline(name="alone", mesh=mesh, strategy=configs, cost=0.0)
+    (found,) = baselines(graph, data * tensor, m, model, only=(name,))
+    assert isinstance(found, Baseline), found
+    return found
+
+
+def predict(row: Row, m: Machine, model: CostModel, executor: Executor = EAGER) -> StepTime:
+    """The row's step, without a pipeline."""
+    assert row.pipeline == 1
+    vocab = padded_vocabulary(50257, row.tensor)
+    graph = graph_of(row.micro_batch * row.data, row.seq, row.layers, row.d, row.heads, vocab)
+    s = strategy(graph, row.data, row.tensor, m, model)
+    return step_time(
+        graph,
+        s.mesh,
+        s.strategy,
+        model,
+        executor=executor,
+        micro_batches=row.micro_batches,
+        optimizer="adam_master",
+    )
+
+
+def summary(found: list[tuple[Row, StepTime]]) -> dict[str, Any]:
+    """Mean absolute percentage error, Kendall's tau, and the part of rows that the host bounds."""
+    measured = np.array([r.measured_s for r, _ in found])
+    predicted = np.array([t.total_s for _, t in found])
+    error = predicted / measured - 1
+    host = np.array([t.host_bound for _, t in found])
+    return {
+        "rows": len(found), "mape": float(np.abs(error).mean()), "mean_error": float(error.mean()),
+        "kendall_tau": float(kendalltau(measured, predicted).statistic) if len(found) > 1 else None,
+        "host_bound_rows": int(host.sum()),
+        "mape_host_bound": float(np.abs(error[host]).mean()) if host.any() else None,
+        "mape_device_bound": float(np.abs(error[~host]).mean()) if (~host).any() else None,
+    }  # fmt: skip
+
+
+def by(found: list[tuple[Row, StepTime]], *fields: str) -> dict[str, Any]:
+    """Summaries of the rows that agree in these fields."""
+    keys = sorted({tuple(getattr(r, f) for f in fields) for r, _ in found})
+    return {
+        ",".join(f"{f}={v}" for f, v in zip(fields, key, strict=True)): summary(
+            [(r, t) for r, t in found if tuple(getattr(r, f) for f in fields) == key]
+        )
+        for key in keys
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-o", default="bench/results/vtrain.json")
+    args = parser.parse_args()
+    base = machine.load("a100x8")
+    tables = with_measured_all_reduce(base, "a100")
+    measured = [r for r in rows() if r.pipeline == 1]
+    out: dict[str, Any] = {}
+    for label, m in (("measured all-reduce", tables), ("formulas alone", base)):
+        model = costmodels.get("analytic", m)
+        found = [(r, predict(r, m, model)) for r in measured]
+        out[label] = {
+            "all": summary(found), "by_tensor": by(found, "tensor"), "by_micro_batch": by(found, "micro_batch"),
+            "by_width_tensor_micro_batch": by(found, "d", "tensor", "micro_batch"),
+        }  # fmt: skip
+        print(label, json.dumps(out[label]["all"]))
+        for name in ("by_tensor", "by_micro_batch", "by_width_tensor_micro_batch"):
+            for key, s in out[label][name].items():
+                off = f"{s['mape']:6.1%} {s['mean_error']:+7.1%}"
+                print(f"  {key:36s} {s['rows']:3d} rows  {off}  host {s['host_bound_rows']}")
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    record = {
+        "command": " ".join(["python", "bench/vtrain.py"]), "commit": git.stdout.strip(),
+        "machine": f"{platform.machine()}, {platform.python_version()}", "executor": EAGER.source, **out,
+    }  # fmt: skip
+    Path(args.o).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Seconds of a training step of a strategy as a given program would run it: micro-batches, the optimizer's step,
+the sum of gradients, and what the host needs to launch it all.
+
+The search minimises what a compiled program takes; a framework that launches kernel by kernel takes longer, in two
+ways. Light ops are kernels of their own, so what passes between them and a product goes through memory; and the
+host needs its time for every kernel, which a small model does not hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pase.ir import Access, Graph, Node, Op
+from pase.machine import CostModel, Mesh
+from pase.plan.itemize import collectives
+from pase.tables.derive import Phase, Work, node_work
+from pase.tables.layouts import dim_index, number, shards
+
+__all__ = ["COMPILED", "EAGER", "Executor", "PassTime", "StepTime", "launches", "step_time"]
+
+_HEAVY = ("matmul", "conv", "gather", "scatter", "window", "sequential", "opaque")
+_LIGHT = ("elementwise", "reduce")
+_LIBRARY = frozenset(
+    ("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "dropout", "bias_gelu", "bias_dropout_add")
+)
+_LINEAR = frozenset(
+    ("add", "sub", "neg", "convert_element_type", "select_n", "reduce_sum", "copy", "broadcast_in_dim")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executor:
+    """How a program's ops reach the device.
+
+    fused: light ops run inside of the products beside them. If not, each is a kernel of its own that reads and
+    writes memory, but for those of one call of a function that libraries have a kernel for.
+    kernels: names of such functions of the user's.
+    host_s: the host's seconds for each kernel that it launches, forward or backward; 0: launched as a whole.
+    collective_s: what a collective between products takes at the least, launch included; 0: as priced.
+    waits: the host waits for the device between forward and backward, so that it runs ahead within each alone.
+    reruns_all: a rematerialised region runs again whole, not only what backward needs of it.
+    update_bytes: what the optimizer's step moves for each parameter beside its state, gradient and parameter.
+    overlapped: gradients are summed beside the backward pass of the last micro-batch.
+    source: where host_s is from.
+    """
+
+    name: str
+    fused: bool
+    kernels: frozenset[str]
+    host_s: float
+    collective_s: float
+    waits: bool
+    reruns_all: bool
+    update_bytes: float
+    overlapped: bool
+    source: str
+
+
+COMPILED = Executor(
+    name="compiled",
+    fused=True,
+    kernels=frozenset(),
+    host_s=0.0,
+    collective_s=0.0,
+    waits=False,
+    reruns_all=False,
+    update_bytes=0.0,
+    overlapped=False,
+    source="a compiled program is launched as a whole",
+)
+EAGER = Executor(
+    name="eager",
+    fused=False,
+    kernels=_LIBRARY,
+    host_s=35e-6,
+    collective_s=80e-6,
+    waits=True,
+    reruns_all=True,
+    update_bytes=0.0,
+    overlapped=False,
+    source="host_s: PyTorch on an A100 host, median 33 us between launches, forward (503 a step) and "
+    "backward (925), profiler on; mean 36 us backward (HolisticTraceAnalysis, tests/data/trace_diff/"
+    "control.json.gz). collective_s: 32 bytes to 64 KiB among 2 A100 of a node take 76 to 82 us in Megatron "
+    "(aliyun/aicb, visualize/inputs/A100_example.csv). waits: Megatron's timers (megatron/timers.py) "
+    "synchronize the device at each pass's ends. reruns_all: torch.utils.checkpoint",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTime:
+    """Seconds of one pass over a micro-batch: the device's work, the collectives between, the host's launches."""
+
+    device_s: float
+    communication_s: float
+    host_s: float
+
+    @property
+    def busy_s(self) -> float:
+        return self.device_s + self.communication_s
+
+    @property
+    def seconds(self) -> float:
+        """The host runs ahead of the device, so that a pass takes the longer of the two."""
+        return max(self.busy_s, self.host_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step. passes: forward and backward of one micro-batch; sync_s: the sum of gradients;
+    update_s: the optimizer's step."""
+
+    micro_batches: int
+    passes: tuple[PassTime, PassTime]
+    sync_s: float
+    update_s: float
+    executor: Executor
+
+    @property
+    def micro_batch_s(self) -> float:
+        forward, backward = self.passes
+        if self.executor.waits:
+            return forward.seconds + backward.seconds
+        return max(forward.busy_s + backward.busy_s, forward.host_s + backward.host_s)
+
+    @property
+    def host_bound(self) -> bool:
+        """Does the host's launching take longer than the device's work?"""
+        return sum(p.host_s for p in self.passes) > sum(p.busy_s for p in self.passes)
+
+    @property
+    def total_s(self) -> float:
+        hidden = self.passes[1].busy_s if self.executor.overlapped else 0.0
+        return self.micro_batches * self.micro_batch_s + max(self.sync_s - hidden, 0.0) + self.update_s
+
+
+def step_time(
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    model: CostModel,
+    *,
+    executor: Executor = COMPILED,
+    micro_batches: int = 1,
+    optimizer: str = "adam",
+) -> StepTime:
+    """The step of ``micro_batches`` passes over the graph's batch; configs: node name -> int8 [axes].
+
+    Gradients are summed over the mesh once, after the last micro-batch; parameters are gathered in each.
+    """
+    if executor.reruns_all:
+        graph = _rerun(graph)
+    device, host, moved = ({"forward": 0.0, "backward": 0.0, "update": 0.0} for _ in range(3))
+    for n in graph.nodes:
+        cfg = configs[n.name][None, :]
+        products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv") for op in n.ops)
+        apart = not (executor.fused or products or n.kind == "parameter")
+        work = [w for w in node_work(graph, n, cfg, mesh, optimizer) if not (apart and w.kind == "memory")]
+        work += _apart(graph, n, cfg, mesh, executor) if apart else []
+        work += _accumulated(graph, n, cfg, mesh) if micro_batches > 1 else []
+        for w in work:
+            seconds = w.times * float(
+                np.ravel(model.compute(w.kind, w.dtype, w.flops, w.nbytes, mnk=w.mnk))[0]
+            )
+            device[w.phase] += seconds
+        if n.kind == "parameter" and executor.update_bytes:
+            device["update"] += _beside(graph, n, cfg, mesh, model, executor)
+        for phase, count in launches(graph, n, executor).items():
+            host[phase] += count * executor.host_s
+    sync = 0.0
+    stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
+    for c in collectives(graph, mesh, configs, model):
+        if c.tensor in stored and c.phase == "backward":
+            sync += c.cost
+        else:
+            moved[c.phase] += max(c.cost, c.times * executor.collective_s)
+            host[c.phase] += c.times * max(executor.host_s, executor.collective_s)
+    forward, backward = (
+        PassTime(device_s=device[p], communication_s=moved[p], host_s=host[p])
+        for p in ("forward", "backward")
+    )
+    return StepTime(
+        micro_batches=micro_batches, passes=(forward, backward), sync_s=sync,
+        update_s=device["update"] + moved["update"], executor=executor,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """Light ops that run as one. reads, writes: tensors from before it and for after it."""
+
+    ops: tuple[Op, ...]
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+
+    def passes_back(self, graph: Graph) -> bool:
+        """Is its gradient no more than its outputs' gradients handed on? A sum's is."""
+        whole = {graph.tensors[a.tensor].elements for a in (*self.reads, *self.writes)}
+        return len(whole) == 1 and all(op.name in ("add", "sub", "copy") for op in self.ops)
+
+    @property
+    def linear(self) -> bool:
+        return all(op.name in _LINEAR for op in self.ops)
+
+
+def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_Kernel]:
+    """The node's light ops as the executor runs them."""
+    groups: list[tuple[str, list[Op]]] = []
+    for op in node.ops:
+        if op.kind not in (*_LIGHT, "view"):
+            continue
+        name = op.source.rpartition("(")[2].rstrip(")").rpartition(".")[2]
+        library = name in executor.kernels
+        if groups and library and groups[-1][0] == name:
+            groups[-1][1].append(op)
+        elif op.kind != "view":
+            groups.append((name if library else "", [op]))
+    used = {a.tensor: op for op in node.ops for a in op.reads}
+    for name, ops in groups:
+        made = {a.tensor for op in ops for a in op.writes}
+        after = {a.tensor for op in node.ops if op not in ops for a in op.reads}
+        reads = {
+            a.tensor: a for op in ops for a in op.reads if a.tensor not in made and a.tensor in graph.producer
+        }
+        if "dropout" in name:  # its mask is written, and read by the backward pass
+            reads |= {a.tensor: a for op in ops for a in op.reads if graph.tensors[a.tensor].dtype == "bool"}
+        writes = [
+            a for op in ops for a in op.writes
+            if a.tensor in after or graph.read_outside(node, a.tensor) or a.tensor not in used
+        ]  # fmt: skip
+        yield _Kernel(ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes))
+
+
+def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]:
+    """Kernels that the executor launches for a node in one pass, by phase.
+
+    Forward: one for each product, lookup, … and one for each kernel of light ops. Backward: one for each operand of
+    a product that has a gradient, one for each kernel of light ops whose gradient is not handed on as it is, and one
+    for each parameter among their operands (its gradient is a sum over rows); for each parameter one that adds the
+    gradient to those of earlier micro-batches. The update is one kernel for many parameters (apex's FusedAdam).
+    """
+    out: dict[Phase, float] = {"forward": 0.0, "backward": 0.0}
+    if node.kind == "parameter":
+        if graph.tensors[node.ops[0].writes[0].tensor].needs_grad:
+            # A stack of layers is one parameter here and one for each layer there.
+            stack = max(
+                (float(number(e.op.times, e.dst)) for e in graph.edges if e.src == node.name), default=1.0
+            )
+            out["backward"] = stack
+        return out
+    times = float(number(node.times, node.name))
+    for op in node.ops:
+        if op.kind in _HEAVY:
+            out["forward"] += times * (2 if op.remat else 1)
+            grads = [a for a in op.reads if op.differentiable and graph.tensors[a.tensor].needs_grad]
+            out["backward"] += times * (len(grads) if op.kind in ("matmul", "conv") else bool(grads))
+    for kernel in _kernels(graph, node, executor):
+        out["forward"] += times * (2 if any(op.remat for op in kernel.ops) else 1)
+        grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]
+        sums = sum(graph.producer[a.tensor].kind == "parameter" for a in grads)
+        out["backward"] += times * ((len(grads) > sums and not kernel.passes_back(graph)) + sums)
+    return out
+
+
+def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Executor) -> Iterator[Work]:
+    """Light ops as kernels of their own: operands read, results written; backward also what they need again."""
+    times = float(number(node.times, node.name))
+
+    def local(accesses: Iterable[Access]) -> float:
+        total = 0.0
+        for a in accesses:
+            t = graph.tensors[a.tensor]
+            total += float(number(t.nbytes, t.name) / shards(cfg, dim_index(node, a.map.dims), mesh)[0])
+        return total
+
+    for kernel in _kernels(graph, node, executor):
+        dtype = graph.tensors[kernel.ops[-1].writes[0].tensor].dtype
+        forward = local(kernel.reads) + local(kernel.writes)
+        yield Work(
+            kind="memory", dtype=dtype, flops=np.zeros(1), nbytes=np.array([forward]), mnk=None, phase="forward",
+            times=times * (2 if any(op.remat for op in kernel.ops) else 1),
+        )  # fmt: skip
+        grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]
+        if grads and not kernel.passes_back(graph):
+            masks = [a for a in kernel.reads if graph.tensors[a.tensor].dtype == "bool"]
+            again = local(masks) if kernel.linear else local(kernel.reads)
+            back = local(kernel.writes) + local(grads) + again
+            yield Work(
+                kind="memory", dtype=dtype, flops=np.zeros(1), nbytes=np.array([back]), mnk=None, phase="backward",
+                times=times,
+            )  # fmt: skip
+
+
+def _rerun(graph: Graph) -> Graph:
+    """The graph in which every op of a rematerialised region runs again, and so does what it moves."""
+
+    def again(op: Op) -> Op:
+        if not any(s.startswith("remat") for s in op.scope):
+            return op
+        return replace(op, remat=True, reads=tuple(replace(a, again=True) for a in op.reads))
+
+    return replace(graph, nodes=tuple(replace(n, ops=tuple(map(again, n.ops))) for n in graph.nodes))
+
+
+def _beside(
+    graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, executor: Executor
+) -> float:
+    """Seconds that the executor's own passes over a parameter and its gradient take in the optimizer's step."""
+    a = node.ops[0].writes[0]
+    t = graph.tensors[a.tensor]
+    if not t.needs_grad:
+        return 0.0
+    elements = number(t.nbytes, t.name) / t.itemsize / shards(cfg, dim_index(node, a.map.dims), mesh)
+    return float(np.ravel(model.compute("memory", t.dtype, 0.0, elements * executor.update_bytes))[0])
+
+
+def _accumulated(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Work]:
+    """A parameter's gradient is added to that of the micro-batches before."""
+    if node.kind != "parameter":
+        return
+    a = node.ops[0].writes[0]
+    t = graph.tensors[a.tensor]
+    if t.needs_grad:
+        local = number(t.nbytes, t.name) / shards(cfg, dim_index(node, a.map.dims), mesh)
+        yield Work(
+            kind="memory", dtype=t.dtype, flops=local / t.itemsize, nbytes=3 * local, mnk=None, phase="backward",
+            times=1.0,
+        )  # fmt: skip
