@@ -1,0 +1,103 @@
+"""A plan as TensorFlow DTensor layouts, by variable name.
+
+DTensor splits a dim of a tensor along one dim of its mesh. A plan may split a dim along several axes of its mesh:
+where these axes go together in every layout of the plan, they are one dim of DTensor's mesh; where they do not, the
+plan cannot be said in DTensor, and that is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pase.errors import PaseError
+
+if TYPE_CHECKING:
+    from pase.plan.types import Plan
+
+__all__ = ["emit", "layouts", "to_json"]
+
+NAME = "pase.dtensor/1"
+UNSHARDED = "unsharded"
+"""DTensor's own word for a dim that is not split."""
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """{"schema", "model", "mesh": {dim: size}, "variables": {path: [mesh dim or "unsharded"]}, "inputs": {…}}.
+
+    PaseError where DTensor has no layout for a tensor: it names the tensor, and what to do.
+    """
+    stored = {path: t.storage for path, t in plan.parameters.items()}
+    arrives = {path: t.storage for path, t in plan.inputs.items()}
+    joined = _joined(plan, [*stored.items(), *arrives.items()])
+    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    mesh: dict[str, int] = {}
+    for axis in sizes:
+        name = joined[axis]
+        mesh[name] = mesh.get(name, 1) * sizes[axis]
+
+    def layout(placement: Any) -> list[str]:
+        return [joined[axes[0]] if axes else UNSHARDED for axes in placement]
+
+    return {
+        "schema": NAME,
+        "model": plan.model,
+        "mesh": mesh,
+        "variables": {path: layout(p) for path, p in stored.items()},
+        "inputs": {path: layout(p) for path, p in arrives.items()},
+    }
+
+
+def _joined(plan: Plan, tensors: Any) -> dict[str, str]:
+    """Mesh axis -> the dim of DTensor's mesh that it is (a part of)."""
+    names = list(plan.mesh.names)
+    groups = {axes for _, placement in tensors for axes in placement if axes}
+    owner: dict[str, tuple[str, ...]] = {}
+    for axes in sorted(groups, key=lambda g: (-len(g), g)):
+        at = [names.index(a) for a in axes]
+        for a in axes:
+            if owner.setdefault(a, axes) != axes:
+                where = next(path for path, p in tensors if axes in p or owner[a] in p)
+                raise PaseError(
+                    f"DTensor splits a tensor's dim along one mesh dim, and this plan splits one of '{where}' along "
+                    f"{' and '.join(max(axes, owner[a], key=len))}, which it also uses apart: compile with a mesh of "
+                    f"fewer axes, mesh='{plan.devices}' or --mesh, or emit --to names"
+                )
+        if at != list(range(at[0], at[0] + len(at))):
+            raise PaseError(
+                f"DTensor splits a tensor's dim along one mesh dim, and this plan splits one along {', '.join(axes)}, "
+                f"which are not neighbours in its mesh {'×'.join(map(str, plan.mesh.sizes))}: compile with a mesh of "
+                f"fewer axes, or emit --to names"
+            )
+    return {a: "_".join(owner.get(a, (a,))) for a in names}
+
+
+def emit(plan: Plan, path: Path, *, model: Any) -> str:
+    """Write the layouts, whole or not at all."""
+    from pase.plan.layout import write_atomically
+
+    data = to_json(plan)
+    write_atomically(path, json.dumps(data, indent=1) + "\n")
+    return f"{path}: DTensor layouts of {len(data['variables'])} variables on mesh {data['mesh']}"
+
+
+def layouts(data: Mapping[str, Any], devices: list[str] | None = None) -> tuple[Any, dict[str, Any]]:
+    """(tf.experimental.dtensor.Mesh, {path: Layout}) of what ``to_json`` made, for variables and inputs.
+
+    devices: DTensor's names of as many devices as the plan has; its own choice of logical devices by default.
+    """
+    from tensorflow.experimental import dtensor
+
+    dims = [(name, int(size)) for name, size in data["mesh"].items()]
+    if devices is None:
+        mesh = dtensor.create_mesh(dims)
+    else:
+        mesh = dtensor.create_mesh(dims, devices=devices)
+    out = {
+        path: dtensor.Layout(specs, mesh)
+        for kind in ("variables", "inputs")
+        for path, specs in data[kind].items()
+    }
+    return mesh, out
