@@ -29,8 +29,8 @@ RULES = Rules(
         "and": "mtf.logical_and", "or": "mtf.logical_or",
     },
     reduce={"reduce_sum": "mtf.reduce_sum", "reduce_max": "mtf.reduce_max", "reduce_min": "mtf.reduce_min"},
-    views=frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims"}),
-    products=frozenset({"dot_general"}),
+    axes=lambda op: (op.attrs["axes"], False),
+    views=frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "dot_general"}),
 )  # fmt: skip
 
 
@@ -171,7 +171,11 @@ class _Walk:
         from jax.extend.source_info_util import summarize
 
         def read(var: Any) -> Input:
-            return _value(np.asarray(var.val, var.aval.dtype)) if isinstance(var, Literal) else env[var]
+            return (
+                _value(np.asarray(var.val, getattr(var.aval, "dtype", None)))
+                if isinstance(var, Literal)
+                else env[var]
+            )
 
         for i, eqn in enumerate(eqns):
             path = inside or f"{prefix}{i}"

@@ -20,16 +20,17 @@ __all__ = [
     "apply",
     "binary",
     "concat",
-    "contract",
     "conv2d",
     "cut",
     "lookup",
+    "nests",
     "pool2d",
     "reduce",
     "refuse",
     "select",
+    "single",
+    "squeezed",
     "unary",
-    "view",
 ]
 
 Rule = Callable[[Program, SourceOp], "Value | Sequence[Value | None]"]
@@ -44,9 +45,9 @@ class Rules:
     binary: dict[str, str]
     reduce: dict[str, str]
     views: frozenset[str]
-    """Ops that move no element: their access maps say it all."""
-    products: frozenset[str]
-    """Ops that sum products, as their access maps say."""
+    """Ops whose access maps say it all: those that move no element, and products."""
+    axes: Callable[[SourceOp], tuple[Sequence[int], bool]]
+    """Over which dims an op of ``reduce`` goes, and whether they stay."""
     rules: dict[str, Rule] = field(default_factory=dict)
 
     def rule(self, *names: str) -> Callable[[Rule], Rule]:
@@ -58,7 +59,7 @@ class Rules:
 
     @property
     def known(self) -> list[str]:
-        return sorted({*self.unary, *self.binary, *self.reduce, *self.views, *self.products, *self.rules})
+        return sorted({*self.unary, *self.binary, *self.reduce, *self.views, *self.rules})
 
 
 def apply(rules: Rules, p: Program, op: SourceOp) -> None:
@@ -73,11 +74,9 @@ def apply(rules: Rules, p: Program, op: SourceOp) -> None:
     elif name in rules.binary:
         made = binary(p, op, rules.binary[name])
     elif name in rules.reduce:
-        made = reduce(p, op, rules.reduce[name])
+        made = reduce(p, op, rules.reduce[name], *rules.axes(op))
     elif name in rules.views:
-        made = view(p, op)
-    elif name in rules.products:
-        made = contract(p, op)
+        made = nests(p, op)
     else:
         raise refuse(op, "there is no Mesh-TensorFlow translation of this op; add one to backends/mtf_tf.py")
     p.settle(op, [made] if isinstance(made, Value) else made)
@@ -166,39 +165,32 @@ def select(p: Program, op: SourceOp, condition: int, yes: int, no: int) -> Value
 # --- what access maps say
 
 
-def view(p: Program, op: SourceOp, k: int = 0) -> Value:
-    """Reshape, transpose, broadcast: mostly another reading of the same dims."""
-    x = p.arg(op, k)
-    dims = p.written(op.outputs[0])
-    if dims is None:
-        raise refuse(op, "the plan's graph does not have its result")
-    have, want = set(flat(x.dims)), set(flat(dims))
-    if have == want:
-        return replace(x, dims=dims)
-    if have < want:
-        return p.let(f"mtf.broadcast({x.code}, {p.shape(flat(dims))})", flat(dims), dims, x.dtype)
-    return p.regrouped(x, dims)
+def nests(p: Program, op: SourceOp) -> Value:
+    """The op as the loop nests that its frontend made of it: views, and products summed over what the result lacks."""
+    made: Value | None = None
+    for node, nest in p.nests(op):
+        xs = [p.read(op, node, a) for a in nest.reads]
+        (write,) = nest.writes
+        dims = p.dims(node, write)
+        if nest.kind == "view":
+            made = p.viewed(xs[0], dims)
+        elif nest.kind == "matmul" or nest.name in ("Sum", "reduce_sum"):
+            code = f"mtf.einsum([{', '.join(x.code for x in xs)}], output_shape={p.shape(flat(dims))})"
+            made = p.let(code, flat(dims), dims, op.dtypes[0])
+        else:
+            raise refuse(op, f"its loop nest '{nest.name}' is neither a view nor a product")
+        p.keep(write.tensor, made)
+    if made is None:  # nothing moves and nothing is computed
+        made = p.arg(op, 0)
+        if made.shape != op.shapes[0]:
+            raise refuse(op, "the plan's graph does not have its result")
+    return made
 
 
-def contract(p: Program, op: SourceOp) -> Value:
-    """A product summed over the dims that the result does not have."""
-    dims = p.written(op.outputs[0])
-    if dims is None:
-        raise refuse(op, "the plan's graph does not have its result")
-    xs = [p.arg(op, k) for k in range(len(op.inputs))]
-    order = flat(dims)
-    code = f"mtf.einsum([{', '.join(x.code for x in xs)}], output_shape={p.shape(order)})"
-    return p.let(code, order, dims, op.dtypes[0])
-
-
-def reduce(p: Program, op: SourceOp, fn: str, axes: Sequence[int] | None = None, keep: bool = True) -> Value:
-    """A reduction over the dims that the result does not have (or over these axes)."""
+def reduce(p: Program, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -> Value:
+    """A reduction over tensor dims; keep: they stay, with one element."""
     x = p.arg(op, 0)
-    dims = p.written(op.outputs[0])
-    if axes is not None:
-        dims = tuple(() if i in axes else g for i, g in enumerate(x.dims) if keep or i not in axes)
-    if dims is None:
-        raise refuse(op, "the plan's graph does not have its result")
+    dims = tuple(() if i in axes else g for i, g in enumerate(x.dims) if keep or i not in axes)
     order = tuple(d for d in x.order if d in set(flat(dims)))
     if len(order) == len(x.order):
         return replace(x, dims=dims)

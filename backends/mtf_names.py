@@ -205,4 +205,4 @@ def _bases(graph: Graph) -> dict[tuple[str, str], str]:
 
 def _letter(dim: str) -> str:
     letter = dim.rstrip("0123456789")
-    return {"b": "batch", "l": "whole_l"}.get(letter, letter)
+    return {"b": "batch"}.get(letter, letter)

@@ -17,6 +17,7 @@ from pase.backends.mtf_shim import mesh_tensorflow
 
 __all__ = [
     "conv2d",
+    "cross_entropy",
     "cwise",
     "descend",
     "local",
@@ -25,6 +26,7 @@ __all__ = [
     "one_hot",
     "pool2d",
     "softmax",
+    "sparse_cross_entropy",
     "variable",
     "where",
 ]
@@ -34,7 +36,7 @@ def variable(mesh: Any, name: str, dims: Sequence[Any], dtype: str, values: Mapp
     """A parameter. values: name -> array in the source's shape; a name that is not there starts at random."""
     mtf, tf = mesh_tensorflow()
     shape = [d.size for d in dims]
-    initial = None
+    initial: Any = tf.truncated_normal_initializer(stddev=0.02)
     if values is not None and name in values:
         array = np.asarray(values[name]).reshape(shape)
 
@@ -44,7 +46,7 @@ def variable(mesh: Any, name: str, dims: Sequence[Any], dtype: str, values: Mapp
     scope = re.sub(r"[^A-Za-z0-9_./]", "_", name).lstrip("_/")
     return mtf.get_variable(
         mesh, scope or "v", mtf.Shape(list(dims)), dtype=getattr(tf, dtype),
-        initializer=initial or tf.truncated_normal_initializer(stddev=0.02),
+        initializer=initial,
     )  # fmt: skip
 
 
@@ -130,6 +132,21 @@ def log_softmax(x: Any, over: Sequence[Any]) -> Any:
     rest = mtf.Shape([d for d in x.shape.dims if d not in over])
     shifted = x - mtf.reduce_max(mtf.stop_gradient(x), output_shape=rest)
     return shifted - mtf.log(mtf.reduce_sum(mtf.exp(shifted), output_shape=rest))
+
+
+def sparse_cross_entropy(logits: Any, labels: Any, over: Sequence[Any]) -> Any:
+    """-log softmax(logits)[label]; labels: numbers."""
+    mtf, _ = mesh_tensorflow()
+    return mtf.negative(mtf.einsum(
+        [*one_hot(labels, over, logits.dtype), log_softmax(logits, over)], output_shape=labels.shape
+    ))  # fmt: skip
+
+
+def cross_entropy(logits: Any, labels: Any, over: Sequence[Any]) -> Any:
+    """labels: a distribution over the classes."""
+    mtf, _ = mesh_tensorflow()
+    rest = mtf.Shape([d for d in logits.shape.dims if d not in over])
+    return mtf.negative(mtf.einsum([labels, log_softmax(logits, over)], output_shape=rest))
 
 
 def one_hot(ids: Any, dims: Sequence[Any], dtype: Any) -> list[Any]:

@@ -35,6 +35,11 @@ class Input:
     value: np.ndarray | None = None
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
+    behind: str | None = None
+    """The tensor that this is a reshape of: a reader that looks behind the reshape reads that."""
+
+    def named(self, tensor: str) -> bool:
+        return tensor in (self.tensor, self.behind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ class SourceOp:
 
 @dataclass(frozen=True)
 class Value:
-    """``code``: an expression; ``order``: the dims as the Mesh-TF tensor has them; ``dims``: as the source's has them."""
+    """code: an expression; order: the dims as the Mesh-TF tensor has them; dims: as the source's tensor has them."""
 
     code: str
     order: tuple[Dim, ...]
@@ -83,8 +88,10 @@ class Program:
     dim_names: dict[tuple[str, int], str] = field(default_factory=dict)
     """(dim name, size) -> its variable in the program"""
     _moved: dict[tuple[str, TensorDims], Value] = field(default_factory=dict)
-    _reads: dict[tuple[str, str], list[tuple[Node, Access]]] = field(default_factory=dict)
+    _at: dict[str, list[tuple[Node, Op]]] = field(default_factory=dict)
+    """Path of a source op -> the loop nests that it became, in order."""
     _writes: dict[str, tuple[Node, Op, Access]] = field(default_factory=dict)
+    _copies: dict[str, list[str]] = field(default_factory=dict)
     _node: str = ""
     _count: int = 0
     _taken: set[str] = field(default_factory=set)
@@ -92,10 +99,15 @@ class Program:
     def __post_init__(self) -> None:
         for n in self.names.graph.nodes:
             for op in n.ops:
-                for a in op.reads:
-                    self._reads.setdefault((op.eqn, raw_name(a.tensor)), []).append((n, a))
+                made = op.writes[0].tensor if op.writes else ""
+                if op.kind == "copy" and raw_name(made) != made:
+                    self._copies.setdefault(raw_name(made), []).append(made)
+                else:
+                    self._at.setdefault(op.eqn, []).append((n, op))
                 for a in op.writes:
                     self._writes.setdefault(a.tensor, (n, op, a))
+        for nests in self._at.values():
+            nests.sort(key=lambda pair: _number(pair[1]))
 
     # --- statements
 
@@ -184,31 +196,54 @@ class Program:
 
     # --- operands
 
+    def nests(self, op: SourceOp) -> list[tuple[Node, Op]]:
+        """The loop nests that the plan's graph has for this op, in order."""
+        return self._at.get(op.path, [])
+
     def arg(self, op: SourceOp, k: int) -> Value:
         """Operand k in the dims in which the plan has this op read it."""
         given = op.inputs[k]
-        nth = sum(i.tensor == given.tensor for i in op.inputs[:k])
-        found = self._reads.get((op.path, given.tensor or ""), [])
-        want: TensorDims | None = None
-        value: Value | None = None
-        if found:
-            node, access = found[min(nth, len(found) - 1)]
-            want = self.dims(node, access)
-            if access.tensor != given.tensor and access.tensor in self._writes:
-                value = self._copy(access.tensor)
+        reads = [(n, a) for n, o in self.nests(op) for a in o.reads]
+        if given.value is None or any(given.named(raw_name(a.tensor)) for _, a in reads):
+            nth = sum(i.tensor == given.tensor for i in op.inputs[:k])
+            found = [(n, a) for n, a in reads if given.named(raw_name(a.tensor))]
+        else:  # a number that the frontend made a constant of: one that no other operand is
+            mine = {t for i in op.inputs for t in (i.tensor, i.behind)}
+            alike = [i for i in op.inputs[:k] if i.value is not None and i.shape == given.shape]
+            nth = len(alike)
+            found = [
+                (n, a)
+                for n, a in reads
+                if raw_name(a.tensor) not in mine
+                and self.names.graph.tensors[a.tensor].role == "constant"
+                and tuple(self.names.graph.tensors[a.tensor].shape) == given.shape
+            ]
         if given.value is not None:
+            want = self.dims(*found[min(nth, len(found) - 1)]) if found else None
             return self.constant(given.value, want, given.dtype)
-        if value is None:
-            value = self.held(op, given)
-        return value if want is None else self.to(value, want)
+        if not found:
+            return self.held(op, given.tensor)
+        return self.read(op, *found[min(nth, len(found) - 1)])
 
-    def held(self, op: SourceOp, given: Input) -> Value:
+    def read(self, op: SourceOp, node: Node, access: Access) -> Value:
+        """A tensor as this access of the op's loop nests reads it."""
+        name, want = access.tensor, self.dims(node, access)
+        raw = raw_name(name)
+        if raw not in self.values and self.names.graph.tensors[raw].role == "constant":
+            shape = tuple(self.names.graph.tensors[raw].shape)
+            for given in op.inputs:
+                if given.value is not None and given.tensor in (raw, None) and given.shape == shape:
+                    return self.constant(given.value, want, given.dtype)
+        held = self._copy(name) if name != raw and name in self._writes else self.held(op, raw)
+        return self.to(held, want)
+
+    def held(self, op: SourceOp, tensor: str | None) -> Value:
         """The value as it was made."""
-        if given.tensor is None or given.tensor not in self.values:
+        if tensor is None or tensor not in self.values:
             raise PaseError(
-                f"{op.where} reads a value that the Mesh-TensorFlow program does not have ({given.tensor})"
+                f"{op.where} reads a value that the Mesh-TensorFlow program does not have ({tensor})"
             )
-        return self.values[given.tensor]
+        return self.values[tensor]
 
     def _copy(self, copy: str) -> Value:
         """The copy of a tensor that several readers share, made when it is first read."""
@@ -258,12 +293,48 @@ class Program:
     # --- results
 
     def settle(self, op: SourceOp, made: Sequence[Value | None]) -> None:
-        """Keep what a rule made, in the dims that the plan gives it."""
-        for name, value in zip(op.outputs, made, strict=False):
-            if not name or value is None:
+        """Keep what a rule made, in the dims that the plan gives it. A frontend may have put a reshape behind the op
+        itself, or left one out that nobody needs: then it is the tensor before it that the rule made."""
+        tensors = self.names.graph.tensors
+        for k, value in enumerate(made):
+            name = op.outputs[k] if k < len(op.outputs) else ""
+            if value is None:
                 continue
-            want = self.written(name)
-            self.values[name] = value if want is None else self.to(value, want)
+            if name and (name not in tensors or tuple(tensors[name].shape) == value.shape):
+                self.keep(name, value)
+            elif k == 0:
+                written = [a.tensor for _, o in self.nests(op) for a in o.writes]
+                alike = [t for t in written if tuple(tensors[t].shape) == value.shape]
+                if not alike:
+                    raise PaseError(
+                        f"{op.where}: the plan's graph has no tensor of shape {value.shape} that it makes"
+                    )
+                self.keep(alike[-1], value)
+                self.views_of(op, alike[-1])
+
+    def views_of(self, op: SourceOp, tensor: str) -> None:
+        """Reshapes that the op ends with."""
+        for node, nest in self.nests(op):
+            if nest.kind == "view" and [a.tensor for a in nest.reads] == [tensor]:
+                dims = self.dims(node, nest.writes[0])
+                x = self.read(op, node, nest.reads[0])
+                self.keep(nest.writes[0].tensor, self.viewed(x, dims))
+
+    def viewed(self, x: Value, dims: TensorDims) -> Value:
+        """Reshape, transpose, broadcast: mostly another reading of the same dims."""
+        have, want = set(flat(x.dims)), set(flat(dims))
+        if have == want:
+            return replace(x, dims=dims)
+        if have < want:
+            return self.let(f"mtf.broadcast({x.code}, {self.shape(flat(dims))})", flat(dims), dims, x.dtype)
+        return self.regrouped(x, dims)
+
+    def keep(self, name: str, value: Value) -> None:
+        """The value of a tensor from here on (a loop's turns make it anew), in the plan's dims for it."""
+        want = self.written(name)
+        self.values[name] = value if want is None else self.to(value, want)
+        for copy in self._copies.get(name, ()):
+            self.values.pop(copy, None)
 
     def heading(self, op: SourceOp) -> None:
         """A comment where another node of the plan begins."""
@@ -276,6 +347,11 @@ class Program:
         )
         einsum = node.main.einsum if len(node.main.einsum) < 90 else ""
         self.lines += ["", f"# {node.name}   {einsum}" + (f"   ({split})" if split else "")]
+
+
+def _number(op: Op) -> int:
+    """Tensors are numbered as they are made."""
+    return min((int(n) for a in op.writes if (n := raw_name(a.tensor)[1:]).isdecimal()), default=0)
 
 
 def _literal(x: Any) -> str:

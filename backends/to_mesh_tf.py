@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,11 +73,20 @@ def program(plan: Plan) -> tuple[str, Layout]:
     leaves = _leaves(p, graph)
     for op in ops:
         apply(rules, p, op)
-    loss = p.values.get(graph.outputs[0]) if graph.outputs else None
-    if loss is None or loss.order:
-        raise PaseError(f"'{plan.model}' has no scalar loss: the Mesh-TensorFlow program needs one to train")
+    loss = _loss(p, [p.values[t] for t in graph.outputs if t in p.values])
     found = _checked(p, leaves)
     return _text(plan, p, leaves, loss, found), found
+
+
+def _loss(p: Program, outputs: Sequence[Value]) -> Value:
+    """The scalar that the model returns; the mean of what it returns, where that is no scalar."""
+    if not outputs:
+        raise PaseError("the model returns nothing that the Mesh-TensorFlow program makes")
+    if len(outputs) == 1 and not outputs[0].order:
+        return outputs[0]
+    p.lines += ["", "# The model returns no scalar: the mean of what it returns stands for its loss."]
+    terms = [f"mtf.reduce_mean({v.code}, output_shape=[])" for v in outputs]
+    return p.let(" + ".join(terms), (), (), outputs[0].dtype, "loss")
 
 
 def _with_model(plan: Plan, model: Any) -> Plan:
@@ -118,7 +128,7 @@ def _leaves(p: Program, graph: Graph) -> dict[str, Value]:
         order = flat(dims)
         if node.kind == "parameter":
             code = f'ops.variable(mesh, "{tensor.path}", {p.shape(order)}, "{tensor.dtype}", values)'
-            out[tensor.path] = p.let(code, order, dims, tensor.dtype, tensor.path)
+            out[tensor.path] = p.let(code, order, dims, tensor.dtype, _short(tensor.path))
             p.lines[-1] = p.lines[-1].replace(" = ", f' = parameters["{tensor.path}"] = ', 1)
         else:
             sizes = [d.size for d in order]
@@ -126,9 +136,14 @@ def _leaves(p: Program, graph: Graph) -> dict[str, Value]:
             if tuple(sizes) != tensor.shape:
                 given = f"tf.reshape({given}, {sizes})"
             code = f"mtf.import_tf_tensor(mesh, {given}, shape={p.shape(order)})"
-            out[tensor.path] = p.let(code, order, dims, tensor.dtype, tensor.path)
+            out[tensor.path] = p.let(code, order, dims, tensor.dtype, _short(tensor.path))
         p.values[tensor.name] = out[tensor.path]
     return out
+
+
+def _short(path: str) -> str:
+    """The last two words of a name, for a variable of the program."""
+    return "_".join(re.split(r"[/.]", path)[-2:])
 
 
 def _checked(p: Program, leaves: Mapping[str, Value]) -> Layout:
@@ -206,7 +221,8 @@ def _text(plan: Plan, p: Program, leaves: Mapping[str, Value], loss: Value, foun
         model=plan.model.replace("\\", "/").replace('"', "'"), devices=plan.devices, version=pase.__version__,
         cost=plan.cost, unit=plan.unit, mesh_shape=found.mesh_shape, layout_rules=found.layout_rules,
         parameters=table(plan.parameters), inputs=table(plan.inputs), dims="\n".join(dims), body=body, loss=loss.code,
-        constants=_constants(p.constants), imports="import base64\nimport io\n\nimport numpy as np\n\n" if p.constants else "",
+        constants=_constants(p.constants),
+        imports="import base64\nimport io\n\nimport numpy as np\n\n" if p.constants else "",
     )  # fmt: skip
 
 
@@ -223,6 +239,3 @@ def _constants(arrays: Mapping[str, np.ndarray]) -> str:
 
 def _plain(a: np.ndarray) -> np.ndarray:
     return a.astype(np.float32) if a.dtype.name == "bfloat16" else a
-
-
-Emit = Callable[..., str]

@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # It asks the tables what a layout is, and runs bucket plans; it prices nothing.
     "pase.backends": {
         "pase.ir",
+        "pase.ops",
         "pase.machine",
         "pase.plan",
         "pase.frontends",
