@@ -291,7 +291,12 @@ def test_messages_do_not_wait_for_each_other_in_a_circle() -> None:
 
     for kinds in (("permute", "permute"), ("permute", "all_gather")):
         one, other = kinds
-        tensors = (tensor("w1", one, ()), tensor("w2", other, (0,)), tensor("v1", other, ()), tensor("v2", one, (2,)))
+        tensors = (
+            tensor("w1", one, ()),
+            tensor("w2", other, (0,)),
+            tensor("v1", other, ()),
+            tensor("v2", one, (2,)),
+        )
         p = Problem(name="circle", blocks=blocks, tensors=tensors, links=(net,))
         for name in ("ddp", "horovod", "ours", "fifo", "tac"):
             e = evaluate(p, get_policy(name).make(p, Options()))

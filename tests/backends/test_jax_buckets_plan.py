@@ -1,0 +1,138 @@
+"""A Plan trained by its bucket plan: the numbers are the plain step's, the collectives the plan's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+
+from pase.backends.to_jax_buckets import step_from_plan  # noqa: E402
+from pase.backends.to_jax_buckets_plan import data_axes_of  # noqa: E402
+from pase.errors import PaseError  # noqa: E402
+from pase.plan.types import Plan  # noqa: E402
+from tests.backends.plans import Case, case_of, reduced  # noqa: E402
+
+
+def by_hand(case: Case, optimizer: Any, steps: int) -> tuple[Any, list[float]]:
+    params = case.model.init(0)[0]
+    state, losses = optimizer.init(params), []
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(case.model.loss_fn)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for i in range(steps):
+        params, state, loss = step(params, state, case.model.init(i)[1])
+        losses.append(float(loss))
+    return params, losses
+
+
+def test_sequence_parallel_megatron_with_sharded_storage() -> None:
+    """GPT-2 on 4 data x 2 model, activations split by sequence over `model`, some parameters stored over `data`: the
+    plan's constraints hold inside of each data shard, its buckets outside.
+    """
+    case = reduced("gpt2")
+    plan = case.plan("megatron_sp_fsdp_4x2")
+    assert plan is not None and data_axes_of(plan) == ("data",)
+    kinds = {t.kind for t in plan.bucket_problem.tensors if t.axes.startswith("data/")}  # type: ignore[union-attr]
+    assert {"reduce_scatter", "all_gather"} <= kinds
+    optimizer = optax.adam(1e-2, eps=1e-3)
+    runner = step_from_plan(plan, case.model.loss_fn, optimizer)
+    params = case.model.init(0)[0]
+    # One bias is stored split over data above model, where no gather leads to what is used: XLA permutes it.
+    assert set(runner.left_to_xla(params)) <= {"blocks.ff.b1"}
+    state, loss = runner.step(runner.init(params), case.model.init(0)[1])
+    got, _ = runner.finish(state)
+    expected, plain = by_hand(case, optimizer, 1)
+    np.testing.assert_allclose(float(loss), plain[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, expected)
+    # Between steps a parameter lies as the plan stores it.
+    stored = {path: t.state or t.storage for path, t in plan.parameters.items()}
+    for keys, x in jax.tree_util.tree_leaves_with_path(got):
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        split = [a for axes in stored[path] for a in axes]
+        assert (
+            x.addressable_shards[0].data.size * int(np.prod([plan.jax.mesh().shape[a] for a in split]))
+            == x.size
+        )
+
+
+def toy(batch: int = 16) -> tuple[Any, Any, tuple[Any, Any]]:
+    def loss_fn(params: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+    g = np.random.default_rng(0)
+    params = {
+        "a": jnp.asarray(g.normal(size=(32, 64)), "float32"),
+        "b": jnp.asarray(g.normal(size=(64, 8)), "float32"),
+    }
+    data = (
+        jnp.asarray(g.normal(size=(batch, 32)), "float32"),
+        jnp.asarray(g.normal(size=(batch, 8)), "float32"),
+    )
+    return loss_fn, params, data
+
+
+def planned(strategy: str, batch: int = 16) -> tuple[Any, Any, tuple[Any, Any], Plan]:
+    loss_fn, params, data = toy(batch)
+    plan = case_of(loss_fn, params, *data).plan(strategy)
+    assert plan is not None
+    return loss_fn, params, data, plan
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_zero_3_moves_what_the_plan_says(reduction: Any) -> None:
+    """FSDP: reduce-scatters and all-gathers, as many as the plan has messages, and no all-reduce but the loss's."""
+    loss_fn, params, data, plan = planned("fsdp")
+    assert all(any(t.state or t.storage) for t in plan.parameters.values())
+    scaled = loss_fn if reduction == "mean" else (lambda p, x, y: loss_fn(p, x, y) * x.shape[0])
+    optimizer = optax.sgd(0.1 if reduction == "mean" else 0.1 / 16)
+    runner = step_from_plan(plan, scaled, optimizer, reduction=reduction)
+    assert runner.left_to_xla(params) == ()
+    state = runner.init(params)
+    for _ in range(2):
+        state, loss = runner.step(state, *data)
+    got, _ = runner.finish(state)
+    state_, p = optimizer.init(params), params
+    for _ in range(2):
+        plain, grads = jax.value_and_grad(scaled)(p, *data)
+        updates, state_ = optimizer.update(grads, state_, p)
+        p = optax.apply_updates(p, updates)
+    np.testing.assert_allclose(float(loss), float(plain), rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, p)
+    alone = replace(runner, overlap=False)
+    fn, _ = alone.program(0)
+    start = alone.init(params)
+    text = fn.lower(start.params, start.opt_state, (), *data).compile().as_text()
+    moves = alone.moves(params)
+    count = {
+        kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in ("all-gather", "reduce-scatter")
+    }
+    assert count["all-gather"] == len(moves.messages(gradient=False)) > 0
+    assert count["reduce-scatter"] == len(moves.messages(gradient=True)) > 0
+
+
+def test_what_has_no_data_axis_is_said() -> None:
+    loss_fn, _, _, plan = planned("data_parallel")
+    assert data_axes_of(plan) == ("data",)
+    crossing = replace(plan.collectives[0], source="x", node="dot", tensor="t9", nbytes=4096)
+    crossed = replace(plan, collectives=(*plan.collectives, crossing))
+    with pytest.raises(
+        PaseError, match="over 'data' node 'dot' needs all_reduce of t9, which is no parameter"
+    ):
+        data_axes_of(crossed)
+    whole = {k: replace(t, storage=((), ())) for k, t in plan.inputs.items()}
+    with pytest.raises(PaseError, match="'data' splits no input"):
+        data_axes_of(replace(plan, inputs=whole))
+    still = replace(plan, collectives=())
+    with pytest.raises(PaseError, match="moves no parameter"):
+        step_from_plan(still, loss_fn, optax.sgd(0.1))
