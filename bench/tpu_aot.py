@@ -6,6 +6,7 @@ libtpu changes how JAX starts, so this bench has an environment of its own:
     /tmp/tpu/bin/python bench/tpu_aot.py                # every row that is not there yet, 20 to 120 s each
     /tmp/tpu/bin/python bench/tpu_aot.py gpt2           # the rows of these models
     /tmp/tpu/bin/python bench/tpu_aot.py --again gpt2   # these anew
+    /tmp/tpu/bin/python bench/tpu_aot.py --only=ours,FSDP
     .venv/bin/python bench/tpu_aot.py --render          # docs/tpu-witness.md's tables from the results alone
 
 Writes bench/results/tpu_aot.json: one row per (model, strategy, digest of what was compiled). Nothing is run: cycles
@@ -32,9 +33,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "tpu_aot.json"
 PAGE = ROOT / "docs" / "tpu-witness.md"
 MACHINE = "tpu_v5e"
-CLOCK_HZ = 1.5e9
-"""197 TFLOP/s over 4 units of 128 x 128 multiply-adds (Cloud TPU v5e documentation): 1.5 GHz."""
-
 MODELS = {
     "gpt2": ("gpt2?vocab=50304", "v5e:4x8", 32),
     "gpt_1_3b": ("gpt_1_3b?vocab=50304&seq=1024", "v5e:8x8", 64),
@@ -74,18 +72,21 @@ def main(arguments: list[str]) -> None:
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         sys.path.insert(0, str(ROOT))
         names = [a for a in arguments if not a.startswith("-")] or list(MODELS)
+        only = [a.removeprefix("--only=").split(",") for a in arguments if a.startswith("--only=")]
         for name in names:
-            measure(name, again="--again" in arguments)
+            measure(name, again="--again" in arguments, only=only[0] if only else None)
     from bench.tpu_aot_page import tables
 
     head, _, _ = PAGE.read_text().partition("<!-- tables -->")
     PAGE.write_text(head + "<!-- tables -->\n\n" + tables(json.loads(RESULTS.read_text())))
 
 
-def measure(name: str, *, again: bool) -> None:
+def measure(name: str, *, again: bool, only: list[str] | None) -> None:
     zoo_name, topology, devices = MODELS[name]
     mesh_devices = _topology(topology)
     for strategy, facts, lower in strategies(zoo_name, devices, mesh_devices):
+        if only is not None and strategy not in only:
+            continue
         lowered = lower()
         digest = _digest(lowered)
         result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
