@@ -114,6 +114,8 @@ def _trace(m: Model, unknown: Unknown) -> Traced:
         if o.name not in low.env:
             raise PaseError(f"{m.name}: output '{o.name}' is made by no node")
         for v in low.env[o.name].items or (low.env[o.name],):
+            if v.tensor is None and v.make is not None and v.note and v.note[0] != "initializer":
+                v.tensor = v.make()
             if v.tensor is not None and v.tensor.role == "activation":
                 outs.append(v.tensor)
     if not outs:

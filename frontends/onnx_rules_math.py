@@ -31,6 +31,9 @@ def matmul(c: Call, x: Value, y: Value, dtype: str | None = None) -> Value:
     if math.prod(full) == 0 or a.elements == 0:
         return nothing(out, dtype or x.dtype)
     # Dims of one element and missing ones are dropped: what is left is batch (in both) or free (in one).
+    if len(y.shape) == 2 and len(x.shape) == 2 and (whole := c.unmerged(x)) is not x:
+        made = matmul(c, whole, y, dtype)
+        return c.rename(made, out)
     batch_a: list[int] = []
     batch_b: list[int] = []
     only_a: list[int] = []
@@ -95,15 +98,19 @@ def _gemm(c: Call) -> Value:
     ka, kb = (0 if c.integer("transA") else 1), (1 if c.integer("transB") else 0)
     if x.shape[ka] != y.shape[kb]:
         raise c.fail(f"{list(x.shape)} times {list(y.shape)}: {x.shape[ka]} columns meet {y.shape[kb]} rows")
-    out = c.value(nests.contract(c.b, c.tensor(x), c.tensor(y), ([ka], [kb])))
+    bias = c.opt(2) if c.real("beta", 1.0) != 0.0 else None
+    shape = c.shape((x.shape[1 - ka], y.shape[1 - kb]))
+    if bias is not None and c.broadcast(shape, bias.shape) != shape:
+        raise c.fail(f"a bias of shape {list(bias.shape)} on a product of shape {list(shape)}")
+    if ka == 1 and (bias is None or math.prod(bias.shape[:-1]) == 1):
+        x = c.unmerged(x)
+    out = c.value(nests.contract(c.b, c.tensor(x), c.tensor(y), ([len(x.shape) - 1 if ka else 0], [kb])))
     if c.real("alpha", 1.0) != 1.0:
         out = c.map([out], name="mul")
-    bias = c.opt(2)
-    if bias is None or c.real("beta", 1.0) == 0.0:
-        return out
-    if c.broadcast(out.shape, bias.shape) != out.shape:
-        raise c.fail(f"a bias of shape {list(bias.shape)} on a product of shape {list(out.shape)}")
-    return c.map([out, bias], name="add", flops=1.0 if c.real("beta", 1.0) == 1.0 else 2.0)
+    if bias is not None:
+        bias = c.rename(bias, bias.shape[-1:]) if math.prod(bias.shape[:-1]) == 1 else bias
+        out = c.map([out, bias], name="add", flops=1.0 if c.real("beta", 1.0) == 1.0 else 2.0)
+    return c.rename(out, shape)
 
 
 @lowers("Einsum")

@@ -75,6 +75,10 @@ def _part(
         return nothing(shape, x.dtype)
 
     def make() -> Tensor:
+        if note:  # one of several equal parts (a fused projection's queries, a recurrent layer's gate)
+            axis, start = int(note[0]), int(note[1])  # type: ignore[call-overload]
+            if x.shape[axis] % shape[axis] == 0 and start % shape[axis] == 0 and shape[axis] > 1:
+                return nests.part(c.b, name, c.tensor(x), axis, x.shape[axis] // shape[axis])
         return nests.restrict(c.b, name, [c.tensor(x)], shape, kept)
 
     if x.note[:1] == ("initializer",) and note:

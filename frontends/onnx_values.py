@@ -299,17 +299,28 @@ class Call:
         return self.value(out)
 
     def rename(self, v: Value, shape: Sequence[int]) -> Value:
-        """A reshape; none where the shape is the same."""
+        """A reshape, made when it is read; of a reshape, of what that was made of; none where the shape is the same."""
         new = self.shape(shape)
         if math.prod(new) != v.elements:
             raise self.fail(f"{list(v.shape)} cannot become {list(new)}: another number of elements")
-        if new == v.shape:
-            return v
+        base: Value = v.note[1] if v.note[:1] == ("view",) else v
+        if new == v.shape or new == base.shape:
+            return v if new == v.shape else base
         if v.known is not None:
             return known(v.known.reshape(new), v.dtype)
         if v.elements == 0 or (v.tensor is None and v.make is None):
             return Value(shape=new, dtype=v.dtype)
-        return self.value(nests.reshape(self.b, self.tensor(v), new))
+        return self.later(new, v.dtype, lambda: nests.reshape(self.b, self.tensor(base), new), ("view", base))
+
+    def unmerged(self, v: Value) -> Value:
+        """[b s d] where v is the [(b s) d] made of it: a product over d may then be split as b and s are."""
+        if len(v.shape) != 2 or v.note[:1] != ("view",):
+            return v
+        base: Value = v.note[1]
+        for i in range(2, len(base.shape)):
+            if math.prod(base.shape[:i]) == v.shape[0]:
+                return self.rename(base, (*base.shape[:i], v.shape[1]))
+        return v
 
     def permute(self, v: Value, order: Sequence[int]) -> Value:
         if list(order) == list(range(len(v.shape))):

@@ -23,6 +23,7 @@ __all__ = [
     "generate",
     "grouped_product",
     "opaque",
+    "part",
     "reduce",
     "reshape",
     "restrict",
@@ -301,6 +302,18 @@ def restrict(
     return b.nest(
         name, "view", reads, [Write(tuple(shape), inputs[0].dtype, m)], dims, flops=1.0, over=m.dims
     )[0]
+
+
+def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int) -> Tensor:
+    """One of ``parts`` equal parts of a dim. Shards of a part suffice where x is split within each part alike."""
+    size = quotient(x.shape[axis], parts)
+    assert size is not None
+    shape = tuple(size if i == axis else s for i, s in enumerate(x.shape))
+    write = _map(shape)
+    walks = [Walk(("p", *w.dims)) if i == axis else w for i, w in enumerate(write.walks)]
+    dims = _parallel(shape) | {"p": (parts, "replicated")}
+    read = Read(x, AccessMap(tuple(walks)))
+    return b.nest(name, "view", [read], [Write(shape, x.dtype, write)], dims, flops=1.0, over=write.dims)[0]
 
 
 def concat(b: GraphBuilder, inputs: Sequence[Tensor], axis: int) -> Tensor:
