@@ -16,7 +16,8 @@ __all__ = ["Outcome", "Settings", "again", "measure", "session", "spread"]
 
 _AGAIN_AT_ONCE = 60
 
-_SLOWER_THAN_BUDGET = 1 / 30
+_SLOWER_THAN_BUDGET, _SLOWER_AT_ALL = 1 / 30, 1 / 6
+_BEYOND_STARTUP = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +88,22 @@ class _Forecast:
     """Seconds that a task will take at least, from the best rate of smaller ones of its family."""
 
     def __init__(self) -> None:
-        self.seen: dict[tuple[str, str, tuple[int, ...]], list[float]] = {}
+        self.seen: dict[tuple[str, str, tuple[int, ...]], list[tuple[float, float]]] = {}
 
     def saw(self, task: Task, seconds: float) -> None:
-        self.seen.setdefault(task.family, []).append(seconds / task.work)
+        self.seen.setdefault(task.family, []).append((task.work, seconds))
 
-    def of(self, task: Task) -> float:
-        """0 for the first two of a family: a curve needs two points, however slow."""
-        rates = self.seen.get(task.family, [])
-        return min(rates) * task.work if len(rates) > 1 else 0.0
+    def too_slow(self, task: Task, settings: Settings) -> bool:
+        """A curve needs two points, however slow; and one at which bytes tell, not the startup alone, since beyond
+        its last point it goes on at that point's rate: for that one a task may take longer."""
+        known = self.seen.get(task.family, [])
+        if len(known) < 2:
+            return False
+        seconds = [s for _, s in known]
+        tells = max(seconds) > _BEYOND_STARTUP * min(seconds)
+        share = _SLOWER_THAN_BUDGET if tells else _SLOWER_AT_ALL
+        one = min(s / w for w, s in known) * task.work
+        return one * (2 + settings.repeats[0]) > max(settings.budget_s * share, 0.1)
 
 
 def session(
@@ -119,12 +127,11 @@ def session(
         # "dispatch" is small and jumpy by nature; only the op's own time is held to the limit.
         usable = known is not None and (known.spread <= settings.max_spread or task.op == "dispatch")
         spent = bench.now() - began
-        runs = 2 + settings.repeats[0]
         if usable:
             choice = 0.0
         elif spent > settings.budget_s and task.rank > 0:
             choice = 1.0
-        elif forecast.of(task) * runs > max(settings.budget_s * _SLOWER_THAN_BUDGET, 0.1):
+        elif forecast.too_slow(task, settings):
             choice = 2.0
         else:
             choice = 3.0

@@ -1,0 +1,96 @@
+"""The network laboratory.
+
+    sudo .venv/bin/python -m bench.netlab quick        # a few minutes: every part once, small
+    sudo .venv/bin/python -m bench.netlab full         # under an hour
+    sudo .venv/bin/python -m bench.netlab strategies   # one part, in full; also: buckets, replay
+    sudo .venv/bin/python -m bench.netlab clean        # what a killed run left behind
+
+Writes bench/results/netlab_<part>.json (quick: netlab_quick.json). Without root or iproute2 it says so and does
+nothing. What was calibrated is kept in --folder and taken up; --fresh calibrates anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.netlab import strategies
+from bench.netlab.launch import ROOT
+from bench.netlab.models import SIZES
+from bench.netlab.net import LabError, clean, interruptible, unavailable
+
+RESULTS = ROOT / "bench" / "results"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("quick", "full", "strategies", "buckets", "replay", "clean"))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "paselab")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier calibrations")
+    parser.add_argument("--models", help="strategies: of these alone, comma-separated")
+    parser.add_argument("--calibrate-s", type=float, default=75.0, help="seconds for each network")
+    args = parser.parse_args()
+    reason = unavailable()
+    if reason:
+        print(f"netlab skipped: {reason}")
+        return 0
+    if args.part == "clean":
+        print(f"removed: {', '.join(clean()) or 'nothing was left'}")
+        return 0
+    if args.fresh:
+        shutil.rmtree(args.folder, ignore_errors=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with interruptible():
+            run(args)
+    except LabError as e:
+        print(f"netlab: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; everything was taken down", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.part == "quick":
+        began = time.time()
+        rows = strategies.measure(strategies.QUICK[0], ("mlp", "gpt2"), 1, args.folder, 20.0)
+        write("quick", {"strategies": {"summary": strategies.summary(rows), "rows": rows}}, began)
+        return
+    if args.part in ("full", "strategies"):
+        models = args.models.split(",") if args.models else list(SIZES)
+        began, rows = time.time(), []
+        for topology in strategies.FULL:
+            rows += strategies.measure(topology, models, 2, args.folder, args.calibrate_s)
+            write("strategies", {"summary": strategies.summary(rows), "rows": rows}, began)
+
+
+def write(part: str, result: dict[str, Any], began: float) -> None:
+    """bench/results/netlab_<part>.json, with where, when and how."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    about = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
+        "command": "python -m bench.netlab " + " ".join(sys.argv[1:]),
+        "seconds": round(time.time() - began, 1),
+        "load_average": os.getloadavg(),
+    }
+    file = RESULTS / f"netlab_{part}.json"
+    file.write_text(json.dumps(about | result, indent=1) + "\n")
+    print(f"{file}: {json.dumps(result.get('summary', ''))}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
