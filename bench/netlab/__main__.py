@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.netlab import strategies
+from bench.netlab import buckets, strategies
 from bench.netlab.launch import ROOT
 from bench.netlab.models import SIZES
 from bench.netlab.net import LabError, clean, interruptible, unavailable
@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="forget earlier calibrations")
     parser.add_argument("--models", help="strategies: of these alone, comma-separated")
     parser.add_argument("--calibrate-s", type=float, default=75.0, help="seconds for each network")
+    parser.add_argument("--iterations", type=int, default=24, help="buckets: of each policy")
     args = parser.parse_args()
     reason = unavailable()
     if reason:
@@ -67,7 +68,12 @@ def run(args: argparse.Namespace) -> None:
     if args.part == "quick":
         began = time.time()
         rows = strategies.measure(strategies.QUICK[0], ("mlp", "gpt2"), 1, args.folder, 20.0)
-        write("quick", {"strategies": {"summary": strategies.summary(rows), "rows": rows}}, began)
+        result = {"strategies": {"summary": strategies.summary(rows), "rows": rows}}
+        write("quick", result, began)
+        result["buckets"] = buckets.measure(
+            args.folder, rates=(1.0,), policies=("fifo", "ddp", "deft", "ours"), iterations=8
+        )
+        write("quick", result, began)
         return
     if args.part in ("full", "strategies"):
         models = args.models.split(",") if args.models else list(SIZES)
@@ -75,6 +81,12 @@ def run(args: argparse.Namespace) -> None:
         for topology in strategies.FULL:
             rows += strategies.measure(topology, models, 2, args.folder, args.calibrate_s)
             write("strategies", {"summary": strategies.summary(rows), "rows": rows}, began)
+    if args.part in ("full", "buckets"):
+        began = time.time()
+        found = buckets.measure(
+            args.folder, rates=buckets.RATES, policies=buckets.POLICIES, iterations=args.iterations
+        )
+        write("buckets", found, began)
 
 
 def write(part: str, result: dict[str, Any], began: float) -> None:

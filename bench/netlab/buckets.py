@@ -1,0 +1,273 @@
+"""Bucket plans on a network: the same training step under every policy, predicted by the evaluator and measured.
+
+The model is like VGG: layers that compute much and hold little, then layers that hold nearly everything. The links are
+set so that its gradients take 0.5, 1 and 2 times as long as its compute (the coverage rate); each policy then plans
+for the cost curve that is measured on that network, and the JAX runner executes the plan.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.netlab.jobs import results_of
+from bench.netlab.net import Network, Topology
+
+__all__ = ["POLICIES", "RATES", "measure", "run_cells"]
+
+RATES = (0.5, 1.0, 2.0)
+POLICIES = ("fifo", "priority", "ddp", "mg_wfbp", "bytescheduler", "us_byte", "tac", "deft", "ours")
+HOSTS = 2
+WIDTH, ROWS, DEPTH = 256, 2048, 6
+TAIL = ((256, 1024), (1024, 1024), (1024, 256))
+STALENESS = 3
+# DDP's 1 and 25 MiB are made for models a hundred times as large; these are as large a part of this one.
+DDP_FIRST, DDP_CAP = 1 << 16, 1 << 19
+SIZES = tuple(1 << k for k in (10, 13, 15, 17, 18, 19, 20, 21, 22, 23))
+
+
+def parameters(seed: int) -> dict[str, Any]:
+    """Names in the order of use: a00 … are the computing layers, b0 … the holding ones."""
+    random = np.random.default_rng(seed)
+    front = {f"a{i:02}": (WIDTH, WIDTH) for i in range(DEPTH)}
+    tail = {f"b{i}": shape for i, shape in enumerate(TAIL)}
+    return {
+        k: (random.normal(size=s) / np.sqrt(s[0])).astype(np.float32)
+        for k, s in sorted((front | tail).items())
+    }
+
+
+def loss_fn(params: Any, x: Any, y: Any) -> Any:
+    """x [batch, rows, width]: the computing layers see every row, the holding ones one a sample."""
+    import jax.numpy as jnp
+
+    for i in range(DEPTH):
+        x = x + 0.5 * jnp.tanh(x @ params[f"a{i:02}"])
+    h = x.mean(axis=1)
+    for i in range(len(TAIL)):
+        h = jnp.tanh(h @ params[f"b{i}"]) if i + 1 < len(TAIL) else h @ params[f"b{i}"]
+    return jnp.mean((h - y) ** 2)
+
+
+def batches(mesh: Any, count: int, samples: int) -> list[tuple[Any, Any]]:
+    """Global batches, the targets made by other weights of the same kind."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    random, teacher = np.random.default_rng(1), np.random.default_rng(2).normal(size=(WIDTH, TAIL[-1][1]))
+    out = []
+    for _ in range(count):
+        means = random.normal(size=(samples, 1, WIDTH))
+        x = (means + 0.3 * random.normal(size=(samples, ROWS // samples * HOSTS, WIDTH))).astype(np.float32)
+        y = np.tanh(means[:, 0] @ teacher / np.sqrt(WIDTH)).astype(np.float32)
+        out.append(
+            tuple(jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i]) for a in (x, y))
+        )
+    return out
+
+
+def problem_for(params: Any, compute_s: float, nbytes: list[float], seconds: list[float]) -> Any:
+    """Blocks by FLOPs, a third of them forward; one link with the measured curve."""
+    from pase.schedule import Curve
+    from pase.schedule.pipedream import Layer, problem_from_layers
+    from pase.schedule.types import Link
+
+    rows = {k: ROWS if k.startswith("a") else ROWS // 128 for k in params}
+    work = {k: float(p.size * rows[k]) for k, p in params.items()}
+    total = sum(work.values())
+    layers = [
+        Layer(
+            name=k,
+            forward_s=compute_s / 3 * work[k] / total,
+            backward_s=compute_s * 2 / 3 * work[k] / total,
+            parameters=((k, p.size * 4),),
+        )
+        for k, p in params.items()
+    ]
+    link = Link(name="network", curve=Curve.table(nbytes, seconds))
+    return problem_from_layers(layers, (link,), name="tower")
+
+
+def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+    """On every host: compute alone, the network's curve, then each policy's plan."""
+    import jax
+    import optax
+    from jax.sharding import Mesh
+
+    from pase.backends.to_jax_buckets import BucketRunner
+    from pase.calibrate import Settings, Task
+    from pase.calibrate.device import Devices
+    from pase.calibrate.here import find
+    from pase.calibrate.session import measure as timed
+    from pase.schedule import Options
+    from pase.schedule.compare import compare_policies
+
+    bench = Devices(find())
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    data = batches(mesh, 8, 16)
+    params = parameters(0)
+    optimizer = optax.sgd(job["learning_rate"])
+
+    def agreed(seconds: list[float]) -> float:
+        return max(v[0] for v in bench.share([statistics.median(seconds)]))
+
+    for cell in job["cells"]:
+        key = cell["key"]
+        say({"key": key, "begun": time.time()})
+        if cell["what"] == "compute":
+            say({"key": key, "compute_s": agreed(_compute(mesh, params, optimizer, data, cell["repeats"]))})
+            continue
+        curve = [
+            timed(Task(op="all_reduce", nbytes=n, ways=(HOSTS,)), bench, Settings(program_s=0.005))
+            for n in SIZES
+        ]
+        seconds = [float(s) for s in np.maximum.accumulate([s.seconds for s in curve])]
+        problem = problem_for(params, job["compute_s"], list(map(float, SIZES)), seconds)
+        common = {"ddp_first_bytes": DDP_FIRST, "ddp_cap_bytes": DDP_CAP, "mode": "fast"}
+        plans = [
+            (o, o.policy)
+            for o in compare_policies(problem, list(job["policies"]), Options(staleness=STALENESS, **common))
+            if o.plan is not None
+        ]
+        # Ours twice: within the staleness that DeFT has, and with none.
+        names = [p for p in job["policies"] if p != "deft"]
+        plans += [
+            (o, "ours, no staleness")
+            for o in compare_policies(problem, names, Options(**common))
+            if o.policy == "ours" and o.plan is not None
+        ]
+        for number, (outcome, name) in enumerate(plans):
+            runner = BucketRunner(
+                loss_fn=loss_fn,
+                problem=problem,
+                plan=outcome.plan,
+                optimizer=optimizer,
+                mesh=mesh,
+                data_axes=("data",),
+            )
+            row = _iterations(runner, params, data, cell["iterations"])
+            row["measured_s"] = agreed(row.pop("steps_s"))
+            e = outcome.evaluation
+            say(
+                {
+                    "key": f"{key} {name}" if number + 1 < len(plans) else key,
+                    "cell": key,
+                    "policy": name,
+                    "predicted_s": e.iteration_s,
+                    "staleness": e.staleness,
+                    "updates_per_iteration": e.updates_per_iteration,
+                    "messages": e.messages,
+                    "all_reduce_s": dict(zip(map(str, SIZES), seconds, strict=True)),
+                    **row,
+                }
+            )
+
+
+def _compute(mesh: Any, params: Any, optimizer: Any, data: list[Any], repeats: int) -> list[float]:
+    """Seconds of the step without its messages: each host its own gradients and its own update."""
+    import jax
+    import optax
+    from jax.sharding import PartitionSpec as P
+
+    def local(params: Any, x: Any, y: Any) -> Any:
+        grads = jax.grad(loss_fn)(params, x, y)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return jax.tree.map(lambda p: p[None], optax.apply_updates(params, updates))
+
+    step = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P("data"), check_vma=False
+        )
+    )
+    times = []
+    for i in range(repeats + 2):
+        began = time.perf_counter()
+        jax.block_until_ready(step(params, *data[i % len(data)]))
+        times.append(time.perf_counter() - began)
+    return times[2:]
+
+
+def _iterations(runner: Any, params: Any, data: list[Any], iterations: int) -> dict[str, Any]:
+    """Per-iteration seconds once all of the plan's programs are compiled, and the losses from the start.
+
+    A delayed plan's iterations differ: whole periods are averaged.
+    """
+    import jax
+
+    period = runner.plan.period
+    # Until the programs repeat: the first period opens generations, the second meets them, the third is steady.
+    warm = 3 * period
+    whole = max(2, -(-iterations // period)) * period
+    state = runner.init(jax.tree.map(jax.numpy.asarray, params))
+    losses, times = [], []
+    for i in range(warm + whole):
+        began = time.perf_counter()
+        state, loss = runner.step(state, *data[i % len(data)])
+        jax.block_until_ready((state.params, [(acc, bufs) for _, acc, bufs in state.generations], loss))
+        if i >= warm:
+            times.append(time.perf_counter() - began)
+        losses.append(float(loss))
+    by_period = [statistics.fmean(times[i : i + period]) for i in range(0, whole, period)]
+    low, middle, high = np.percentile(by_period, [25, 50, 75])
+    return {"steps_s": by_period, "spread": float((high - low) / middle), "losses": losses, "period": period}
+
+
+def measure(
+    folder: Path, *, rates: tuple[float, ...], policies: tuple[str, ...], iterations: int
+) -> dict[str, Any]:
+    """Rows by coverage rate and policy."""
+    rows: list[dict[str, Any]] = []
+    nbytes = sum(p.nbytes for p in parameters(0).values())
+    common = {"kind": "buckets", "policies": policies, "learning_rate": 0.05}
+    with Network(Topology(racks=(HOSTS,), host_mbit=0.0)) as network:
+        cells = [{"key": "compute", "what": "compute", "repeats": 15}]
+        compute = results_of(network, folder, "compute", cells, **common)["compute"]["compute_s"]
+        for rate in rates:
+            # Two hosts: each sends and receives the gradients once.
+            mbit = round(nbytes * 8e-6 / (rate * compute))
+            network.limit(mbit)
+            key = f"coverage {rate:g}"
+            cells = [{"key": key, "what": "policies", "iterations": iterations}]
+            found = results_of(
+                network, folder, f"buckets_{rate:g}", cells, timeout_s=600.0, compute_s=compute, **common
+            )
+            rows += [
+                {**row, "coverage": rate, "mbit": mbit, "exposed_s": row["measured_s"] - compute}
+                for row in found.values()
+                if "measured_s" in row
+            ]
+            rows += [{"coverage": rate, **r} for r in found.values() if "failed" in r]
+    return {
+        "compute_s": compute,
+        "gradient_bytes": nbytes,
+        "hosts": HOSTS,
+        "summary": _summary(rows),
+        "rows": rows,
+    }
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    from scipy.stats import kendalltau
+
+    out: dict[str, Any] = {}
+    for rate in sorted({r["coverage"] for r in rows}):
+        mine = [r for r in rows if r["coverage"] == rate and "measured_s" in r]
+        if len(mine) < 2:
+            continue
+        plain = [r for r in mine if not r["staleness"]]
+        ddp = next((r["measured_s"] for r in mine if r["policy"] == "ddp"), None)
+        errors = sorted(abs(r["predicted_s"] / r["measured_s"] - 1) for r in mine)
+        t = kendalltau([r["predicted_s"] for r in mine], [r["measured_s"] for r in mine]).statistic
+        out[f"{rate:g}"] = {
+            "kendall_tau": float(t),
+            "median_error": statistics.median(errors),
+            "fastest_without_staleness": min(plain, key=lambda r: r["measured_s"])["policy"],
+            "over_ddp": {r["policy"]: ddp / r["measured_s"] for r in mine} if ddp else None,
+        }
+    return out
