@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from pase.ir import Access, Graph, Op
     from pase.plan.itemize import Collective
 
-__all__ = ["Row", "Step", "compare", "sharded_step", "total_error", "unsharded_step", "worst_difference"]
+__all__ = [
+    "Row",
+    "Step",
+    "compare",
+    "graph_of",
+    "sharded_step",
+    "total_error",
+    "unsharded_step",
+    "worst_difference",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +92,7 @@ class _Sums:
 
     @classmethod
     def of(cls, plan: Plan) -> _Sums:
-        graph = _graph(plan)
+        graph = graph_of(plan)
         readers: dict[str, list[str]] = {}
         for e in graph.edges:
             if graph.node[e.src].kind == "copy":
@@ -118,7 +127,7 @@ class _Sums:
         return sum(bool(set(c.axes) & set(split.get(d, ()))) for d in op.dims if d not in access.map.dims)
 
 
-def _graph(plan: Plan) -> Graph:
+def graph_of(plan: Plan) -> Graph:
     from pase.ir import named, simplify
 
     if plan.traced is None:

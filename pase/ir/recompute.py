@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pase.ir.types import Graph, Op
 
-__all__ = ["mark_recomputed"]
+__all__ = ["mark_recomputed", "needs"]
 
 _LINEAR = frozenset(
     (
@@ -31,7 +31,7 @@ _LINEAR = frozenset(
 )
 
 
-def _needs(op: Op, constant: frozenset[str]) -> tuple[str, ...]:
+def needs(op: Op, constant: frozenset[str]) -> tuple[str, ...]:
     """Inputs whose values the op's own derivative needs."""
     data = tuple(a.tensor for a in op.reads if a.tensor not in constant)
     if not op.differentiable or op.name in _LINEAR or op.kind in ("view", "copy", "carry", "output"):
@@ -55,7 +55,7 @@ def mark_recomputed(graph: Graph) -> Graph:
     for op in ops:
         here = _region(op)
         if any(graph.tensors[a.tensor].needs_grad for a in op.writes):
-            needed[here].update(_needs(op, constant))
+            needed[here].update(needs(op, constant))
     again: set[int] = set()
     for op in reversed(ops):
         here = _region(op)

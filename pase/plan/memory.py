@@ -1,9 +1,11 @@
 """Memory per device under a strategy: one definition, for the plan's account and for a search under a limit.
 
 Parameters are kept in their storage layout, gradients and optimizer state so too or split further (ZeRO-2).
-Activations are the tensors between nodes that backward needs, each once, in the layout it was written in, times
-the loop turns that make it; inside a rematerialised region only what enters it is kept, and while a region is
-recomputed, one turn of its inner tensors. Buffers: the largest tensor in flight in a collective.
+Activations are what backward needs (``pase.plan.residuals``), each once, in the layout it was written in, times the
+loop turns that make it; inside a rematerialised region only what enters it is kept, and while a region is
+recomputed, one turn of its inner tensors. Weights that a product reads gathered or cast are activations too, until
+its backward, except in a rematerialised region, which gathers them again. Buffers: what one op reads and makes,
+with its gradients, at most.
 """
 
 from __future__ import annotations
@@ -17,13 +19,25 @@ import numpy as np
 from pase.ir import Graph, Node
 from pase.machine import Mesh
 from pase.plan.itemize import Collective
+from pase.plan.residuals import kept, region_of
 from pase.tables.derive import OPTIMIZERS
-from pase.tables.layouts import dim_index, number, shards, state_index
+from pase.tables.layouts import (
+    PARTIAL,
+    REPLICATED,
+    dim_index,
+    forward_states,
+    gradient_states,
+    number,
+    read_states,
+    shards,
+    state_index,
+    write_states,
+)
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
 
-__all__ = ["Held", "Memory", "held", "memory", "profile"]
+__all__ = ["Held", "Memory", "held", "in_flight", "memory", "profile"]
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations"]
 
@@ -57,6 +71,7 @@ class Held:
 
 def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Held]:
     """What the node keeps under each of its configs; cfg int8 [K, axes]."""
+    wanted = kept(graph)
     for op in n.ops:
         for a in op.writes:
             t = graph.tensors[a.tensor]
@@ -67,19 +82,66 @@ def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "a
                     mine = local / shards(cfg, state_index(n), mesh)
                     yield Held(kind="gradients", nbytes=mine)
                     yield Held(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize)
-            elif n.kind in ("parameter", "copy") or not graph.read_outside(n, a.tensor):
-                continue  # a cast or a copy can be made again, an inner value is fused
             elif t.role == "input":
                 yield Held(kind="activations", nbytes=local)
-            elif t.needs_grad and op.remat:
-                yield Held(kind="activations", nbytes=local, region=op.scope)
-            elif t.needs_grad:  # a carry is kept once for every turn of its loop
-                turns = (
-                    max(number(o.times, n.name) for o in n.ops)
-                    if n.kind == "carry"
-                    else number(op.times, n.name)
-                )
-                yield Held(kind="activations", nbytes=local * turns)
+            elif n.kind == "carry" and t.needs_grad:  # kept once for every turn of its loop
+                yield Held(kind="activations", nbytes=local * max(number(o.times, n.name) for o in n.ops))
+            elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
+                k = wanted[a.tensor]
+                turns = 1 if k.region is not None else number(k.times, t.name)
+                yield Held(kind="activations", nbytes=local * turns, region=k.region)
+    yield from _weights(graph, n, cfg, mesh)
+
+
+def _weights(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Held]:
+    """Parameters as this node reads them, kept for its backward; less what is the stored parameter itself."""
+    for op, a in n.reads:
+        source = graph.producer.get(a.tensor)
+        if source is None or source.kind != "parameter" or not op.differentiable or region_of(op) is not None:
+            continue
+        if n.kind == "copy" or op.kind in ("matmul", "conv"):
+            t = graph.tensors[a.tensor]
+            local = number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)
+            yield Held(kind="activations", nbytes=local * number(op.times, n.name))
+    if n.kind == "parameter":
+        a = n.ops[0].writes[0]
+        t = graph.tensors[a.tensor]
+        heavy = [
+            e for e in graph.edges
+            if e.tensor == a.tensor and region_of(e.op) is None and e.op.differentiable
+            and (e.op.kind in ("matmul", "conv") or graph.node[e.dst].kind == "copy")
+        ]  # fmt: skip
+        if heavy and t.needs_grad:
+            local = number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)
+            yield Held(kind="activations", nbytes=-local)
+
+
+def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
+    """Bytes of what the node reads and makes while it runs, and of the parameters that it reads, and of their
+    gradients, where these are laid out otherwise than they are kept."""
+    out, seen = 0.0, set()
+    if n.kind in ("parameter", "input", "output", "copy", "carry"):
+        return out
+    cfg = configs[n.name][None, :]
+    for op in n.ops:
+        for a in (*op.writes, *op.reads):
+            source = graph.producer.get(a.tensor)
+            inner = a.tensor in n.internal and not graph.read_outside(n, a.tensor)
+            if source is None or inner or a.tensor in seen or (a.sparse and source is not n):
+                continue
+            seen.add(a.tensor)
+            t = graph.tensors[a.tensor]
+            local = float(number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)[0])
+            if source.kind != "parameter":
+                out += local
+                continue
+            written = write_states(source, *source.write_of(t.name), t, configs[source.name][None, :], mesh)
+            read = read_states(n, op, a, t, cfg, mesh)
+            again = region_of(op) is not None  # else it counts as kept
+            moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
+            out += local * (again and (moved or source.ops[0].writes[0].tensor != t.name))
+            out += local * (t.needs_grad and bool((gradient_states(written) != read).any()))
+    return out
 
 
 def memory(
@@ -90,17 +152,18 @@ def memory(
     optimizer: str = "adam",
 ) -> Memory:
     """Predicted peak bytes on one device; configs: node name -> int8 [axes]."""
-    kept = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
+    sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
     regions: dict[tuple[str, ...], float] = {}
     for n in graph.nodes:
         for h in held(graph, n, configs[n.name][None, :], mesh, optimizer):
             if h.region is None:
-                kept[h.kind] += float(h.nbytes[0])
+                sums[h.kind] += float(h.nbytes[0])
             else:
                 regions[h.region] = regions.get(h.region, 0.0) + float(h.nbytes[0])
-    kept["activations"] += max(regions.values(), default=0.0)
-    buffers = max((c.nbytes for c in moved), default=0)
-    return Memory(buffers=buffers, **{k: round(v) for k, v in kept.items()})
+    sums["activations"] += max(regions.values(), default=0.0)
+    buffers = max((c.nbytes for c in moved), default=0.0)
+    buffers = max(buffers, *(in_flight(graph, n, configs, mesh) for n in graph.nodes))
+    return Memory(buffers=round(buffers), **{k: round(v) for k, v in sums.items()})
 
 
 def profile(

@@ -1,0 +1,80 @@
+"""Memory truth: peak bytes that plans predict beside what XLA's buffer assignment says of the compiled steps.
+
+.venv/bin/python bench/memory_truth.py             # every reduced zoo model, 8 host devices; minutes
+.venv/bin/python bench/memory_truth.py gpt2 mlp    # these models anew, the others' rows are kept
+
+Writes bench/results/memory_truth.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "memory_truth.json"
+STRATEGIES = (
+    "data_parallel",
+    "zero2",
+    "fsdp",
+    "megatron/megatron_2x4",
+    "megatron/megatron_sp_2x4",
+    "ours@8",
+    "ours@2x4",
+)
+
+
+def main(models: list[str]) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    sys.path.insert(0, str(ROOT))
+    import optax
+
+    from pase.backends.truth_memory import compare_memory
+    from tests.backends.plans import distinct_models, reduced
+
+    rows = json.loads(RESULTS.read_text())["rows"] if models and RESULTS.exists() else []
+    began = time.perf_counter()
+    for name in models or distinct_models():
+        rows = [r for r in rows if r["model"] != name]
+        for strategy in STRATEGIES:
+            plan = reduced(name).plan(strategy)
+            if plan is None:
+                continue
+            p = compare_memory(plan, plan.jax.lower_train_step(optax.adam(1e-3)).compile())
+            rows.append(
+                {
+                    "model": name, "strategy": strategy.split("/")[-1], "stored": p.stored,
+                    "stored_compiled": p.stored_compiled, "predicted": p.predicted, "on_cpu": p.on_cpu,
+                    "compiled": p.compiled, "error": round(p.error, 4),
+                }
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    errors = [abs(r["error"]) for r in rows]
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", "bench/memory_truth.py", *models]),
+        "seconds": round(time.perf_counter() - began),
+        "median_error": statistics.median(errors),
+        "median_error_without_cpu_habit": statistics.median(
+            abs(r["predicted"] - r["compiled"]) / r["compiled"] for r in rows
+        ),
+        "worst_error": max(errors),
+        "stored_exact": sum(abs(r["stored"] - r["stored_compiled"]) <= 64 for r in rows),
+        "rows": sorted(rows, key=lambda r: (r["model"], r["strategy"])),
+    }
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,115 @@
+"""What backward needs of what forward made: which tensors are kept, from where to where.
+
+The derivative of an op needs operands of products and of non-linear functions, or their results (exp, tanh, …).
+A compiler does not keep a value that it can make again within the reader's own fusion: cheap elementwise ops, casts
+and views of one large operand are followed back to that operand, and that is kept. Sums of two activations are
+kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pase.ir import Graph, Node, Op
+from pase.ir.recompute import needs
+from pase.ir.sizes import Size
+
+__all__ = ["Kept", "kept", "region_of"]
+
+_RESULT = frozenset({"exp", "exp2", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "erf_inv", "expm1"})
+"""Their derivative needs the result, and a compiler does not compute them twice for it."""
+_DEAR = _RESULT | {"log", "log1p", "div", "pow", "erf", "sin", "cos", "rng_bit_generator", "random_bits"}
+"""What a fusion does not repeat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A tensor that backward needs. region: of the rematerialised region that makes it again; None: kept from
+    forward on. times: how many of it there are (one per turn of a loop around it)."""
+
+    tensor: str
+    region: tuple[str, ...] | None
+    times: Size
+
+
+def region_of(op: Op) -> tuple[str, ...] | None:
+    """The innermost rematerialised region around the op, with all that is around it."""
+    for i in reversed(range(len(op.scope))):
+        if op.scope[i].startswith("remat"):
+            return op.scope[: i + 1]
+    return None
+
+
+def kept(graph: Graph) -> dict[str, Kept]:
+    """tensor -> Kept, of all that backward needs; found once per graph."""
+    if "_kept" not in graph.__dict__:
+        graph.__dict__["_kept"] = {k.tensor: k for k in _kept(graph)}
+    return graph.__dict__["_kept"]  # type: ignore[no-any-return]
+
+
+def _kept(graph: Graph) -> Iterator[Kept]:
+    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
+    maker = {a.tensor: (n, op) for n in graph.nodes for op in n.ops for a in op.writes}
+    seen: set[tuple[str, bool]] = set()
+    for n in graph.nodes:
+        for op in n.ops:
+            if not any(graph.tensors[a.tensor].needs_grad for a in op.writes):
+                continue
+            if op.name in _RESULT:
+                wanted: tuple[str, ...] = tuple(a.tensor for a in op.writes)
+            else:
+                wanted = needs(op, constant)
+            for t in wanted:
+                root = _root(graph, n, t, maker, constant)
+                if root is None:
+                    continue
+                made = maker[root][1]
+                own, reader = region_of(made), region_of(op)
+                # What a region reads from outside is kept from forward on, as is what its last ops need.
+                inside = own is not None and own == reader
+                if (root, inside) in seen or (root, False) in seen:
+                    continue
+                seen.add((root, inside))
+                yield Kept(tensor=root, region=own if inside else None, times=made.times)
+    for n in graph.nodes:  # the region's inputs: what is made again starts from them
+        for op, a in n.reads:
+            region = region_of(op)
+            if region is None or a.tensor not in maker or (a.tensor, False) in seen:
+                continue
+            source = maker[a.tensor]
+            if source[0].kind in ("parameter", "constant", "copy") or region_of(source[1]) == region:
+                continue
+            seen.add((a.tensor, False))
+            yield Kept(tensor=a.tensor, region=None, times=source[1].times)
+
+
+def _root(
+    graph: Graph, reader: Node, t: str, maker: dict[str, tuple[Node, Op]], constant: frozenset[str]
+) -> str | None:
+    """The tensor that is kept for ``t``: what it is cheaply made of in the reader's node. None: nothing is."""
+    while True:
+        if t not in maker or t in constant:
+            return None
+        n, op = maker[t]
+        if op.kind == "copy":
+            t = op.reads[0].tensor
+            continue
+        if n.kind in ("parameter", "constant"):
+            return None
+        if n is not reader or op.kind not in ("elementwise", "view", "generate") or op.name in _DEAR:
+            return t
+        size = graph.tensors[t].elements
+        large = [
+            a.tensor
+            for a in op.reads
+            if a.tensor not in constant and a.tensor in maker and _of(graph, a.tensor, size)
+        ]
+        if len(set(large)) != 1:
+            return t if large else None
+        t = large[0]
+
+
+def _of(graph: Graph, t: str, size: Size) -> bool:
+    """Is the tensor as large as its reader's result?"""
+    return bool(graph.tensors[t].elements == size)
