@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from pase.commands.options import (
     CostModelOption,
     Devices,
@@ -17,6 +21,9 @@ from pase.commands.options import (
     progress,
 )
 
+if TYPE_CHECKING:
+    from pase.sensitivity import Point
+
 __all__ = ["compare"]
 
 
@@ -28,6 +35,14 @@ def compare(
     optimizer: Optimizer = "adam",
     unknown: Unknown = "error",
     dim: DimOption = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            help="Does ours stay the best if the machine is off? bandwidth, latency, flops or memory (its bandwidth) "
+            "times factors: bandwidth=0.5..2, bandwidth=0.5..2:9, flops=0.8,1.2. Several: all combinations.",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Data parallelism, FSDP, one weird trick, Megatron at every degree, and ours, side by side.
@@ -38,7 +53,18 @@ def compare(
     \b
     Example:
       pase compare zoo:gpt2 --devices 32
+      pase compare zoo:gpt2 --devices 32 --vary bandwidth=0.5..2
     """
+    if vary:
+        from pase.sensitivity import sensitivity
+
+        with progress() as say:
+            points = sensitivity(
+                model, devices=devices, vary=vary, machine=machine, cost_model=cost_model, optimizer=optimizer,
+                unknown=unknown, dims=parse_dims(dim), progress=say,
+            )  # fmt: skip
+        _show(points, model, devices, machine, cost_model, json)
+        return
     from pase.api import compare as all_plans
 
     with progress() as say:
@@ -94,3 +120,54 @@ def compare(
     c.print(out)
     for name, why in ours.skipped.items():
         c.print(f"without {name}: {why}", highlight=False)
+
+
+def _show(
+    points: list[Point], model: str, devices: int, machine: str | None, cost_model: str, json: bool
+) -> None:
+    """What holds at each factor: table or JSON."""
+    from pase.machine import DEFAULT
+
+    name = machine or DEFAULT
+    if json:
+        rows = [
+            {
+                "factors": dict(p.factors), "cost": p.ours, "best": p.best, "regret": p.regret, "winner": p.winner,
+                "mesh": list(p.mesh), "changed_nodes": p.changed, "others": dict(p.others),
+            }
+            for p in points
+        ]  # fmt: skip
+        print_json(
+            {"model": model, "devices": devices, "machine": name, "cost_model": cost_model, "vary": rows}
+        )
+        return
+    from rich.table import Table
+
+    from pase.plan.table import cost_text
+
+    unit = "FLOP" if cost_model == "paper" else "s"
+    out = Table(box=None, header_style="bold", pad_edge=False)
+    columns = ("ours", "best, searched anew", "regret", "its mesh", "cheapest of the methods", "next method")
+    for column in (*points[0].factors, *columns):
+        right = column in (*points[0].factors, "ours", "best, searched anew", "regret")
+        out.add_column(column, justify="right" if right else "left")
+    for p in points:
+        follower = min(p.others.items(), key=lambda pair: pair[1], default=None)
+        out.add_row(
+            *(f"×{f:g}" for f in p.factors.values()), cost_text(p.ours, unit), cost_text(p.best, unit),
+            f"{p.regret:.2%}", "×".join(map(str, p.mesh)), p.winner,
+            f"{follower[0]} ×{follower[1] / p.ours:.3f}" if follower and p.ours else "",
+            style="bold" if all(f == 1 for f in p.factors.values()) else None,
+        )  # fmt: skip
+    worst = max(points, key=lambda p: p.regret)
+    c = console()
+    c.print(
+        f"{model} on {devices} devices of {name}: ours as found for the machine as it is, where that is off",
+        highlight=False,
+    )
+    c.print(out)
+    where = ", ".join(f"{k} ×{v:g}" for k, v in worst.factors.items())
+    beaten = sorted({p.winner for p in points} - {"pase"})
+    c.print(f"worst regret {worst.regret:.2%} at {where}; " + (
+        f"another method is ahead somewhere: {', '.join(beaten)}" if beaten else "no other method is ahead anywhere"
+    ), highlight=False)  # fmt: skip

@@ -1,0 +1,56 @@
+"""Does the strategy found for the H100 stay the best where the machine's file is off by up to a factor of 2?
+
+    python bench/sensitivity.py [-o bench/results/sensitivity.json]
+
+For each model and each quantity of the machine: the strategy found at its stated figures, priced at half and at
+twice the figure, beside a new search there and beside the other methods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pase.machine.scale import QUANTITIES
+from pase.sensitivity import sensitivity
+
+MODELS = ("zoo:gpt2", "zoo:gpt_1_3b", "zoo:llama3_8b", "zoo:bert_base", "zoo:alexnet", "zoo:transformer")
+DEVICES = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-o", default="bench/results/sensitivity.json")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for model in MODELS:
+        for quantity in QUANTITIES:
+            for p in sensitivity(model, devices=DEVICES, vary=[f"{quantity}=0.5,2"]):
+                rows.append({"model": model, **asdict(p), "regret": p.regret, "winner": p.winner})
+            mine = [r for r in rows if r["model"] == model and quantity in r["factors"]]
+            print(
+                model,
+                quantity,
+                [f"x{r['factors'][quantity]:g} {r['regret']:.2%} {r['winner']}" for r in mine],
+                flush=True,
+            )
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    record = {
+        "command": "python bench/sensitivity.py", "commit": git.stdout.strip(), "devices": DEVICES,
+        "machine": f"{platform.machine()}, {platform.python_version()}",
+        "worst_regret": max(r["regret"] for r in rows),
+        "ahead_of_every_method": sum(r["winner"] == "pase" for r in rows), "points": len(rows), "rows": rows,
+    }  # fmt: skip
+    print(
+        f"worst regret {record['worst_regret']:.2%}; ahead at {record['ahead_of_every_method']} of {len(rows)}"
+    )
+    Path(args.o).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

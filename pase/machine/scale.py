@@ -1,0 +1,84 @@
+"""A machine that is faster or slower than its file says: what a strategy is worth if a figure is off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pase.errors import PaseError
+from pase.machine.types import Curve, Machine
+
+__all__ = ["QUANTITIES", "scaled"]
+
+QUANTITIES = {
+    "bandwidth": "bytes/s of every link level, and of measured collectives beyond their smallest size",
+    "latency": "seconds a step and a launch of collectives, and measured collectives' time at their smallest size",
+    "flops": "FLOP/s of products and of vector work, measured ones too",
+    "memory": "bytes/s of device memory, and of its measured curve beyond the smallest size",
+}
+"""What can be scaled, and what of a machine file that is."""
+
+
+def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
+    """The machine with quantities of ``QUANTITIES`` times a factor each; tables scale as the figures do.
+
+    >>> from pase.machine import load
+    >>> m = load("h100x8")
+    >>> slow = scaled(m, {"bandwidth": 0.5})
+    >>> slow.levels[0].bandwidth_bytes_per_s / m.levels[0].bandwidth_bytes_per_s, slow.device == m.device
+    (0.5, True)
+
+    Raises PaseError for an unknown quantity and for a factor that is not above 0.
+    """
+    for name, factor in factors.items():
+        if name not in QUANTITIES:
+            raise PaseError(f"cannot vary '{name}'; known: {', '.join(QUANTITIES)}")
+        if not 0 < factor < float("inf"):
+            raise PaseError(f"{name} can be varied by a factor above 0, not by {factor:g}")
+    links, steps, flops, memory = (factors.get(q, 1.0) for q in ("bandwidth", "latency", "flops", "memory"))
+    device = replace(
+        machine.device,
+        peak_flops={k: v * flops for k, v in machine.device.peak_flops.items()},
+        vector_flops=None if machine.device.vector_flops is None else machine.device.vector_flops * flops,
+        memory_bandwidth_bytes_per_s=machine.device.memory_bandwidth_bytes_per_s * memory,
+        matmul_tables=tuple(
+            replace(t, flops_per_s=tuple(f * flops for f in t.flops_per_s))
+            for t in machine.device.matmul_tables
+        ),
+        memory_curve=None
+        if machine.device.memory_curve is None
+        else _curve(machine.device.memory_curve, 1.0, memory),
+    )
+    return replace(
+        machine,
+        device=device,
+        levels=tuple(
+            replace(
+                level,
+                latency_s=level.latency_s * steps,
+                bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * links,
+                bandwidth_at_ways={w: b * links for w, b in level.bandwidth_at_ways.items()},
+            )
+            for level in machine.levels
+        ),
+        algorithms=tuple(
+            replace(a, launch_s=a.launch_s * steps, step_s=tuple(s * steps for s in a.step_s))
+            for a in machine.algorithms
+        ),
+        collectives=tuple(replace(c, curve=_curve(c.curve, steps, links)) for c in machine.collectives),
+        paper=None
+        if machine.paper is None
+        else replace(
+            machine.paper,
+            flops=machine.paper.flops * flops,
+            bandwidth_bytes_per_s=machine.paper.bandwidth_bytes_per_s * links,
+        ),
+    )
+
+
+def _curve(curve: Curve, start: float, rate: float) -> Curve:
+    """The time at the smallest size times ``start``, what comes on top of it divided by ``rate``."""
+    if start == rate == 1.0:
+        return curve  # as it is, to the last bit
+    first = curve.seconds[0]
+    return replace(curve, seconds=tuple(first * start + (s - first) / rate for s in curve.seconds))

@@ -1,0 +1,159 @@
+"""Does a strategy stay the best where the machine's file is off? Its price, and the best there is, at each factor."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.machine.scale import QUANTITIES, scaled
+
+if TYPE_CHECKING:
+    from pase.api import Problem
+    from pase.machine import CostModel, Machine, Mesh
+
+__all__ = ["Point", "Range", "parse_range", "sensitivity"]
+
+_POINTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Factors to try for one quantity of the machine."""
+
+    quantity: str
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What holds on the machine scaled by ``factors``; costs in the cost model's unit.
+
+    ours: the strategy found for the machine as it is, priced on this one. best: that of a new search here.
+    others: the other methods' strategies, as they were, priced here. winner: the cheapest among ours and others.
+    changed: nodes that the new search splits in another way (None where its mesh is another).
+    """
+
+    factors: Mapping[str, float]
+    ours: float
+    best: float
+    others: Mapping[str, float]
+    mesh: tuple[int, ...]
+    changed: int | None
+
+    @property
+    def regret(self) -> float:
+        """How much more ours costs than the best here, as a part of the best."""
+        return self.ours / self.best - 1 if self.best else 0.0
+
+    @property
+    def winner(self) -> str:
+        return min({"pase": self.ours, **self.others}.items(), key=lambda pair: (pair[1], pair[0] != "pase"))[
+            0
+        ]
+
+
+def parse_range(text: str) -> Range:
+    """Reads "bandwidth=0.5..2" (five factors, even in the logarithm, 1 among them), "…:9" (so many), or
+    "latency=0.5,1,4" (these). PaseError where it cannot.
+
+    >>> parse_range("bandwidth=0.25..4").factors
+    (0.25, 0.5, 1.0, 2.0, 4.0)
+    >>> parse_range("flops=0.8,1.1").factors
+    (0.8, 1.0, 1.1)
+    """
+    number = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?"
+    span, several = rf"({number})\s*\.\.\s*({number})\s*(?::\s*(\d+))?", rf"({number}(?:\s*,\s*{number})*)"
+    read = re.fullmatch(rf"\s*(\w+)\s*=\s*(?:{span}|{several})\s*", text)
+    if read is None:
+        raise PaseError(
+            f"cannot read --vary '{text}': write bandwidth=0.5..2, bandwidth=0.5..2:9 or bandwidth=0.5,1,2"
+        )
+    quantity, low, high, points, listed = read.groups()
+    if quantity not in QUANTITIES:
+        raise PaseError(f"cannot vary '{quantity}'; known: {', '.join(QUANTITIES)}")
+    if listed is not None:
+        factors = [float(x) for x in re.findall(number, listed)]
+    else:
+        ends = sorted((float(low), float(high)))
+        count = int(points or _POINTS)
+        if count < 2:
+            raise PaseError(f"--vary '{text}': a range takes 2 factors or more")
+        factors = [float(f) for f in np.geomspace(ends[0], ends[1], count)] if ends[0] > 0 else ends
+    if min(factors) <= 0:
+        raise PaseError(f"--vary '{text}': factors must be above 0")
+    return Range(quantity=quantity, factors=tuple(sorted({float(f"{f:.6g}") for f in (*factors, 1.0)})))
+
+
+def sensitivity(
+    model: Any, params: Any = None, *batch: Any, devices: int, vary: Sequence[str | Range],
+    progress: Callable[[str], None] | None = None, **options: Any,
+) -> list[Point]:  # fmt: skip
+    """Finds the best strategy on the machine as it is, then prices it, the other methods' and a new search's on
+    every combination of the factors. Arguments as for ``pase.compile``; ``vary``: see ``parse_range``.
+    """
+    from pase.api import _compiled
+    from pase.plan.itemize import config_of
+
+    if options.get("memory_limit") is not None:
+        raise PaseError("the machine cannot be varied under a memory limit; leave one of the two out")
+    ranges = [v if isinstance(v, Range) else parse_range(v) for v in vary]
+    if len({r.quantity for r in ranges}) < len(ranges):
+        raise PaseError(
+            "--vary names a quantity twice; give all of its factors at once, as bandwidth=0.5,1,2"
+        )
+    done = _compiled(model, params, *batch, devices=devices, progress=progress, **options)
+    ours = {
+        n.name: config_of(done.problem.graph.node[n.name], n.split, done.plan.mesh) for n in done.plan.nodes
+    }
+    strategies = {"pase": (done.plan.mesh, ours)} | {b.name: (b.mesh, b.strategy) for b in done.given}
+    return _points(
+        done.problem, strategies, ranges, options.get("mesh"), options.get("max_axes", 3), progress
+    )
+
+
+def _points(
+    problem: Problem,
+    strategies: Mapping[str, tuple[Mesh, Mapping[str, np.ndarray]]],
+    ranges: Sequence[Range],
+    mesh: str | None,
+    max_axes: int,
+    progress: Callable[[str], None] | None,
+) -> list[Point]:
+    from pase import costmodels
+    from pase.search.check import cost_of
+
+    def on(machine: Machine) -> Problem:
+        model: CostModel = costmodels.get(problem.model.name, machine)
+        return replace(problem, machine=machine, model=model)
+
+    out = []
+    for factors in itertools.product(*(r.factors for r in ranges)):
+        at = dict(zip((r.quantity for r in ranges), factors, strict=True))
+        if progress:
+            progress(", ".join(f"{k} × {v:g}" for k, v in at.items()))
+        here = on(scaled(problem.machine, at))
+        over = here.meshes(mesh, max_axes)
+        known = {m.sizes for m in over}
+        # Where a method was given a mesh of its own, the search may use it, too: it is never worse than any.
+        over += [m for m in {m.sizes: m for m, _ in strategies.values()}.values() if m.sizes not in known]
+        found = here.search(over, lambda _: None, {})
+        prices = {}
+        for name, (its, configs) in strategies.items():
+            tables, space = here.tables(its)
+            prices[name] = cost_of(tables, space.index(configs))
+        its, ours = strategies["pase"]
+        same = found.mesh.sizes == its.sizes
+        changed = sum(not np.array_equal(found.configs[n], c) for n, c in ours.items()) if same else None
+        out.append(
+            Point(
+                factors=at, ours=prices.pop("pase"), best=found.solution.cost, others=prices, mesh=found.mesh.sizes,
+                changed=changed,
+            )
+        )  # fmt: skip
+    return out

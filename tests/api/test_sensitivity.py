@@ -1,0 +1,84 @@
+"""``pase compare --vary``: whether ours stays the best where the machine is off."""
+
+import json
+
+import pytest
+
+import pase
+from pase.commands.compare import compare
+from pase.errors import PaseError
+from pase.machine import load
+from pase.machine.scale import scaled
+from pase.sensitivity import parse_range, sensitivity
+
+MODEL, DEVICES = "zoo:mlp", 8
+
+
+@pytest.fixture(scope="module")
+def points():
+    return sensitivity(MODEL, devices=DEVICES, vary=["bandwidth=0.01..100:3", "flops=0.1,1"])
+
+
+def test_every_combination_is_tried_and_the_machine_itself_is_among_them(points):
+    tried = [(p.factors["bandwidth"], p.factors["flops"]) for p in points]
+    assert tried == [(b, f) for b in (0.01, 1.0, 100.0) for f in (0.1, 1.0)]
+
+
+def test_ours_is_the_best_on_the_machine_as_it_is(points):
+    (here,) = [p for p in points if set(p.factors.values()) == {1.0}]
+    plan = pase.compile(MODEL, devices=DEVICES)
+    assert here.ours == here.best == pytest.approx(plan.cost)
+    assert (here.winner, here.changed, here.regret) == ("pase", 0, 0.0)
+    assert here.others == pytest.approx(plan.baselines)
+
+
+def test_a_new_search_is_the_oracle_of_the_best(points):
+    for p in points:
+        machine = scaled(load("h100x8"), p.factors)
+        assert p.best == pytest.approx(pase.compile(MODEL, devices=DEVICES, machine=machine).cost, rel=1e-12)
+        assert p.regret >= 0
+        assert all(p.best <= other * (1 + 1e-12) for other in p.others.values())
+        assert p.winner in ("pase", *p.others)
+
+
+def test_ours_is_priced_as_it_was_found_not_searched_anew(points):
+    """What it costs does not fall when links slow down."""
+    at_speed = [p for p in points if p.factors["flops"] == 1.0]
+    costs = [p.ours for p in at_speed]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_ranges_are_read():
+    assert parse_range("latency=0.5..2:3").factors == (0.5, 1.0, 2.0)
+    assert parse_range(" memory = 2..0.5:2 ").factors == (0.5, 1.0, 2.0)
+    assert parse_range("flops=1e-1, 10").factors == (0.1, 1.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("bandwidth", "cannot read --vary 'bandwidth': write bandwidth=0.5..2"),
+        ("bandwidth=2..", "cannot read --vary"),
+        ("speed=0.5..2", "cannot vary 'speed'; known: bandwidth, latency, flops, memory"),
+        ("flops=0,1", "factors must be above 0"),
+        ("flops=0..1", "factors must be above 0"),
+        ("flops=1..2:1", "a range takes 2 factors or more"),
+    ],
+)
+def test_ranges_that_make_no_sense_are_refused(text, says):
+    with pytest.raises(PaseError, match=says):
+        parse_range(text)
+
+
+def test_a_quantity_is_named_once():
+    with pytest.raises(PaseError, match="names a quantity twice"):
+        sensitivity(MODEL, devices=2, vary=["flops=1,2", "flops=3,4"])
+
+
+def test_the_command_prints_a_table_or_one_json_object(capsys):
+    compare(MODEL, 4, vary=["bandwidth=0.5,2"], json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert [r["factors"] for r in found["vary"]] == [{"bandwidth": f} for f in (0.5, 1.0, 2.0)]
+    assert all(r["regret"] >= 0 and r["cost"] >= r["best"] for r in found["vary"])
+    compare(MODEL, 4, vary=["bandwidth=0.5,2"])
+    assert "worst regret" in capsys.readouterr().out
