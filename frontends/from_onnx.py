@@ -12,6 +12,7 @@ trained; others are constants. Loss and optimizer are not in an ONNX file: gradi
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from pase.frontends import (  # the rules register themselves
     onnx_rules_shape,  # noqa: F401
     registry,
 )
+from pase.frontends.onnx_control import CONTROL, apart_value, captures
 from pase.frontends.onnx_fold import fold
 from pase.frontends.onnx_model import Model, dtype_name, load, ordered
 from pase.frontends.onnx_rules import RULES
@@ -54,7 +56,7 @@ def coverage() -> dict[str, list[str]]:
     """loop nest -> ops, for ``pase ops``."""
     out = by_nest(RULES)
     return out | {
-        "opaque": sorted({*out["opaque"], *_CONTROL}),
+        "opaque": sorted({*out["opaque"], *CONTROL}),
         "no work": sorted({*out["no work"], "Constant"}),
     }
 
@@ -63,8 +65,11 @@ def coverage() -> dict[str, list[str]]:
 class Traced(registry.Traced):
     """A model's graph, and which tensor of it is which value of the model."""
 
-    values: Mapping[str, str]
-    """Name of a value in the ONNX graph -> name of the graph's tensor; what needs no tensor is left out."""
+    values: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Name of a value in the ONNX graph -> (name of the graph's tensor, which may be of another shape with the same
+    elements; the value's own shape). What needs no tensor is left out."""
+    operands: tuple[frozenset[str], ...]
+    """The inputs and outputs of each node of the ONNX graph."""
 
 
 def trace(
@@ -122,16 +127,19 @@ def _trace(m: Model, unknown: Unknown) -> Traced:
         raise PaseError(f"{m.name}: no output depends on the model's inputs or weights: nothing to compute")
     for t in {t.name: t for t in outs}.values():
         b.output(t)
-    meta = {"frontend": "onnx"} | (
-        {"dims": ",".join(f"{k}={v}" for k, v in m.dims.items())} if m.dims else {}
-    )
+    meta = {"frontend": "onnx"} | ({"dims": json.dumps(m.dims)} if m.dims else {})
     graph = b.finish(outs, **meta)
-    made = {k: v.tensor.name for k, v in low.env.items() if v.tensor is not None}
+    made: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for k, v in low.env.items():
+        of = v.note[1] if v.tensor is None and v.note[:1] == ("view",) else v
+        if of.tensor is not None:
+            made[k] = (of.tensor.name, v.shape)
     return Traced(
         graph=graph,
         param_paths=tuple(t.path for t in graph.parameters),
         input_paths=tuple(t.path for t in graph.inputs),
         values=made,
+        operands=tuple(frozenset((*n.input, *n.output)) for n in m.graph.node),
     )
 
 
@@ -205,7 +213,7 @@ class Lowering:
         v = self.outer.find(name, place)
         if self.captured is not None:
             self.captured[name] = v
-            v = self.env[name] = _apart(v)
+            v = self.env[name] = apart_value(v)
         return v
 
     # The nodes.
@@ -224,7 +232,7 @@ class Lowering:
             if any(o in wanted for o in n.output):
                 live.add(i)
                 wanted.update(n.input)
-                wanted.update(_captures(n))
+                wanted.update(captures(n))
         declared = {v.name: v for v in getattr(graph, "value_info", ())} | {
             v.name: v for v in graph.output if not isinstance(v, str)
         }
@@ -268,12 +276,12 @@ class Lowering:
             folded = fold(c) if domain == "" else None
             if folded is not None:
                 outs = folded
-            elif key in _CONTROL:
-                outs = _CONTROL[key](self, c, path, declared)
+            elif key in CONTROL:
+                outs = CONTROL[key](self, c, path, declared)
             elif key in RULES:
                 outs = self._rule(c, key)
             elif self.unknown == "replicate":
-                outs = self._replicate(c, 0.0, declared)
+                outs = self.replicate(c, 0.0, declared)
             else:
                 raise UnknownOp(
                     f"{place}: no lowering for ONNX op '{key}' (opset {c.version}).\n"
@@ -297,7 +305,7 @@ class Lowering:
 
     def _function(self, c: Call, f: Any, path: str) -> Sequence[Value | None]:
         """A model's own function, inlined."""
-        inner = self._inner(c)
+        inner = self.inner(c)
         inner.outer = None
         inner.opsets = {
             ("" if o.domain == "ai.onnx" else o.domain): o.version for o in f.opset_import
@@ -310,7 +318,7 @@ class Lowering:
         inner.nodes(f, f"{path}.")
         return [inner.env.get(o) for o in f.output]
 
-    def _inner(self, c: Call) -> Lowering:
+    def inner(self, c: Call) -> Lowering:
         if self.depth >= _MOST_DEPTH:
             raise c.fail(
                 f"functions and graphs are nested more than {_MOST_DEPTH} deep; does it call itself?"
@@ -322,7 +330,7 @@ class Lowering:
 
     # Control flow, conservatively.
 
-    def _replicate(
+    def replicate(
         self, c: Call, flops: float, declared: Mapping[str, Any], outs: Sequence[tuple[tuple[int, ...], str]] = (),
         more: Sequence[Value] = (),
     ) -> list[Value]:  # fmt: skip
@@ -343,105 +351,6 @@ class Lowering:
         made = iter(nests.opaque(self.b, c.op.lower(), reads, filled, flops=flops))
         return [Value(shape=s, dtype=d) if 0 in s else c.value(next(made)) for s, d in results]
 
-    def apart(
-        self, c: Call, graph: Any, ins: Sequence[Value], path: str
-    ) -> tuple[list[Value], float, dict[str, Value]]:
-        """A body lowered by itself: its results, the FLOPs of one turn, and what it reads of the graphs around."""
-        inner = self._inner(c)
-        inner.b = GraphBuilder(name="body")
-        inner.captured = {}
-        for t in graph.initializer:  # its weights are the model's
-            inner.captured[t.name] = v = self.initializer(t, f"{c.node.name or path}.")
-            inner.env[t.name] = _apart(v)
-        if len(graph.input) > len(ins):
-            raise c.fail(f"its body wants {len(graph.input)} inputs and gets {len(ins)}")
-        for v, value in zip(graph.input, ins, strict=False):
-            inner.env[v.name] = _apart(value)
-        inner.nodes(graph, "")
-        outs = [inner.find(o.name, c.place) for o in graph.output]
-        return outs, _flops(inner.b), inner.captured
-
-    def within(self, c: Call, graph: Any, path: str) -> list[Value | None]:
-        """A branch that is taken for certain, inlined."""
-        inner = self._inner(c)
-        for t in graph.initializer:
-            inner.env[t.name] = inner.initializer(t)
-        inner.nodes(graph, f"{path}.")
-        return [inner.find(o.name, c.place) for o in graph.output]
-
-    def _if(self, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
-        """The branch that is taken, where that is known; else not split, at the price of the dearer branch."""
-        then, other = c.attribute("then_branch").g, c.attribute("else_branch").g
-        cond = c.x().data
-        if cond is not None and cond.size == 1:
-            return self.within(c, then if cond.reshape(()) else other, path)
-        a, flops_a, reads_a = self.apart(c, then, [], path)
-        b, flops_b, reads_b = self.apart(c, other, [], path)
-        if len(a) != len(b):
-            raise c.fail(f"its branches have {len(a)} and {len(b)} outputs")
-        outs = [(x if x.elements >= y.elements else y) for x, y in zip(a, b, strict=True)]
-        more = list({**reads_a, **reads_b}.values())
-        return self._replicate(c, max(flops_a, flops_b, 1.0), {}, [(v.shape, v.dtype) for v in outs], more)
-
-    def _loop(self, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
-        """Not split; the work of its body times the trip count, once where that is not known."""
-        body = c.attribute("body").g
-        carried = [c.x(i) for i in range(2, len(c.ins))]
-        turns = int(c.number_of(0, 0.0))
-        unsettled = [Value(shape=v.shape, dtype=v.dtype) for v in carried]
-        lead = [Value(shape=(), dtype="int64"), Value(shape=(), dtype="bool")]
-        outs, flops, more = self.apart(c, body, [*lead, *unsettled], path)
-        results = [(v.shape, v.dtype) for v in outs[1 : 1 + len(carried)]]
-        for name, v in zip(list(c.node.output)[len(carried) :], outs[1 + len(carried) :], strict=False):
-            if turns:
-                results.append((c.shape((turns, *v.shape)), v.dtype))
-                continue
-            told = declared.get(name)
-            shape = None if told is None else self.model.shape(told)
-            if shape is None:
-                raise c.fail(
-                    f"how often it runs is not known, so neither is the shape of '{name}': declare it"
-                )
-            results.append((c.shape(shape), v.dtype))
-        return self._replicate(c, max(flops, 1.0) * max(turns, 1), {}, results, list(more.values()))
-
-    def _scan(self, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
-        """Not split; the work of its body at every step."""
-        body, n = c.attribute("body").g, c.integer("num_scan_inputs")
-        first = 1 if c.version < 9 else 0  # sequence lengths; and a batch dim stood before all
-        values = [c.x(i) for i in range(first, len(c.ins))]
-        if not 0 < n <= len(values):
-            raise c.fail(f"{n} scanned inputs among {len(values)}")
-        states, scanned = values[:-n], values[-n:]
-        axes = c.ints("scan_input_axes") or [first] * n
-        out_axes = c.ints("scan_output_axes") or [first] * len(c.node.output)
-        if len(axes) != n:
-            raise c.fail(f"{len(axes)} axes for {n} scanned inputs")
-        turns, slices = 0, []
-        for v, a in zip(scanned, axes, strict=True):
-            axis = c.axis(a, len(v.shape))
-            turns = v.shape[axis]
-            shape = [s for i, s in enumerate(v.shape) if i != axis and not (first and i == 0)]
-            slices.append(Value(shape=tuple(shape), dtype=v.dtype))
-        inside = [Value(shape=v.shape[first:], dtype=v.dtype) for v in states]
-        outs, flops, more = self.apart(c, body, [*inside, *slices], path)
-        results = [(v.shape, v.dtype) for v in states]
-        for v, a in zip(outs[len(states) :], out_axes, strict=False):
-            shape = [*([values[0].shape[0]] if first else []), *v.shape]
-            shape.insert(c.axis(a, len(shape) + 1), turns)
-            results.append((c.shape(shape), v.dtype))
-        times = turns * (values[0].shape[0] if first else 1)
-        return self._replicate(c, max(flops, 1.0) * max(times, 1), {}, results, list(more.values()))
-
-
-_CONTROL = {"If": Lowering._if, "Loop": Lowering._loop, "Scan": Lowering._scan}
-
-
-def _apart(v: Value) -> Value:
-    """The same value for a body that is lowered by itself."""
-    items = None if v.items is None else tuple(map(_apart, v.items))
-    return Value(shape=v.shape, dtype=v.dtype, settled=v.settled, items=items, _data=v.data)
-
 
 def _trained(v: Value) -> bool:
     return v.elements > 1 and ("float" in v.dtype or "complex" in v.dtype)
@@ -455,30 +364,6 @@ def _contents(t: Any) -> np.ndarray | None:
         return np.asarray(numpy_helper.to_array(t))
     except (ValueError, TypeError, KeyError, OverflowError):
         return None
-
-
-def _captures(n: Any) -> set[str]:
-    """What the graphs inside of a node may read of those around it."""
-    out: set[str] = set()
-    stack = [g for a in n.attribute for g in (*([a.g] if a.HasField("g") else []), *a.graphs)]
-    while stack:
-        g = stack.pop()
-        out.update(o.name for o in g.output)
-        for m in g.node:
-            out.update(m.input)
-            stack += [x for a in m.attribute for x in (*([a.g] if a.HasField("g") else []), *a.graphs)]
-    return out
-
-
-def _flops(b: GraphBuilder) -> float:
-    total = 0.0
-    for node in b.nodes:
-        for op in node.ops:
-            points = float(op.times)  # type: ignore[arg-type]
-            for d in op.dims if op.over is None else op.over:
-                points *= float(node.space[d].size)  # type: ignore[arg-type]
-            total += op.flops_per_point * points
-    return total
 
 
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,7}), in ([^\n]{1,80})')

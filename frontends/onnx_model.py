@@ -15,7 +15,7 @@ from pase.frontends.registry import Dims, check_dims
 from pase.ir import parse_size
 from pase.ir.sizes import bind_size, free_symbols
 
-__all__ = ["DTYPES", "Model", "dtype_name", "load", "ordered", "sizes_of", "symbols"]
+__all__ = ["DTYPES", "Model", "dtype_name", "load", "ordered", "sizes_of", "skeleton_of", "symbols"]
 
 _MOST_BYTES = 64 << 30
 _MOST_RANK = 64
@@ -68,7 +68,7 @@ def load(model: Any, dims: Dims | None, name: str | None = None) -> Model:
         proto, name = model, name or model.graph.name or "ModelProto"
     else:
         name = name or str(model)
-        proto = _read(Path(model), onnx)
+        proto = skeleton_of(Path(model))
     if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
         raise PaseError(f"{name}: there is no graph in it; is it an ONNX model?")
     opsets = {_domain(o.domain): o.version for o in proto.opset_import} or {"": 1}
@@ -91,7 +91,9 @@ def _domain(domain: str) -> str:
     return "" if domain == "ai.onnx" else domain
 
 
-def _read(path: Path, onnx: Any) -> Any:
+def skeleton_of(path: Path) -> Any:
+    """The ModelProto of a file without the contents of its large tensors."""
+    import onnx
     from google.protobuf.message import DecodeError
 
     try:

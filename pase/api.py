@@ -397,6 +397,7 @@ def _provenance(graph: Graph, method: str, certificate: str) -> dict[str, str]:
     versions |= {k: sys.modules[k].__version__ for k in ("jax", "numpy") if k in sys.modules}
     return {
         **versions,
+        **graph.meta,
         "command": " ".join(sys.argv[:1] and [Path(sys.argv[0]).name, *sys.argv[1:]]),
         "edges": str(len(graph.edges)),
         "search": method,

@@ -1,0 +1,227 @@
+"""ONNX's multi-device annotations: from a layout to a ShardingSpecProto and back, and a validator of its own.
+
+onnx.checker looks at none of this, so ``check`` does. What onnx.proto leaves open is settled here as follows: shards
+of a tensor are numbered row-major, by axis and within an axis by the entries of ``simple_sharding`` from the major
+one on; ``device`` has one entry a shard, which is a device, or where several devices hold the shard a negative
+number, which ``index_to_device_group_map`` resolves. A dim that is whole has no entry in ``sharded_dim``. Several
+``simple_sharding`` of one axis are the factors of a merged dim, major to minor: (p h) with h split reads 1 of p,
+then n of h.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pase.errors import PaseError
+from pase.machine import Mesh
+
+__all__ = ["Digit", "Digits", "check", "factors", "from_spec", "restated", "to_spec"]
+
+Digit: TypeAlias = "tuple[int, int] | None"
+"""What a mesh axis selects of a tensor: (dim, blocks), as in ``pase.tables.layouts``; None: nothing."""
+Digits: TypeAlias = tuple[Digit, ...]
+"""One digit for each mesh axis: a layout."""
+
+
+def factors(shape: Sequence[int], digits: Digits, mesh: Mesh) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
+    """dim -> its factors, major to minor, as (extent, mesh axes that split it); dims that are whole are left out.
+
+    >>> mesh = Mesh(names=("x", "y"), sizes=(2, 4))
+    >>> factors((8, 6), ((0, 2), (0, 8)), mesh), factors((8, 6), (None, None), mesh)
+    ({0: [(8, (0, 1))]}, {})
+    >>> factors((24,), ((0, 6), None), mesh)
+    {0: [(3, ()), (8, (0,))]}
+    """
+    out: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for dim, extent in enumerate(shape):
+        mine = sorted((d[1], a) for a, d in enumerate(digits) if d is not None and d[0] == dim)
+        entries: list[tuple[int, list[int]]] = []
+        cut = 1
+        for blocks, a in mine:
+            gap, rest = divmod(blocks, cut * mesh.sizes[a])
+            if rest or gap < 1:
+                raise PaseError(f"axis {mesh.names[a]} cuts dim {dim} of {list(shape)} across another axis")
+            if gap > 1 or not entries:
+                if entries:  # the factor before ends here, with what is whole of it
+                    entries[-1] = (entries[-1][0] * gap, entries[-1][1])
+                elif gap > 1:
+                    entries.append((gap, []))
+                entries.append((mesh.sizes[a], [a]))
+            else:
+                entries[-1] = (entries[-1][0] * mesh.sizes[a], [*entries[-1][1], a])
+            cut = blocks
+        if mine:
+            entries[-1] = (entries[-1][0] * (extent // cut), entries[-1][1])
+            out[dim] = [(n, tuple(axes)) for n, axes in entries]
+    return out
+
+
+def _coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Device number -> its place on the mesh, row-major."""
+    return list(itertools.product(*(range(n) for n in mesh.sizes)))
+
+
+def to_spec(name: str, shape: Sequence[int], digits: Digits, mesh: Mesh) -> Any:
+    """The ShardingSpecProto of a tensor of this shape in this layout."""
+    import onnx
+
+    spec = onnx.ShardingSpecProto(tensor_name=name)
+    cut = factors(shape, digits, mesh)
+    order: list[int] = []  # mesh axes, as they number the shards
+    for dim, entries in cut.items():
+        sharded = spec.sharded_dim.add(axis=dim)
+        for extent, axes in entries:
+            ways = math.prod(mesh.sizes[a] for a in axes)
+            sharded.simple_sharding.add(dim_value=extent, num_shards=ways)
+            order += axes
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for device, at in enumerate(_coordinates(mesh)):
+        holders.setdefault(tuple(at[a] for a in order), []).append(device)
+    for k, (_, devices) in enumerate(sorted(holders.items())):
+        if len(devices) == 1:
+            spec.device.append(devices[0])
+        else:
+            spec.device.append(-k - 1)
+            spec.index_to_device_group_map.add(key=-k - 1, value=devices)
+    return spec
+
+
+def from_spec(spec: Any, mesh: Mesh) -> Digits:
+    """The layout that a ShardingSpecProto states; PaseError where no assignment of mesh axes to dims gives it."""
+    groups = {e.key: list(e.value) for e in spec.index_to_device_group_map}
+    ways = [(d.axis, s.dim_value, s.num_shards) for d in spec.sharded_dim for s in d.simple_sharding]
+    shard_of = {device: k for k, entry in enumerate(spec.device) for device in groups.get(entry, [entry])}
+    place = {at: device for device, at in enumerate(_coordinates(mesh))}
+    origin = (0,) * len(mesh.sizes)
+
+    def entry_of(shard: int) -> list[int]:
+        out = []
+        for _, _, n in reversed(ways):
+            shard, r = divmod(shard, n)
+            out.append(r)
+        return out[::-1]
+
+    digits: list[Digit] = []
+    try:
+        zero = entry_of(shard_of[place[origin]])
+        for a, size in enumerate(mesh.sizes):
+            if size == 1:
+                digits.append(None)
+                continue
+            one = entry_of(shard_of[place[(*origin[:a], 1, *origin[a + 1 :])]])
+            moved = [i for i, (x, y) in enumerate(zip(zero, one, strict=True)) if x != y]
+            if not moved:
+                digits.append(None)
+                continue
+            (i,) = moved
+            axis, _, n = ways[i]
+            before = math.prod(e for d, e, _ in ways[:i] if d == axis)
+            digits.append((axis, before * n // (one[i] - zero[i])))
+        shape = {d: math.prod(e for x, e, _ in ways if x == d) for d, _, _ in ways}
+        full = [shape.get(i, 1) for i in range(max(shape, default=-1) + 1)]
+        again = to_spec(spec.tensor_name, full, tuple(digits), mesh)
+    except (KeyError, ValueError, ZeroDivisionError) as e:
+        raise PaseError(f"the sharding of '{spec.tensor_name}' is no layout on the mesh {mesh.sizes}") from e
+    if again != spec:
+        raise PaseError(f"the sharding of '{spec.tensor_name}' is no layout on the mesh {mesh.sizes}")
+    return tuple(digits)
+
+
+def restated(digits: Digits, shape: Sequence[int], new: Sequence[int], mesh: Mesh) -> Digits | None:
+    """The same placement of elements for a reshaped tensor; None where a digit falls across its dims.
+
+    >>> restated(((0, 2), None), (4, 6), (24,), Mesh(names=("x", "y"), sizes=(2, 4)))
+    ((0, 2), None)
+    >>> restated(((1, 2), None), (4, 6), (24,), Mesh(names=("x", "y"), sizes=(2, 4)))
+    ((0, 8), None)
+    """
+    out: list[Digit] = []
+    for a, d in enumerate(digits):
+        if d is None:
+            out.append(None)
+            continue
+        dim, blocks = d
+        stride = math.prod(shape[dim + 1 :]) * (shape[dim] // blocks)  # elements between two blocks
+        inner = math.prod(new)
+        for i, n in enumerate(new):
+            inner //= n
+            if stride % inner == 0 and inner * n >= stride * mesh.sizes[a] and (inner * n) % stride == 0:
+                out.append((i, inner * n // stride))
+                break
+        else:
+            return None
+    return tuple(out)
+
+
+def check(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Raise PaseError unless a ModelProto's multi-device annotations are sound.
+
+    shapes: what is known of the tensors' shapes; those declared in the model are known.
+    """
+    configurations: dict[str, int] = {}
+    for conf in model.configuration:
+        if not conf.name or conf.name in configurations:
+            raise PaseError(f"device configuration '{conf.name}': it has no name, or one that is taken")
+        if conf.num_devices < 1 or (conf.device and len(conf.device) != conf.num_devices):
+            raise PaseError(
+                f"device configuration '{conf.name}': {conf.num_devices} devices, {len(conf.device)} named"
+            )
+        configurations[conf.name] = conf.num_devices
+    if configurations and model.ir_version < 11:
+        raise PaseError(f"device configurations need IR version 11; the model says {model.ir_version}")
+    known = dict(shapes or {})
+    for v in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        dims = v.type.tensor_type.shape.dim
+        if v.type.tensor_type.HasField("shape") and all(d.HasField("dim_value") for d in dims):
+            known.setdefault(v.name, [d.dim_value for d in dims])
+    for t in model.graph.initializer:
+        known.setdefault(t.name, list(t.dims))
+    for i, node in enumerate(model.graph.node):
+        for conf in node.device_configurations:
+            where = f"node {i} ({node.op_type} '{node.name}')"
+            if conf.configuration_id not in configurations:
+                raise PaseError(f"{where}: there is no device configuration '{conf.configuration_id}'")
+            if len({s.tensor_name for s in conf.sharding_spec}) != len(conf.sharding_spec):
+                raise PaseError(f"{where}: a tensor is sharded twice in one configuration")
+            for spec in conf.sharding_spec:
+                if spec.tensor_name not in (*node.input, *node.output):
+                    raise PaseError(f"{where}: '{spec.tensor_name}' is neither an input nor an output of it")
+                _check_spec(spec, configurations[conf.configuration_id], known.get(spec.tensor_name), where)
+
+
+def _check_spec(spec: Any, devices: int, shape: Sequence[int] | None, where: str) -> None:
+    where = f"{where}: tensor '{spec.tensor_name}'"
+    groups = {e.key: list(e.value) for e in spec.index_to_device_group_map}
+    held = [d for entry in spec.device for d in groups.get(entry, [entry])]
+    if any(not 0 <= d < devices for d in held):
+        raise PaseError(f"{where}: device {next(d for d in held if not 0 <= d < devices)} of {devices}")
+    if len(set(held)) != len(held):
+        raise PaseError(f"{where}: a device holds two shards")
+    seen: set[int] = set()
+    shards = 1
+    for dim in spec.sharded_dim:
+        if not dim.HasField("axis") or not dim.simple_sharding:
+            raise PaseError(f"{where}: a sharded dim without its axis, or without shards")
+        axis = dim.axis
+        if shape is not None:
+            if not -len(shape) <= axis < len(shape):
+                raise PaseError(f"{where}: axis {axis} of a tensor of {len(shape)} dims")
+            axis %= len(shape)
+        if axis in seen:
+            raise PaseError(f"{where}: axis {axis} is sharded twice")
+        seen.add(axis)
+        extent = 1
+        for s in dim.simple_sharding:
+            if s.num_shards < 1 or (s.HasField("dim_value") and s.dim_value % s.num_shards):
+                raise PaseError(f"{where}: {s.dim_value} elements in {s.num_shards} shards")
+            shards *= s.num_shards
+            extent = extent * s.dim_value if s.HasField("dim_value") else 0
+        if shape is not None and extent and shape[axis] != extent:
+            raise PaseError(
+                f"{where}: axis {axis} has {shape[axis]} elements, and its sharding is of {extent}"
+            )
+    if spec.sharded_dim and len(spec.device) != shards:
+        raise PaseError(f"{where}: {shards} shards on {len(spec.device)} devices or groups of them")
