@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.netlab import buckets, strategies
+from bench.netlab import buckets, replays, strategies
 from bench.netlab.launch import ROOT
 from bench.netlab.models import SIZES
 from bench.netlab.net import LabError, clean, interruptible, unavailable
@@ -40,7 +40,9 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="forget earlier calibrations")
     parser.add_argument("--models", help="strategies: of these alone, comma-separated")
     parser.add_argument("--calibrate-s", type=float, default=75.0, help="seconds for each network")
-    parser.add_argument("--iterations", type=int, default=24, help="buckets: of each policy")
+    parser.add_argument("--batches", type=int, default=2, choices=(1, 2), help="strategies: batch sizes")
+    parser.add_argument("--iterations", type=int, default=20, help="buckets, replay: of each run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result files go")
     args = parser.parse_args()
     reason = unavailable()
     if reason:
@@ -67,29 +69,41 @@ def main() -> int:
 def run(args: argparse.Namespace) -> None:
     if args.part == "quick":
         began = time.time()
-        rows = strategies.measure(strategies.QUICK[0], ("mlp", "gpt2"), 1, args.folder, 20.0)
-        result = {"strategies": {"summary": strategies.summary(rows), "rows": rows}}
-        write("quick", result, began)
-        result["buckets"] = buckets.measure(
-            args.folder, rates=(1.0,), policies=("fifo", "ddp", "deft", "ours"), iterations=8
+        rows = strategies.measure(strategies.QUICK[0], ("mlp", "gpt2"), 1, args.folder, 30.0)
+        result: dict[str, Any] = {"strategies": {"summary": strategies.summary(rows), "rows": rows}}
+        policies = ("fifo", "ddp", "deft", "ours")
+        result["buckets"] = buckets.measure(args.folder, rates=(1.0,), policies=policies, iterations=8)
+        result["replay"] = replays.measure(
+            args.folder, cases=replays.CASES[:1], hosts=2, steps=8, calibrate_s=30.0
         )
-        write("quick", result, began)
-        return
+        write("quick", result, began, args.results)
     if args.part in ("full", "strategies"):
         models = args.models.split(",") if args.models else list(SIZES)
         began, rows = time.time(), []
         for topology in strategies.FULL:
-            rows += strategies.measure(topology, models, 2, args.folder, args.calibrate_s)
-            write("strategies", {"summary": strategies.summary(rows), "rows": rows}, began)
+            rows += strategies.measure(topology, models, args.batches, args.folder, args.calibrate_s)
+            write("strategies", {"summary": strategies.summary(rows), "rows": rows}, began, args.results)
     if args.part in ("full", "buckets"):
         began = time.time()
         found = buckets.measure(
             args.folder, rates=buckets.RATES, policies=buckets.POLICIES, iterations=args.iterations
         )
-        write("buckets", found, began)
+        write("buckets", found, began, args.results)
+    if args.part in ("full", "replay"):
+        began = time.time()
+        found = replays.measure(
+            args.folder, cases=replays.CASES, hosts=2, steps=args.iterations, calibrate_s=args.calibrate_s
+        )
+        write("replay", found, began, args.results)
 
 
-def write(part: str, result: dict[str, Any], began: float) -> None:
+def _summaries(result: dict[str, Any]) -> Any:
+    if "summary" in result:
+        return result["summary"]
+    return {part: found["summary"] for part, found in result.items()}
+
+
+def write(part: str, result: dict[str, Any], began: float, results: Path) -> None:
     """bench/results/netlab_<part>.json, with where, when and how."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     about = {
@@ -99,9 +113,9 @@ def write(part: str, result: dict[str, Any], began: float) -> None:
         "seconds": round(time.time() - began, 1),
         "load_average": os.getloadavg(),
     }
-    file = RESULTS / f"netlab_{part}.json"
+    file = results / f"netlab_{part}.json"
     file.write_text(json.dumps(about | result, indent=1) + "\n")
-    print(f"{file}: {json.dumps(result.get('summary', ''))}", file=sys.stderr, flush=True)
+    print(f"{file}: {json.dumps(_summaries(result))}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""Traces of real runs: replayed, asked what twice the bandwidth would give, and that then measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.netlab.jobs import calibrated, results_of
+from bench.netlab.net import LabError, Network, Topology
+from bench.netlab.steps import plans
+
+__all__ = ["CASES", "measure"]
+
+CASES = (("mlp", 16), ("gpt2", 4), ("alexnet", 8))
+METHODS = ("data_parallel", "fsdp", "megatron")
+MBIT = 200.0
+
+
+def measure(
+    folder: Path, *, cases: Sequence[tuple[str, int]], hosts: int, steps: int, calibrate_s: float
+) -> dict[str, Any]:
+    """A row a run: the replay's error by rank, and the what-if's against the run with twice the bandwidth."""
+    topology = Topology(racks=(hosts,), host_mbit=MBIT)
+    rows = []
+    with Network(topology) as network:
+        machine = calibrated(network, folder, calibrate_s)
+        made = folder / f"plans_{topology.slug}"
+        made.mkdir(parents=True, exist_ok=True)
+        cells, seen = [], set()
+        for model, batch in cases:
+            for cell in plans(model, batch, hosts, machine, made):
+                if cell.strategy in METHODS and cell.layout not in seen:
+                    seen.add(cell.layout)
+                    key = f"{model} {batch} {cell.strategy}"
+                    traces = folder / "traces" / key.replace(" ", "_")
+                    given = dataclasses.asdict(cell) | {"same_as": None}
+                    cells.append({"key": key, "cell": given, "repeats": steps, "traces": str(traces)})
+        traced = results_of(network, folder, "replay_traced", cells)
+        # The same steps without a profiler at work, at this bandwidth and at twice as much.
+        plain = [{k: v for k, v in c.items() if k != "traces"} for c in cells]
+        bare = results_of(network, folder, "replay_bare", plain)
+        network.limit(2 * MBIT)
+        faster = results_of(network, folder, "replay_faster", plain)
+        # And traced too: the profiler slows steps down, so like is compared with like.
+        again = [c | {"traces": c["traces"] + "_faster"} for c in cells]
+        faster_traced = results_of(network, folder, "replay_faster_traced", again)
+    for c in cells:
+        key = c["key"]
+        if any("failed" in r[key] for r in (traced, bare, faster, faster_traced)):
+            rows.append({"run": key, "failed": True})
+            continue
+        row = {
+            "run": key,
+            "bare_s": statistics.median(bare[key]["steps_s"]),
+            "traced_s": statistics.median(traced[key]["steps_s"]),
+            "faster_bare_s": statistics.median(faster[key]["steps_s"]),
+            "faster_traced_s": statistics.median(faster_traced[key]["steps_s"]),
+        }
+        rows.append(row | _replayed(Path(c["traces"])) | {"bytes_mbit": MBIT, "hosts": hosts})
+    for row in rows:
+        if "what_if_s" in row:
+            row["what_if_error"] = row["what_if_s"] / row["faster_traced_s"] - 1
+            gain = row["traced_s"] / row["faster_traced_s"]
+            row["speedup_measured"], row["speedup_predicted"] = gain, row["replayed_s"] / row["what_if_s"]
+    return {"summary": _summary(rows), "rows": rows}
+
+
+def _replayed(traces: Path) -> dict[str, Any]:
+    from pase.errors import PaseError
+    from pase.replay.report import replay_report
+
+    try:
+        report = replay_report(traces, what_if=["bandwidth=2"])
+    except PaseError as e:
+        return {"refused": str(e)}
+    ranks = report["ranks"]
+    if not ranks:
+        raise LabError(f"{traces}: a replay without ranks")
+    return {
+        "errors_by_rank": [r["error"] for r in ranks],
+        "measured_s": max(r["measured_s"] for r in ranks),
+        "replayed_s": max(r["replayed_s"] for r in ranks),
+        "communication_s": max(r["communication_s"] for r in ranks),
+        "what_if_s": report["what_if"][-1]["iteration_s"],
+    }
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    errors = [abs(e) for r in rows for e in r.get("errors_by_rank", ())]
+    ifs = [abs(r["what_if_error"]) for r in rows if "what_if_error" in r]
+    return {
+        "runs": len(rows),
+        "refused_or_failed": sum("refused" in r or "failed" in r for r in rows),
+        "median_error_by_rank": statistics.median(errors) if errors else None,
+        "largest_error_by_rank": max(errors, default=None),
+        "median_what_if_error": statistics.median(ifs) if ifs else None,
+        "largest_what_if_error": max(ifs, default=None),
+    }

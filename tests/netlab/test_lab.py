@@ -1,0 +1,109 @@
+"""The laboratory goes up and always comes down again; its summaries say what its rows say."""
+
+import fcntl
+import subprocess
+import sys
+
+import pytest
+
+from bench.netlab import net, strategies
+from bench.netlab.launch import on_every_host
+from bench.netlab.net import LabError, Network, Topology
+
+PROGRAM = """
+import socket, sys
+rank, peer = int(sys.argv[1]), sys.argv[2]
+if rank == 0:
+    with socket.create_server(("", 4100)) as s:
+        c, who = s.accept()
+        print("heard", c.recv(9).decode(), "from", who[0])
+else:
+    for _ in range(100):
+        try:
+            socket.create_connection((peer, 4100), timeout=5).sendall(b"hello")
+            break
+        except ConnectionRefusedError:
+            import time; time.sleep(0.05)
+if len(sys.argv) > 3:
+    sys.exit("host %d gives up" % rank)
+"""
+
+
+def test_up_and_down_again(tmp_path):
+    """One test: the laboratory is one a machine, and tests run side by side."""
+    reason = net.unavailable()
+    if reason:
+        pytest.skip(reason)
+    with net.LOCK.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pytest.skip("a network laboratory is running")
+        with pytest.raises(LabError, match="another network laboratory is running"):
+            Network(Topology(racks=(2,), host_mbit=10)).__enter__()
+        # What a killed run leaves behind: a namespace, with a process in it.
+        subprocess.run(["ip", "netns", "add", f"{net.PREFIX}h7"], check=True)
+        left = subprocess.Popen(["ip", "netns", "exec", f"{net.PREFIX}h7", "sleep", "60"])
+    with Network(Topology(racks=(1, 1), host_mbit=100, uplink_mbit=50)) as network:
+        assert sorted(net._namespaces()) == [f"{net.PREFIX}{x}" for x in ("h0", "h1", "s0", "s1")]
+        assert left.wait(timeout=10) != 0
+
+        def argv(i, *more):
+            return ["-c", PROGRAM, str(i), network.address(0), *more]
+
+        on_every_host(network, argv, tmp_path, timeout_s=60)
+        assert f"heard hello from {network.address(1)}" in (tmp_path / "host0.log").read_text()
+        shown = net._in(network.host(0), "tc", "qdisc", "show", "dev", "eth0")
+        assert "tbf" in shown and "100Mbit" in shown
+        network.limit(0.0)
+        assert "tbf" not in net._in(network.host(0), "tc", "qdisc", "show", "dev", "eth0")
+        with pytest.raises(LabError, match=r"host \d ended with status 1:(?s:.*)gives up"):
+            on_every_host(network, lambda i: argv(i, "fail"), tmp_path, timeout_s=60)
+    assert not net._namespaces() and not list(net.ETC.glob(f"{net.PREFIX}*"))
+    with pytest.raises(ZeroDivisionError), Network(Topology(racks=(2,), host_mbit=10)):
+        raise ZeroDivisionError
+    assert not net._namespaces()
+    # Killed by a signal, as a scheduler would: still taken down.
+    program = (
+        "from bench.netlab.net import *\nimport time\n"
+        "with interruptible(), Network(Topology(racks=(2,), host_mbit=10)):\n"
+        "    print('up', flush=True)\n    time.sleep(60)\n"
+    )
+    running = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None and running.stdout.readline() == "up\n"
+    running.terminate()
+    assert running.wait(timeout=30) != 0
+    assert not net._namespaces()
+
+
+def row(strategy, predicted, measured, **more):
+    return {
+        "network": "n", "model": "m", "batch": 8, "strategy": strategy, "same_as": None, "predicted_s": predicted,
+        "measured_s": measured, "spread": 0.0,
+    } | more  # fmt: skip
+
+
+def test_a_summary_says_what_its_rows_say():
+    rows = [
+        row("ours", 1.0, 1.1),
+        row("fsdp", 2.0, 1.0),
+        row("data_parallel", 3.0, 3.0),
+        row("zero2", 3.0, 3.0, same_as="data_parallel"),
+        {**row("owt", 9.0, 0.0), "failed": "why"},
+    ]
+    del rows[-1]["measured_s"]
+    s = strategies.summary(rows)
+    assert (s["rows"], s["failed"], s["groups"]) == (3, 1, 1)
+    assert (s["ours_fastest"], s["ours_fastest_or_within_noise"]) == (0, 0)
+    assert s["ours_worst_regret"] == pytest.approx(0.1)
+    assert s["kendall_tau_over_all"] == pytest.approx(1 / 3)
+    assert s["median_error"] == pytest.approx(1 / 11) and s["errors_below_15_percent"] == pytest.approx(2 / 3)
+    rows[0]["spread"] = 0.3
+    assert strategies.summary(rows)["ours_fastest_or_within_noise"] == 1
+
+
+def test_names_and_levels_of_networks():
+    racks = Topology(racks=(2, 2), host_mbit=1000, uplink_mbit=100)
+    assert racks.name == "2+2 hosts, 1000 Mbit, uplink 100 Mbit" and racks.levels == "host=2,rack=2"
+    assert Topology(racks=(4,), host_mbit=200).slug == "4hosts_200Mbit"
+    assert Topology(racks=(4,), host_mbit=0).name == "4 hosts, no limit"
