@@ -81,12 +81,12 @@ def stacked(c: Call, a: TensorList) -> Tensor:
 @_list("TensorListGetItem")
 def _get(c: Call) -> Sequence[Value]:
     """An element by a known number is a slice, by another one turn's part of the stack."""
-    a, at = _operand(c), c.known(1)
-    if at is not None and at.size == 1 and int(at.reshape(())) in dict(a.parts):
-        return [dict(a.parts)[int(at.reshape(()))]]
+    a = _operand(c)
+    n = None if c.known(1) is None else c.number(1, "index")
+    if n in dict(a.parts):
+        return [dict(a.parts)[n]]
     whole = stacked(c, a)
-    if at is not None:
-        n = int(at.reshape(()))
+    if n is not None:
         if a.length is not None and not 0 <= n < a.length:
             raise c.fail(f"element {n} of a list of {a.length}")
         return [take(c, whole, 0)]
@@ -102,7 +102,7 @@ def _set(c: Call) -> Sequence[Value]:
         one = nests.reshape(c.b, x, (1, *x.shape))
         made = nests.restrict(c.b, "set_item", [a.stacked, one], a.stacked.shape, kept)
         return [replace(a, stacked=made)]
-    n = -1 if at is None else int(at.reshape(()))
+    n = -1 if at is None else c.number(1, "index")
     if at is not None and (n < 0 or (a.length is not None and n >= a.length)):
         raise c.fail(f"element {n} of a list of {a.length}")
     element = tuple(int(s) for s in x.shape if isinstance(s, int))

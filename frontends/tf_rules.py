@@ -135,7 +135,7 @@ def _shape_of(c: Call) -> Sequence[Value]:
 
 @lowers("AddN", "AccumulateNV2")
 def _add_n(c: Call) -> Sequence[Value]:
-    xs = [c.x(i) for i in range(len(c.ins))]
+    xs = [c.x(i) for i in range(max(len(c.ins), 1))]
     shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
     return nests.elementwise(c.b, "AddN", xs, [xs[0].dtype], flops=max(len(xs) - 1.0, 0.0), shape=shape)
 

@@ -90,7 +90,7 @@ def _range(c: Call) -> Sequence[Value]:
 
 @lowers("Pack")
 def _pack(c: Call) -> Sequence[Value]:
-    rank = len(c.shape(0)) + 1
+    rank = len(c.shape(0)) + 1  # raises where there is none
     return [pack(c, [c.x(i) for i in range(len(c.ins))], c.in_range(c.whole("axis", 0), rank))]
 
 
@@ -424,7 +424,7 @@ def _bitcast(c: Call) -> Sequence[Value]:
 @lowers("Merge", "RefMerge")
 def _merge(c: Call) -> Sequence[Value]:
     """The two ends of a version 1 conditional: both branches are priced."""
-    values = list(c.ins)
+    values = [c.value(i) for i in range(max(len(c.ins), 1))]
     if all(isinstance(v, (Tensor, Known, Handle)) for v in values):
         shape = broadcast_shape(c, [c.shape(i) for i in range(len(values))])
         xs = [c.x(i) for i in range(len(values))]

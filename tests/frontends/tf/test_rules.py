@@ -1,0 +1,99 @@
+"""Every rule gives what TensorFlow gives: shapes and dtypes, op by op; and the splits that it allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+
+import tensorflow as tf
+
+from pase.errors import PaseError
+from pase.frontends import from_tf
+from pase.frontends.from_tf import Traced, trace
+from pase.frontends.tf_rules import ELEMENTWISE, RULES
+from pase.ir import Node, simplify, verify
+from tests.frontends.tf.cases import CASES, IDS, IMAGES, W, X
+
+
+def traced(name: str) -> Traced:
+    spec, f = CASES[name]
+
+    @tf.function(autograph=False)
+    def loss(x: Any) -> Any:
+        ys = f(x * (1.0 if x.dtype.is_floating else 1))
+        return tf.add_n([tf.reduce_sum(tf.cast(y, "float32")) for y in ys]) + tf.reduce_sum(W)
+
+    return trace(loss, spec)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_shapes_and_dtypes(name: str) -> None:
+    """Every result of every node has the shape and the dtype that TensorFlow infers; the graph is sound."""
+    t = traced(name)
+    compared = 0
+    for node in t.program.main.nodes:
+        if node.op in ("Placeholder", "ReadVariableOp", "While") or node.op.startswith("TensorList"):
+            continue
+        for k, made in enumerate(t.results[node.name]):
+            wanted = node.hint(k)
+            if made and wanted is not None and None not in wanted:
+                assert t.graph.tensors[made].shape == wanted, (node.name, node.op)
+                compared += 1
+    assert compared > 2
+    verify(simplify(t.graph))
+
+
+_ENDS = ("parameter", "input", "constant", "output")
+
+
+def _nodes(f: Callable[[Any], Any], spec: tf.TensorSpec) -> list[Node]:
+    loss = tf.function(lambda x: tf.reduce_sum(tf.cast(f(x), "float32")) + tf.reduce_sum(W), autograph=False)
+    return [
+        n
+        for n in trace(loss, spec).graph.nodes
+        if n.ops[0].kind not in ("parameter", "input", "constant", "output")
+    ]
+
+
+def test_flattened_products_keep_their_dims() -> None:
+    """Keras flattens batch and sequence before a matrix product; the nest has both."""
+    nodes = _nodes(lambda x: tf.tensordot(x, W, 1), X)
+    (product,) = [n for n in nodes if n.kind == "matmul"]
+    assert product.ops[0].einsum == "m0 m1 k0, k0 n1 -> m0 m1 n1"
+    assert not [n for n in nodes if n.kind == "view"]
+
+
+def test_what_may_be_split() -> None:
+    def kinds(f: Callable[[Any], Any], spec: tf.TensorSpec, op: str) -> list[str]:
+        node = next(n for n in _nodes(f, spec) if n.ops[0].name == op)
+        return [d.kind for d in node.space]
+
+    assert kinds(lambda x: tf.cumsum(x, 1), X, "Cumsum") == ["parallel", "replicated", "parallel"]
+    assert kinds(lambda x: tf.nn.softmax(x), X, "Max") == ["parallel", "parallel", "reduction"]
+    assert kinds(lambda x: tf.argmax(x, -1), X, "ArgMax") == ["parallel", "parallel", "replicated"]
+    assert kinds(lambda x: tf.gather(W, x), IDS, "gather")[-1] == "reduction"  # the table's rows
+    assert "replicated" not in kinds(lambda x: tf.one_hot(x, 5), IDS, "OneHot")
+    assert kinds(lambda x: tf.image.resize(x, (4, 4)), IMAGES, "ResizeBilinear").count("replicated") == 4
+
+
+def test_what_needs_numbers_says_so() -> None:
+    by_data = tf.function(
+        lambda x: tf.reduce_sum(tf.reshape(x, tf.cast(x[0, 0, :2], "int32")) @ W), autograph=False
+    )
+    with pytest.raises(PaseError, match=r"'Reshape' at Reshape: its shape .* computed from data"):
+        trace(by_data, X)
+    ragged = tf.function(
+        lambda x: tf.reduce_sum(tf.boolean_mask(x, x > 0)) + tf.reduce_sum(W), autograph=False
+    )
+    with pytest.raises(PaseError, match="'Where' at"):
+        trace(ragged, X)
+
+
+def test_coverage_lists_every_rule() -> None:
+    listed = {op for ops in from_tf.coverage().values() for op in ops}
+    assert {*RULES, *ELEMENTWISE} <= listed
+    assert len(listed) > 300
