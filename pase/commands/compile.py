@@ -41,6 +41,14 @@ def compile(
     unknown: Unknown = "error",
     dim: DimOption = None,
     memory_limit: MemoryLimit = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            "--schedule",
+            help="Schedule the communication by this policy (ours, ddp, …) and keep the bucket plan in the layout.",
+            metavar="POLICY",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the plan here, as layout JSON.", metavar="FILE"),
@@ -67,6 +75,8 @@ def compile(
             unknown=unknown, dims=parse_dims(dim), progress=say,  # type: ignore[arg-type]
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit, machine),
         )  # fmt: skip
+    if schedule is not None:
+        plan = plan.scheduled(schedule)
     if output is not None:
         plan.save(output)
     if json:
@@ -75,6 +85,13 @@ def compile(
     from pase.plan.table import render
 
     render(plan, console())
+    if plan.buckets is not None:
+        e = plan.buckets["evaluation"]
+        console().print(
+            f"bucket plan '{plan.buckets['policy']}': {len(plan.buckets['messages'])} messages, "
+            f"{e['iteration_s'] * 1e3:.3f} ms a step, of which {e['exposed_s'] * 1e3:.3f} ms wait for the network",
+            highlight=False,
+        )
     if output is not None:
         console(err=True).print(f"wrote {output}", highlight=False)
 
@@ -101,4 +118,5 @@ def summary(plan: Plan) -> dict[str, object]:
         "optimal": plan.optimal,
         "bound": plan.bound,
         "nodes": len(plan.nodes),
+        **({} if plan.buckets is None else {"bucket_plan": plan.buckets["evaluation"]}),
     }

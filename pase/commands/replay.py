@@ -61,39 +61,21 @@ def replay(
 
 
 def _planned(path: Path) -> Timeline | None:
-    """The step that a layout predicts, its communication scheduled by our policy; None where it is no layout."""
+    """The step that a layout predicts, under its bucket plan or ours; None where it is no layout."""
     from pase.replay.reader import read_small_json
     from pase.replay.report import is_layout
-    from pase.replay.types import Event, Mark, from_events
 
-    if not is_layout(path):
+    if not is_layout(path) or read_small_json(path).get("timeline"):
         return None
-    data = read_small_json(path)
-    if data.get("timeline"):
-        return None
-    from pase.schedule.from_plan import bucket_plan
-    from pase.schedule.simulate import evaluate
+    from pase.api import load
+    from pase.errors import Infeasible
 
-    e = evaluate(*bucket_plan(data, where=str(path)))
-    events = []
-    for i in e.timeline:
-        computes = i.resource == "compute"
-        start = round(i.start_s * 1e9)
-        events.append(
-            Event(
-                rank=0,
-                lane=i.resource,
-                device=True,
-                kind="kernel" if computes else "collective",
-                operation="" if computes else "all_reduce",
-                name=i.name,
-                start_ns=start,
-                duration_ns=max(0, round(i.end_s * 1e9) - start),
-                iteration=0,
-            )
+    planned = load(path).timeline
+    if planned is None:
+        raise Infeasible(
+            f"{path}: no collective on a parameter: this plan has nothing to schedule, nor to replay"
         )
-    end = max(round(e.iteration_s * 1e9), 1)
-    return from_events(events, marks=(Mark(rank=0, iteration=0, start_ns=0, end_ns=end),))
+    return planned
 
 
 def _print(report: dict[str, Any], as_json: bool, human: Any) -> None:

@@ -1,4 +1,4 @@
-"""pase schedule: bucket plans for a layout or a profile, policies side by side."""
+"""pase schedule: bucket plans for a layout, a profile or traces, policies side by side."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from pase.plan.types import Plan
     from pase.schedule.compare import Outcome
-    from pase.schedule.types import Problem
+    from pase.schedule.types import Link, Problem
 
 __all__ = ["schedule"]
 
@@ -19,7 +20,10 @@ __all__ = ["schedule"]
 def schedule(
     source: Annotated[
         Path,
-        typer.Argument(metavar="LAYOUT|PROFILE", help="layout.json, a problem JSON, or a PipeDream profile."),
+        typer.Argument(
+            metavar="LAYOUT|PROFILE|TRACES",
+            help="layout.json, a problem JSON, a PipeDream profile, or traces: a folder, a file, a timeline.",
+        ),
     ],
     policy: Annotated[str, typer.Option(help="A policy's name, several with commas, or all.")] = "ours",
     output: Annotated[
@@ -28,6 +32,14 @@ def schedule(
     gantt: Annotated[
         Path | None, typer.Option(help="Draw the steady iteration: FILE.html or FILE.png.")
     ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Keep the bucket plan in LAYOUT itself, under bucket_plan.")
+    ] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write the predicted step as a timeline; pase replay and Perfetto load it."),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Traces: whose iteration to schedule.")] = None,
     link: Annotated[
         list[str] | None,
         typer.Option(help="NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) or NAME:FILE.csv; may be given again."),
@@ -58,10 +70,12 @@ def schedule(
     from pase.errors import PaseError
     from pase.schedule.compare import compare_policies
     from pase.schedule.io import plan_to_json
-    from pase.schedule.load import load_problem, parse_link
+    from pase.schedule.load import parse_link
     from pase.schedule.registry import Options
 
-    problem = load_problem(source, links=tuple(parse_link(x) for x in link or ()), dataflow=dataflow)
+    plan, problem = _problem(source, tuple(parse_link(x) for x in link or ()), dataflow, rank)
+    if write and plan is None:
+        raise PaseError(f"--write keeps the bucket plan in a layout, and {source} is none; use --output")
     options = Options(staleness=staleness, walk=_walk(loss), mode=mode, time_limit_s=time_limit, seed=seed)
     names = None if policy == "all" else [n.strip() for n in policy.split(",")]
     outcomes = compare_policies(problem, names, options)
@@ -71,6 +85,18 @@ def schedule(
     if output is not None:
         data = plan_to_json(problem, best.plan, evaluation=best.to_json(), starts_s=best.evaluation.starts_s)
         output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if write:
+        from dataclasses import replace
+
+        from pase.plan.buckets import stored
+
+        assert plan is not None
+        replace(plan, buckets=stored(problem, best.plan)).save(source)
+    if timeline is not None:
+        from pase.plan.buckets import timeline_of
+        from pase.replay.timeline_io import save_timeline
+
+        save_timeline(timeline_of(problem, best.plan), timeline)
     if gantt is not None:
         from pase.schedule.gantt import write_gantt
 
@@ -93,6 +119,25 @@ def schedule(
         print(json.dumps(head | ({"policies": shown} if names is None or len(names) > 1 else shown[0])))
     elif emit is None:
         _table(problem, outcomes)
+
+
+def _problem(
+    source: Path, links: tuple[Link, ...], dataflow: bool, rank: int | None
+) -> tuple[Plan | None, Problem]:
+    """(the plan, where the file is a layout; the problem)."""
+    from pase.replay.report import is_layout
+    from pase.schedule.load import load_problem
+    from pase.trace_profile import is_trace, problem_from_traces
+
+    if is_layout(source):
+        from pase.api import load
+        from pase.plan.buckets import problem_of
+
+        plan = load(source)
+        return plan, problem_of(plan, links=links)
+    if is_trace(source):
+        return None, problem_from_traces(source, links=links, rank=rank)
+    return None, load_problem(source, links=links, dataflow=dataflow)
 
 
 def _walk(text: str | None):  # type: ignore[no-untyped-def]

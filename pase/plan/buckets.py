@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pase.schedule.from_plan import CurveOf
     from pase.schedule.plan import BucketPlan
     from pase.schedule.registry import Options
-    from pase.schedule.types import Problem
+    from pase.schedule.types import Link, Problem
 
 __all__ = [
     "curves_of",
@@ -50,12 +50,17 @@ def curves_of(plan: Plan) -> CurveOf | None:
     return curves_from_model(costmodels.get(plan.cost_model, machine), machine, plan.mesh)
 
 
-def problem_of(plan: Plan) -> Problem:
-    """Infeasible where no collective is on a parameter: there is nothing to schedule."""
+def problem_of(plan: Plan, *, links: tuple[Link, ...] = ()) -> Problem:
+    """links: in place of the machine's. Infeasible where no collective is on a parameter: nothing to schedule."""
     from pase.plan.layout import to_json
     from pase.schedule.from_plan import problem_from_layout
 
-    return problem_from_layout(to_json(plan), where=f"the plan for '{plan.model}'", curve_of=curves_of(plan))
+    return problem_from_layout(
+        to_json(plan),
+        where=f"the plan for '{plan.model}'",
+        links=links,
+        curve_of=None if links else curves_of(plan),
+    )
 
 
 def scheduled(

@@ -105,6 +105,6 @@ def general_plan(problem: Problem, *, warm_starts: tuple[BucketPlan, ...] = ()) 
     for start in warm_starts:
         if start.staleness == 0 and start.period == 1:
             c = evaluate(problem, start, timeline=False).iteration_s
-            if c < cost:
+            if c < cost or (c <= cost and len(start.messages) < len(plan.messages)):
                 cost, plan = c, start
     return replace(plan, policy="ours"), cost

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+import pase
+import pase.replay
 from pase.cli import main
 from pase.errors import PaseError
 from pase.schedule import Options, evaluate, get_policy, problem_from_times
 from pase.schedule.emit import ddp_caps_mb, pgle_text, xla_flags
 from pase.schedule.from_plan import problem_from_layout
+from pase.schedule.gantt import _figure
 from pase.schedule.io import plan_from_json, plan_to_json, problem_from_json, problem_to_json
 from pase.schedule.load import load_problem, parse_link
 from pase.schedule.pipedream import read_pipedream
@@ -417,3 +420,65 @@ def test_bad_files(tmp_path: Path) -> None:
         assert status == 2 and message in stderr and "x.json" in stderr
     status, _, stderr = run(str(tmp_path / "absent.json"))
     assert status == 2 and "absent.json" in stderr
+
+
+def test_a_picture_as_png(profile_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="PNG needs matplotlib")
+    out = tmp_path / "g.png"
+    code, _, err = run(str(profile_file), "--policy", "ddp,ours", "--gantt", str(out))
+    assert code == 0, err
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    problem = load_problem(profile_file)
+    evaluations = [evaluate(problem, get_policy(n).make(problem, Options())) for n in ("ddp", "ours")]
+    figure = _figure(problem, evaluations)
+    assert [ax.get_title("left").partition(":")[0] for ax in figure.axes] == ["ddp", "ours"]
+    for ax, e in zip(figure.axes, evaluations, strict=True):
+        assert [x.get_text() for x in ax.get_yticklabels()] == ["compute", "net"]
+        drawn = [p.get_extents() for c in ax.collections for p in c.get_paths()]
+        assert len(drawn) == len(e.timeline)
+        assert sum(b.width for b in drawn) == pytest.approx(
+            sum(i.end_s - max(i.start_s, 0.0) for i in e.timeline) * 1e3, rel=1e-6
+        )
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def layout_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("jax", reason="a layout of a zoo model needs jax")
+    path = tmp_path_factory.mktemp("layout") / "layout.json"
+    pase.compile("zoo:alexnet?batch=256", devices=16, mesh="2x8", baselines=False).save(path)
+    return path
+
+
+def test_a_layout_keeps_its_bucket_plan(layout_file: Path, tmp_path: Path) -> None:
+    mine, step = tmp_path / "mine.json", tmp_path / "step.json"
+    mine.write_bytes(layout_file.read_bytes())
+    code, out, err = run(str(mine), "--policy", "ddp", "--write", "--json", "--timeline", str(step))
+    assert code == 0, err
+    plan = pase.load(mine)
+    assert plan.bucket_plan is not None and plan.bucket_plan.policy == "ddp"
+    assert plan.bucket_problem is not None and {x.name for x in plan.bucket_problem.links} <= {
+        "NVLink",
+        "InfiniBand",
+    }
+    predicted = json.loads(out)["iteration_s"]
+    (mark,) = pase.replay.load(step).marks
+    assert mark.end_ns - mark.start_ns == pytest.approx(predicted * 1e9, abs=1)
+    # What is kept is what `pase replay LAYOUT` shows.
+    assert plan.timeline is not None
+    assert plan.timeline.marks[0].end_ns == mark.end_ns
+
+
+def test_links_given_replace_the_machines(layout_file: Path) -> None:
+    code, out, err = run(str(layout_file), "--policy", "fifo", "--json", "--link", "slow:1ms:10MB/s")
+    assert code == 0, err
+    slow = json.loads(out)["iteration_s"]
+    code, out, _ = run(str(layout_file), "--policy", "fifo", "--json")
+    assert code == 0 and json.loads(out)["iteration_s"] < slow / 10
+
+
+def test_only_a_layout_can_keep_one(profile_file: Path) -> None:
+    code, _, err = run(str(profile_file), "--write")
+    assert code == 2 and "p.txt is none; use --output" in err

@@ -1,0 +1,339 @@
+"""A scheduling problem from traces of a run: what it computed, what it sent, and how long its links took for that.
+
+One rank's steady iteration, as replay estimates it (medians over iterations), is run again with collectives that take
+no time: what is left is compute, with the gaps that the host leaves. There each collective has a moment at which it is
+ready and one at which the first op that reads it would begin.
+
+- What is wanted within a twentieth of its own length after it is ready stands between an op and the next (tensor
+  parallelism, a clipped norm), and broadcasts, barriers and the like are not ours to move: what compute would wait
+  for them is time on the compute stream.
+- A sum that is started in backward and first read behind it is a gradient: the optimizer waits for it, and forward
+  for the optimizer. (PyTorch's autograd thread tells; of others, what is read behind the last of all sums.) A trace
+  does not say which layer it belongs to; a layer's forward is taken to mirror its backward, so that what is made last
+  is needed first. The optimizer's time is spread over forward.
+- Others, a gathered parameter for one, are needed within their iteration.
+
+Links: one for each stream that carries collectives, since streams ran beside each other. Its curve for a kind of
+collective goes through the medians of each size; the startup is that of a least-squares line through them or, for a
+single size, the shortest collective of the stream. Durations are own times: from the last rank's start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.errors import Infeasible, PaseError
+
+if TYPE_CHECKING:
+    from pase.replay.graph import DataflowGraph
+    from pase.replay.types import Timeline
+    from pase.schedule.types import Curve, Link, Problem
+
+__all__ = ["fit_curve", "is_trace", "problem_from_timeline", "problem_from_traces"]
+
+AT_ONCE = 0.05
+"""Slack, relative to its own length, up to which a collective stands between two ops."""
+MOVED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+SUMS = ("all_reduce", "reduce_scatter")
+FORWARD_SHARE = 1 / 3
+BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
+"""PyTorch's names for what runs an op's backward, on the thread that launches it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """One collective of the iteration; times in seconds from its start, compute alone."""
+
+    name: str
+    kind: str
+    axes: str
+    lane: str
+    nbytes: int
+    seconds: float
+    ready_s: float
+    need_s: float
+    gradient: bool | None
+    """Started in backward and first read behind it; None: the trace does not tell."""
+
+
+def is_trace(path: Path) -> bool:
+    """Whether `pase schedule` should read this as traces: a folder, a trace's suffix, or events in JSON."""
+    if path.is_dir() or path.name.endswith((".json.gz", ".pb", ".zip")):
+        return True
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    with path.open("rb") as f:
+        head = f.read(4096)
+    return b"pase.timeline/" in head or b'"traceEvents"' in head
+
+
+def problem_from_traces(path: str | Path, *, links: Sequence[Link] = (), rank: int | None = None) -> Problem:
+    """The problem of a folder of traces, a trace, or a timeline. See ``problem_from_timeline``."""
+    from pase.replay import align, load
+
+    return problem_from_timeline(
+        align(load(path)), links=links, rank=rank, name=Path(path).name, source=str(path)
+    )
+
+
+def problem_from_timeline(
+    t: Timeline, *, links: Sequence[Link] = (), rank: int | None = None, name: str = "trace", source: str = ""
+) -> Problem:
+    """The problem of one rank (None: the first with collectives) of an aligned timeline.
+
+    links: in place of those that the trace shows; the first also gives the bytes of collectives whose sizes the trace
+    does not hold, from their durations. PaseError where there is nothing to replay, or a size is unknown;
+    Infeasible where no collective leaves a choice.
+    """
+    from pase.replay import estimate, measure, replay_graph
+    from pase.replay.types import COLLECTIVE
+
+    m = measure(t)
+    g = estimate(m, m.steady())
+    sends = g.kind == COLLECTIVE
+    if not sends.any():
+        raise Infeasible(f"{source or name}: no collective in an iteration: nothing to schedule")
+    ranks = sorted(set(g.rank[sends].tolist()))
+    if rank is not None and rank not in ranks:
+        raise PaseError(f"{source or name}: rank {rank} has no collectives; there are ranks {ranks}")
+    rank = ranks[0] if rank is None else rank
+    free = replay_graph(replace(g, duration_ns=np.where(sends, 0.0, g.duration_ns)))
+    mine = g.rank == rank
+    zero = float(free.start_ns[mine].min())
+    end_s = (float(free.finish_ns[mine].max()) - zero) / 1e9
+    backward = _launched_in_backward(t)
+    sent = _collectives(t, g, mine & sends, free.start_ns, zero, end_s, backward)
+    last_s = max((s.ready_s for s in sent if s.kind in SUMS), default=end_s)
+    summed = [
+        s for s in sent if s.kind in SUMS and (s.need_s >= last_s if s.gradient is None else s.gradient)
+    ]
+    if all(s.gradient is None and _at_once(s) for s in summed):
+        summed = []
+    between = [s for s in sent if s.kind not in MOVED or (_at_once(s) and s not in summed)]
+    kept = [_sized(s, links, source or name) for s in sent if s not in between]
+    if not kept:
+        raise Infeasible(
+            f"{source or name}: every collective is waited for as soon as it is ready: there is nothing to schedule"
+        )
+    gradients = [_sized(s, links, source or name) for s in summed]
+    last_s = max((s.ready_s for s in gradients), default=last_s)
+    forward_s = _forward_end_s(t, g, mine & ~sends, free.start_ns, zero, last_s, backward)
+    forward_s = min([forward_s, *(s.ready_s for s in gradients)])
+    return _problem(
+        kept, between, gradients, forward_s=forward_s, backward_s=last_s, end_s=end_s,
+        links=tuple(links) or _links(kept), name=f"{name}, rank {rank}", source=source,
+    )  # fmt: skip
+
+
+def _collectives(
+    t: Timeline,
+    g: DataflowGraph,
+    which: np.ndarray,
+    start: np.ndarray,
+    zero: float,
+    end_s: float,
+    backward: set[tuple[int, int]],
+) -> list[_Sent]:
+    """The rank's collectives in order, each with when it is ready and when it is first read."""
+    from pase.replay.types import COLLECTIVE, OPERATIONS
+
+    need = np.full(len(g), np.inf)
+    reader = np.full(len(g), -1)
+    reads = np.flatnonzero(g.kind[g.dst] != COLLECTIVE)
+    for e in reads[np.argsort(-start[g.dst[reads]], kind="stable")].tolist():  # the earliest comes last
+        need[g.src[e]], reader[g.src[e]] = start[g.dst[e]], g.dst[e]
+
+    def within(task: int) -> bool:
+        event = int(g.event[task]) if task >= 0 else -1
+        return event >= 0 and (int(g.rank[task]), int(t["correlation"][event])) in backward
+
+    out: list[_Sent] = []
+    for i in np.flatnonzero(which)[np.argsort(start[which], kind="stable")].tolist():
+        seconds = float(g.duration_ns[i]) / 1e9
+        group = int(t["group"][g.event[i]]) if g.event[i] >= 0 else -1
+        over = t.groups[group].name if group >= 0 else f"{int(g.ways[i]) or '?'} ranks"
+        kind = OPERATIONS[int(g.operation[i])] or "collective"
+        out.append(
+            _Sent(
+                name=f"{len(out)} {kind}",
+                kind=kind,
+                axes=f"{over}/{kind}",
+                lane=g.devices[int(g.device[i])].name,
+                nbytes=int(g.nbytes[i]),
+                seconds=seconds,
+                ready_s=(float(start[i]) - zero) / 1e9,
+                need_s=min((float(need[i]) - zero) / 1e9, end_s),
+                gradient=within(i) and not within(int(reader[i])) if backward else None,
+            )
+        )
+    return out
+
+
+def _at_once(s: _Sent) -> bool:
+    return s.need_s - s.ready_s <= AT_ONCE * s.seconds
+
+
+def _sized(s: _Sent, links: Sequence[Link], where: str) -> _Sent:
+    """With its size, where the trace lacks it from its duration on the first link given."""
+    if s.nbytes > 0:
+        return s
+    if not links:
+        raise PaseError(
+            f"{where}: collective {s.name} has no size in the trace. Record shapes (PyTorch: record_shapes=True, or "
+            f"its execution trace beside), or give --link NAME:STARTUP:BANDWIDTH, from which sizes follow"
+        )
+    return replace(s, nbytes=max(1, int(links[0].curve.bytes_within(np.asarray([s.seconds]))[0])))
+
+
+def _launched_in_backward(t: Timeline) -> set[tuple[int, int]]:
+    """(rank, correlation) of what PyTorch's autograd threads launched; empty where no thread is known as one."""
+    from pase.replay.types import KINDS
+
+    host = t["kind"] == KINDS.index("host")
+    names = [i for i, n in enumerate(t.names) if BACKWARD.search(n)]
+    lanes = np.unique(t["lane"][host & np.isin(t["name"], names)])
+    calls = (t["kind"] == KINDS.index("runtime")) & np.isin(t["lane"], lanes) & (t["correlation"] >= 0)
+    return set(zip(t.rank_of[calls].tolist(), t["correlation"][calls].tolist(), strict=True))
+
+
+def _forward_end_s(
+    t: Timeline,
+    g: DataflowGraph,
+    compute: np.ndarray,
+    start: np.ndarray,
+    zero: float,
+    last_s: float,
+    backward: set[tuple[int, int]],
+) -> float:
+    """When backward's first op begins, where the trace tells; else a third of the way to the last gradient."""
+    from pase.replay.types import GPU_KINDS
+
+    tasks = np.flatnonzero(compute & np.isin(g.kind, GPU_KINDS) & (g.event >= 0))
+    begun = [
+        float(start[i])
+        for i, e in zip(tasks.tolist(), g.event[tasks].tolist(), strict=True)
+        if (int(g.rank[i]), int(t["correlation"][e])) in backward
+    ]
+    return (min(begun) - zero) / 1e9 if begun else FORWARD_SHARE * last_s
+
+
+def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: float = 0.0) -> Curve:
+    """A cost curve through the median of each size, from a fitted startup on.
+
+    shortest_s: stands in for the startup where there is one size alone, and is never exceeded by it.
+
+    >>> c = fit_curve([1e6, 2e6, 2e6], [1.5e-3, 2.4e-3, 2.6e-3])
+    >>> round(c.startup_s * 1e3, 6), round(c.seconds_for(4e6) * 1e3, 6)
+    (0.5, 4.5)
+    """
+    from scipy.optimize import nnls
+
+    from pase.schedule.types import Curve
+
+    sizes = np.unique(np.asarray(nbytes, float))
+    times = np.asarray([np.median(np.asarray(seconds)[np.asarray(nbytes) == n]) for n in sizes])
+    if len(sizes) == 1:
+        startup = min(shortest_s, float(times[0]))
+    else:
+        # Relative residuals: a large message shall not drown the small ones' startup.
+        rows = np.stack((np.ones(len(sizes)), sizes), axis=1) / np.maximum(times, 1e-12)[:, None]
+        startup = min(float(nnls(rows, np.ones(len(sizes)))[0][0]), float(times.min()))
+    made = Curve.table([0.0, *sizes], [startup, *times])
+    per_byte = float(times[-1] - startup) / float(sizes[-1])
+    return replace(made, tail_s_per_byte=max(made.tail_s_per_byte, 0.0) if len(sizes) > 1 else per_byte)
+
+
+def _links(sent: Sequence[_Sent]) -> tuple[Link, ...]:
+    """One link for each stream, with a curve for each group of ranks and kind."""
+    from pase.schedule.types import Link
+
+    out = []
+    lanes = list(dict.fromkeys(s.lane for s in sent))
+    for lane in lanes:
+        here = [s for s in sent if s.lane == lane]
+        shortest = min(s.seconds for s in here)
+        curves = {
+            key: fit_curve(
+                [s.nbytes for s in here if s.axes == key],
+                [s.seconds for s in here if s.axes == key],
+                shortest_s=shortest,
+            )
+            for key in dict.fromkeys(s.axes for s in here)
+        }
+        name = (
+            lane
+            if len(lanes) > 1 and not lane.isdigit()
+            else f"stream {lane}"
+            if len(lanes) > 1
+            else "network"
+        )
+        out.append(Link(name=name, curve=next(iter(curves.values())), by_axes=curves, axes=tuple(curves)))
+    return tuple(out)
+
+
+def _problem(
+    kept: Sequence[_Sent], between: Sequence[_Sent], gradients: Sequence[_Sent], *, forward_s: float,
+    backward_s: float, end_s: float, links: tuple[Link, ...], name: str, source: str,
+) -> Problem:  # fmt: skip
+    """Compute cut into blocks at every moment that a tensor names."""
+    from pase.schedule.types import Block, Problem, Tensor
+
+    back_s = max(backward_s - forward_s, 1e-12)
+
+    def need_of(s: _Sent) -> float:
+        """Of a gradient: where forward mirrors the moment at which it was made."""
+        if s not in gradients:
+            return s.need_s
+        return forward_s * min(max(1.0 - (s.ready_s - forward_s) / back_s, 0.0), 1.0)
+
+    # What only the optimizer does comes behind the last gradient, and is spread over forward.
+    body_s = backward_s if gradients else end_s
+    moments = {0.0, forward_s, body_s}
+    for s in kept:
+        moments |= {min(s.ready_s, body_s), min(need_of(s), body_s)}
+    cuts = sorted(moments)
+    cuts = [c for i, c in enumerate(cuts) if i == 0 or c > cuts[i - 1] + 1e-9]
+    update_s = (end_s - body_s) / max(forward_s, 1e-12)
+
+    def index(moment: float) -> int:
+        return int(np.argmin(np.abs(np.asarray(cuts) - min(moment, body_s))))
+
+    blocks = []
+    for i, (a, b) in enumerate(itertools.pairwise(cuts)):
+        forward = b <= forward_s + 1e-9
+        waits = sum(
+            max(s.seconds - (s.need_s - s.ready_s), 0.0)
+            for s in between
+            if a <= s.ready_s < b or (i == len(cuts) - 2 and s.ready_s >= b)
+        )
+        seconds = (b - a) * (1 + update_s if forward else 1.0) + waits
+        blocks.append(
+            Block(
+                name=f"{'forward' if forward else 'backward'} {i}",
+                phase="forward" if forward else "backward",
+                seconds=seconds,
+            )
+        )
+    tensors = []
+    for s in kept:
+        ready, need = index(s.ready_s), index(need_of(s))
+        gradient = s in gradients
+        tensors.append(
+            Tensor(
+                name=s.name,
+                nbytes=s.nbytes,
+                ready_after=ready - 1 if ready else None,
+                needed_before=need if need < len(blocks) else None,
+                lag=1 if gradient else 0,
+                axes=s.axes if any(link.axes is not None for link in links) else "",
+                kind=s.kind,
+            )
+        )
+    return Problem(name=name, blocks=tuple(blocks), tensors=tuple(tensors), links=links, source=source)
