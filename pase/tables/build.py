@@ -15,7 +15,7 @@ from pase.tables.layouts import LayoutRule, configs
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
 
-__all__ = ["BUCKET_BYTES", "Space", "build", "charge_cost", "charge_price", "work_cost"]
+__all__ = ["BUCKET_BYTES", "GRANULE_BYTES", "Space", "build", "charge_cost", "charge_price", "work_cost"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,15 +43,21 @@ BUCKET_BYTES = 25 << 20
 """Collectives of parameters travel in buckets of about this size (PyTorch DDP's default cap; XLA combines to
 30 MiB): a small one pays its share of a bucket's time, not a latency of its own."""
 
+GRANULE_BYTES = 512
+"""What one device sends of a tensor is at least this much: XLA for TPU pads shards to it ("k512Byte" in its HLO).
+Without it, splitting a bias over 32 devices looks as good as keeping it whole, and costs slices and copies."""
+
 
 def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
     """Cost of a charge, all times of it."""
     alone = model.collective(charge.kind, mesh, charge.axes, charge.nbytes)
     if charge.bucketed:
+        ways = np.array([mesh.ways(axes) for axes in range(1 << len(mesh.sizes))], dtype=float)[charge.axes]
+        nbytes = np.where(charge.nbytes > 0, np.maximum(charge.nbytes, GRANULE_BYTES * ways), 0.0)
         full = model.collective(
             charge.kind, mesh, charge.axes, np.full_like(charge.nbytes, BUCKET_BYTES, dtype=float)
         )
-        alone = np.where(charge.nbytes < BUCKET_BYTES, full * (charge.nbytes / BUCKET_BYTES), alone)
+        alone = np.where(nbytes < BUCKET_BYTES, full * (nbytes / BUCKET_BYTES), alone)
     return charge.times * alone
 
 
