@@ -104,6 +104,9 @@ def measure(name: str, *, again: bool, only: list[str] | None) -> None:
             }
             row |= facts | compiled(lowered, facts["mesh"])
             print(json.dumps(row), file=sys.stderr, flush=True)
+            # Read again: this took a while, and another process may have added rows.
+            result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
+            mine = [r for r in result["rows"] if (r["model"], r["strategy"]) == (name, strategy)]
             rows = [r for r in result["rows"] if r not in mine] + [row]
         _write(rows)
 
