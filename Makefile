@@ -13,7 +13,7 @@ JOBS   ?= 2
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test lint format netlab clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ lint: $(STAMP) ## ruff and mypy alone
 format: $(STAMP) ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+netlab: $(STAMP) ## measure strategies and bucket plans on real, slow networks (a few minutes; root, iproute2)
+	$(BIN)/python -m bench.netlab quick
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,8 +2,9 @@
 
     sudo .venv/bin/python -m bench.netlab quick        # a few minutes: every part once, small
     sudo .venv/bin/python -m bench.netlab full         # under an hour
-    sudo .venv/bin/python -m bench.netlab strategies   # one part, in full; also: buckets, replay
+    sudo .venv/bin/python -m bench.netlab strategies   # one part, in full; also: buckets, torch, replay
     sudo .venv/bin/python -m bench.netlab clean        # what a killed run left behind
+    .venv/bin/python -m bench.netlab render            # docs/proof.md's tables from the result files
 
 Writes bench/results/netlab_<part>.json (quick: netlab_quick.json). Without root or iproute2 it says so and does
 nothing. What was calibrated is kept in --folder and taken up; --fresh calibrates anew.
@@ -12,6 +13,7 @@ nothing. What was calibrated is kept in --folder and taken up; --fresh calibrate
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -27,6 +29,7 @@ from bench.netlab import buckets, replays, strategies
 from bench.netlab.launch import ROOT
 from bench.netlab.models import SIZES
 from bench.netlab.net import LabError, clean, interruptible, unavailable
+from bench.netlab.page import render
 
 RESULTS = ROOT / "bench" / "results"
 
@@ -35,7 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("quick", "full", "strategies", "buckets", "replay", "clean"))
+    parser.add_argument(
+        "part", choices=("quick", "full", "strategies", "buckets", "torch", "replay", "clean", "render")
+    )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "paselab")
     parser.add_argument("--fresh", action="store_true", help="forget earlier calibrations")
     parser.add_argument("--models", help="strategies: of these alone, comma-separated")
@@ -44,6 +49,9 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=20, help="buckets, replay: of each run")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result files go")
     args = parser.parse_args()
+    if args.part == "render":
+        render(ROOT / "docs" / "proof.md", args.results)
+        return 0
     reason = unavailable()
     if reason:
         print(f"netlab skipped: {reason}")
@@ -89,6 +97,12 @@ def run(args: argparse.Namespace) -> None:
             args.folder, rates=buckets.RATES, policies=buckets.POLICIES, iterations=args.iterations
         )
         write("buckets", found, began, args.results)
+    if args.part in ("full", "torch") and importlib.util.find_spec("torch") is not None:
+        began = time.time()
+        found = buckets.measure_torch(
+            args.folder, rates=buckets.RATES, policies=buckets.POLICIES, iterations=args.iterations
+        )
+        write("torch", found, began, args.results)
     if args.part in ("full", "replay"):
         began = time.time()
         found = replays.measure(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from bench.netlab.jobs import results_of
 from bench.netlab.net import Network, Topology
 
-__all__ = ["POLICIES", "RATES", "measure", "run_cells"]
+__all__ = ["POLICIES", "RATES", "chosen", "measure", "measure_torch", "run_cells"]
 
 RATES = (0.5, 1.0, 2.0)
 POLICIES = ("fifo", "priority", "ddp", "mg_wfbp", "bytescheduler", "us_byte", "tac", "deft", "ours")
@@ -26,6 +26,7 @@ HOSTS = 2
 WIDTH, ROWS, DEPTH = 256, 2048, 6
 TAIL = ((256, 1024), (1024, 1024), (1024, 256))
 STALENESS = 3
+LEARNING_RATE = 0.3
 # DDP's 1 and 25 MiB are made for models a hundred times as large; these are as large a part of this one.
 DDP_FIRST, DDP_CAP = 1 << 16, 1 << 19
 SIZES = tuple(1 << k for k in (10, 13, 15, 17, 18, 19, 20, 21, 22, 23))
@@ -94,6 +95,26 @@ def problem_for(params: Any, compute_s: float, nbytes: list[float], seconds: lis
     return problem_from_layers(layers, (link,), name="tower")
 
 
+def chosen(problem: Any, policies: Sequence[str]) -> list[tuple[Any, str]]:
+    """(outcome, name) of each policy's plan; ours within the staleness that DeFT has, and ours with none."""
+    from pase.schedule import Options
+    from pase.schedule.compare import compare_policies
+
+    common = {"ddp_first_bytes": DDP_FIRST, "ddp_cap_bytes": DDP_CAP, "mode": "fast"}
+    found = [
+        (o, o.policy)
+        for o in compare_policies(problem, list(policies), Options(staleness=STALENESS, **common))
+        if o.plan is not None
+    ]
+    plain = [p for p in policies if p != "deft"]
+    found += [
+        (o, "ours, no staleness")
+        for o in compare_policies(problem, plain, Options(**common))
+        if o.policy == "ours" and o.plan is not None
+    ]
+    return found
+
+
 def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
     """On every host: compute alone, the network's curve, then each policy's plan."""
     import jax
@@ -105,8 +126,6 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
     from pase.calibrate.device import Devices
     from pase.calibrate.here import find
     from pase.calibrate.session import measure as timed
-    from pase.schedule import Options
-    from pase.schedule.compare import compare_policies
 
     bench = Devices(find())
     mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -129,19 +148,7 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
         ]
         seconds = [float(s) for s in np.maximum.accumulate([s.seconds for s in curve])]
         problem = problem_for(params, job["compute_s"], list(map(float, SIZES)), seconds)
-        common = {"ddp_first_bytes": DDP_FIRST, "ddp_cap_bytes": DDP_CAP, "mode": "fast"}
-        plans = [
-            (o, o.policy)
-            for o in compare_policies(problem, list(job["policies"]), Options(staleness=STALENESS, **common))
-            if o.plan is not None
-        ]
-        # Ours twice: within the staleness that DeFT has, and with none.
-        names = [p for p in job["policies"] if p != "deft"]
-        plans += [
-            (o, "ours, no staleness")
-            for o in compare_policies(problem, names, Options(**common))
-            if o.policy == "ours" and o.plan is not None
-        ]
+        plans = chosen(problem, job["policies"])
         for number, (outcome, name) in enumerate(plans):
             runner = BucketRunner(
                 loss_fn=loss_fn,
@@ -224,7 +231,7 @@ def measure(
     """Rows by coverage rate and policy."""
     rows: list[dict[str, Any]] = []
     nbytes = sum(p.nbytes for p in parameters(0).values())
-    common = {"kind": "buckets", "policies": policies, "learning_rate": 0.05}
+    common = {"kind": "buckets", "policies": policies, "learning_rate": LEARNING_RATE}
     with Network(Topology(racks=(HOSTS,), host_mbit=0.0)) as network:
         cells = [{"key": "compute", "what": "compute", "repeats": 15}]
         compute = results_of(network, folder, "compute", cells, **common)["compute"]["compute_s"]
@@ -252,6 +259,36 @@ def measure(
     }
 
 
+def measure_torch(
+    folder: Path, *, rates: tuple[float, ...], policies: tuple[str, ...], iterations: int
+) -> dict[str, Any]:
+    """As ``measure``, by PyTorch."""
+    nbytes = sum(p.nbytes for p in parameters(0).values())
+    common = {"kind": "torch", "policies": policies, "learning_rate": LEARNING_RATE}
+    rows: list[dict[str, Any]] = []
+    with Network(Topology(racks=(HOSTS,), host_mbit=0.0)) as network:
+        cells = [{"key": "compute", "what": "compute", "repeats": 15}]
+        compute = results_of(network, folder, "torch_compute", cells, **common)["compute"]["compute_s"]
+        for rate in rates:
+            mbit = round(nbytes * 8e-6 / (rate * compute))
+            network.limit(mbit)
+            cells = [{"key": f"coverage {rate:g}", "what": "policies", "iterations": iterations}]
+            found = results_of(network, folder, f"torch_{rate:g}", cells, compute_s=compute, **common)
+            for got in found.values():
+                about = {"coverage": rate, "mbit": mbit}
+                if "failed" in got:
+                    rows.append(about | got)
+                for row in got.get("rows", ()):
+                    rows.append(about | row | {"exposed_s": row["measured_s"] - compute})
+    return {
+        "compute_s": compute,
+        "gradient_bytes": nbytes,
+        "hosts": HOSTS,
+        "summary": _summary(rows),
+        "rows": rows,
+    }
+
+
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     from scipy.stats import kendalltau
 
@@ -262,8 +299,9 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         plain = [r for r in mine if not r["staleness"]]
         ddp = next((r["measured_s"] for r in mine if r["policy"] == "ddp"), None)
-        errors = sorted(abs(r["predicted_s"] / r["measured_s"] - 1) for r in mine)
-        t = kendalltau([r["predicted_s"] for r in mine], [r["measured_s"] for r in mine]).statistic
+        priced = [r for r in mine if r["predicted_s"]]
+        errors = sorted(abs(r["predicted_s"] / r["measured_s"] - 1) for r in priced)
+        t = kendalltau([r["predicted_s"] for r in priced], [r["measured_s"] for r in priced]).statistic
         out[f"{rate:g}"] = {
             "kendall_tau": float(t),
             "median_error": statistics.median(errors),

@@ -40,7 +40,12 @@ def on_every_host(
     """
     logs.mkdir(parents=True, exist_ok=True)
     hosts = network.topology.hosts
-    more = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    more = {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
     # Another bandwidth is the same program.
     more |= {
         "JAX_COMPILATION_CACHE_DIR": str(logs.parent / "xla_cache"),

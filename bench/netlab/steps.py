@@ -12,7 +12,7 @@ from bench.netlab.models import model
 
 __all__ = ["Cell", "plans", "timed"]
 
-METHODS = ("data_parallel", "fsdp", "zero2", "owt", "megatron")
+METHODS = ("data_parallel", "fsdp", "owt", "megatron")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,7 @@ from bench.netlab.steps import Cell, timed
 
 
 def main(job_file: str, rank: str) -> None:
-    import jax
-
     job = json.loads(Path(job_file).read_text())
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(job["coordinator"], job["hosts"], int(rank), initialization_timeout=120)
     results = Path(job["results"])
 
     def say(row: dict[str, Any]) -> None:
@@ -29,6 +25,15 @@ def main(job_file: str, rank: str) -> None:
             with results.open("a") as f:
                 f.write(json.dumps(row) + "\n")
 
+    if job["kind"] == "torch":
+        from bench.netlab import torch_buckets
+
+        torch_buckets.run_cells(job, say, int(rank))
+        return
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(job["coordinator"], job["hosts"], int(rank), initialization_timeout=120)
     if job["kind"] == "buckets":
         from bench.netlab.buckets import run_cells
 

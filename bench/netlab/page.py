@@ -1,0 +1,182 @@
+"""The tables of docs/proof.md, from the result files: between markers, the words around them are written by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["render"]
+
+_MARK = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def _ms(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(r) + " |" for r in rows)]) + "\n"
+
+
+def _about(d: Mapping[str, Any]) -> str:
+    return f"{d['machine']}; commit {d['commit']}; `{d['command']}`; {d['seconds'] / 60:.0f} minutes.\n\n"
+
+
+def _strategies(d: Mapping[str, Any]) -> str:
+    groups: dict[tuple[str, str, int], dict[str, Any]] = defaultdict(dict)
+    for r in d["rows"]:
+        groups[r["network"], r["model"], r["batch"]][r["strategy"]] = r
+    rows = []
+    for (network, model, batch), by in groups.items():
+        ran = {s: r for s, r in by.items() if "measured_s" in r}
+        if "ours" not in ran:
+            rows.append([network, model, str(batch), "ours failed", "", "", "", "", ""])
+            continue
+        ours = ran["ours"]
+        others = {s: r for s, r in ran.items() if s != "ours"}
+        best = min(others, key=lambda s: others[s]["measured_s"])
+        worst = max(others, key=lambda s: others[s]["measured_s"])
+        rows.append(
+            [
+                network,
+                model,
+                str(batch),
+                f"{_ms(ours['measured_s'])} ({_ms(ours['predicted_s'])})",
+                f"{best} {_ms(others[best]['measured_s'])} ({_ms(others[best]['predicted_s'])})",
+                f"{worst} {_ms(others[worst]['measured_s'])} ({_ms(others[worst]['predicted_s'])})",
+                f"{others[best]['measured_s'] / ours['measured_s']:.2f}",
+                f"{min(1.0, ours['predicted_compute_s'] / ours['predicted_s']):.0%}",
+                next((s for s, r in by.items() if r["same_as"] == "ours"), ours["same_as"] or ""),
+            ]
+        )
+    head = ["network", "model", "batch", "ours, ms (predicted)", "best other", "worst other",
+            "best other / ours", "compute in ours", "ours is"]  # fmt: skip
+    return _about(d) + _table(head, rows)
+
+
+def _summary(d: Mapping[str, Any]) -> str:
+    s = d["summary"]
+    first = f"{s['ours_fastest_or_within_noise']} of {s['groups']} cells"
+    rows = [
+        ["strategies measured", f"{s['rows']}", ""],
+        ["ours the fastest, or within the noise of the fastest", first, "all"],
+        ["ours beyond the fastest, median; worst", f"{s['ours_median_regret']:.1%}; {s['ours_worst_regret']:.0%}", "0"],
+        ["Kendall τ, predicted against measured, all cells", f"{s['kendall_tau_over_all']:.3f}", "≥ 0.9"],
+        ["error of the step time, median", f"{s['median_error']:.1%}", "< 15%"],
+        ["errors below 15%", f"{s['errors_below_15_percent']:.0%}", "100%"],
+        ["predicted / measured, median", f"{s['median_predicted_over_measured']:.2f}", "1"],
+    ]  # fmt: skip
+    return _table(["", "measured", "goal"], rows)
+
+
+def _by_strategy(d: Mapping[str, Any]) -> str:
+    """Where the errors are."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for r in d["rows"]:
+        if "measured_s" in r and not r["same_as"]:
+            ratios[r["strategy"]].append(r["predicted_s"] / r["measured_s"])
+            ratios[r["model"]].append(r["predicted_s"] / r["measured_s"])
+            ratios[r["network"]].append(r["predicted_s"] / r["measured_s"])
+    rows = []
+    for name, xs in ratios.items():
+        xs = sorted(xs)
+        quarter = len(xs) // 4
+        rows.append(
+            [name, str(len(xs)), f"{xs[quarter]:.2f}", f"{xs[len(xs) // 2]:.2f}", f"{xs[-1 - quarter]:.2f}"]
+        )
+    return _table(["predicted / measured over", "cells", "lower quartile", "median", "upper quartile"], rows)
+
+
+def _buckets(d: Mapping[str, Any]) -> str:
+    rows = []
+    for r in sorted(
+        (r for r in d["rows"] if "measured_s" in r), key=lambda r: (r["coverage"], r["measured_s"])
+    ):
+        ddp = next(
+            (
+                x["measured_s"]
+                for x in d["rows"]
+                if x.get("policy") == "ddp" and x["coverage"] == r["coverage"]
+            ),
+            None,
+        )
+        rows.append(
+            [
+                f"{r['coverage']:g}",
+                r["policy"],
+                str(r["messages"]),
+                _ms(r["predicted_s"]) if r["predicted_s"] else "",
+                f"{_ms(r['measured_s'])} ± {r['spread'] / 2:.0%}",
+                _ms(max(0.0, r["exposed_s"])),
+                f"{r['updates_per_iteration']:.2f}",
+                str(r["staleness"]),
+                f"{ddp / r['measured_s']:.2f}" if ddp else "",
+            ]
+        )
+    head = ["coverage", "policy", "messages", "predicted, ms", "measured", "exposed", "updates an iteration",
+            "staleness", "times DDP's speed"]  # fmt: skip
+    sizes = f"gradients {d['gradient_bytes'] / 1e6:.1f} MB; {d['hosts']} hosts.\n\n"
+    compute = f"Compute alone: {_ms(d['compute_s'])} ms; {sizes}"
+    return _about(d) + compute + _table(head, rows)
+
+
+def _losses(d: Mapping[str, Any]) -> str:
+    """Seconds to the loss that the plain plan has at the end."""
+    rows = []
+    for rate in sorted({r["coverage"] for r in d["rows"]}):
+        mine = [r for r in d["rows"] if r["coverage"] == rate and r.get("losses")]
+        plain = next((r for r in mine if r["policy"] == "ddp"), None)
+        if plain is None:
+            continue
+        target = min(plain["losses"][-3:])
+        for r in mine:
+            at = next((i + 1 for i, x in enumerate(r["losses"]) if x <= target), None)
+            seconds = f"{at * r['measured_s']:.2f}" if at else "not reached"
+            rows.append([f"{rate:g}", r["policy"], f"{target:.4f}", str(at or ""), seconds])
+    return _table(["coverage", "policy", "loss", "iterations to it", "seconds to it"], rows)
+
+
+def _replay(d: Mapping[str, Any]) -> str:
+    rows = []
+    for r in d["rows"]:
+        if "what_if_s" not in r:
+            rows.append([r["run"], r.get("refused", "failed"), "", "", "", "", ""])
+            continue
+        worst = max(r["errors_by_rank"], key=abs)
+        rows.append(
+            [
+                r["run"], _ms(r["bare_s"]), _ms(r["traced_s"]), f"{worst:+.1%}",
+                _ms(r["what_if_s"]), _ms(r["faster_traced_s"]), f"{r['what_if_error']:+.1%}",
+            ]
+        )  # fmt: skip
+    head = ["run", "step, ms", "while traced", "replay's worst error by rank", "twice the bandwidth, predicted",
+            "measured", "error"]  # fmt: skip
+    return _about(d) + _table(head, rows)
+
+
+_TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "strategies": ("strategies", _strategies),
+    "summary": ("strategies", _summary),
+    "errors": ("strategies", _by_strategy),
+    "buckets": ("buckets", _buckets),
+    "torch": ("torch", _buckets),
+    "losses": ("buckets", _losses),
+    "replay": ("replay", _replay),
+}
+
+
+def render(page: Path, results: Path) -> None:
+    """Fills every marked place whose result file is there."""
+
+    def filled(m: re.Match[str]) -> str:
+        part, make = _TABLES[m["name"]]
+        file = results / f"netlab_{part}.json"
+        return m[1] + make(json.loads(file.read_text())) + m[3] if file.exists() else m[0]
+
+    page.write_text(_MARK.sub(filled, page.read_text()))

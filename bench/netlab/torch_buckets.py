@@ -1,0 +1,171 @@
+"""The tower of ``buckets`` in PyTorch: DistributedDataParallel over gloo as it is, and under each policy's plan."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from bench.netlab.buckets import (
+    DDP_CAP,
+    DEPTH,
+    HOSTS,
+    ROWS,
+    SIZES,
+    TAIL,
+    WIDTH,
+    chosen,
+    parameters,
+    problem_for,
+)
+
+__all__ = ["run_cells"]
+
+_SAMPLES = 8
+
+
+def _tower() -> Any:
+    import torch
+
+    class Tower(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, value in parameters(0).items():
+                self.register_parameter(name, torch.nn.Parameter(torch.from_numpy(value.copy())))
+
+        def forward(self, x: Any) -> Any:
+            for i in range(DEPTH):
+                x = x + 0.5 * torch.tanh(x @ getattr(self, f"a{i:02}"))
+            h = x.mean(dim=1)
+            for i in range(len(TAIL)):
+                h = h @ getattr(self, f"b{i}")
+                h = torch.tanh(h) if i + 1 < len(TAIL) else h
+            return h
+
+    return Tower()
+
+
+def _data(rank: int, count: int) -> list[tuple[Any, Any]]:
+    import torch
+
+    random = np.random.default_rng(100 + rank)
+    teacher = np.random.default_rng(2).normal(size=(WIDTH, TAIL[-1][1]))
+    out = []
+    for _ in range(count):
+        means = random.normal(size=(_SAMPLES, 1, WIDTH))
+        x = (means + 0.3 * random.normal(size=(_SAMPLES, ROWS // _SAMPLES, WIDTH))).astype(np.float32)
+        y = np.tanh(means[:, 0] @ teacher / np.sqrt(WIDTH)).astype(np.float32)
+        out.append((torch.from_numpy(x), torch.from_numpy(y)))
+    return out
+
+
+def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: int) -> None:
+    """On every host, as ``buckets.run_cells``; "ddp itself" is DDP with its buckets and no hook of ours."""
+    import torch
+    import torch.distributed as dist
+
+    address = job["coordinator"]
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{address}", rank=rank, world_size=HOSTS, timeout=timedelta(seconds=120)
+    )
+    torch.set_num_threads(1)
+    data = _data(rank, 8)
+
+    def agreed(seconds: float) -> float:
+        slowest = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest[0])
+
+    for cell in job["cells"]:
+        key = cell["key"]
+        say({"key": key, "begun": time.time()})
+        if cell["what"] == "compute":
+            alone, _ = _train(_tower(), None, data, cell["repeats"], job["learning_rate"])
+            say({"key": key, "compute_s": agreed(statistics.median(alone))})
+            continue
+        seconds = [agreed(s) for s in _curve()]
+        problem = problem_for(
+            parameters(0), job["compute_s"], list(map(float, SIZES)), np.maximum.accumulate(seconds).tolist()
+        )
+        plans = chosen(problem, job["policies"])
+        itself, losses = _train(_tower(), (None, None), data, cell["iterations"], job["learning_rate"])
+        rows = [
+            {
+                "policy": "ddp itself",
+                "measured_s": agreed(statistics.median(itself)),
+                "losses": losses,
+                "staleness": 0,
+            }
+        ]
+        rows[0] |= {"messages": 0, "updates_per_iteration": 1.0, "spread": 0.0, "predicted_s": None}
+        for outcome, name in plans:
+            times, losses = _train(
+                _tower(), (problem, outcome.plan), data, cell["iterations"], job["learning_rate"]
+            )
+            low, middle, high = np.percentile(times, [25, 50, 75])
+            e = outcome.evaluation
+            rows.append(
+                {
+                    "policy": name, "measured_s": agreed(float(middle)), "spread": float((high - low) / middle),
+                    "predicted_s": e.iteration_s, "staleness": e.staleness, "messages": e.messages,
+                    "updates_per_iteration": e.updates_per_iteration, "losses": losses, "period": outcome.plan.period,
+                }
+            )  # fmt: skip
+        say({"key": key, "rows": rows})
+    dist.destroy_process_group()
+
+
+def _curve() -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    out = []
+    for n in SIZES:
+        x = torch.zeros(n // 4)
+        times = []
+        for _ in range(9):
+            began = time.perf_counter()
+            dist.all_reduce(x)
+            times.append(time.perf_counter() - began)
+        out.append(statistics.median(times[2:]))
+    return out
+
+
+def _train(
+    model: Any, given: Any, data: list[Any], iterations: int, rate: float
+) -> tuple[list[float], list[float]]:
+    """(seconds an iteration, averaged over the plan's period; losses). given: None: no communication at all;
+    (None, None): DDP as it is; (problem, plan): DDP under the plan."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from pase.backends.to_torch import attach
+
+    hook, period, net = None, 1, model
+    if given is not None:
+        if given[1] is None:
+            net = DistributedDataParallel(model, bucket_cap_mb=DDP_CAP / 2**20)
+        else:
+            net = DistributedDataParallel(model, bucket_cap_mb=0.001)
+            hook, period = attach(net, *given), given[1].period
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    times, losses = [], []
+    warm, whole = 3 * period, max(2, -(-iterations // period)) * period
+    for i in range(warm + whole):
+        began = time.perf_counter()
+        x, y = data[i % len(data)]
+        loss = ((net(x) - y) ** 2).mean()
+        loss.backward()
+        if hook is None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            hook.step(optimizer)
+        times.append(time.perf_counter() - began)
+        losses.append(float(loss.detach()))
+    steady = times[warm:]
+    return [statistics.fmean(steady[i : i + period]) for i in range(0, whole, period)], losses
