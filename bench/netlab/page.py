@@ -126,6 +126,15 @@ def _buckets(d: Mapping[str, Any]) -> str:
     return _about(d) + compute + _table(head, rows)
 
 
+_PASS = 8
+"""Batches in one pass over the data."""
+
+
+def _passes(losses: Sequence[float]) -> list[float]:
+    """Mean loss of the pass that ends at each iteration, from the first whole one on."""
+    return [sum(losses[i - _PASS : i]) / _PASS for i in range(_PASS, len(losses) + 1)]
+
+
 def _losses(d: Mapping[str, Any]) -> str:
     """Seconds to the loss that the plain plan has at the end."""
     rows = []
@@ -134,9 +143,9 @@ def _losses(d: Mapping[str, Any]) -> str:
         plain = next((r for r in mine if r["policy"] == "ddp"), None)
         if plain is None:
             continue
-        target = min(plain["losses"][-3:])
+        target = _passes(plain["losses"])[-1]
         for r in mine:
-            at = next((i + 1 for i, x in enumerate(r["losses"]) if x <= target), None)
+            at = next((i for i, x in enumerate(_passes(r["losses"]), _PASS) if x <= target), None)
             seconds = f"{at * r['measured_s']:.2f}" if at else "not reached"
             rows.append([f"{rate:g}", r["policy"], f"{target:.4f}", str(at or ""), seconds])
     return _table(["coverage", "policy", "loss", "iterations to it", "seconds to it"], rows)

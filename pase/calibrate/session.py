@@ -18,6 +18,7 @@ _AGAIN_AT_ONCE = 60
 
 _SLOWER_THAN_BUDGET, _SLOWER_AT_ALL = 1 / 30, 1 / 6
 _BEYOND_STARTUP = 8.0
+_LOOKS, _GROWTH, _MOST_TURNS = 3, 100.0, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +64,13 @@ def measure(task: Task, bench: Bench, settings: Settings) -> Sample:
     """One task: compile, warm up, choose how often, time; the slowest process's time counts."""
     run = bench.prepare(task)
     run(1)
-    once = max(v[0] for v in bench.share([run(1)]))
     inner = 1
-    if task.op != "dispatch":
-        # A first estimate holds a program's dispatch; the second is of the op itself.
-        for _ in range(2):
-            inner = max(1, min(math.ceil(settings.program_s / max(once, 1e-9)), 1 << 20))
-            if inner == 1:
-                break
-            once = max(v[0] for v in bench.share([run(inner) / inner]))
+    # A short program is mostly dispatch, and one that was interrupted says nothing: the best of three, growing.
+    while task.op != "dispatch":
+        took = min(max(v) for v in zip(*bench.share([run(inner) for _ in range(_LOOKS)]), strict=True))
+        if took >= settings.program_s / 2 or inner == _MOST_TURNS:
+            break
+        inner = min(math.ceil(inner * min(settings.program_s / max(took, 1e-9), _GROWTH)), _MOST_TURNS)
     fewest, most = settings.repeats
     times: list[float] = []
     for _ in range(2):
@@ -103,7 +102,7 @@ class _Forecast:
         tells = max(seconds) > _BEYOND_STARTUP * min(seconds)
         share = _SLOWER_THAN_BUDGET if tells else _SLOWER_AT_ALL
         one = min(s / w for w, s in known) * task.work
-        return one * (2 + settings.repeats[0]) > max(settings.budget_s * share, 0.1)
+        return one * (1 + _LOOKS + settings.repeats[0]) > max(settings.budget_s * share, 0.1)
 
 
 def session(

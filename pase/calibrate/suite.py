@@ -73,7 +73,7 @@ def _matmuls(t: Target) -> list[Task]:
         for step, factor in enumerate((1 << 30, 16, 4, 2)):
             grid = ladder(SMALLEST_EXTENT, t.largest_extent, factor)
             points = sorted(itertools.product(grid, repeat=3), key=math.prod)
-            rank = (0, 2, 3, 5)[step] + (i > 0)
+            rank = (0, 1, 3, 5)[step] + (i > 0)
             for point in points:
                 if point not in seen:
                     seen.add(point)
