@@ -1,0 +1,122 @@
+"""dPRO's tables 3 and 4: peak memory of BERT-base, ResNet50, InceptionV3 and VGG16 under TensorFlow, predicted.
+
+    python bench/dpro_memory.py [-o bench/results/dpro_memory.json]
+
+One device's share of data parallelism: 32 samples, and 64 for BERT with nothing, recomputation, or two micro-batches.
+float32; Adam for BERT, momentum for the others; images of 224 (InceptionV3: 299). The paper does not give BERT's
+sequence length; 128 is what phase one of pre-training has.
+
+Two accounts. pase's own is of what a compiler keeps for backward. TensorFlow 1 does not fuse, so the other keeps the
+operands that each op's own derivative needs; BERT's dropout (0.1 on attention, on both outputs of a layer and on the
+embedding: the zoo has none) then keeps its scaled input and its mask, both float32 (tf.nn.dropout).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pase import costmodels, machine
+from pase.frontends.from_jax import trace
+from pase.ir import named, simplify
+from pase.ir.recompute import needs
+from pase.machine import Mesh
+from pase.plan.itemize import collectives
+from pase.plan.memory import Memory, memory
+from pase.tables.derive import OPTIMIZERS
+from pase.tables.layouts import number
+from pase.zoo.cnn import resnet, vgg
+from pase.zoo.cnn_branched import inception
+from pase.zoo.layers import Built, shapes
+from pase.zoo.transformers import bert
+
+RESNET50 = dict(stem=64, stages=((3, 64), (4, 128), (6, 256), (3, 512)), expansion=4)
+VGG16 = dict(stages=((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)), hidden=4096)
+BERT = dict(seq=128, layers=12, vocab=30522, dtype="float32", scan=0, d=768, heads=12, context=512)
+
+
+def models() -> list[tuple[str, Built, str, float, float]]:
+    """(name, model, optimizer, measured GB, dPRO's estimate in GB)."""
+    image: dict[str, Any] = dict(batch=32, classes=1000, dtype="float32")
+    return [
+        ("BERT, 32", bert(batch=32, remat=0, **BERT), "adam", 9.96, 10.25),
+        ("ResNet50, 32", resnet(image=224, **image, **RESNET50), "momentum", 5.41, 5.71),
+        (
+            "InceptionV3, 32",
+            inception(image=299, narrow=1, blocks=(3, 4, 2), **image),
+            "momentum",
+            3.91,
+            4.05,
+        ),
+        ("VGG16, 32", vgg(image=224, **image, **VGG16), "momentum", 5.91, 5.83),
+        ("BERT, 64", bert(batch=64, remat=0, **BERT), "adam", 16.42, 16.97),
+        ("BERT, 64, recomputation", bert(batch=64, remat=1, **BERT), "adam", 7.43, 7.20),
+    ]  # type: ignore[arg-type]
+
+
+def predict(built: Built, optimizer: str) -> Memory:
+    """Bytes on one device that holds the whole model."""
+    graph = named(simplify(trace(built.loss_fn, shapes(built.params), shapes(built.batch)).graph))
+    mesh = Mesh(names=("data",), sizes=(1,))
+    configs = {n.name: np.full(1, -1, np.int8) for n in graph.nodes}
+    moved = collectives(graph, mesh, configs, costmodels.get("analytic", machine.load("v100x8")))
+    return memory(graph, mesh, configs, moved, optimizer)
+
+
+def unfused_bytes(built: Built, optimizer: str) -> float:
+    """Parameters, gradients, optimizer state, and the operands that each op's own derivative needs, none made again."""
+    graph = named(simplify(trace(built.loss_fn, shapes(built.params), shapes(built.batch)).graph))
+    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
+    stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
+    wanted: set[str] = set()
+    for n in graph.nodes:
+        for op in n.ops:
+            if any(graph.tensors[a.tensor].needs_grad for a in op.writes):
+                wanted.update(needs(op, constant))
+    kept = sum(number(graph.tensors[t].nbytes, t) for t in wanted - stored)
+    parameters = sum(number(t.nbytes, t.name) for t in graph.parameters)
+    return float(kept + parameters * (2 + OPTIMIZERS[optimizer]))
+
+
+def dropout_bytes(batch: int) -> float:
+    """What BERT's dropouts keep, unfused: their input scaled and their mask, in float32."""
+    seq, layers, d, heads = (int(str(BERT[k])) for k in ("seq", "layers", "d", "heads"))
+    return 2.0 * 4 * batch * (layers * (heads * seq**2 + 2 * seq * d) + seq * d)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-o", default="bench/results/dpro_memory.json")
+    args = parser.parse_args()
+    rows = []
+    for name, built, optimizer, measured, theirs in models():
+        m = predict(built, optimizer)
+        parts = {k: round(v / 1e9, 3) for k, v in vars(m).items()}
+        # Regions that are run again keep other things: the second account has no say there.
+        apart = None if "recomputation" in name else unfused_bytes(built, optimizer) / 1e9
+        if apart is not None and name.startswith("BERT"):
+            apart += dropout_bytes(int(name.split(", ")[1])) / 1e9
+        rows.append({
+            "model": name, "measured_gb": measured, "dpro_gb": theirs, "dpro_error": theirs / measured - 1,
+            "predicted_gb": m.total / 1e9, "error": m.total / 1e9 / measured - 1, "parts_gb": parts,
+            "unfused_gb": apart, "unfused_error": apart and apart / measured - 1,
+        })  # fmt: skip
+        r = rows[-1]
+        print(f"{name:26s} measured {measured:6.2f}  predicted {r['predicted_gb']:6.2f} {r['error']:+.1%}  "
+              f"unfused {apart or 0:.2f} {r['unfused_error'] or 0:+.1%}  {parts}", flush=True)  # fmt: skip
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    record = {
+        "command": "python bench/dpro_memory.py", "commit": git.stdout.strip(),
+        "machine": f"{platform.machine()}, {platform.python_version()}", "rows": rows,
+    }  # fmt: skip
+    Path(args.o).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
