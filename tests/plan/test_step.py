@@ -1,0 +1,131 @@
+"""Seconds of a step as a program runs it: against the search's own cost, by hand, and published."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pase.api import Problem
+from pase.baselines import Baseline, baselines
+from pase.frontends.from_jax import trace
+from pase.machine import Mesh
+from pase.plan.step import COMPILED, EAGER, launches, step_time
+from pase.search.check import cost_of
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+
+def block(params, batch):
+    """Two products with what a library has kernels for between them."""
+
+    def layer_norm(x):
+        y = x - jnp.mean(x, axis=-1, keepdims=True)
+        return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
+
+    h = layer_norm(batch) @ params["w"] + params["b"]
+    return jnp.sum(jnp.tanh(h) @ params["v"])
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+PARAMS = {"w": shape(64, 256), "b": shape(256), "v": shape(256, 64)}
+
+
+@pytest.fixture(scope="module")
+def problem():
+    raw = trace(block, PARAMS, shape(32, 64)).graph
+    return Problem.of(raw, 8, "h100x8", "analytic", "adam")
+
+
+@pytest.fixture(scope="module")
+def strategies(problem):
+    found = baselines(problem.graph, 8, problem.machine, problem.model, tables_of=problem.tables)
+    return [b for b in found if isinstance(b, Baseline)]
+
+
+def test_a_compiled_step_costs_what_the_search_says(problem, strategies):
+    assert len(strategies) >= 2
+    for b in strategies:
+        t = step_time(problem.graph, b.mesh, b.strategy, problem.model)
+        tables, space = problem.tables(b.mesh)
+        assert t.total_s == pytest.approx(cost_of(tables, space.index(b.strategy)), rel=1e-9), b.name
+
+
+def test_micro_batches_repeat_the_passes_and_neither_the_sum_nor_the_update(problem, strategies):
+    dp = next(b for b in strategies if b.name == "data_parallel")
+    two, five = (
+        step_time(problem.graph, dp.mesh, dp.strategy, problem.model, micro_batches=n) for n in (2, 5)
+    )
+    assert two.sync_s == five.sync_s > 0
+    assert five.total_s - two.total_s == pytest.approx(3 * two.micro_batch_s)
+    # One micro-batch has nothing to add its gradients to.
+    one = step_time(problem.graph, dp.mesh, dp.strategy, problem.model)
+    assert one.micro_batch_s < two.micro_batch_s
+
+
+def test_kernels_of_a_block_by_hand(problem):
+    """Forward: layer norm, w, + b, tanh, v, sum. Backward: layer norm has no gradient to give; w one product (its
+    input has none to take), + b hands its own on and sums b's; tanh, v two products, the sum one; and each of the
+    three parameters one that accumulates."""
+    count = {"forward": 0.0, "backward": 0.0}
+    for n in problem.graph.nodes:
+        for phase, kernels in launches(problem.graph, n, EAGER).items():
+            count[phase] += kernels
+    assert count == {"forward": 6.0, "backward": 1 + 2 + 1 + 2 + 1 + 3}
+
+
+def test_the_host_bounds_a_small_model_and_the_device_a_large_one(problem):
+    mesh = Mesh(names=("data",), sizes=(1,))
+
+    def alone(graph, executor):
+        configs = {n.name: np.full(1, -1, np.int8) for n in graph.nodes}
+        return step_time(graph, mesh, configs, problem.model, executor=executor)
+
+    small = alone(problem.graph, EAGER)
+    assert small.host_bound
+    assert small.micro_batch_s == pytest.approx((6 + 10) * EAGER.host_s)
+    raw = trace(block, PARAMS, shape(2_000_000, 64)).graph
+    big = Problem.of(raw, 1, "h100x8", "analytic", "adam").graph
+    assert not alone(big, EAGER).host_bound
+    # Kernels of their own read and write what a compiler keeps within one.
+    fused = alone(big, COMPILED)
+    assert alone(big, EAGER).passes[0].device_s > fused.passes[0].device_s
+    # Where the host waits between the passes, it cannot hide one behind the other.
+    together = alone(big, replace(EAGER, waits=False))
+    assert together.micro_batch_s <= alone(big, EAGER).micro_batch_s
+
+
+def test_a_framework_runs_a_checkpointed_region_again_whole():
+    from megatron_gpt import gpt
+
+    mesh = Mesh(names=("data",), sizes=(1,))
+    seconds = {}
+    for recompute in ("none", "selective", "full"):
+        loss_fn, params, batch = gpt(
+            batch=2, seq=128, layers=2, d=256, heads=4, vocab=512, recompute=recompute
+        )
+        p = Problem.of(trace(loss_fn, params, batch).graph, 1, "a100x8", "analytic", "adam")
+        configs = {n.name: np.full(1, -1, np.int8) for n in p.graph.nodes}
+        for name, executor in (("whole", EAGER), ("needed", replace(EAGER, reruns_all=False))):
+            t = step_time(p.graph, mesh, configs, p.model, executor=executor)
+            seconds[recompute, name] = sum(x.device_s for x in t.passes)
+    assert seconds["none", "whole"] == seconds["none", "needed"]
+    assert seconds["none", "whole"] < seconds["selective", "needed"] <= seconds["selective", "whole"]
+    assert seconds["selective", "whole"] < seconds["full", "needed"] < seconds["full", "whole"]
+
+
+@pytest.mark.parametrize(("recompute", "measured_s"), [("full", 1.42), ("selective", 1.10)])
+def test_22_billion_parameters_on_8_a100(recompute, measured_s):
+    """Korthikanti et al. 2022, table 5: tensor parallel 8; selective with sequence parallelism."""
+    from published import MODELS, predict
+
+    from pase.machine import load
+
+    assert predict(MODELS[0], recompute, load("a100x8")) == pytest.approx(measured_s, rel=0.05)
