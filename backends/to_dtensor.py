@@ -60,10 +60,11 @@ def _joined(plan: Plan, tensors: Any) -> dict[str, str]:
         for a in axes:
             if owner.setdefault(a, axes) != axes:
                 where = next(path for path, p in tensors if axes in p or owner[a] in p)
+                wide = " and ".join(max((axes, owner[a]), key=lambda g: len(g)))
                 raise PaseError(
                     f"DTensor splits a tensor's dim along one mesh dim, and this plan splits one of '{where}' along "
-                    f"{' and '.join(max(axes, owner[a], key=len))}, which it also uses apart: compile with a mesh of "
-                    f"fewer axes, mesh='{plan.devices}' or --mesh, or emit --to names"
+                    f"{wide}, which it also uses apart: compile with a mesh of fewer axes, "
+                    f"mesh='{plan.devices}' or --mesh, or emit --to names"
                 )
         if at != list(range(at[0], at[0] + len(at))):
             raise PaseError(

@@ -1,0 +1,108 @@
+"""A plan as DTensor layouts, run by TensorFlow on four logical CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+
+from pase.backends import registry, to_dtensor
+from pase.errors import PaseError
+from tests.backends.test_names import keras_mlp, plans, stored
+
+PROGRAM = """
+import json, sys
+import numpy as np, tensorflow as tf
+from tensorflow.experimental import dtensor
+from pase.backends import to_dtensor
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+rng = np.random.default_rng(0)
+shapes = {"up/kernel": (32, 64), "up/bias": (64,), "norm/gamma": (64,), "norm/beta": (64,),
+          "down/kernel": (64, 16), "down/bias": (16,)}
+arrays = {k: rng.standard_normal(s, dtype=np.float32) for k, s in shapes.items()}
+x = rng.standard_normal((8, 32), dtype=np.float32)
+
+
+def loss(p, x):
+    h = tf.nn.relu(x @ p["up/kernel"] + p["up/bias"])
+    h = h - tf.reduce_mean(h, -1, keepdims=True)
+    h = h * tf.math.rsqrt(tf.reduce_mean(h * h, -1, keepdims=True) + 1e-3)
+    return tf.reduce_mean(tf.square((h * p["norm/gamma"] + p["norm/beta"]) @ p["down/kernel"] + p["down/bias"]))
+
+
+@tf.function
+def step(p, x):
+    with tf.GradientTape() as tape:
+        tape.watch(list(p.values()))
+        value = loss(p, x)
+    return value, tape.gradient(value, p)
+
+
+wanted, gradients = step({k: tf.constant(a) for k, a in arrays.items()}, tf.constant(x))
+out = {}
+for name, data in json.load(open(sys.argv[1])).items():
+    mesh, layouts = to_dtensor.layouts(data, [f"CPU:{i}" for i in range(4)])
+
+    def placed(a, layout):
+        whole = dtensor.copy_to_mesh(tf.constant(a), dtensor.Layout.replicated(mesh, rank=a.ndim))
+        return dtensor.relayout(whole, layout)
+
+    value, got = step({k: placed(a, layouts[k]) for k, a in arrays.items()}, placed(x, layouts["x"]))
+    got = {k: dtensor.relayout(g, layouts[k]) for k, g in got.items()}
+    whole = {k: dtensor.relayout(g, dtensor.Layout.replicated(mesh, rank=g.shape.rank)) for k, g in got.items()}
+    error = max(float(np.abs(dtensor.unpack(whole[k])[0].numpy() - gradients[k].numpy()).max()) for k in arrays)
+    pieces = {k: [list(t.shape) for t in dtensor.unpack(g)][0] for k, g in got.items()}
+    out[name] = [float(dtensor.unpack(value)[0]) - float(wanted), error, pieces]
+print(json.dumps(out))
+"""
+
+
+def test_layouts_run(tmp_path: Path) -> None:
+    """Every method's plan on 2 by 2 devices: loss and gradients as on one, and pieces of the sizes that it says."""
+    made: dict[str, Any] = {}
+    for name, plan in plans().items():
+        registry.emit(plan, "dtensor", tmp_path / "one.json")
+        made[name] = json.loads((tmp_path / "one.json").read_text())
+    assert made["megatron"]["variables"]["up/kernel"] == ["unsharded", "model"]
+    (tmp_path / "all.json").write_text(json.dumps(made))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "all.json")], capture_output=True, text=True,
+        cwd=Path(__file__).parents[2], env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    shapes = {v.path: tuple(v.shape) for v in keras_mlp().trainable_variables}
+    for name, (off, error, pieces) in json.loads(done.stdout.splitlines()[-1]).items():
+        assert abs(off) < 1e-4 and error < 1e-4, name
+        sizes = made[name]["mesh"]
+        for path, specs in made[name]["variables"].items():
+            whole = shapes[path]
+            assert pieces[path] == [n // sizes.get(s, 1) for n, s in zip(whole, specs, strict=True)], (
+                name,
+                path,
+            )
+
+
+def test_axes_that_go_together_are_one_mesh_dim() -> None:
+    both = (("data", "model"), ())
+    data = to_dtensor.to_json(stored(plans()["pase"], {"up/kernel": both, "down/kernel": both}))
+    assert data["mesh"] == {"data_model": 4}
+    assert data["variables"]["up/kernel"] == ["data_model", "unsharded"]
+
+
+def test_what_dtensor_cannot_say() -> None:
+    plan = plans()["pase"]
+    with pytest.raises(PaseError, match="one of 'up/kernel' along data and model, which it also uses apart"):
+        to_dtensor.to_json(
+            stored(plan, {"up/kernel": (("data", "model"), ()), "down/kernel": (("model",), ())})
+        )
+    with pytest.raises(PaseError, match="not neighbours in its mesh 2×2"):
+        to_dtensor.to_json(stored(plan, {"up/kernel": (("model", "data"), ())}))
