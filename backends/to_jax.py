@@ -15,6 +15,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
+from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.plan.constraints import Constraints, Placement, raw_name
 
@@ -26,8 +27,13 @@ class JaxPlan:
     """What ``plan.jax`` gives."""
 
     traced: Traced
+    """The model on one micro-batch."""
     logical_mesh: Mesh
     constraints: Constraints
+    accumulate: int = 1
+    """Micro-batches of a step: gradients are summed over them, and the loss is taken to be a mean over the batch."""
+    blocks: tuple[Block, ...] = ()
+    """Equations that backward computes again."""
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Any:
         """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: all of jax.devices())."""
@@ -114,7 +120,8 @@ class JaxPlan:
         return jax.tree.unflatten(jax.tree.structure(self._shapes()[0]), flat)
 
     def loss(self, mesh: Any | None = None) -> Callable[..., Any]:
-        """The user's function, constrained: loss(params, *batch) -> scalar (or what the function returns, flat)."""
+        """The user's function, constrained: loss(params, *batch) -> scalar (or what the function returns, flat); of a
+        step in micro-batches, on one of them."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
@@ -151,7 +158,56 @@ class JaxPlan:
             grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
             return (value[0] if aux else value), grads
 
-        return graded
+        return graded if self.accumulate == 1 else self._summed(graded, kept, mesh)
+
+    def _summed(self, graded: Callable[..., Any], kept: Any, mesh: Any) -> Callable[..., Any]:
+        """The mean of loss and gradients over the micro-batches, one at a time."""
+        import jax
+        import jax.numpy as jnp
+
+        k = self.accumulate
+        arrives = jax.tree.leaves(self.in_shardings(mesh)[1:])
+
+        def summed(params: Any, *batch: Any) -> Any:
+            leaves, tree = jax.tree.flatten(batch)
+            split = [full != part for full, part in zip(*map(self._input_shapes, (True, False)), strict=True)]
+
+            def parts(x: Any, sharding: Any) -> Any:
+                # Every k-th example: each device then has all that it needs of each micro-batch.
+                from jax.sharding import NamedSharding, PartitionSpec
+
+                x = jnp.swapaxes(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 0, 1)
+                spec = PartitionSpec(None, *sharding.spec)
+                return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+            stacked = [parts(x, s) for x, s, on in zip(leaves, arrives, split, strict=True) if on]
+
+            def body(so_far: Any, mine: Any) -> Any:
+                # Without the barrier, gathers of parameters move out of the loop, and stay gathered.
+                here, mine = jax.lax.optimization_barrier((params, mine))
+                turn = iter(mine)
+                whole = [next(turn) if on else x for x, on in zip(leaves, split, strict=True)]
+                value, grads = graded(here, *jax.tree.unflatten(tree, whole))
+                total = jax.tree.map(jnp.add, so_far[1], grads)
+                return (so_far[0] + value, jax.tree.map(jax.lax.with_sharding_constraint, total, kept)), None
+
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            zeros = jax.tree.map(jax.lax.with_sharding_constraint, zeros, kept)
+            loss = jnp.zeros((), self.traced.jaxpr.out_avals[0].dtype)
+            (loss, grads), _ = jax.lax.scan(body, (loss, zeros), stacked)
+            return loss / k, jax.tree.map(lambda g: g / k, grads)
+
+        return summed
+
+    def _input_shapes(self, full: bool) -> list[tuple[int, ...]]:
+        """Shapes of the batch's leaves: the whole batch's, or a micro-batch's."""
+        from pase.frontends.jax_blocks import batch_size, splits
+
+        shapes = [a.shape for a in self.traced.jaxpr.in_avals[len(self.traced.param_paths) :]]
+        if not full or self.accumulate == 1:
+            return shapes
+        size = batch_size(self.traced)
+        return [(s[0] * self.accumulate, *s[1:]) if splits(s, size) else s for s in shapes]
 
     def state_shardings(self, optimizer: Any, mesh: Any | None = None) -> Any:
         """Shardings of the optimizer's state: what mirrors a parameter is stored as its gradient is."""
@@ -178,7 +234,9 @@ class JaxPlan:
     def _shapes(self) -> tuple[Any, ...]:
         import jax
 
-        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.traced.jaxpr.in_avals]
+        given = self.traced.jaxpr.in_avals
+        shapes = [*(a.shape for a in given[: len(self.traced.param_paths)]), *self._input_shapes(True)]
+        avals = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, given, strict=True)]
         return tuple(jax.tree.unflatten(self.traced.in_tree, avals))
 
     def train_step(
@@ -303,6 +361,7 @@ class _Walk:
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str, copies: Copies
     ) -> list[Any]:
         """copies: those made so far in this loop's or rematerialised region's body."""
+        import jax
         from jax.extend.core import Literal
 
         traced = self.plan.traced
@@ -313,8 +372,8 @@ class _Walk:
         def value(var: Any) -> Any:
             return var.val if isinstance(var, Literal) else env[var]
 
-        for i, eqn in enumerate(jaxpr.eqns):
-            path = f"{prefix}{i}"
+        def one(i: int, copies: Copies) -> None:
+            eqn, path = jaxpr.eqns[i], f"{prefix}{i}"
             names = traced.operands[path]
             name = eqn.primitive.name
             ins = [value(v) for v in eqn.invars]
@@ -327,6 +386,33 @@ class _Walk:
                 outs = _evaluate(eqn, ins, info)
                 outs = [self.defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
             env.update(zip(eqn.outvars, outs, strict=True))
+
+        i = 0
+        while i < len(jaxpr.eqns):
+            block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
+            if block is None:
+                one(i, copies)
+                i += 1
+                continue
+            reads, makes = _boundary(jaxpr, block)
+
+            def body(*args: Any, block: Block = block, reads: Any = reads, makes: Any = makes) -> list[Any]:
+                outside = dict(env)
+                env.update(zip(reads, args, strict=True))
+                inside: Copies = {}
+                for j in range(block.start, block.stop):
+                    one(j, inside)
+                out = [env[v] for v in makes]
+                env.clear()
+                env.update(outside)
+                return out
+
+            alone = (
+                block.stop - block.start == len(jaxpr.eqns) and prefix != ""
+            )  # a loop's body: nothing to merge with
+            made = jax.checkpoint(body, prevent_cse=not alone)(*[env[v] for v in reads])
+            env.update(zip(makes, made, strict=True))
+            i = block.stop
         return [value(v) for v in jaxpr.outvars]
 
     def _call(self, eqn: Any, ins: Sequence[Any], prefix: str, copies: Copies) -> Sequence[Any]:
@@ -387,6 +473,18 @@ def _as_linked(devices: Sequence[Any]) -> list[Any]:
         return (getattr(d, "slice_index", 0) or 0, *(d.coords[i] for i in outer_first), d.core_on_chip)
 
     return sorted(devices, key=place)
+
+
+def _boundary(jaxpr: Any, block: Block) -> tuple[list[Any], list[Any]]:
+    """Variables that a block of equations reads from outside, and those that it makes for outside."""
+    from jax.extend.core import Literal
+
+    mine = jaxpr.eqns[block.start : block.stop]
+    made = dict.fromkeys(v for e in mine for v in e.outvars)
+    reads = dict.fromkeys(v for e in mine for v in e.invars if not isinstance(v, Literal) and v not in made)
+    after = [v for e in jaxpr.eqns[block.stop :] for v in e.invars] + list(jaxpr.outvars)
+    wanted = {v for v in after if not isinstance(v, Literal)}
+    return list(reads), [v for v in made if v in wanted]
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:

@@ -65,6 +65,9 @@ class Traced(registry.Traced):
     results: Mapping[str, tuple[str, ...]]
     """Equation path -> tensor name of each output; "PATH:carryK" and the like -> a loop's tensors, "PATH:outs" -> what
     its body returns."""
+    fn: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    """What was traced, to trace it on a part of the batch."""
+    unknown: Unknown = "error"
 
 
 def reads(model: Any) -> bool:
@@ -167,6 +170,8 @@ def trace(
         in_tree=jax.tree.structure(as_shapes),
         operands=lower.operands,
         results=lower.results,
+        fn=fn,
+        unknown=unknown,
     )
 
 

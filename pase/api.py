@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pase.baselines import Baseline, Skipped
+    from pase.fit import Remat, Variant
     from pase.frontends.registry import Traced
     from pase.ir import Graph, Node
     from pase.machine import CostModel, Machine, Mesh
@@ -47,6 +48,8 @@ def compile(
     max_axes: int = 3,
     baselines: bool = True,
     memory_limit: float | None = None,
+    accumulate: int | None = None,
+    remat: Remat = "auto",
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
@@ -63,6 +66,10 @@ def compile(
     baselines: also price data parallelism, FSDP, Megatron, … ; the answer is then never worse than any of them.
     memory_limit: bytes a device may hold; the search then finds the cheapest strategy whose predicted memory
         fits, or raises Infeasible. None: memory is reported, and does not constrain.
+    accumulate: micro-batches of a step, over which gradients are summed; the loss must be a mean over the batch.
+        None: 1, or as many as the memory limit asks for.
+    remat: compute repeated blocks (a loop's body, equal layers) again in backward: "all" of them, "none" but those that
+        the model itself marks, or "auto": as the memory limit asks for.
     time_limit: seconds for the searches under a memory limit, which need not be exact; the plan says so.
     progress: called with a line of text at each step of the way.
 
@@ -71,7 +78,7 @@ def compile(
     return _compiled(
         model, params, *batch, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
         unknown=unknown, dims=dims, max_axes=max_axes, baselines=baselines, memory_limit=memory_limit,
-        time_limit=time_limit, progress=progress,
+        accumulate=accumulate, remat=remat, time_limit=time_limit, progress=progress,
     ).plan  # fmt: skip
 
 
@@ -99,10 +106,13 @@ def _compiled(
     max_axes: int = 3,
     baselines: bool = True,
     memory_limit: float | None = None,
+    accumulate: int | None = None,
+    remat: Remat = "auto",
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> _Compiled:
     """What ``compile`` does."""
+    from pase.fit import Variant, variants
     from pase.tables.derive import OPTIMIZERS
 
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
@@ -116,11 +126,16 @@ def _compiled(
     say("tracing the model")
     traced, name = traced_model(model, params, batch, unknown, dims)
     problem = Problem.of(traced.graph, devices, machine, cost_model, optimizer)
+    tries = list(variants(traced, problem.graph, accumulate, remat, memory_limit is not None))
+    if tries[0][0] != Variant():
+        problem = problem.varied(traced, tries[0][0])
     seconds = {"trace": time.perf_counter() - start}
     over = problem.meshes(mesh, max_axes)
     found = problem.search(over, say, seconds)
     if memory_limit is not None:
-        found = problem.fit(found, over, float(memory_limit), time_limit, say, seconds)
+        problem, found = _fitted(
+            problem, found, tries, traced, over, float(memory_limit), time_limit, say, seconds
+        )
     if baselines:
         say("pricing what people do by hand")
         t0 = time.perf_counter()
@@ -136,6 +151,68 @@ def _compiled(
     seconds["total"] = time.perf_counter() - start
     plan = problem.plan(found, name, traced, seconds, given, skipped)
     return _Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
+
+
+def _fitted(
+    problem: Problem, free: Found, tries: Sequence[Sequence[Variant]], traced: Traced, over: Sequence[Mesh],
+    limit: float, time_limit: float, say: Progress, seconds: dict[str, float],
+) -> tuple[Problem, Found]:  # fmt: skip
+    """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
+
+    free: the unconstrained answer to the first variant, which is ``problem``. The search ends with the first number
+    of micro-batches none of whose variants could be cheaper than what fits by then.
+    """
+    from pase.fit import nearest_fit
+
+    best: tuple[Problem, Found] | None = None
+    least: list[tuple[float, Variant]] = []
+    bound = float("inf")
+    for group in tries:
+        promising = False
+        for variant in group:
+            first = variant == tries[0][0]
+            p = problem if first else problem.varied(traced, variant)
+            needs = min(p._least_memory(m) for m in over)
+            least.append((needs, variant))
+            promising |= needs > limit
+            if needs > limit:
+                continue
+            if not first:
+                say(f"trying {variant}")
+            unlimited = free if first else p.search(over, say, seconds)
+            if best is not None and unlimited.solution.cost >= best[1].solution.cost:
+                continue
+            promising = True
+            try:
+                found = p.fit(unlimited, over, limit, time_limit, say, seconds)
+            except Infeasible:
+                continue
+            bound = min(bound, found.solution.bound)
+            if best is None or found.solution.cost < best[1].solution.cost:
+                best = (p, found)
+            if first and found.solution.cost <= free.solution.cost * (1 + 1e-9):
+                return best  # memory does not bind
+        if best is not None and not promising:
+            break
+    if best is None:
+        raise nearest_fit(least, limit, problem.devices, list(_on_more(problem, traced, least, limit)))
+    s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
+    return best[0], replace(
+        best[1], solution=replace(s, optimal=s.optimal and s.bound >= s.cost * (1 - 1e-9))
+    )
+
+
+def _on_more(
+    problem: Problem, traced: Traced, least: Sequence[tuple[float, Variant]], limit: float
+) -> Iterator[tuple[int, float]]:
+    """(devices, bytes at least) of the least variant on 2, 4, … 64 times the devices, until it fits."""
+    p = problem.varied(traced, min(least, key=lambda pair: pair[0])[1])
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = replace(p, devices=factor * p.devices)
+        needs = min((more._least_memory(m) for m in more.meshes(None, 2)), default=float("inf"))
+        yield more.devices, needs
+        if needs <= limit:
+            return
 
 
 def compare(
@@ -188,6 +265,7 @@ class Problem:
     machine: Machine
     model: CostModel
     optimizer: str
+    variant: Variant
     _tables: dict[tuple[int, ...], tuple[CostTables, Space]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -197,6 +275,7 @@ class Problem:
         cls, raw: Graph, devices: int, machine: str | Path | Machine | None, cost_model: str, optimizer: str
     ) -> Problem:
         from pase import costmodels
+        from pase.fit import Variant
         from pase.ir import named, simplify
         from pase.machine import DEFAULT, Machine
         from pase.machine import load as load_machine
@@ -217,7 +296,14 @@ class Problem:
             machine=m,
             model=costmodels.get(cost_model, m),
             optimizer=optimizer,
+            variant=Variant(),
         )
+
+    def varied(self, traced: Traced, variant: Variant) -> Problem:
+        """The same problem for another way to run the step."""
+        from pase.fit import graph_of
+
+        return replace(self, graph=graph_of(traced, variant), variant=variant)
 
     def meshes(self, mesh: str | None, max_axes: int) -> list[Mesh]:
         from pase.machine import mesh_from, meshes
@@ -325,9 +411,10 @@ class Problem:
     def _least_memory(self, mesh: Mesh) -> float:
         """A lower bound on what any strategy on this mesh needs, buffers left out."""
         from pase.plan.memory import profile
+        from pase.tables.layouts import configs
 
-        _, space = self.tables(mesh)
-        p = profile(self.graph, mesh, space.configs, float("inf"), self.optimizer)
+        spaces = [configs(n, mesh) for n in self.graph.nodes]
+        p = profile(self.graph, mesh, spaces, float("inf"), self.optimizer)
         live = [(b.min(), lo, hi) for b, lo, hi in zip(p.bytes, p.start, p.stop, strict=True) if hi > lo]
         return float(max(sum(b for b, lo, hi in live if lo <= t < hi) for t in range(int(p.stop.max()))))
 
@@ -354,7 +441,7 @@ class Problem:
             baselines={b.name: b.cost for b in given}, skipped={b.name: b.reason for b in skipped},
             tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried], seconds=seconds,
             provenance=_provenance(self.graph, s.method, s.certificate), traced=traced,
-            graph_digest=digest(traced.graph),
+            graph_digest=digest(traced.graph), accumulate=self.variant.accumulate, remat=self.variant.blocks,
         )  # fmt: skip
 
     def completed(self, pinned: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, np.ndarray]:
@@ -387,6 +474,7 @@ class Problem:
             self.graph, mesh, configs, model=self.model, machine=self.machine, name=name, optimizer=self.optimizer,
             cost=cost, bound=0.0, optimal=False, baselines={}, skipped={}, tried=[], seconds={},
             provenance=_provenance(self.graph, "given", "none"), traced=traced, graph_digest=digest(traced.graph),
+            accumulate=self.variant.accumulate, remat=self.variant.blocks,
         )  # fmt: skip
 
 

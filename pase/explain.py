@@ -230,6 +230,7 @@ def _model_of(plan: Plan, model: str | None, say: Callable[[str], None]) -> Trac
 
 def _problem(plan: Plan, traced: Traced, machine: str | None) -> tuple[Problem | None, str]:
     from pase.api import Problem
+    from pase.fit import Variant
     from pase.machine import load
 
     try:
@@ -247,7 +248,10 @@ def _problem(plan: Plan, traced: Traced, machine: str | None) -> tuple[Problem |
             None,
             f"machine '{plan.machine}' has other figures now than when the plan was made: compile it again",
         )
-    return Problem.of(traced.graph, plan.devices, there, plan.cost_model, plan.optimizer), ""
+    problem = Problem.of(traced.graph, plan.devices, there, plan.cost_model, plan.optimizer)
+    if plan.accumulate > 1 or plan.remat:
+        problem = problem.varied(traced, Variant(accumulate=plan.accumulate, blocks=plan.remat))
+    return problem, ""
 
 
 def _groups(plan: Plan, problem: Problem, v: int) -> dict[tuple[int, ...], list[int]]:

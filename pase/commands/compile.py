@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import (
+    Accumulate,
     CostModelOption,
     Devices,
     DimOption,
@@ -17,6 +18,7 @@ from pase.commands.options import (
     MeshOption,
     Model,
     Optimizer,
+    Remat,
     Unknown,
     console,
     parse_bytes,
@@ -41,6 +43,8 @@ def compile(
     unknown: Unknown = "error",
     dim: DimOption = None,
     memory_limit: MemoryLimit = None,
+    accumulate: Accumulate = None,
+    remat: Remat = "auto",
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -74,6 +78,7 @@ def compile(
             model, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
             unknown=unknown, dims=parse_dims(dim), progress=say,  # type: ignore[arg-type]
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit, machine),
+            accumulate=accumulate, remat=remat,  # type: ignore[arg-type]
         )  # fmt: skip
     if schedule is not None:
         plan = plan.scheduled(schedule)
@@ -111,6 +116,8 @@ def summary(plan: Plan) -> dict[str, object]:
         "communication": plan.communication,
         "memory_bytes": plan.memory.total,
         "fits": plan.fits,
+        "accumulate": plan.accumulate,
+        "blocks_computed_again": len(plan.remat),
         "baselines": dict(plan.baselines),
         "skipped": dict(plan.skipped),
         "meshes": [{"mesh": list(t.mesh), "cost": t.cost} for t in plan.tried],

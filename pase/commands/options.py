@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 __all__ = [
+    "Accumulate",
     "CostModelOption",
     "Devices",
     "DimOption",
@@ -20,6 +21,7 @@ __all__ = [
     "MeshOption",
     "Model",
     "Optimizer",
+    "Remat",
     "Unknown",
     "console",
     "parse_bytes",
@@ -84,6 +86,23 @@ MemoryLimit = Annotated[
     typer.Option(
         "--memory-limit",
         help="What a device may hold: 80GiB, 16e9, or 'machine'. Default: reported, not enforced.",
+    ),
+]
+
+
+Accumulate = Annotated[
+    int | None,
+    typer.Option(
+        "--accumulate",
+        help="Micro-batches of a step, gradients summed over them. Default: 1, or what the memory limit asks for.",
+        min=1,
+    ),
+]
+Remat = Annotated[
+    str,
+    typer.Option(
+        "--remat",
+        help="Compute repeated blocks again in backward: 'all', 'none', or 'auto': as the memory limit asks for.",
     ),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -86,7 +87,9 @@ def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
     from pase import zoo
     from pase.api import Problem
     from pase.errors import PaseError
+    from pase.fit import Variant
     from pase.frontends.from_jax import trace
+    from pase.frontends.jax_blocks import batch_size, blocks_of
     from pase.models import resolve
     from pase.plan.transfer import shrunk_mesh, transferred
 
@@ -101,6 +104,11 @@ def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
         return {"plan": plan.with_model(resolve(plan.model)), "model": model, "dropped": []}
     traced = trace(model.loss_fn, model.params, model.batch, name=plan.model)
     problem = Problem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
+    if plan.accumulate > 1 or plan.remat:
+        blocks = blocks_of(traced) if plan.remat else ()
+        problem = problem.varied(
+            traced, Variant(accumulate=math.gcd(plan.accumulate, batch_size(traced)), blocks=blocks)
+        )
     mesh = shrunk_mesh(plan.mesh, devices)
     pinned, dropped = transferred(plan, problem.graph, mesh)
     configs = problem.completed(pinned, mesh)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.ir import Graph
+from pase.ir.blocks import Block
 from pase.machine import CostModel, Machine, Mesh
 from pase.plan.constraints import constraints, raw_name, stages
 from pase.plan.itemize import collectives, node_costs, split_of
@@ -48,6 +49,7 @@ def assemble(
     name: str, optimizer: str, cost: float, bound: float, optimal: bool, baselines: Mapping[str, float],
     skipped: Mapping[str, str], tried: Sequence[Tried], seconds: Mapping[str, float],
     provenance: Mapping[str, str], traced: Traced | None, graph_digest: str,
+    accumulate: int = 1, remat: Sequence[Block] = (),
 ) -> Plan:  # fmt: skip
     """Everything that follows from (graph, mesh, configs); configs: node name -> int8 [axes]."""
     moved = collectives(graph, mesh, configs, model)
@@ -71,11 +73,12 @@ def assemble(
             through = c.define.get(e.op.writes[0].tensor) if e.op.kind == "copy" else c.read.get(key)
             if through is not None:
                 uses.setdefault(src.ops[0].writes[0].tensor, {})[through[-1]] = None
+    shapes = {} if traced is None else {t.path: t.shape for t in traced.graph.inputs}  # of all micro-batches
     for t in graph.tensors.values():
         if t.role in leaves and t.name in graph.producer:
             leaves[t.role][t.path] = TensorPlan(
-                shape=tuple(number(s, t.path) for s in t.shape), dtype=t.dtype, storage=c.storage[t.name],
-                used_as=tuple(uses.get(t.name, ())), state=c.state.get(t.name),
+                shape=tuple(number(s, t.path) for s in shapes.get(t.path, t.shape)), dtype=t.dtype,
+                storage=c.storage[t.name], used_as=tuple(uses.get(t.name, ())), state=c.state.get(t.name),
             )  # fmt: skip
     return Plan(
         model=name, devices=mesh.devices, machine=machine.name, machine_digest=machine.digest,
@@ -84,5 +87,6 @@ def assemble(
         read=c.read, gradient=c.gradient,
         collectives=moved, memory=memory(graph, mesh, configs, moved, optimizer), cost=cost, optimal=optimal,
         bound=bound, baselines=dict(baselines), skipped=dict(skipped), tried=tuple(tried), seconds=dict(seconds),
-        graph_digest=graph_digest, provenance=dict(provenance), traced=traced,
+        accumulate=accumulate, remat=tuple(remat), graph_digest=graph_digest, provenance=dict(provenance),
+        traced=traced,
     )  # fmt: skip

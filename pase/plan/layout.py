@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
+from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.plan.itemize import Collective, NodeCost
 from pase.plan.memory import Memory
@@ -78,6 +79,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "meshes": [{"mesh": t.mesh, "cost": t.cost} for t in plan.tried],
         },
         "memory": asdict(plan.memory),
+        "accumulate": plan.accumulate,
+        "remat": [asdict(b) for b in plan.remat],
         "graph_digest": plan.graph_digest,
         "seconds": plan.seconds,
         "provenance": plan.provenance,
@@ -149,6 +152,7 @@ def _plan(d: Mapping[str, Any]) -> Plan:
             )
             for c in d["collectives"]
         ),
+        accumulate=d.get("accumulate", 1), remat=tuple(Block(**b) for b in d.get("remat", ())),
         memory=Memory(**d["memory"]), cost=cost["total"], optimal=cost["optimal"], bound=cost["bound"],
         baselines=cost["baselines"], skipped=cost["skipped"],
         tried=tuple(Tried(mesh=tuple(t["mesh"]), cost=t["cost"]) for t in cost["meshes"]),
@@ -248,6 +252,9 @@ def load(path: str | Path) -> Plan:
 def diff(a: Plan, b: Plan) -> list[str]:
     """What differs between two plans' layouts, one line each."""
     out = []
+    for what in ("accumulate", "remat"):
+        if getattr(a, what) != getattr(b, what):
+            out.append(f"{what}: {_variant(getattr(a, what))} -> {_variant(getattr(b, what))}")
     mesh_a, mesh_b = (dict(zip(p.mesh.names, p.mesh.sizes, strict=True)) for p in (a, b))
     if mesh_a != mesh_b:
         out.append(f"mesh: {mesh_a} -> {mesh_b}")
@@ -270,6 +277,10 @@ def _stored(tensors: Mapping[str, TensorPlan]) -> Mapping[str, Any]:
         for what, layout in (("", t.storage), (" (its state)", t.state))
         if layout is not None
     }
+
+
+def _variant(x: Any) -> str:
+    return str(x) if isinstance(x, int) else f"{len(x)} blocks"
 
 
 def _short(x: Any) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from pase.ir import Graph, Node
+from pase.ir.blocks import turns_of
 from pase.machine import Mesh
 from pase.plan.itemize import Collective
 from pase.plan.residuals import kept, region_of
@@ -71,7 +72,7 @@ class Held:
 
 def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Held]:
     """What the node keeps under each of its configs; cfg int8 [K, axes]."""
-    wanted = kept(graph)
+    wanted, turns = kept(graph), turns_of(graph)  # of a step in micro-batches, one lives at a time
     for op in n.ops:
         for a in op.writes:
             t = graph.tensors[a.tensor]
@@ -80,16 +81,20 @@ def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "a
                 yield Held(kind="parameters", nbytes=local)
                 if t.needs_grad:
                     mine = local / shards(cfg, state_index(n), mesh)
-                    yield Held(kind="gradients", nbytes=mine)
+                    yield Held(
+                        kind="gradients", nbytes=mine * (2 if turns > 1 else 1)
+                    )  # the sum, and one to add
                     yield Held(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize)
             elif t.role == "input":
-                yield Held(kind="activations", nbytes=local)
+                yield Held(kind="activations", nbytes=local * turns)  # all of them arrive at once
             elif n.kind == "carry" and t.needs_grad:  # kept once for every turn of its loop
-                yield Held(kind="activations", nbytes=local * max(number(o.times, n.name) for o in n.ops))
+                yield Held(
+                    kind="activations", nbytes=local * max(number(o.times, n.name) for o in n.ops) / turns
+                )
             elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
                 k = wanted[a.tensor]
-                turns = 1 if k.region is not None else number(k.times, t.name)
-                yield Held(kind="activations", nbytes=local * turns, region=k.region)
+                many = 1 if k.region is not None else number(k.times, t.name) / turns
+                yield Held(kind="activations", nbytes=local * many, region=k.region)
     yield from _weights(graph, n, cfg, mesh)
 
 
@@ -102,7 +107,7 @@ def _weights(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Hel
         if n.kind == "copy" or op.kind in ("matmul", "conv"):
             t = graph.tensors[a.tensor]
             local = number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)
-            yield Held(kind="activations", nbytes=local * number(op.times, n.name))
+            yield Held(kind="activations", nbytes=local * number(op.times, n.name) / turns_of(graph))
     if n.kind == "parameter":
         a = n.ops[0].writes[0]
         t = graph.tensors[a.tensor]

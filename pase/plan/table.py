@@ -74,6 +74,10 @@ def headline(plan: Plan) -> list[str]:
         f"step   {cost_text(plan.cost, plan.unit)} predicted   compute {cost_text(plan.compute, plan.unit)} · "
         f"communication {cost_text(plan.communication, plan.unit)}" + (f" · {against}" if against else "")
     )
+    if plan.accumulate > 1 or plan.remat:
+        how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
+        how += [f"{len(plan.remat)} blocks computed again in backward"] if plan.remat else []
+        lines.append(f"to fit {' · '.join(how)}")
     m = plan.memory
     lines.append(
         f"memory {bytes_text(m.total)} of {bytes_text(plan.device_memory)} a device   parameters "
@@ -83,7 +87,7 @@ def headline(plan: Plan) -> list[str]:
     if not plan.fits:
         lines.append(
             f"WARNING it does not fit: {bytes_text(m.total)} predicted, {bytes_text(plan.device_memory)} there. "
-            f"Use more devices, a smaller batch, or remat"
+            f"--memory-limit machine searches for what does"
         )
     proof = "optimal (certified)" if plan.optimal else f"best found; bound {cost_text(plan.bound, plan.unit)}"
     s = plan.seconds

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
+from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.plan.itemize import Collective, NodeCost
 from pase.plan.memory import Memory
@@ -96,6 +97,10 @@ class Plan:
     seconds: Mapping[str, float]
     graph_digest: str
     provenance: Mapping[str, str]
+    accumulate: int = 1
+    """Micro-batches of a step, over which gradients are summed."""
+    remat: tuple[Block, ...] = ()
+    """Blocks of equations that backward computes again, besides those that the model itself rematerialises."""
     buckets: Mapping[str, Any] | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for; None: none was chosen."""
     traced: Traced | None = field(default=None, repr=False, compare=False)
@@ -209,8 +214,12 @@ class Plan:
         names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
         stored = {names[p]: t.storage for p, t in (*self.parameters.items(), *self.inputs.items())}
         state = {names[p]: t.state for p, t in self.parameters.items() if t.state is not None}
+        from pase.frontends.jax_blocks import micro
+
         return JaxPlan(
-            traced=traced,
+            traced=micro(traced, self.accumulate),
+            accumulate=self.accumulate,
+            blocks=self.remat,
             logical_mesh=self.mesh,
             constraints=Constraints(
                 storage=stored, state=state, define=self.define, read=self.read, gradient=self.gradient

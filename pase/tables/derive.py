@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 
 from pase.ir import Access, Edge, Graph, Node, Op, Tensor
+from pase.ir.blocks import turns_of
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import (
     PARTIAL,
@@ -218,6 +219,11 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
         kind="memory", dtype=tensor.dtype, flops=(2 + 5 * OPTIMIZERS[optimizer]) * elements,
         nbytes=3 * stored + 2 * state, mnk=None, phase="update", times=1.0,
     )  # fmt: skip
+    if turns_of(graph) > 1:  # each micro-batch's gradient is added to the sum
+        yield Work(
+            kind="memory", dtype=tensor.dtype, flops=elements, nbytes=3 * stored, mnk=None, phase="update",
+            times=float(turns_of(graph)),
+        )  # fmt: skip
 
 
 def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:

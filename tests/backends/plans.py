@@ -56,7 +56,8 @@ class Case:
             p = self.problem
             price = DearCompute(costmodels.get("paper", p.machine))
             dear = Problem(
-                graph=p.graph, devices=p.devices, machine=p.machine, model=price, optimizer=p.optimizer
+                graph=p.graph, devices=p.devices, machine=p.machine, model=price, optimizer=p.optimizer,
+                variant=p.variant,
             )
             mesh = mesh_from(shape, self.problem.devices)
             if kind.startswith("random"):

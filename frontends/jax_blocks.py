@@ -1,0 +1,141 @@
+"""A traced JAX model's repeated blocks, and its trace on a part of the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr, trace
+from pase.ir.blocks import Block
+
+__all__ = ["blocks_of", "micro"]
+
+_REMAT = frozenset({"remat", "remat2", "checkpoint"})
+_HEAVY = frozenset({"dot_general", "conv_general_dilated"})
+_FEWEST = 3
+"""So many equal runs of equations are a repeated block."""
+_LONGEST = 20_000
+
+
+def blocks_of(traced: Traced) -> tuple[Block, ...]:
+    """Bodies of loops over layers, and equal runs of equations of unrolled layers; none that the user rematerialises.
+
+    A block holds a product or a convolution; of equal runs, the cut is where the fewest bytes cross.
+    """
+    return tuple(_blocks(traced.jaxpr.jaxpr, ""))
+
+
+def _blocks(jaxpr: Any, prefix: str) -> Iterator[Block]:
+    eqns = jaxpr.eqns
+    for i, eqn in enumerate(eqns):
+        name = eqn.primitive.name
+        if name == "scan":
+            body = eqn.params["jaxpr"].jaxpr
+            if eqn.params["length"] > 1 and _holds(body.eqns, _HEAVY) and not _holds(body.eqns, _REMAT):
+                yield Block(prefix=f"{prefix}{i}.", start=0, stop=len(body.eqns))
+        elif name in INLINED and name not in KEPT_WHOLE and name not in _REMAT:
+            yield from _blocks(inner_jaxpr(eqn)[0], f"{prefix}{i}.")
+    yield from (Block(prefix=prefix, start=a, stop=b) for a, b in _runs(jaxpr))
+
+
+def _holds(eqns: Sequence[Any], names: frozenset[str]) -> bool:
+    for eqn in eqns:
+        if eqn.primitive.name in names:
+            return True
+        if eqn.primitive.name in INLINED and _holds(inner_jaxpr(eqn)[0].eqns, names):
+            return True
+        if eqn.primitive.name == "scan" and _holds(eqn.params["jaxpr"].jaxpr.eqns, names):
+            return True
+    return False
+
+
+def _runs(jaxpr: Any) -> list[tuple[int, int]]:
+    """The longest stretch of equal runs of equations, as (start, stop) of each."""
+    eqns = jaxpr.eqns
+    n = len(eqns)
+    if not 2 * _FEWEST <= n <= _LONGEST or not _holds(eqns, _HEAVY):
+        return []
+    numbers: dict[object, int] = {}
+    token = np.array([numbers.setdefault(_token(e), len(numbers)) for e in eqns])
+    best = (0, 0, 0)  # (equations covered, start, period)
+    for period in range(1, n // _FEWEST + 1):
+        equal = np.append(token[:-period] == token[period:], False)
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], equal.astype(np.int8), [0]])))
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            count = (stop - start) // period + 1
+            run = eqns[start : start + period]
+            if count >= _FEWEST and count * period > best[0] and _holds(run, _HEAVY):
+                best = (count * period, int(start), period)
+    covered, start, period = best
+    if not covered or _holds(eqns[start : start + period], _REMAT | {"scan"}):
+        return []
+    alive = _crossing(jaxpr)
+    shift = min(range(period), key=lambda o: (alive[start + o], o))
+    count = covered // period - (shift > 0)
+    return [(start + shift + k * period, start + shift + (k + 1) * period) for k in range(count)]
+
+
+def _token(eqn: Any) -> object:
+    shapes = tuple((str(v.aval.dtype), v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
+    return eqn.primitive.name, shapes
+
+
+def _crossing(jaxpr: Any) -> np.ndarray:
+    """Bytes made before equation i and used from there on: int64 [equations + 1]."""
+    from jax.extend.core import Literal
+
+    made: dict[Any, int] = {}
+    last: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        last.update({v: i for v in eqn.invars if not isinstance(v, Literal)})
+        made.update({v: i for v in eqn.outvars})
+    n = len(jaxpr.eqns)
+    last.update({v: n for v in jaxpr.outvars if not isinstance(v, Literal)})
+    out = np.zeros(n + 2, dtype=np.int64)
+    for v, i in made.items():
+        if v in last:
+            nbytes = int(np.prod(v.aval.shape, dtype=float)) * getattr(v.aval.dtype, "itemsize", 4)
+            out[i + 1] += nbytes
+            out[last[v] + 1] -= nbytes
+    return np.cumsum(out)[: n + 1]
+
+
+def micro(traced: Traced, micro_batches: int) -> Traced:
+    """The model traced on 1/micro_batches of the batch: of each input, so much of its first dim where that is the
+    batch (the first dim that most inputs have). PaseError where it does not divide."""
+    import jax
+
+    if micro_batches == 1:
+        return traced
+    if traced.fn is None:
+        raise PaseError(
+            f"'{traced.graph.name}' was not traced from a function: it cannot be traced on a part of a batch"
+        )
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.jaxpr.in_avals]
+    n = len(traced.param_paths)
+    size = batch_size(traced)
+    if size % micro_batches:
+        raise PaseError(f"a batch of {size} does not divide in {micro_batches} micro-batches")
+    part = [
+        jax.ShapeDtypeStruct((size // micro_batches, *a.shape[1:]), a.dtype) if splits(a.shape, size) else a
+        for a in avals[n:]
+    ]
+    params, *batch = jax.tree.unflatten(traced.in_tree, [*avals[:n], *part])
+    return trace(traced.fn, params, *batch, name=traced.graph.name, unknown=traced.unknown)
+
+
+def splits(shape: tuple[int, ...], size: int) -> bool:
+    """Is the first dim the batch?"""
+    return bool(shape) and shape[0] == size
+
+
+def batch_size(traced: Traced) -> int:
+    """The first dim that most inputs have; PaseError where none has one."""
+    shapes = [a.shape for a in traced.jaxpr.in_avals[len(traced.param_paths) :] if a.shape]
+    if not shapes:
+        raise PaseError(f"'{traced.graph.name}' has no batch: none of its inputs has a dim")
+    return int(Counter(s[0] for s in shapes).most_common(1)[0][0])
