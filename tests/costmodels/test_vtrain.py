@@ -72,9 +72,9 @@ def test_steps_of_small_gpts_in_order():
 
     machine = vtrain.with_measured_all_reduce(load("a100x8"), "a100", TABLES)
     model = Analytic(machine)
-    some = [r for r in vtrain.rows(TABLES) if r.pipeline == 1 and r.layers == 12][::5]
+    some = [r for r in vtrain.rows(TABLES) if r.pipeline == 1 and r.layers == 12][::4]
     found = [(r, vtrain.predict(r, machine, model)) for r in some]
     got = vtrain.summary(found)
-    assert len(some) >= 9
-    assert got["kendall_tau"] > 0.8
+    assert len(some) >= 12
+    assert got["kendall_tau"] > 0.75
     assert got["mape"] < 0.3
