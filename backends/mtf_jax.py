@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pase.backends import mtf_images as images
 from pase.backends import mtf_lower as lower
 from pase.backends.mtf_lower import Rules, refuse
 from pase.backends.mtf_program import Input, Program, SourceOp, Value
@@ -15,6 +16,7 @@ from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
 __all__ = ["RULES", "source_ops"]
 
 RULES = Rules(
+    file="mtf_jax.py",
     unary={
         "exp": "mtf.exp", "log": "mtf.log", "tanh": "mtf.tanh", "logistic": "mtf.sigmoid", "neg": "mtf.negative",
         "sqrt": "mtf.sqrt", "rsqrt": "mtf.rsqrt", "square": "mtf.square", "abs": "mtf.abs", "sign": "mtf.sign",
@@ -105,7 +107,7 @@ def _conv(p: Program, op: SourceOp) -> Value:
     n, c, h, v = rhs
     w = Value(w.code, w.order, tuple(w.dims[i] for i in (h, v, c, n)), w.dtype)
     shape = tuple(op.shapes[0][i] for i in (out[0], out[2], out[3], out[1]))
-    y = lower.conv2d(p, op, x, w, shape, strides=a["window_strides"], padding=a["padding"])
+    y = images.conv2d(p, op, x, w, shape, strides=a["window_strides"], padding=a["padding"])
     made = dict(zip((out[0], out[2], out[3], out[1]), y.dims, strict=True))
     return Value(y.code, y.order, tuple(made[i] for i in range(4)), y.dtype)
 
@@ -121,20 +123,13 @@ def _pool(p: Program, op: SourceOp) -> Value:
         )
     x = p.arg(op, 0)
     kind = "MAX" if op.name.endswith("max") else "AVG"
-    y = lower.pool2d(p, op, x, kind, op.shapes[0], window=window[1:3], strides=strides[1:3], padding="VALID")
+    y = images.pool2d(p, op, x, kind, op.shapes[0], window=window[1:3], strides=strides[1:3], padding="VALID")
     if kind == "AVG":
         y = p.let(f"{y.code} * {float(window[1] * window[2])}", y.order, y.dims, y.dtype)
     return y
 
 
-@RULES.rule("iota")
-def _iota(p: Program, op: SourceOp) -> Value:
-    raise refuse(op, "it is not known when the program is built")
-
-
-@RULES.rule("reduce_and", "reduce_or", "argmax", "argmin", "sort", "cumsum")
-def _unsupported(p: Program, op: SourceOp) -> Value:
-    raise refuse(op, "there is no Mesh-TensorFlow translation of this op; add one to backends/mtf_jax.py")
+RULES.rule("pase:same")(lower.same)
 
 
 # --- the jaxpr as a list of ops
@@ -191,6 +186,11 @@ class _Walk:
                 made = [
                     _value(np.asarray(v.val)) if isinstance(v, Literal) else inner[v] for v in jaxpr.outvars
                 ]
+                if name in KEPT_WHOLE and not inside:
+                    yield from self._returned(eqn, made, path)
+                    made = [
+                        self._named(v, t) for v, t in zip(eqn.outvars, self.traced.results[path], strict=True)
+                    ]
                 env.update(zip(eqn.outvars, made, strict=True))
                 continue
             if all(x.value is not None for x in ins):
@@ -207,6 +207,18 @@ class _Walk:
             for v, t in zip(eqn.outvars, names, strict=True):
                 env[v] = Input(tensor=t, shape=tuple(v.aval.shape), dtype=str(v.aval.dtype))
             yield op
+
+    def _named(self, var: Any, tensor: str) -> Input:
+        return Input(tensor=tensor, shape=tuple(var.aval.shape), dtype=str(var.aval.dtype))
+
+    def _returned(self, eqn: Any, made: Sequence[Input], path: str) -> Iterator[SourceOp]:
+        """What a call returns that is one op to the graph bears the graph's names from here on."""
+        for var, value, name in zip(eqn.outvars, made, self.traced.results[path], strict=True):
+            given = self._named(var, name)
+            yield SourceOp(
+                path=f"{path}:out", name="pase:same", label=path, inputs=(value,), outputs=(name,),
+                shapes=(given.shape,), dtypes=(given.dtype,),
+            )  # fmt: skip
 
     def _inner(self, var: Any) -> str:
         """A name for what the graph has no name for: a value inside a call that is kept whole."""

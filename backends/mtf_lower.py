@@ -20,13 +20,12 @@ __all__ = [
     "apply",
     "binary",
     "concat",
-    "conv2d",
     "cut",
     "lookup",
     "nests",
-    "pool2d",
     "reduce",
     "refuse",
+    "same",
     "select",
     "single",
     "squeezed",
@@ -40,6 +39,8 @@ Rule = Callable[[Program, SourceOp], "Value | Sequence[Value | None]"]
 class Rules:
     """A frontend's ops: the names of simple ones, and functions for the rest."""
 
+    file: str
+    """Where to add an op."""
     unary: dict[str, str]
     """op -> a Mesh-TF function, or a TensorFlow function to be applied to slices ("tf.…")."""
     binary: dict[str, str]
@@ -78,7 +79,9 @@ def apply(rules: Rules, p: Program, op: SourceOp) -> None:
     elif name in rules.views:
         made = nests(p, op)
     else:
-        raise refuse(op, "there is no Mesh-TensorFlow translation of this op; add one to backends/mtf_tf.py")
+        raise refuse(
+            op, f"there is no Mesh-TensorFlow translation of this op; add one to backends/{rules.file}"
+        )
     p.settle(op, [made] if isinstance(made, Value) else made)
 
 
@@ -160,6 +163,14 @@ def select(p: Program, op: SourceOp, condition: int, yes: int, no: int) -> Value
     for x in sorted(parts, key=lambda v: -len(v.order)):
         order += tuple(d for d in x.order if d not in order)
     return p.let(f"ops.where({', '.join(x.code for x in parts)})", order, dims, op.dtypes[0])
+
+
+def same(p: Program, op: SourceOp) -> Value:
+    """A value under another name: what a loop carries, what is put into a list, what a call returns."""
+    given = op.inputs[0]
+    if given.value is not None:
+        return p.constant(given.value, p.written(op.outputs[0]), given.dtype)
+    return p.held(op, given.tensor)
 
 
 # --- what access maps say
@@ -276,69 +287,3 @@ def lookup(p: Program, op: SourceOp, table: Value, ids: Value, axis: int, dims: 
     over = table.dims[axis]
     code = f"ops.lookup({table.code}, {ids.code}, {p.shape(over)}, {p.shape(flat(dims))})"
     return p.let(code, flat(dims), dims, table.dtype)
-
-
-# --- images
-
-
-def conv2d(
-    p: Program, op: SourceOp, x: Value, w: Value, shape: Sequence[int], *, strides: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-) -> Value:  # fmt: skip
-    """x: [b, h, w, c], w: [h, w, c, n] and the result's shape [b, h, w, n], however the source orders its dims."""
-    x, w = images(p, op, x), images(p, op, w, filters=True)
-    channels = w.dims[2]
-    if x.dims[3] != channels:
-        x = p.to(x, (*x.dims[:3], channels))
-        x = p.ordered(x, flat(x.dims))
-    out: TensorDims = (
-        x.dims[0],
-        *((Dim(x.dims[k][0].base, shape[k], None),) for k in (1, 2)),
-        w.dims[3],
-    )
-    pads = [tuple(int(n) for n in pair) for pair in padding]
-    code = f"ops.conv2d({x.code}, {w.code}, strides={tuple(strides)}, padding={pads})"
-    return squeezed(p, p.let(code, flat(out), out, x.dtype))
-
-
-def pool2d(
-    p: Program, op: SourceOp, x: Value, kind: str, shape: Sequence[int], *, window: Sequence[int],
-    strides: Sequence[int], padding: str,
-) -> Value:  # fmt: skip
-    x = images(p, op, x)
-    out: TensorDims = (
-        x.dims[0],
-        *((Dim(x.dims[k][0].base, shape[k], None),) for k in (1, 2)),
-        x.dims[3],
-    )
-    code = f'ops.pool2d({x.code}, "{kind}", window={tuple(window)}, strides={tuple(strides)}, padding="{padding}")'
-    return squeezed(p, p.let(code, flat(out), out, x.dtype))
-
-
-def images(p: Program, op: SourceOp, x: Value, filters: bool = False) -> Value:
-    """Rows, columns and channels as one dim each, rows and columns whole, in the order that Mesh-TF wants."""
-    whole = (0, 1) if filters else (1, 2)
-    one = (2, 3) if filters else (3,)
-    for k in whole:
-        split = [d.axis for d in x.dims[k] if d.axis is not None]
-        if split:
-            raise refuse(
-                op, f"the plan splits its {'rows' if k == whole[0] else 'columns'} over mesh axis {split[0]}, and "
-                f"Mesh-TensorFlow's convolutions and pools want them whole; compile for a mesh in which the batch or "
-                f"the channels take that axis"
-            )  # fmt: skip
-    for k in one:
-        if len(x.dims[k]) > 1:
-            axes = [d.axis for d in x.dims[k]]
-            raise refuse(
-                op, f"the plan splits its channels over mesh axes {axes} at once, which Mesh-TensorFlow's convolutions "
-                f"cannot; compile for a mesh of fewer axes (--mesh)"
-            )  # fmt: skip
-    dims = tuple(
-        g if (k not in (*whole, *one) or len(g) == 1) else (p.names.fresh(x.shape[k]),)
-        for k, g in enumerate(x.dims)
-    )
-    if dims != x.dims:
-        x = p.ordered(x, flat(x.dims))
-        x = p.let(f"mtf.reshape({x.code}, {p.shape(flat(dims))})", flat(dims), dims, x.dtype)
-    return p.ordered(x, flat(dims))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pase.backends.mtf_names import Dim, TensorDims, flat
+from pase.errors import PaseError
 from pase.ops.nests import common_factors
 
 __all__ = ["direct", "moves"]
@@ -27,6 +28,10 @@ def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[S
     [(Dim(base='b', size=8, axis=None), Dim(base='s', size=4, axis='x'))]
     """
     now, goal = flat(have), flat(want)
+    for shape in (now, goal):
+        used = [d.axis for d in shape if d.axis is not None]
+        if len(set(used)) != len(used):
+            raise PaseError(f"a tensor of dims {shape} would be split twice over one mesh axis")
     if now == goal:
         return []
     if direct(now, goal, axes):
@@ -132,5 +137,5 @@ def _refined(shape: Shape, pieces: Sequence[int]) -> Shape:
 
 def _through_whole(now: Shape, goal: Shape) -> list[Shape]:
     """Gather what is split, reshape, split again: what always works."""
-    whole = tuple(replace(d, axis=None) for d in now)
-    return [s for s in (whole, goal) if s != now]
+    steps = [tuple(replace(d, axis=None) for d in now), tuple(replace(d, axis=None) for d in goal), goal]
+    return [s for k, s in enumerate(steps) if s != (now, *steps)[k]]

@@ -20,6 +20,7 @@ __all__ = [
     "cross_entropy",
     "cwise",
     "descend",
+    "halo",
     "local",
     "log_softmax",
     "lookup",
@@ -27,6 +28,7 @@ __all__ = [
     "pool2d",
     "softmax",
     "sparse_cross_entropy",
+    "summed",
     "variable",
     "where",
 ]
@@ -79,20 +81,28 @@ def cwise(fn: Callable[..., Any], *xs: Any, dtype: Any = None) -> Any:
     return local(fn, *(mtf.broadcast(x, shape) for x in xs), splittable=dims, dtype=dtype)
 
 
+def slopes(fn: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int], dy: Any) -> list[Any]:
+    """The gradients of fn(*args) to some arguments. An argument may itself be computed from another (a mean from what
+    it is the mean of), and that way is not for here to go: so they are cut off."""
+    _, tf = mesh_tensorflow()
+    cut = [tf.stop_gradient(a) for a in args]
+    made: list[Any] = tf.gradients(
+        fn(*cut), [cut[i] for i in wanted], dy, unconnected_gradients=tf.UnconnectedGradients.ZERO
+    )
+    return made
+
+
 def local(
     fn: Callable[..., Any], *xs: Any, splittable: Sequence[Any], shape: Any = None, dtype: Any = None
 ) -> Any:
     """A TensorFlow function on slices. Right only where every operand has all dims that are split."""
-    mtf, tf = mesh_tensorflow()
+    mtf, _ = mesh_tensorflow()
 
     def gradient(op: Any, dy: Any) -> list[Any]:
         wanted = [i for i, x in enumerate(xs) if x.dtype.is_floating]
 
         def back(*slices: Any) -> Any:
-            made = tf.gradients(
-                fn(*slices[:-1]), [slices[i] for i in wanted], slices[-1],
-                unconnected_gradients=tf.UnconnectedGradients.ZERO,
-            )  # fmt: skip
+            made = slopes(fn, slices[:-1], wanted, slices[-1])
             return tuple(made) if len(made) > 1 else made[0]
 
         made = mtf.slicewise(
@@ -166,15 +176,67 @@ def lookup(table: Any, ids: Any, over: Sequence[Any], shape: Sequence[Any]) -> A
     return mtf.einsum([*one_hot(ids, over, table.dtype), table], output_shape=mtf.Shape(list(shape)))
 
 
-def conv2d(x: Any, w: Any, *, strides: tuple[int, int], padding: Sequence[tuple[int, int]]) -> Any:
-    """x: [batch dims, rows, columns, channels], w: [rows, columns, channels, out channels].
+def summed(
+    fn: Callable[..., Any],
+    *xs: Any,
+    shape: Any,
+    over: Sequence[Any],
+    gradient: Any = None,
+    name: str = "summed",
+) -> Any:
+    """A TensorFlow function on slices, whose results are then summed over the devices that split ``over``.
+
+    gradient: from the result's gradient to the operands'.
+    """
+    mtf, _ = mesh_tensorflow()
+
+    class Summed(mtf.Operation):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(list(xs), name=name)
+            self._outputs = [mtf.Tensor(self, shape, xs[0].dtype)]
+            self._splittable_dims, self._unsplittable_dims = self._initialize_all_dimensions_as_splittable()
+
+        def gradient(self, grad_ys: Any) -> Any:
+            return gradient(grad_ys[0])
+
+        def lower(self, lowering: Any) -> None:
+            impl = lowering.mesh_impl(self)
+            y = impl.slicewise(fn, *[lowering.tensors[x] for x in self.inputs])
+            axes = sorted({impl.tensor_dimension_to_mesh_axis(d) for d in over} - {None})
+            if axes:
+                size = impl.laid_out_size(shape)
+                y = mtf.LazyAllreduceSum(
+                    impl, y, axes, lambda: lowering.add_counter(f"allreduce/{axes}/{name}", size)
+                )
+            lowering.set_tensor_lowering(self.outputs[0], y)
+
+    return Summed().outputs[0]
+
+
+def halo(x: Any, blocks: Any, rows: Any, low: int, high: int) -> Any:
+    """Every block of rows with the last ``low`` of the block before it and the first ``high`` of the next; zeros at
+    the ends. (``mtf.halo_exchange`` with sides of their own.)"""
+    mtf, _ = mesh_tensorflow()
+    parts = [x]
+    if low:
+        parts.insert(0, mtf.shift(mtf.slice(x, rows.size - low, low, rows.name), 1, blocks, wrap=False))
+    if high:
+        parts.append(mtf.shift(mtf.slice(x, 0, high, rows.name), -1, blocks, wrap=False))
+    return mtf.concat(parts, rows.name) if len(parts) > 1 else x
+
+
+def conv2d(
+    x: Any, w: Any, *, over: Sequence[Any], strides: tuple[int, int], padding: Sequence[tuple[int, int]]
+) -> Any:
+    """x: [batch dims, rows, columns, channels], w: [rows, columns, channels, out channels]; over: the channels.
 
     Mesh-TF's own convolution miscounts what a stride leaves over ((in - k + 1) // stride, rounded down), and pads as
     TensorFlow does for strides of one alone; so the input is padded here to an extent for which it is right.
     """
     mtf, _ = mesh_tensorflow()
+    n = len(over)
     for k in (0, 1):
-        rows, extent, (low, high) = x.shape.dims[-3 + k], w.shape.dims[k].size, padding[k]
+        rows, extent, (low, high) = x.shape.dims[-2 - n + k], w.shape.dims[k].size, padding[k]
         out = (rows.size + low + high - extent) // strides[k] + 1
         needed = out * strides[k] + extent - 1 - rows.size - low
         if needed < 0:
@@ -183,34 +245,63 @@ def conv2d(x: Any, w: Any, *, strides: tuple[int, int], padding: Sequence[tuple[
             )
         if low or needed:
             x = mtf.pad(x, [low, needed], rows.name)
-    return mtf.Conv2dOperation(x, w, [1, *strides, 1], "VALID").outputs[0]
+    if n == 1 and len(w.shape.dims) == 4:
+        return mtf.Conv2dOperation(x, w, [1, *strides, 1], "VALID").outputs[0]
+    return _conv2d_of_parts(x, w, list(over), strides)
+
+
+def _conv2d_of_parts(x: Any, w: Any, over: list[Any], strides: tuple[int, int]) -> Any:
+    """An unpadded convolution whose channels are several dims: Mesh-TF's own has one for those in and one for out."""
+    mtf, tf = mesh_tensorflow()
+    n = len(over)
+    batch, made = x.shape.dims[: -2 - n], w.shape.dims[2 + n :]
+    rows = [
+        mtf.Dimension(d.name, (d.size - f.size) // s + 1)
+        for d, f, s in zip(x.shape.dims[-2 - n : -n], w.shape.dims[:2], strides, strict=True)
+    ]
+
+    def conv(a: Any, b: Any) -> Any:
+        of_a, of_b = a.shape.as_list(), b.shape.as_list()
+        channels = int(np.prod(of_b[2 : 2 + n]))
+        y = tf.nn.conv2d(
+            tf.reshape(a, [-1, *of_a[len(batch) : len(batch) + 2], channels]),
+            tf.reshape(b, [*of_b[:2], channels, -1]), [1, *strides, 1], "VALID",
+        )  # fmt: skip
+        return tf.reshape(y, [*of_a[: len(batch)], *y.shape.as_list()[1:3], *of_b[2 + n :]])
+
+    def gradient(dy: Any) -> list[Any]:
+        dx = summed(
+            lambda a, b, d: slopes(conv, (a, b), [0], d)[0], x, w, dy, shape=x.shape, over=made,
+            name="conv2d_backprop_input",
+        )  # fmt: skip
+        dw = summed(
+            lambda b, a, d: slopes(conv, (a, b), [1], d)[0], w, x, dy, shape=w.shape, over=batch,
+            name="conv2d_backprop_filter",
+        )  # fmt: skip
+        return [dx, dw]
+
+    shape = mtf.Shape([*batch, *rows, *made])
+    return summed(conv, x, w, shape=shape, over=over, gradient=gradient, name="conv2d_op")
 
 
 def pool2d(
-    x: Any, kind: str, *, window: tuple[int, int], strides: tuple[int, int], padding: str, split_rows: bool = False
-) -> Any:  # fmt: skip
-    """kind: "MAX" or "AVG"; x: [batch dims, rows, columns, channels]. (Mesh-TF's own takes windows apart alone.)
-
-    split_rows: windows lie within a device's rows, which may then be split.
-    """
+    x: Any, kind: str, over: Sequence[Any], *, window: tuple[int, int], strides: tuple[int, int], padding: str
+) -> Any:
+    """kind: "MAX" or "AVG"; x: [batch dims, rows, columns, channel dims]; over: rows and columns. (Mesh-TF's own takes
+    windows apart alone.)"""
     mtf, tf = mesh_tensorflow()
+    dims = x.shape.dims
+    first = dims.index(over[0])
 
     def pooled(s: Any) -> Any:
         sizes = s.shape.as_list()
-        made = tf.nn.pool(
-            tf.reshape(s, [-1, *sizes[-3:]]),
-            window,
-            kind,
-            strides=strides,
-            padding=padding,
-            data_format="NHWC",
-        )
-        return tf.reshape(made, [*sizes[:-3], *made.shape.as_list()[1:]])
+        flat = tf.reshape(s, [-1, *sizes[first : first + 2], int(np.prod(sizes[first + 2 :]))])
+        made = tf.nn.pool(flat, window, kind, strides=strides, padding=padding, data_format="NHWC")
+        return tf.reshape(made, [*sizes[:first], *made.shape.as_list()[1:3], *sizes[first + 2 :]])
 
-    *batch, rows, columns, channels = x.shape.dims
     out = []
-    for k, d in enumerate((rows, columns)):
+    for k, d in enumerate(over):
         span = d.size if padding == "SAME" else d.size - window[k] + 1
         out.append(mtf.Dimension(d.name, -(-span // strides[k])))
-    free = [*batch, channels, *([rows, columns] if split_rows else [])]
-    return local(pooled, x, splittable=free, shape=mtf.Shape([*batch, *out, channels]))
+    free = [d for d in dims if d not in over]
+    return local(pooled, x, splittable=free, shape=mtf.Shape([*dims[:first], *out, *dims[first + 2 :]]))

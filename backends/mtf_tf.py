@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pase.backends import mtf_images as images
 from pase.backends import mtf_lower as lower
 from pase.backends.mtf_lower import Rules, refuse
 from pase.backends.mtf_names import TensorDims, flat
@@ -26,6 +27,7 @@ def _reduced(op: SourceOp) -> tuple[Sequence[int], bool]:
 
 
 RULES = Rules(
+    file="mtf_tf.py",
     unary={
         "Relu": "mtf.relu", "Tanh": "mtf.tanh", "Sigmoid": "mtf.sigmoid", "Exp": "mtf.exp", "Log": "mtf.log",
         "Sqrt": "mtf.sqrt", "Rsqrt": "mtf.rsqrt", "Square": "mtf.square", "Neg": "mtf.negative", "Abs": "mtf.abs",
@@ -150,7 +152,7 @@ def _conv(p: Program, op: SourceOp) -> Value:
     if dilation != [1] * 4 or w[2] != x[3]:
         raise refuse(op, "it has dilation or groups, which Mesh-TensorFlow's conv2d has not")
     pads = _pads(op, _text(op, "padding"), x[1:3], w[:2], strides[1:3])
-    return lower.conv2d(p, op, p.arg(op, 0), p.arg(op, 1), op.shapes[0], strides=strides[1:3], padding=pads)
+    return images.conv2d(p, op, p.arg(op, 0), p.arg(op, 1), op.shapes[0], strides=strides[1:3], padding=pads)
 
 
 def _pads(
@@ -173,7 +175,7 @@ def _pool(p: Program, op: SourceOp) -> Value:
         raise refuse(
             op, "of pools, those over rows and columns (NHWC), padded SAME or VALID, can be expressed"
         )
-    return lower.pool2d(
+    return images.pool2d(
         p, op, p.arg(op, 0), "MAX" if op.name == "MaxPool" else "AVG", op.shapes[0], window=window[1:3],
         strides=strides[1:3], padding=padding,
     )  # fmt: skip
@@ -266,13 +268,7 @@ def _stack(p: Program, op: SourceOp) -> Value:
     return lower.concat(p, op, [replace(x, dims=((), *x.dims)) for x in xs], 0)
 
 
-@RULES.rule("pase:same")
-def _same(p: Program, op: SourceOp) -> Value:
-    """A value under another name: what a loop carries, what is put into a list."""
-    given = op.inputs[0]
-    if given.value is not None:
-        return p.constant(given.value, p.written(op.outputs[0]), given.dtype)
-    return p.held(op, given.tensor)
+RULES.rule("pase:same")(lower.same)
 
 
 @RULES.rule("Pad", "PadV2")
