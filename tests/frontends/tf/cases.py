@@ -253,6 +253,7 @@ CASES: dict[str, tuple[tf.TensorSpec, Callable[[Any], Any]]] = {
         ],
     ),
     "effects": (X, lambda x: _effects(x)),
+    "cudnn": (X, lambda x: [*_cudnn(x, "lstm")[:3], *_cudnn(x, "gru")[:2]]),
     "loops": (
         X,
         lambda x: [
@@ -263,6 +264,14 @@ CASES: dict[str, tuple[tf.TensorSpec, Callable[[Any], Any]]] = {
         ],
     ),
 }
+
+
+def _cudnn(x: Any, mode: str) -> Any:
+    state = tf.zeros((1, 6, 8))
+    size = {"lstm": 4, "gru": 3}[mode] * (8 * 8 + 8 * 8 + 2 * 8)
+    return raw.CudnnRNNV3(
+        input=x, input_h=state, input_c=state, params=weight(size), sequence_lengths=[4] * 6, rnn_mode=mode
+    )
 
 
 def _effects(x: Any) -> list[Any]:
