@@ -6,6 +6,11 @@ Nothing is fitted to the rows. The machine is a100x8 with the NCCL all-reduce ti
 node (its own inputs, in the same folder) in place of the formulas; the strategy is the Megatron baseline (or data
 parallelism) on the row's degrees; the program is the eager executor of ``pase.plan.step``. Micro-batches, float16
 parameters with float32 copies, no recomputation: with it, 8 samples of width 2048 would run at 89% of the peak.
+
+    python bench/vtrain.py --multi ground_truth_multi.csv
+
+also predicts the rows without pipeline of vTrain's other table (VIA-Research/vTrain, data/), which was first looked at
+when all was written: 64 and 256 A100 over 800 Gb/s a node, full recomputation, Megatron's optimizer.
 """
 
 from __future__ import annotations
@@ -59,9 +64,19 @@ class Row:
 
 
 def rows(folder: Path = DATA) -> list[Row]:
-    """All measured rows, pipelines included."""
+    """All measured rows of the single node, pipelines included."""
     with open(folder / "ground_truth_single.csv") as f:
-        found = [r for r in csv.reader(f) if not r[0].startswith("#")]
+        return _rows([r for r in csv.reader(f) if not r[0].startswith("#")])
+
+
+def rows_of_many_nodes(path: Path) -> list[Row]:
+    """Those of the other table, without a pipeline and with tensor parallelism within a node."""
+    with open(path) as f:
+        found = _rows([r[1:] for r in csv.reader(f) if r and not r[0].startswith("Param")])
+    return [r for r in found if r.pipeline == 1 and r.tensor <= 8]
+
+
+def _rows(found: list[list[str]]) -> list[Row]:
     names = [n for n in Row.__dataclass_fields__ if n != "measured_s"]
     return [
         Row(**dict(zip(names, map(int, r[:10]), strict=True)), measured_s=float(r[10]) / 1e3) for r in found
@@ -103,11 +118,15 @@ def strategy(
     return found
 
 
-def predict(row: Row, m: Machine, model: CostModel, executor: Executor = EAGER) -> StepTime:
+def predict(
+    row: Row, m: Machine, model: CostModel, executor: Executor = EAGER, recompute: str = "none"
+) -> StepTime:
     """The row's step, without a pipeline."""
     assert row.pipeline == 1
     vocab = padded_vocabulary(50257, row.tensor)
-    graph = graph_of(row.micro_batch * row.data, row.seq, row.layers, row.d, row.heads, vocab)
+    graph = graph_of(
+        row.micro_batch * row.data, row.seq, row.layers, row.d, row.heads, vocab, recompute=recompute
+    )
     s = strategy(graph, row.data, row.tensor, m, model)
     return step_time(
         graph,
@@ -125,9 +144,13 @@ def summary(found: list[tuple[Row, StepTime]]) -> dict[str, Any]:
     measured = np.array([r.measured_s for r, _ in found])
     predicted = np.array([t.total_s for _, t in found])
     error = predicted / measured - 1
+    # What is left once one factor for all rows is taken out: how far the order and the proportions are right.
+    shape = predicted / measured / np.median(predicted / measured) - 1
     host = np.array([t.host_bound for _, t in found])
     return {
         "rows": len(found), "mape": float(np.abs(error).mean()), "mean_error": float(error.mean()),
+        "median_absolute_error": float(np.median(np.abs(error))),
+        "mape_but_for_one_factor": float(np.abs(shape).mean()),
         "kendall_tau": float(kendalltau(measured, predicted).statistic) if len(found) > 1 else None,
         "host_bound_rows": int(host.sum()),
         "mape_host_bound": float(np.abs(error[host]).mean()) if host.any() else None,
@@ -149,6 +172,7 @@ def by(found: list[tuple[Row, StepTime]], *fields: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("-o", default="bench/results/vtrain.json")
+    parser.add_argument("--multi", type=Path, help="vTrain's data/ground_truth_multi.csv")
     args = parser.parse_args()
     base = machine.load("a100x8")
     tables = with_measured_all_reduce(base, "a100")
@@ -166,6 +190,13 @@ def main() -> None:
             for key, s in out[label][name].items():
                 off = f"{s['mape']:6.1%} {s['mean_error']:+7.1%}"
                 print(f"  {key:36s} {s['rows']:3d} rows  {off}  host {s['host_bound_rows']}")
+    if args.multi:
+        node = replace(base.levels[1], bandwidth_bytes_per_s=800e9 / 8 / 8)
+        m = replace(base, levels=(base.levels[0], node))
+        model, executor = costmodels.get("analytic", m), replace(EAGER, update_bytes=32.0)
+        found = [(r, predict(r, m, model, executor, "full")) for r in rows_of_many_nodes(args.multi)]
+        out["many nodes"] = {"all": summary(found), "by_tensor": by(found, "d", "tensor")}
+        print("many nodes", json.dumps(out["many nodes"]["all"]))
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     record = {
         "command": " ".join(["python", "bench/vtrain.py"]), "commit": git.stdout.strip(),
