@@ -99,8 +99,12 @@ def run(args: argparse.Namespace) -> None:
         write("buckets", found, began, args.results)
     if args.part in ("full", "torch") and importlib.util.find_spec("torch") is not None:
         began = time.time()
-        found = buckets.measure_torch(
-            args.folder, rates=buckets.RATES, policies=buckets.POLICIES, iterations=args.iterations
+        found = buckets.measure(
+            args.folder,
+            rates=buckets.RATES,
+            policies=buckets.POLICIES,
+            iterations=args.iterations,
+            kind="torch",
         )
         write("torch", found, began, args.results)
     if args.part in ("full", "replay"):

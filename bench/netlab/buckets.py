@@ -18,7 +18,7 @@ import numpy as np
 from bench.netlab.jobs import results_of
 from bench.netlab.net import Network, Topology
 
-__all__ = ["POLICIES", "RATES", "chosen", "measure", "measure_torch", "run_cells"]
+__all__ = ["POLICIES", "RATES", "chosen", "measure", "run_cells"]
 
 RATES = (0.5, 1.0, 2.0)
 POLICIES = ("fifo", "priority", "ddp", "mg_wfbp", "bytescheduler", "us_byte", "tac", "deft", "ours")
@@ -26,6 +26,7 @@ HOSTS = 2
 WIDTH, ROWS, DEPTH = 256, 2048, 6
 TAIL = ((256, 1024), (1024, 1024), (1024, 256))
 STALENESS = 3
+ROUNDS = 3
 LEARNING_RATE = 0.3
 # DDP's 1 and 25 MiB are made for models a hundred times as large; these are as large a part of this one.
 DDP_FIRST, DDP_CAP = 1 << 16, 1 << 19
@@ -149,31 +150,43 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
         seconds = [float(s) for s in np.maximum.accumulate([s.seconds for s in curve])]
         problem = problem_for(params, job["compute_s"], list(map(float, SIZES)), seconds)
         plans = chosen(problem, job["policies"])
-        for number, (outcome, name) in enumerate(plans):
-            runner = BucketRunner(
-                loss_fn=loss_fn,
-                problem=problem,
-                plan=outcome.plan,
-                optimizer=optimizer,
-                mesh=mesh,
-                data_axes=("data",),
+        running = [
+            _Running(
+                BucketRunner(
+                    loss_fn=loss_fn,
+                    problem=problem,
+                    plan=outcome.plan,
+                    optimizer=optimizer,
+                    mesh=mesh,
+                    data_axes=("data",),
+                ),
+                params,
+                data,
             )
-            row = _iterations(runner, params, data, cell["iterations"])
-            row["measured_s"] = agreed(row.pop("steps_s"))
+            for outcome, _ in plans
+        ]
+        # In turn, so that what drifts in a run drifts under all policies.
+        for _ in range(ROUNDS):
+            for r in running:
+                r.run(-(-cell["iterations"] // ROUNDS))
+        rows = []
+        for r, (outcome, name) in zip(running, plans, strict=True):
             e = outcome.evaluation
-            say(
+            low, middle, high = np.percentile(r.times, [25, 50, 75])
+            rows.append(
                 {
-                    "key": f"{key} {name}" if number + 1 < len(plans) else key,
-                    "cell": key,
                     "policy": name,
+                    "measured_s": agreed([float(middle)]),
+                    "spread": float((high - low) / middle),
                     "predicted_s": e.iteration_s,
                     "staleness": e.staleness,
                     "updates_per_iteration": e.updates_per_iteration,
                     "messages": e.messages,
-                    "all_reduce_s": dict(zip(map(str, SIZES), seconds, strict=True)),
-                    **row,
+                    "period": outcome.plan.period,
+                    "losses": r.losses,
                 }
             )
+        say({"key": key, "all_reduce_s": dict(zip(map(str, SIZES), seconds, strict=True)), "rows": rows})
 
 
 def _compute(mesh: Any, params: Any, optimizer: Any, data: list[Any], repeats: int) -> list[float]:
@@ -200,93 +213,64 @@ def _compute(mesh: Any, params: Any, optimizer: Any, data: list[Any], repeats: i
     return times[2:]
 
 
-def _iterations(runner: Any, params: Any, data: list[Any], iterations: int) -> dict[str, Any]:
-    """Per-iteration seconds once all of the plan's programs are compiled, and the losses from the start.
+class _Running:
+    """A plan at work: its iterations' seconds once all of its programs are compiled, its losses from the start."""
 
-    A delayed plan's iterations differ: whole periods are averaged.
-    """
-    import jax
+    def __init__(self, runner: Any, params: Any, data: list[Any]) -> None:
+        import jax
 
-    period = runner.plan.period
-    # Until the programs repeat: the first period opens generations, the second meets them, the third is steady.
-    warm = 3 * period
-    whole = max(2, -(-iterations // period)) * period
-    state = runner.init(jax.tree.map(jax.numpy.asarray, params))
-    losses, times = [], []
-    for i in range(warm + whole):
-        began = time.perf_counter()
-        state, loss = runner.step(state, *data[i % len(data)])
-        jax.block_until_ready((state.params, [(acc, bufs) for _, acc, bufs in state.generations], loss))
-        if i >= warm:
-            times.append(time.perf_counter() - began)
-        losses.append(float(loss))
-    by_period = [statistics.fmean(times[i : i + period]) for i in range(0, whole, period)]
-    low, middle, high = np.percentile(by_period, [25, 50, 75])
-    return {"steps_s": by_period, "spread": float((high - low) / middle), "losses": losses, "period": period}
+        self.runner, self.data = runner, data
+        self.state = runner.init(jax.tree.map(jax.numpy.asarray, params))
+        self.times: list[float] = []
+        self.losses: list[float] = []
+        # The first period opens generations, the second meets them, the third is steady.
+        self.run(3 * runner.plan.period)
+        self.times.clear()
+
+    def run(self, iterations: int) -> None:
+        """Whole periods of at least so many: a delayed plan's iterations differ, and are averaged over one."""
+        import jax
+
+        period = self.runner.plan.period
+        for _ in range(-(-iterations // period)):
+            began = time.perf_counter()
+            for _ in range(period):
+                self.state, loss = self.runner.step(self.state, *self.data[len(self.losses) % len(self.data)])
+                open_ = [(acc, bufs) for _, acc, bufs in self.state.generations]
+                jax.block_until_ready((self.state.params, open_, loss))
+                self.losses.append(float(loss))
+            self.times.append((time.perf_counter() - began) / period)
 
 
 def measure(
-    folder: Path, *, rates: tuple[float, ...], policies: tuple[str, ...], iterations: int
+    folder: Path,
+    *,
+    rates: tuple[float, ...],
+    policies: tuple[str, ...],
+    iterations: int,
+    kind: str = "buckets",
 ) -> dict[str, Any]:
-    """Rows by coverage rate and policy."""
-    rows: list[dict[str, Any]] = []
+    """Rows by coverage rate and policy. kind: "buckets": the JAX runner; "torch": PyTorch's DDP."""
     nbytes = sum(p.nbytes for p in parameters(0).values())
-    common = {"kind": "buckets", "policies": policies, "learning_rate": LEARNING_RATE}
+    common = {"kind": kind, "policies": policies, "learning_rate": LEARNING_RATE}
+    rows: list[dict[str, Any]] = []
     with Network(Topology(racks=(HOSTS,), host_mbit=0.0)) as network:
         cells = [{"key": "compute", "what": "compute", "repeats": 15}]
-        compute = results_of(network, folder, "compute", cells, **common)["compute"]["compute_s"]
+        compute = results_of(network, folder, f"{kind}_compute", cells, **common)["compute"]["compute_s"]
         for rate in rates:
             # Two hosts: each sends and receives the gradients once.
             mbit = round(nbytes * 8e-6 / (rate * compute))
             network.limit(mbit)
-            key = f"coverage {rate:g}"
-            cells = [{"key": key, "what": "policies", "iterations": iterations}]
-            found = results_of(
-                network, folder, f"buckets_{rate:g}", cells, timeout_s=600.0, compute_s=compute, **common
-            )
-            rows += [
-                {**row, "coverage": rate, "mbit": mbit, "exposed_s": row["measured_s"] - compute}
-                for row in found.values()
-                if "measured_s" in row
-            ]
-            rows += [{"coverage": rate, **r} for r in found.values() if "failed" in r]
-    return {
-        "compute_s": compute,
-        "gradient_bytes": nbytes,
-        "hosts": HOSTS,
-        "summary": _summary(rows),
-        "rows": rows,
-    }
-
-
-def measure_torch(
-    folder: Path, *, rates: tuple[float, ...], policies: tuple[str, ...], iterations: int
-) -> dict[str, Any]:
-    """As ``measure``, by PyTorch."""
-    nbytes = sum(p.nbytes for p in parameters(0).values())
-    common = {"kind": "torch", "policies": policies, "learning_rate": LEARNING_RATE}
-    rows: list[dict[str, Any]] = []
-    with Network(Topology(racks=(HOSTS,), host_mbit=0.0)) as network:
-        cells = [{"key": "compute", "what": "compute", "repeats": 15}]
-        compute = results_of(network, folder, "torch_compute", cells, **common)["compute"]["compute_s"]
-        for rate in rates:
-            mbit = round(nbytes * 8e-6 / (rate * compute))
-            network.limit(mbit)
             cells = [{"key": f"coverage {rate:g}", "what": "policies", "iterations": iterations}]
-            found = results_of(network, folder, f"torch_{rate:g}", cells, compute_s=compute, **common)
+            found = results_of(network, folder, f"{kind}_{rate:g}", cells, compute_s=compute, **common)
             for got in found.values():
                 about = {"coverage": rate, "mbit": mbit}
                 if "failed" in got:
                     rows.append(about | got)
                 for row in got.get("rows", ()):
                     rows.append(about | row | {"exposed_s": row["measured_s"] - compute})
-    return {
-        "compute_s": compute,
-        "gradient_bytes": nbytes,
-        "hosts": HOSTS,
-        "summary": _summary(rows),
-        "rows": rows,
-    }
+    sizes = {"compute_s": compute, "gradient_bytes": nbytes, "hosts": HOSTS}
+    return sizes | {"summary": _summary(rows), "rows": rows}
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

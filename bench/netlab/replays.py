@@ -38,7 +38,7 @@ def measure(
                     traces = folder / "traces" / key.replace(" ", "_")
                     given = dataclasses.asdict(cell) | {"same_as": None}
                     cells.append({"key": key, "cell": given, "repeats": steps, "traces": str(traces)})
-        traced = results_of(network, folder, "replay_traced", cells)
+        traced = results_of(network, folder, "replay_traced", cells, traced=True)
         # The same steps without a profiler at work, at this bandwidth and at twice as much.
         plain = [{k: v for k, v in c.items() if k != "traces"} for c in cells]
         bare = results_of(network, folder, "replay_bare", plain)
@@ -46,7 +46,7 @@ def measure(
         faster = results_of(network, folder, "replay_faster", plain)
         # And traced too: the profiler slows steps down, so like is compared with like.
         again = [c | {"traces": c["traces"] + "_faster"} for c in cells]
-        faster_traced = results_of(network, folder, "replay_faster_traced", again)
+        faster_traced = results_of(network, folder, "replay_faster_traced", again, traced=True)
     for c in cells:
         key = c["key"]
         if any("failed" in r[key] for r in (traced, bare, faster, faster_traced)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from bench.netlab.models import model
 
-__all__ = ["Cell", "plans", "timed"]
+__all__ = ["Cell", "Running", "in_turn", "plans", "timed"]
 
 METHODS = ("data_parallel", "fsdp", "owt", "megatron")
 
@@ -78,37 +79,63 @@ def _same(a: Any, b: Any) -> bool:
     return x == y
 
 
+class Running:
+    """A cell's step on this process, compiled and warm. All processes call it alike."""
+
+    def __init__(self, cell: Cell) -> None:
+        import jax
+        import optax
+
+        from pase import load
+
+        m = model(cell.model, cell.batch)
+        params, batch = m.init(0)
+        jp = load(cell.layout).bind(m.loss_fn, m.params, m.batch).jax
+        optimizer = optax.adam(1e-3)
+        began = time.perf_counter()
+        params, self.batch = jp.device_put(params, batch)
+        state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(params)
+        self.step = jp.train_step(optimizer).lower(params, state, self.batch).compile()
+        self.compile_s = time.perf_counter() - began
+        self.held, self.times = (params, state), list[float]()
+        self.run(2)
+        self.times.clear()
+
+    def run(self, steps: int, traces: Path | None = None) -> None:
+        """Steps, each waited for; under the profiler where a folder is given."""
+        import jax
+
+        from pase.replay import profile
+
+        with profile(traces) if traces else nullcontext() as run:
+            for i in range(steps):
+                with run.step(i) if run is not None else nullcontext():
+                    start = time.perf_counter()
+                    *held, loss = self.step(*self.held, self.batch)
+                    self.held = (held[0], held[1])
+                    jax.block_until_ready((held, loss))
+                    self.times.append(time.perf_counter() - start)
+
+
 def timed(cell: Cell, repeats: int, traces: Path | None = None) -> dict[str, Any]:
-    """Seconds of each step on this process, after two to warm up. All processes call it alike.
+    """Seconds of each step of one cell; traces: a folder in which they are profiled as well."""
+    running = Running(cell)
+    running.run(repeats, traces)
+    return {"steps_s": running.times, "compile_s": running.compile_s}
 
-    traces: a folder; then the steps are profiled into it as well.
+
+def in_turn(
+    cells: Sequence[tuple[Cell, int]], rounds: int, begin: Callable[[int], None]
+) -> list[dict[str, Any]]:
+    """The steps of several cells, some of each in every round: what drifts in a run drifts under all of them.
+
+    begin: told the number of each cell before it is compiled.
     """
-    import jax
-    import optax
-
-    from pase import load
-    from pase.replay import profile
-
-    m = model(cell.model, cell.batch)
-    params, batch = m.init(0)
-    plan = load(cell.layout).bind(m.loss_fn, m.params, m.batch)
-    jp = plan.jax
-    optimizer = optax.adam(1e-3)
-    began = time.perf_counter()
-    params, batch = jp.device_put(params, batch)
-    state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(params)
-    step = jp.train_step(optimizer)
-    compiled = step.lower(params, state, batch).compile()
-    compile_s = time.perf_counter() - began
-    times, loss = [], None
-    for _ in range(2):
-        params, state, loss = compiled(params, state, batch)
-        jax.block_until_ready((params, state, loss))
-    with profile(traces) if traces else nullcontext() as run:
-        for i in range(repeats):
-            with run.step(i) if run is not None else nullcontext():
-                start = time.perf_counter()
-                params, state, loss = compiled(params, state, batch)
-                jax.block_until_ready((params, state, loss))
-                times.append(time.perf_counter() - start)
-    return {"steps_s": times, "compile_s": compile_s, "loss": float(loss)}
+    running = []
+    for i, (cell, _) in enumerate(cells):
+        begin(i)
+        running.append(Running(cell))
+    for _ in range(rounds):
+        for r, (_, repeats) in zip(running, cells, strict=True):
+            r.run(-(-repeats // rounds))
+    return [{"steps_s": r.times, "compile_s": r.compile_s} for r in running]

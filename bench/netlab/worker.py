@@ -2,18 +2,22 @@
 
     python -m bench.netlab.worker JOB.json RANK
 
-Results are appended one line a cell, so that a job that dies is taken up behind the cell that killed it.
+Results are appended one line a cell, so that a job that dies is taken up behind the
+model that killed it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.netlab.steps import Cell, timed
+from bench.netlab.steps import Cell, in_turn, timed
+
+ROUNDS = 3
 
 
 def main(job_file: str, rank: str) -> None:
@@ -39,12 +43,20 @@ def main(job_file: str, rank: str) -> None:
 
         run_cells(job, say)
         return
-    for item in job["cells"]:
-        cell = Cell(**{**item["cell"], "mesh": tuple(item["cell"]["mesh"])})
-        key = item["key"]
-        say({"key": key, "begun": time.time()})
-        traces = Path(item["traces"]) if item.get("traces") else None
-        say({"key": key, **timed(cell, item["repeats"], traces)})
+    cells = [(item, Cell(**{**item["cell"], "mesh": tuple(item["cell"]["mesh"])})) for item in job["cells"]]
+    for _, group in itertools.groupby(cells, key=lambda x: (x[1].model, x[1].batch)):
+        together = list(group)
+
+        def begin(i: int, together: list[Any] = together) -> None:
+            say({"key": together[i][0]["key"], "begun": time.time()})
+
+        if job.get("traced"):
+            begin(0)
+            found = [timed(cell, item["repeats"], Path(item["traces"])) for item, cell in together]
+        else:
+            found = in_turn([(cell, item["repeats"]) for item, cell in together], ROUNDS, begin)
+        for (item, _), row in zip(together, found, strict=True):
+            say({"key": item["key"], **row})
 
 
 if __name__ == "__main__":
