@@ -33,8 +33,8 @@ def tables(result: dict[str, Any]) -> str:
         for r in result["recorded"]["rows"]:
             if r["model"] == model:
                 cycles = f"{r['mcycles']:,.1f}" if r["mcycles"] else "out of memory"
-                peak = f"{r['peak_mb']:,}" if r["peak_mb"] else ""
-                lines.append(f"| *{r['strategy']}* | | *{cycles}* | | | | *{peak}* | | |")
+                peak = f"*{r['peak_mb']:,}*" if r["peak_mb"] else ""
+                lines.append(f"| *{r['strategy']}* | | *{cycles}* | | | | {peak} | | |")
         lines.append("")
     return "\n".join([*lines, *_agreement(rows)]) + "\n"
 
