@@ -21,7 +21,7 @@ LEAST = (0.3, 1.0, 4.0)
 """Shortest message worth cutting off, in startups."""
 STEPS = 9
 WORK = 3_500_000
-"""Atoms and messages visited by the local search in all, per link; half where the tensors are taken together."""
+"""Atoms and messages visited by the local search in all, per link; a quarter where the tensors are taken together."""
 HEATS = (0.02, 0.1, 0.02)
 HEATS_LINKS = (0.02, 0.3, 0.1, 0.02, 0.3, 0.05)
 """One search each, on one link and on several."""
@@ -46,7 +46,7 @@ def fast_plan(
     cost, pieces = starts[0]
     if cost > bound * (1 + ENOUGH):
         heats = HEATS if inst.links == 1 else HEATS_LINKS
-        each = work * inst.links / len(heats) / (2 if len(pieces[0]) > COARSE_FROM else 1)
+        each = work * inst.links / len(heats) / (4 if len(pieces[0]) > COARSE_FROM else 1)
         for i, heat in enumerate(heats):
             begin = pieces if i + 1 == len(heats) else starts[i % len(starts)][1]
             cost, pieces = _search(inst, begin, cost, pieces, each, bound, seed + i, heat)

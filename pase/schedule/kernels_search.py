@@ -15,30 +15,10 @@ __all__ = ["search"]
 
 
 @numba.njit(cache=True)
-def cost_of(  # type: ignore[no-untyped-def]
-    ready,
-    tail,
-    axes,
-    links,
-    ptr,
-    xs,
-    ys,
-    slope,
-    compute,
-    atoms,
-    msg,
-    at,
-    nbytes,
-    seq,
-    count,
-    link,
-    r,
-    q,
-    s,
-    ax,
-    free,
-):
+def cost_of(net, atoms, msg, at, nbytes, seq, count, link, scratch):  # type: ignore[no-untyped-def]
     """(makespan, busy time, place of the critical message) of the state."""
+    ready, tail, axes, links, ptr, xs, ys, slope, compute = net
+    r, q, s, ax, free = scratch
     for i in range(count):
         m = seq[i]
         r[m] = 0.0
@@ -67,6 +47,60 @@ def cost_of(  # type: ignore[no-untyped-def]
         if end + q[m] > worst:
             worst, where = end + q[m], i
     return worst, busy, where
+
+
+@numba.njit(cache=True)
+def span_of(x, atoms, msg, at):  # type: ignore[no-untyped-def]
+    """(first place, last place, atoms) of a message."""
+    lo, hi, members = np.int64(1 << 60), np.int64(-1), 0
+    for a in range(atoms):
+        if msg[a] == x:
+            members += 1
+            lo, hi = min(lo, at[a]), max(hi, at[a])
+    return lo, hi, members
+
+
+@numba.njit(cache=True)
+def group_of(x, atoms, msg, at, group):  # type: ignore[no-untyped-def]
+    """The group of a message's tensors; -1 where it has none."""
+    for a in range(atoms):
+        if msg[a] == x:
+            return group[at[a]]
+    return -1
+
+
+@numba.njit(cache=True)
+def an_atom_of(x, atoms, msg):  # type: ignore[no-untyped-def]
+    """An atom at random, of the message if eight tries find one."""
+    a = np.random.randint(atoms)
+    for _ in range(8):
+        if msg[a] == x:
+            break
+        a = np.random.randint(atoms)
+    return a
+
+
+@numba.njit(cache=True)
+def drop(seq, count, i):  # type: ignore[no-untyped-def]
+    for u in range(i, count - 1):
+        seq[u] = seq[u + 1]
+    return count - 1
+
+
+@numba.njit(cache=True)
+def put(seq, count, j, x):  # type: ignore[no-untyped-def]
+    for u in range(count, j, -1):
+        seq[u] = seq[u - 1]
+    seq[j] = x
+    return count + 1
+
+
+@numba.njit(cache=True)
+def an_id(free_ids, next_id):  # type: ignore[no-untyped-def]
+    """(an unused message, the next one never used): the caller pops it from free_ids once it is kept."""
+    if len(free_ids) > 0:
+        return free_ids[-1], next_id
+    return next_id, next_id + 1
 
 
 @numba.njit(cache=True)
@@ -104,31 +138,9 @@ def search(  # type: ignore[no-untyped-def]
     count = messages
     next_id = messages
     free_ids = [0 for _ in range(0)]
-    r, q, s, ax = np.zeros(ids), np.zeros(ids), np.zeros(ids), np.zeros(ids, np.int64)
-    free = np.zeros(links)
-    cost, busy, critical = cost_of(
-        ready,
-        tail,
-        axes,
-        links,
-        ptr,
-        xs,
-        ys,
-        slope,
-        compute,
-        atoms,
-        msg,
-        at,
-        nbytes,
-        seq,
-        count,
-        link,
-        r,
-        q,
-        s,
-        ax,
-        free,
-    )
+    net = (ready, tail, axes, links, ptr, xs, ys, slope, compute)
+    scratch = (np.zeros(ids), np.zeros(ids), np.zeros(ids), np.zeros(ids, np.int64), np.zeros(links))
+    cost, busy, critical = cost_of(net, atoms, msg, at, nbytes, seq, count, link, scratch)
     best_cost, best_busy = cost, busy
     b_atoms, b_count = atoms, count
     b_msg, b_at, b_bytes, b_seq, b_link = msg.copy(), at.copy(), nbytes.copy(), seq.copy(), link.copy()
@@ -170,33 +182,17 @@ def search(  # type: ignore[no-untyped-def]
             j = i + (1 if np.random.random() < 0.5 else -1)
             if 0 <= j < count:
                 y = seq[j]
-                gx, gy = -1, -1
-                for a in range(atoms):
-                    if msg[a] == x:
-                        gx = group[at[a]]
-                    elif msg[a] == y:
-                        gy = group[at[a]]
-                if gx == gy:
+                if group_of(x, atoms, msg, at, group) == group_of(y, atoms, msg, at, group):
                     for a in range(atoms):
                         if msg[a] == x:
                             msg[a] = y
-                    for u in range(i, count - 1):
-                        seq[u] = seq[u + 1]
-                    count -= 1
+                    count = drop(seq, count, i)
                     done = True
         elif kind == 2 and (next_id < ids or len(free_ids) > 0):  # split x at a place of the line
-            lo, hi, members = room, -1, 0
-            for a in range(atoms):
-                if msg[a] == x:
-                    members += 1
-                    lo, hi = min(lo, at[a]), max(hi, at[a])
+            lo, hi, members = span_of(x, atoms, msg, at)
             if members > 1 and hi > lo:
                 cut = lo + 1 + np.random.randint(hi - lo)
-                if len(free_ids) > 0:
-                    y = free_ids[-1]
-                else:
-                    y = next_id
-                    next_id += 1
+                y, next_id = an_id(free_ids, next_id)
                 took_id = True
                 link[y] = link[x] if np.random.random() < 0.5 else np.random.randint(links)
                 front = np.random.random() < 0.5
@@ -209,42 +205,24 @@ def search(  # type: ignore[no-untyped-def]
                     j = i + (0 if front else 1)
                     if np.random.random() < 0.3:
                         j = min(max(j + np.random.randint(-3, 4), 0), count)
-                    for u in range(count, j, -1):
-                        seq[u] = seq[u - 1]
-                    seq[j] = y
-                    count += 1
+                    count = put(seq, count, j, y)
                     done = True
         elif kind == 3 or kind == 4:  # move the first or last few atoms of x to another message
             j = i + (1 + int(np.random.exponential(1.0))) * (1 if np.random.random() < 0.5 else -1)
             if 0 <= j < count:
                 y = seq[j]
-                lo, hi, gx, gy = room, -1, -1, -2
-                for a in range(atoms):
-                    if msg[a] == x:
-                        lo, hi, gx = min(lo, at[a]), max(hi, at[a]), group[at[a]]
-                    elif msg[a] == y:
-                        gy = group[at[a]]
-                if gx == gy and hi > lo:
+                lo, hi, _ = span_of(x, atoms, msg, at)
+                same = x != y and group_of(x, atoms, msg, at, group) == group_of(y, atoms, msg, at, group)
+                if same and hi > lo:
                     reach = int(np.random.exponential(0.1 * (hi - lo)))
                     for a in range(atoms):
                         if msg[a] == x and (at[a] <= lo + reach if kind == 3 else at[a] >= hi - reach):
                             msg[a] = y
-                    left = False
-                    for a in range(atoms):
-                        if msg[a] == x:
-                            left = True
-                            break
-                    if not left:
-                        for u in range(i, count - 1):
-                            seq[u] = seq[u + 1]
-                        count -= 1
+                    if group_of(x, atoms, msg, at, group) < 0:  # nothing is left of it
+                        count = drop(seq, count, i)
                     done = True
         elif kind == 5:  # shift bytes between two atoms of one tensor
-            a = np.random.randint(atoms)
-            for _ in range(8):
-                if msg[a] == x:
-                    break
-                a = np.random.randint(atoms)
+            a = an_atom_of(x, atoms, msg)
             t = at[a]
             for b in range(atoms):
                 if b != a and at[b] == t and msg[b] != msg[a]:
@@ -257,41 +235,25 @@ def search(  # type: ignore[no-untyped-def]
                         done = True
                     break
         elif kind == 6 and atoms < room:  # cut an atom in two and give a part to another message
-            a = np.random.randint(atoms)
-            for _ in range(8):
-                if msg[a] == x:
-                    break
-                a = np.random.randint(atoms)
+            a = an_atom_of(x, atoms, msg)
             amount = np.floor(nbytes[a] * np.random.random())
             j = min(max(i + np.random.randint(-2, 3), 0), count - 1)
             y = seq[j]
             if amount > 0 and y != msg[a]:
-                gy = -1
-                for b in range(atoms):
-                    if msg[b] == y:
-                        gy = group[at[b]]
-                        break
-                if gy == group[at[a]]:
+                if group_of(y, atoms, msg, at, group) == group[at[a]]:
                     nbytes[a] -= amount
                     at[atoms], nbytes[atoms], msg[atoms] = at[a], amount, y
                     atoms += 1
                     done = True
             elif amount > 0 and (next_id < ids or len(free_ids) > 0):  # … or to a message of its own
-                if len(free_ids) > 0:
-                    y = free_ids[-1]
-                else:
-                    y = next_id
-                    next_id += 1
+                y, next_id = an_id(free_ids, next_id)
                 took_id = True
                 link[y] = link[msg[a]] if np.random.random() < 0.5 else np.random.randint(links)
                 nbytes[a] -= amount
                 at[atoms], nbytes[atoms], msg[atoms] = at[a], amount, y
                 atoms += 1
                 j = min(max(i + np.random.randint(0, 3), 0), count)
-                for u in range(count, j, -1):
-                    seq[u] = seq[u - 1]
-                seq[j] = y
-                count += 1
+                count = put(seq, count, j, y)
                 done = True
         elif kind == 7:  # another link
             changed_link = link[x]
@@ -300,29 +262,7 @@ def search(  # type: ignore[no-untyped-def]
         if not done:
             atoms, count, next_id = o_atoms, o_count, o_next
             continue
-        c, b2, crit = cost_of(
-            ready,
-            tail,
-            axes,
-            links,
-            ptr,
-            xs,
-            ys,
-            slope,
-            compute,
-            atoms,
-            msg,
-            at,
-            nbytes,
-            seq,
-            count,
-            link,
-            r,
-            q,
-            s,
-            ax,
-            free,
-        )
+        c, b2, crit = cost_of(net, atoms, msg, at, nbytes, seq, count, link, scratch)
         # A shorter iteration wins; between equals, less time on the links.
         gain = (c - cost) + 1e-3 * (b2 - busy)
         if gain <= 0.0 or (temperature > 0.0 and np.random.random() < np.exp(-gain / temperature)):
