@@ -60,7 +60,7 @@ def _joined(plan: Plan, tensors: Any) -> dict[str, str]:
         for a in axes:
             if owner.setdefault(a, axes) != axes:
                 where = next(path for path, p in tensors if axes in p or owner[a] in p)
-                wide = " and ".join(max((axes, owner[a]), key=lambda g: len(g)))
+                wide = " and ".join(axes if len(axes) > len(owner[a]) else owner[a])
                 raise PaseError(
                     f"DTensor splits a tensor's dim along one mesh dim, and this plan splits one of '{where}' along "
                     f"{wide}, which it also uses apart: compile with a mesh of fewer axes, "

@@ -32,7 +32,7 @@ def keras_mlp() -> Any:
     return keras.Model(x, keras.layers.Dense(16, name="down")(h), name="mlp")
 
 
-def jax_mlp(p: Any, x: jax.Array) -> jax.Array:
+def jax_mlp(p: Any, x: Any) -> jax.Array:
     h = jax.nn.relu(x @ p["up/kernel"] + p["up/bias"])
     h = h - jnp.mean(h, -1, keepdims=True)
     h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-3)

@@ -55,7 +55,8 @@ def convnet() -> Any:
 @cache
 def frozen(name: str) -> Any:
     """A GraphDef with constants for variables: "lstm", "lstm v1" (loops as cycles), "transformer", "convnet"."""
-    model = {"lstm": lstm, "transformer": transformer, "convnet": convnet}[name.partition(" ")[0]]()
+    makers: dict[str, Any] = {"lstm": lstm, "transformer": transformer, "convnet": convnet}
+    model = makers[name.partition(" ")[0]]()
     (x,) = model.inputs
     concrete = tf.function(lambda a: model(a, training=False)).get_concrete_function(
         tf.TensorSpec(x.shape, x.dtype)

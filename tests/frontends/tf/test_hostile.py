@@ -69,8 +69,8 @@ def test_huge_dims_cost_no_memory() -> None:
     t = trace(graph(PRODUCT, shape=(huge, 4)))
     assert t.graph.inputs[0].shape == (huge, 4)
     dims = tf.make_tensor_proto([huge, huge], "int64")
-    const = ("d", "Const", [], {"value": tf.compat.v1.AttrValue(tensor=dims)})
-    zero = ("z", "Const", [], {"value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(0.0))})
+    const: Any = ("d", "Const", [], {"value": tf.compat.v1.AttrValue(tensor=dims)})
+    zero: Any = ("z", "Const", [], {"value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(0.0))})
     t = trace(graph(const, zero, ("f", "Fill", ["d", "z"], {}), ("s", "Max", ["f", "a"], {}),
                     ("a", "Range", ["i0", "i2", "i1"], {}),
                     *((f"i{k}", "Const", [], {"value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(k))})
