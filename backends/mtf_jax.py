@@ -157,7 +157,7 @@ def _value(array: np.ndarray, tensor: str | None = None) -> Input:
 
 class _Walk:
     def __init__(self, traced: Traced, roles: Mapping[str, str]):
-        self.traced, self.roles, self.fresh = traced, roles, 0
+        self.traced, self.roles, self.fresh, self.line = traced, roles, 0, ""
 
     def eqns(
         self, eqns: Sequence[Any], env: dict[Any, Input], prefix: str, inside: str = ""
@@ -174,6 +174,7 @@ class _Walk:
 
         for i, eqn in enumerate(eqns):
             path = inside or f"{prefix}{i}"
+            self.line = summarize(eqn.source_info) or self.line  # a cached inner jaxpr has lost its lines
             name = eqn.primitive.name
             ins = [read(v) for v in eqn.invars]
             if name in INLINED:
@@ -200,7 +201,7 @@ class _Walk:
             if not names:
                 names = [self._inner(v) for v in eqn.outvars]
             op = SourceOp(
-                path=path, name=name, label=summarize(eqn.source_info), inputs=tuple(ins), outputs=tuple(names),
+                path=path, name=name, label=self.line, inputs=tuple(ins), outputs=tuple(names),
                 shapes=tuple(tuple(v.aval.shape) for v in eqn.outvars),
                 dtypes=tuple(str(v.aval.dtype) for v in eqn.outvars), attrs=eqn.params,
             )  # fmt: skip

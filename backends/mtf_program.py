@@ -102,7 +102,7 @@ class Program:
                 made = op.writes[0].tensor if op.writes else ""
                 if op.kind == "copy" and raw_name(made) != made:
                     self._copies.setdefault(raw_name(made), []).append(made)
-                else:
+                elif op.kind not in ("parameter", "input", "constant"):  # whose names are the user's
                     self._at.setdefault(op.eqn, []).append((n, op))
                 for a in op.writes:
                     self._writes.setdefault(a.tensor, (n, op, a))

@@ -73,7 +73,9 @@ def run(
             first = grads_now if first is None else first
         session.run(back)
         after = session.run(masters)
-        counters = dict(lowering._counters)
+        counters: dict[str, float] = {}
+        for key, elements in lowering._counters:
+            counters[key] = counters.get(key, 0.0) + float(elements)
     shapes = {k: shape for k, (shape, _) in program.PARAMETERS.items()}
 
     def shaped(arrays: Sequence[np.ndarray] | None) -> dict[str, np.ndarray]:
@@ -81,7 +83,7 @@ def run(
 
     return Step(
         losses=tuple(losses), gradients=shaped(first), parameters=shaped(after),
-        counters={k: float(v) for k, v in counters.items()},
+        counters=counters,
     )  # fmt: skip
 
 
