@@ -91,6 +91,10 @@ def run(args: argparse.Namespace) -> None:
         for topology in strategies.FULL:
             rows += strategies.measure(topology, models, args.batches, args.folder, args.calibrate_s)
             write("strategies", {"summary": strategies.summary(rows), "rows": rows}, began, args.results)
+        few = [m for m in ("mlp", "gpt2") if m in models]
+        if few:
+            rows += strategies.measure(strategies.RACKS, few, args.batches, args.folder, args.calibrate_s)
+            write("strategies", {"summary": strategies.summary(rows), "rows": rows}, began, args.results)
     if args.part in ("full", "buckets"):
         began = time.time()
         found = buckets.measure(

@@ -16,9 +16,11 @@ from bench.netlab.models import BATCHES
 from bench.netlab.net import Network, Topology
 from bench.netlab.steps import plans
 
-__all__ = ["FULL", "QUICK", "measure", "summary"]
+__all__ = ["FULL", "QUICK", "RACKS", "measure", "summary"]
 
 FULL = tuple(Topology(racks=(hosts,), host_mbit=mbit) for hosts in (2, 4) for mbit in (1000.0, 200.0))
+RACKS = Topology(racks=(2, 2), host_mbit=1000.0, uplink_mbit=200.0)
+"""Two levels of links: measured on two models."""
 QUICK = (Topology(racks=(2,), host_mbit=200.0),)
 _NOISE = 0.05
 
