@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -112,7 +112,7 @@ def _compiled(
     progress: Progress | None = None,
 ) -> _Compiled:
     """What ``compile`` does."""
-    from pase.fit import Variant, variants
+    from pase.fit import Variant, fitted, variants
     from pase.tables.derive import OPTIMIZERS
 
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
@@ -133,7 +133,7 @@ def _compiled(
     over = problem.meshes(mesh, max_axes)
     found = problem.search(over, say, seconds)
     if memory_limit is not None:
-        problem, found = _fitted(
+        problem, found = fitted(
             problem, found, tries, traced, over, float(memory_limit), time_limit, say, seconds
         )
     if baselines:
@@ -151,68 +151,6 @@ def _compiled(
     seconds["total"] = time.perf_counter() - start
     plan = problem.plan(found, name, traced, seconds, given, skipped)
     return _Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
-
-
-def _fitted(
-    problem: Problem, free: Found, tries: Sequence[Sequence[Variant]], traced: Traced, over: Sequence[Mesh],
-    limit: float, time_limit: float, say: Progress, seconds: dict[str, float],
-) -> tuple[Problem, Found]:  # fmt: skip
-    """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
-
-    free: the unconstrained answer to the first variant, which is ``problem``. The search ends with the first number
-    of micro-batches none of whose variants could be cheaper than what fits by then.
-    """
-    from pase.fit import nearest_fit
-
-    best: tuple[Problem, Found] | None = None
-    least: list[tuple[float, Variant]] = []
-    bound = float("inf")
-    for group in tries:
-        promising = False
-        for variant in group:
-            first = variant == tries[0][0]
-            p = problem if first else problem.varied(traced, variant)
-            needs = min(p._least_memory(m) for m in over)
-            least.append((needs, variant))
-            promising |= needs > limit
-            if needs > limit:
-                continue
-            if not first:
-                say(f"trying {variant}")
-            unlimited = free if first else p.search(over, say, seconds)
-            if best is not None and unlimited.solution.cost >= best[1].solution.cost:
-                continue
-            promising = True
-            try:
-                found = p.fit(unlimited, over, limit, time_limit, say, seconds)
-            except Infeasible:
-                continue
-            bound = min(bound, found.solution.bound)
-            if best is None or found.solution.cost < best[1].solution.cost:
-                best = (p, found)
-            if first and found.solution.cost <= free.solution.cost * (1 + 1e-9):
-                return best  # memory does not bind
-        if best is not None and not promising:
-            break
-    if best is None:
-        raise nearest_fit(least, limit, problem.devices, list(_on_more(problem, traced, least, limit)))
-    s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
-    return best[0], replace(
-        best[1], solution=replace(s, optimal=s.optimal and s.bound >= s.cost * (1 - 1e-9))
-    )
-
-
-def _on_more(
-    problem: Problem, traced: Traced, least: Sequence[tuple[float, Variant]], limit: float
-) -> Iterator[tuple[int, float]]:
-    """(devices, bytes at least) of the least variant on 2, 4, … 64 times the devices, until it fits."""
-    p = problem.varied(traced, min(least, key=lambda pair: pair[0])[1])
-    for factor in (2, 4, 8, 16, 32, 64):
-        more = replace(p, devices=factor * p.devices)
-        needs = min((more._least_memory(m) for m in more.meshes(None, 2)), default=float("inf"))
-        yield more.devices, needs
-        if needs <= limit:
-            return
 
 
 def compare(
@@ -345,70 +283,15 @@ class Problem:
         seconds |= spent
         return replace(best, tried=tuple(tried))
 
-    def fit(
-        self, free: Found, over: Sequence[Mesh], limit: float, time_limit: float, say: Progress,
-        seconds: dict[str, float],
-    ) -> Found:  # fmt: skip
-        """The best strategy whose predicted memory is at most ``limit`` bytes a device.
-
-        A mesh's unconstrained optimum bounds what it can give, so meshes are tried from the cheapest on, until
-        that bound is no better than what has been found. Buffers for collectives are set aside from what the
-        answer itself needs, and the search repeated where they take more than was set aside.
-        """
-        from pase.plan.memory import profile
-        from pase.search import solve
-
-        start = time.perf_counter()
-        bound_of = {m.sizes: cost for m, cost in free.tried}
-        order = sorted(over, key=lambda m: bound_of[m.sizes])
-        best: Found | None = None
-        bound = float("inf")
-        least = float("inf")
-        for i, mesh in enumerate(order):
-            if best is not None and bound_of[mesh.sizes] >= best.solution.cost:
-                bound = min(bound, best.solution.cost)
-                break
-            tables, space = self.tables(mesh)
-            reserve = 0.0
-            while True:
-                say(
-                    f"mesh {'×'.join(map(str, mesh.sizes))} within {limit / 2**30:.4g} GiB ({i + 1} of {len(order)})"
-                )
-                left = max(time_limit - (time.perf_counter() - start), 1.0) / (len(order) - i)
-                try:
-                    wanted = profile(self.graph, mesh, space.configs, limit - reserve, self.optimizer)
-                    solution = solve(tables, memory=wanted, time_limit=left)
-                except Infeasible:
-                    least = min(least, self._least_memory(mesh))
-                    break
-                found = Found(mesh=mesh, space=space, solution=solution, tried=free.tried)
-                needs = self._memory(found)
-                if solution.feasible and needs.total <= limit:
-                    bound = min(bound, solution.bound)
-                    if best is None or solution.cost < best.solution.cost:
-                        best = found
-                    break
-                if not solution.feasible or needs.buffers <= reserve:
-                    least = min(least, self._least_memory(mesh))
-                    break
-                reserve = float(needs.buffers)
-        seconds["search"] += time.perf_counter() - start
-        if best is None:
-            raise Infeasible(
-                f"no strategy found that fits {limit / 2**30:.4g} GiB a device on {self.devices} devices: "
-                f"any needs at least {least / 2**30:.4g} GiB. Use more devices, a smaller batch, or remat in the model"
-            )
-        s = replace(best.solution, bound=min(bound, best.solution.cost))
-        return replace(best, solution=replace(s, optimal=s.optimal and s.bound >= s.cost * (1 - 1e-9)))
-
-    def _memory(self, found: Found) -> Memory:
+    def memory(self, found: Found) -> Memory:
+        """What the answer needs on a device."""
         from pase.plan.itemize import collectives
         from pase.plan.memory import memory
 
         moved = collectives(self.graph, found.mesh, found.configs, self.model)
         return memory(self.graph, found.mesh, found.configs, moved, self.optimizer)
 
-    def _least_memory(self, mesh: Mesh) -> float:
+    def least_memory(self, mesh: Mesh) -> float:
         """A lower bound on what any strategy on this mesh needs, buffers left out."""
         from pase.plan.memory import profile
         from pase.tables.layouts import configs

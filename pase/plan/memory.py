@@ -38,7 +38,7 @@ from pase.tables.layouts import (
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
 
-__all__ = ["Held", "Memory", "held", "in_flight", "memory", "profile"]
+__all__ = ["Held", "Memory", "held", "in_flight", "in_flight_at_least", "memory", "profile"]
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations"]
 
@@ -146,6 +146,25 @@ def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Me
             moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
             out += local * (again and (moved or source.ops[0].writes[0].tensor != t.name))
             out += local * (t.needs_grad and bool((gradient_states(written) != read).any()))
+    return out
+
+
+def in_flight_at_least(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """A lower bound on ``in_flight`` that this node's config alone decides: bytes [K]. Parameters are left out."""
+    out = np.zeros(len(cfg))
+    if n.kind in ("parameter", "input", "output", "copy", "carry"):
+        return out
+    seen: set[str] = set()
+    for op in n.ops:
+        for a in (*op.writes, *op.reads):
+            source = graph.producer.get(a.tensor)
+            inner = a.tensor in n.internal and not graph.read_outside(n, a.tensor)
+            if source is None or inner or a.tensor in seen or (a.sparse and source is not n):
+                continue
+            seen.add(a.tensor)
+            if source.kind != "parameter":
+                t = graph.tensors[a.tensor]
+                out = out + number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)
     return out
 
 

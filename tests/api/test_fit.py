@@ -1,0 +1,167 @@
+"""Variants of a step under a memory limit: against enumeration, and against what a user would write by hand."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pase
+from pase.api import Problem
+from pase.baselines import Baseline, baselines
+from pase.errors import Infeasible, PaseError
+from pase.fit import Variant, variants
+from pase.frontends.from_jax import trace
+from pase.frontends.jax_blocks import blocks_of, micro
+from pase.ir.blocks import mixes_examples
+from pase.machine import mesh_from
+from pase.models import resolve
+from pase.tables.layouts import configs
+
+S = jax.ShapeDtypeStruct
+WIDE = (S((8, 16), "float32"), S((4096, 8), "float32"))
+"""Parameters of 512 bytes and a large batch: activations are what takes the memory."""
+
+
+def wide(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def norms(params, x):
+    mean, var = x.mean(0), x.var(0)
+    return jnp.mean((((x - mean) / jnp.sqrt(var + 1)) @ params["w"]) ** 2)
+
+
+def weighted(params, x):
+    seen = (x[:, 0] > 0).astype("float32")
+    return jnp.sum((x @ params["w"]).sum(1) ** 2 * seen) / jnp.sum(seen)
+
+
+def test_the_best_variant_that_fits_is_found():
+    """Every strategy of every number of micro-batches, priced item by item: none that fits is cheaper."""
+    traced = trace(wide, *WIDE)
+    problem, mesh = Problem.of(traced.graph, 2, None, "analytic", "adam"), mesh_from("2", 2)
+    priced = []
+    for k in (1, 2, 4, 8):
+        p = problem.varied(traced, Variant(accumulate=k))
+        spaces = [configs(n, mesh) for n in p.graph.nodes]
+        for rows in itertools.product(*spaces):
+            chosen = {n.name: row for n, row in zip(p.graph.nodes, rows, strict=True)}
+            plan = p.plan_of(chosen, mesh, "wide", traced)
+            priced.append((plan.memory.total, plan.cost, k))
+    assert len(priced) > 200
+    free = min(cost for _, cost, _ in priced)
+    largest = min(m for m, cost, _ in priced if cost <= free * (1 + 1e-9))
+    seen = set()
+    for limit in np.array([0.25, 0.4, 0.6, 0.8, 1.0]) * largest:
+        fitting = [row for row in priced if row[0] <= limit]
+        if not fitting:
+            continue
+        plan = pase.compile(wide, *WIDE, devices=2, mesh="2", memory_limit=float(limit), baselines=False)
+        seen.add(plan.accumulate)
+        assert plan.memory.total <= limit
+        cheapest = min(cost for _, cost, _ in fitting)
+        assert plan.bound <= cheapest * (1 + 1e-9)
+        assert plan.cost == pytest.approx(cheapest, rel=1e-9)
+    assert len(seen) > 1
+
+
+def test_blocks_computed_again_cost_what_the_users_own_remat_does():
+    """A loop's body as a block, and the same body under jax.checkpoint: equal seconds and bytes, by each method."""
+    given = {}
+    small = "&layers=4&batch=16&seq=64&vocab=512"
+    for remat in (0, 1):
+        traced = resolve(f"zoo:gpt2?remat={remat}{small}")
+        p = Problem.of(traced.graph, 4, None, "analytic", "adam")
+        assert len(blocks_of(traced)) == 1 - remat
+        p = p.varied(traced, Variant(blocks=blocks_of(traced)))
+        for b in baselines(p.graph, 4, p.machine, p.model, only=("data_parallel", "zero2", "fsdp")):
+            assert isinstance(b, Baseline)
+            plan = p.plan_of(b.strategy, b.mesh, "gpt2", traced)
+            given.setdefault(b.name, []).append((plan.cost, plan.memory.total))
+    assert len(given) == 3
+    for name, (block, by_hand) in given.items():
+        assert block == pytest.approx(by_hand, rel=1e-9), name
+
+
+def test_a_micro_batch_is_the_model_on_a_part_of_the_batch():
+    """k micro-batches: as much arithmetic, k times the gathers, one update; activations of one."""
+    traced = trace(wide, *WIDE)
+    p = Problem.of(traced.graph, 2, None, "paper", "adam")
+    mesh = mesh_from("2", 2)
+    by_batch = {}
+    for k in (1, 4):
+        q = p.varied(traced, Variant(accumulate=k))
+        (dp,) = baselines(q.graph, 2, q.machine, q.model, only=("data_parallel",))
+        by_batch[k] = q.plan_of(dp.strategy, mesh, "wide", traced)
+    one, four = by_batch[1], by_batch[4]
+    assert sum(n.cost.compute for n in four.nodes) == pytest.approx(
+        sum(n.cost.compute for n in one.nodes), rel=1e-3
+    )
+    assert four.communication == pytest.approx(4 * one.communication)
+    assert four.memory.optimizer == one.memory.optimizer
+    assert four.memory.gradients == 2 * one.memory.gradients
+    assert four.inputs["0"].shape == one.inputs["0"].shape == WIDE[1].shape
+    assert four.memory.activations < one.memory.activations
+    assert micro(traced, 4).graph.inputs[0].shape == (1024, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [("zoo:gpt2?scan=0&remat=0", 12), ("zoo:gpt2?scan=0", 0), ("zoo:gpt2?remat=0", 1), ("zoo:gpt2", 0),
+     ("zoo:mlp", 0), ("zoo:resnet101", 20)],
+)  # fmt: skip
+def test_blocks_are_found(model, count):
+    """Layers of loops and unrolled ones; none where the user rematerialises, none where nothing repeats."""
+    found = blocks_of(resolve(model))
+    assert len(found) >= count if count == 20 else len(found) == count
+    assert all(a.stop == b.start for a, b in itertools.pairwise(found))
+
+
+def test_examples_that_meet_are_noticed():
+    params = {"w": S((8, 8), "float32")}
+    x = S((16, 8), "float32")
+
+    def where(fn):
+        return mixes_examples(Problem.of(trace(fn, params, x).graph, 2, None, "analytic", "adam").graph)
+
+    assert "test_fit.py" in (where(norms) or "")
+    assert "div" in (where(weighted) or "")
+    assert where(lambda p, x: wide(p["w"], x)) is None
+    for name, mixes in (("gpt2", False), ("resnet101", True), ("transformer", False), ("vit_l16", False)):
+        assert (
+            bool(mixes_examples(Problem.of(resolve(f"zoo:{name}").graph, 2, None, "analytic", "adam").graph))
+            is mixes
+        )
+    with pytest.raises(
+        PaseError, match=r"would give other numbers: examples of the batch meet in .*test_fit.py"
+    ):
+        pase.compile(norms, params, x, devices=2, accumulate=2)
+
+
+def test_what_is_fixed_stays_fixed():
+    plan = pase.compile(wide, *WIDE, devices=2, accumulate=4, baselines=False)
+    assert (plan.accumulate, plan.remat) == (4, ())
+    traced = resolve("zoo:gpt2?remat=0&layers=2")
+    graph = Problem.of(traced.graph, 2, None, "analytic", "adam").graph
+    assert [v.blocks != () for (v,) in variants(traced, graph, 2, "all", False)] == [True]
+    assert len(list(variants(traced, graph, None, "none", True))) == 8  # 1, 2, … 128 of a batch of 128
+    for arguments, message in (
+        ({"accumulate": 0}, "accumulate is a positive number"),
+        ({"accumulate": 3}, "a batch of 4096 does not divide in 3 micro-batches"),
+        ({"remat": "some"}, "remat is 'auto', 'none' or 'all', not 'some'"),
+        ({"remat": "all"}, "has no repeated block to compute again"),
+    ):
+        with pytest.raises(PaseError, match=message):
+            pase.compile(wide, *WIDE, devices=2, **arguments)
+
+
+def test_what_cannot_fit_says_how_near_it_comes():
+    with pytest.raises(
+        Infeasible, match=r"any needs at least .* GiB \(4096 micro-batches\)\. Nor do 128 devices suffice"
+    ):
+        pase.compile(wide, *WIDE, devices=2, memory_limit=64)
+    with pytest.raises(Infeasible, match=r"on 2 devices: any needs .* On (4|8|16) devices it may fit"):
+        least = pase.compile(wide, *WIDE, devices=2, accumulate=4096, baselines=False).memory
+        pase.compile(wide, *WIDE, devices=2, memory_limit=least.total / 4)
