@@ -12,9 +12,11 @@ trained; others are constants. Loss and optimizer are not in an ONNX file: gradi
 
 from __future__ import annotations
 
+import gc
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,17 +88,27 @@ def trace(
         raise PaseError("reading an ONNX model needs the onnx package: pip install 'pase[onnx]'") from None
     if args:
         raise PaseError("an ONNX model brings its inputs along: give no arguments with it")
+    with _uncollected():
+        return _trace(load(model, dims, name), unknown)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: nothing made here is garbage yet, and looking at all of it time and again takes
+    twice as long as the lowering itself (bench/onnx_size.py)."""
+    was = gc.isenabled()
+    gc.disable()
     try:
-        m = load(model, dims, name)
-        return _trace(m, unknown)
-    except UnicodeError as e:
-        raise PaseError(f"{name or model}: a name in it is not text: {e}") from e
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def lowered(m: Model, unknown: Unknown = "error") -> Lowering:
     """All of a model's values by name, in ``env``, and its loop nests so far, in ``b``."""
     b = GraphBuilder(name=m.name)
-    low = Lowering(b=b, model=m, unknown=unknown, left=[100_000 + 4 * len(m.graph.node)], opsets=m.opsets)
+    low = Lowering(b=b, model=m, unknown=unknown, left=[10_000 + 50 * _size(m.proto)], opsets=m.opsets)
     weights = {t.name for t in m.graph.initializer}
     for t in m.graph.initializer:
         low.env[t.name] = low.initializer(t)
@@ -350,6 +362,11 @@ class Lowering:
         filled = [(s, d) for s, d in results if 0 not in s]
         made = iter(nests.opaque(self.b, c.op.lower(), reads, filled, flops=flops))
         return [Value(shape=s, dtype=d) if 0 in s else c.value(next(made)) for s, d in results]
+
+
+def _size(proto: Any) -> int:
+    """How many nodes the file has, those of functions included."""
+    return len(proto.graph.node) + sum(len(f.node) for f in proto.functions)
 
 
 def _trained(v: Value) -> bool:

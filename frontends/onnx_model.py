@@ -65,12 +65,18 @@ def load(model: Any, dims: Dims | None, name: str | None = None) -> Model:
     import onnx
 
     if isinstance(model, onnx.ModelProto):
-        proto, name = model, name or model.graph.name or "ModelProto"
+        proto, name = model, name or str(model.graph.name) or "ModelProto"
     else:
         name = name or str(model)
         proto = skeleton_of(Path(model))
     if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
         raise PaseError(f"{name}: there is no graph in it; is it an ONNX model?")
+    _check_text(proto.graph, str(name))
+    for f in proto.functions:
+        _check_text(f, str(name))
+    for o in (*proto.opset_import, *(o for f in proto.functions for o in f.opset_import)):
+        if not isinstance(o.domain, str):
+            raise PaseError(f"{name}: a domain is not text; is the file damaged?")
     opsets = {_domain(o.domain): o.version for o in proto.opset_import} or {"": 1}
     functions: dict[tuple[str, str], Any] = {}
     for f in proto.functions:
@@ -108,11 +114,35 @@ def skeleton_of(path: Path) -> Any:
     except Malformed as e:
         raise PaseError(f"{path} is not an ONNX model, or is damaged: {e}") from e
     try:
-        proto = onnx.ModelProto.FromString(small)
-        proto.graph.name.encode()
-    except (DecodeError, UnicodeError) as e:
+        return onnx.ModelProto.FromString(small)
+    except DecodeError as e:
         raise PaseError(f"{path} is not an ONNX model, or is damaged: {e}") from e
-    return proto
+
+
+def _check_text(graph: Any, where: str) -> None:
+    """PaseError where a name is no UTF-8 (protobuf hands out bytes then)."""
+
+    def check(*names: Any) -> None:
+        for n in names:
+            if not isinstance(n, str):
+                raise PaseError(f"{where}: the name {n[:40]!r} is not text; is the file damaged?")
+
+    check(graph.name)
+    for v in (*graph.input, *graph.output, *getattr(graph, "value_info", ())):
+        check(*((v,) if isinstance(v, (str, bytes)) else (v.name,)))
+        if not isinstance(v, (str, bytes)):
+            check(*(d.dim_param for d in v.type.tensor_type.shape.dim))
+    for t in getattr(graph, "initializer", ()):
+        check(t.name, *(x for e in t.external_data for x in (e.key, e.value)))
+    for t in getattr(graph, "sparse_initializer", ()):
+        check(t.values.name)
+    for n in graph.node:
+        check(n.name, n.op_type, n.domain, *n.input, *n.output)
+        check(*(x for p in n.metadata_props for x in (p.key, p.value)))
+        for a in n.attribute:
+            check(a.name, a.ref_attr_name)
+            for g in (*([a.g] if a.HasField("g") else []), *a.graphs):
+                _check_text(g, where)
 
 
 def _check_initializer(t: Any, name: str) -> None:

@@ -1,0 +1,81 @@
+"""ONNX's own test cases of single ops, small models, and what both sides of a comparison look like."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from pase.errors import PaseError
+from pase.frontends.from_onnx import Lowering, lowered
+from pase.frontends.onnx_model import load
+
+__all__ = ["DATA", "light", "model_of", "node_cases", "read_case", "stored_models"]
+
+DATA = Path(os.path.dirname(onnx.__file__)) / "backend" / "test" / "data"
+
+
+def light() -> list[Path]:
+    """The zoo's models without their weights, which the onnx package brings along."""
+    return sorted((DATA / "light").glob("*.onnx"))
+
+
+def stored_models() -> list[Path]:
+    """Every model file in the onnx package."""
+    return sorted(DATA.rglob("*.onnx"))
+
+
+@cache
+def node_cases() -> tuple[Any, ...]:
+    """ONNX's own cases: models of one op (or its expansion), with inputs and expected outputs."""
+    from onnx.backend.test.case import node
+
+    return tuple(c for c in node.collect_testcases(None) if c.model is not None and c.data_sets)
+
+
+def read_case(case: Any) -> tuple[Any, Lowering] | None:
+    """A case lowered; at need with its small inputs as initializers (shapes and axes have to be known), all but the
+    first, or all. None where pase refuses it with a message."""
+    for keep in (None, 0, -1):
+        model = onnx.ModelProto()
+        model.CopyFrom(case.model)
+        if keep is not None:
+            for k, (i, a) in enumerate(zip(list(model.graph.input), case.data_sets[0][0], strict=False)):
+                if k != keep and isinstance(a, np.ndarray) and a.dtype.kind in "iufb" and a.size <= 64:
+                    model.graph.initializer.append(numpy_helper.from_array(a, i.name))
+        try:
+            return model, lowered(load(model, {}))
+        except PaseError:
+            continue
+    return None
+
+
+def model_of(
+    nodes: list[Any], inputs: dict[str, Any], outputs: list[str], weights: dict[str, Any] | None = None,
+    opset: int = 21, **more: Any,
+) -> Any:  # fmt: skip
+    """A ModelProto: inputs name -> shape (or (dtype, shape)), weights name -> array or shape (of zeros)."""
+    from onnx import TensorProto, helper
+
+    def info(name: str, shape: Any) -> Any:
+        dtype = TensorProto.FLOAT
+        if isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], (tuple, list)):
+            dtype, shape = shape
+        return helper.make_tensor_value_info(name, dtype, shape)
+
+    tensors = [
+        numpy_helper.from_array(w if isinstance(w, np.ndarray) else np.zeros(w, np.float32), name)
+        for name, w in (weights or {}).items()
+    ]
+    graph = helper.make_graph(
+        nodes, more.pop("name", "g"), [info(k, v) for k, v in inputs.items()],
+        [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outputs], tensors,
+        value_info=more.pop("value_info", []),
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", opset), *more.pop("opsets", [])]
+    return helper.make_model(graph, opset_imports=opsets, **more)

@@ -1,0 +1,280 @@
+"""Files that are damaged, malformed or meant to harm: one clear error each, in bounded time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx")
+
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+
+from pase.errors import PaseError  # noqa: E402
+from pase.frontends import from_onnx  # noqa: E402
+from pase.frontends.onnx_wire import skeleton  # noqa: E402
+from pase.frontends.registry import UnknownOp  # noqa: E402
+from pase.ir import verify  # noqa: E402
+from tests.frontends.onnx.cases import model_of, stored_models  # noqa: E402
+
+node = helper.make_node
+
+
+def small(*nodes: Any, **more: Any) -> Any:
+    """x [4 8] times w [8 16], and what else is asked for."""
+    product = node("MatMul", ["x", "w"], ["y"], name="product")
+    more.setdefault("outputs", [nodes[-1].output[0] if nodes else "y"])
+    weights = {"w": (8, 16)} | more.pop("weights", {})
+    return model_of([product, *nodes], {"x": (4, 8)} | more.pop("inputs", {}), weights=weights, **more)
+
+
+def refuses(model: Any, match: str, **options: Any) -> None:
+    with pytest.raises(PaseError, match=match):
+        from_onnx.trace(model, **options)
+
+
+def test_the_small_model_is_sound() -> None:
+    found = from_onnx.trace(small())
+    assert (found.param_paths, found.input_paths, found.frontend) == (("w",), ("x",), "onnx")
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    refuses(str(tmp_path / "none.onnx"), "cannot read .*none.onnx: No such file")
+    empty = tmp_path / "empty.onnx"
+    empty.touch()
+    refuses(empty, "empty.onnx: 0 bytes; is it an ONNX model")
+
+
+def test_truncated_anywhere(tmp_path: Path) -> None:
+    data = small(node("Relu", ["y"], ["z"])).SerializeToString()
+    path = tmp_path / "cut.onnx"
+    for n in range(1, len(data)):
+        path.write_bytes(data[:n])
+        try:
+            from_onnx.trace(path)
+        except PaseError as e:
+            assert "cut.onnx" in str(e)
+
+
+def test_not_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "x.onnx"
+    path.write_bytes(b"PK\x03\x04 this is no protocol buffer" * 9)
+    refuses(path, "is not an ONNX model, or is damaged")
+    path.write_bytes(onnx.ModelProto(ir_version=9).SerializeToString())
+    refuses(path, "there is no graph in it")
+
+
+def test_cycle() -> None:
+    a, b = node("Relu", ["z"], ["y2"], name="a"), node("Relu", ["y2"], ["z"], name="b")
+    refuses(small(a, b), "the graph is cyclic: Relu 'a' depends on what it makes itself")
+
+
+def test_unsorted_is_sorted() -> None:
+    model = small(node("Relu", ["y"], ["z"]))
+    swapped = list(model.graph.node)[::-1]
+    del model.graph.node[:]
+    model.graph.node.extend(swapped)
+    assert [n.ops[0].name for n in from_onnx.trace(model).graph.nodes][-2:] == ["relu", "output"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "match"),
+    [
+        ([node("MatMul", ["y", "w"], ["z"])], r"MatMul '1': \[4, 16\] times \[8, 16\]: 16 columns meet 8 rows"),
+        ([node("Add", ["y", "x"], ["z"])], r"Add '1': shapes \[4, 16\], \[4, 8\] do not broadcast"),
+        ([node("Concat", ["y", "x"], ["z"], axis=0)], r"\[4, 16\] and \[4, 8\] cannot be joined along dim 0"),
+        ([node("Transpose", ["y"], ["z"], perm=[0, 0])], r"axes \[0, 0\] name a dim twice"),
+        ([node("Softmax", ["y"], ["z"], axis=7)], "axis 7 of a tensor of 2 dims"),
+        ([node("Relu", ["nowhere"], ["z"])], "it reads 'nowhere', which nothing before it makes"),
+        ([node("Relu", [], ["z"])], "0 inputs and 1 outputs; opset 21 wants 1 to 1 inputs"),
+        ([node("Transpose", ["y"], ["z"], perm="ab")], "attribute 'perm' is of the wrong type"),
+        ([node("Concat", ["y"], ["z"])], "attribute 'axis' is missing"),
+        ([node("Frobnicate", ["y"], ["z"])], "no lowering for ONNX op 'Frobnicate'"),
+        ([node("Relu", ["y"], ["z"], domain="evil")], "no lowering for ONNX op 'evil:Relu'"),
+        ([node("Relu", ["y"], ["y"])], "'y' is made twice, by Relu"),
+        ([node("Einsum", ["y"], ["z"], equation="i->")], "equation 'i->' does not fit shape"),
+        ([node("Split", ["y"], ["z", "t"], axis=0, num_outputs=9)], "9 parts for 2 outputs"),
+        ([node("LSTM", ["y", "w", "w"], ["z"], hidden_size=4)], "three dims each are wanted"),
+    ],
+)  # fmt: skip
+def test_unsound_nodes(nodes: list[Any], match: str) -> None:
+    refuses(small(*nodes), match)
+
+
+def test_unknown_ops_may_be_replicated() -> None:
+    """With a declared shape, and at the price of its traffic; a shape that nobody declares is an error."""
+    info = helper.make_tensor_value_info("z", TensorProto.FLOAT, [4, 3])
+    model = small(node("Frobnicate", ["y"], ["z"]), node("Relu", ["z"], ["t"]), value_info=[info])
+    with pytest.raises(UnknownOp, match="pass unknown='replicate'"):
+        from_onnx.trace(model)
+    found = verify(from_onnx.trace(model, unknown="replicate").graph)
+    (op,) = (n.ops[0] for n in found.nodes if n.kind == "opaque")
+    assert {d.kind for n in found.nodes if n.kind == "opaque" for d in n.space} == {
+        "replicated"
+    } and op.differentiable
+    refuses(small(node("Frobnicate", ["y"], ["z"])), "its output 'z' is not known", unknown="replicate")
+
+
+def test_huge_and_negative_sizes() -> None:
+    refuses(small(inputs={"x": (2**62, 8)}), "too large to compute with")
+    shape = {"s": np.array([2**40, 2**40])}
+    refuses(small(node("Expand", ["y", "s"], ["z"]), weights=shape), "not a size to compute with")
+    refuses(small(node("Reshape", ["y", "s"], ["z"]), weights={"s": np.array([-3, 2])}), "is not one")
+    pads = {"s": np.array([0, 0, 2**62, 2**62])}
+    refuses(small(node("Pad", ["y", "s"], ["z"]), weights=pads), "not a size to compute with")
+    model = small()
+    model.graph.initializer[0].dims[0] = -8
+    refuses(model, r"initializer 'w' has shape \[-8, 16\]: sizes are not negative")
+
+
+def test_symbols_that_are_no_code() -> None:
+    """A size is parsed, never evaluated; what is no expression is a name."""
+    for text in ("9**9**9", "__import__('os').system('true')", "(" * 300, "a" * 5000, "batch size"):
+        model = small()
+        model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = text
+        refuses(model, "has symbolic sizes")
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch size"
+    assert from_onnx.trace(model, dims={"batch size": 4}).graph.inputs[0].shape == (4, 8)
+    model.graph.input[0].type.tensor_type.shape.dim[0].Clear()
+    assert from_onnx.trace(model, dims={"x.0": 4}).graph.inputs[0].shape == (4, 8)
+
+
+@pytest.mark.parametrize(
+    "where", ["../w.bin", "/etc/passwd", "a/../../w", "C:\\\\w.bin", "\\\\\\\\host\\\\w", ""]
+)
+def test_external_data_outside_is_refused(where: str) -> None:
+    model = small()
+    t = model.graph.initializer[0]
+    t.ClearField("raw_data")
+    t.data_location = TensorProto.EXTERNAL
+    t.external_data.add(key="location", value=where)
+    refuses(model, "outside of the model's folder: refused .it was not opened.")
+    t.external_data[0].value = "weights/w.bin"  # inside: not needed, and not there
+    assert from_onnx.trace(model).param_paths == ("w",)
+
+
+def nested(levels: int, calls: int) -> Any:
+    """Functions that call one another: calls**levels nodes, unfolded."""
+    opset = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]
+    functions = []
+    for i in range(levels):
+        inner = [node(f"F{i + 1}", [f"v{k}"], [f"v{k + 1}"], domain="f") for k in range(calls)]
+        if i == levels - 1:
+            inner = [node("Relu", [f"v{k}"], [f"v{k + 1}"]) for k in range(calls)]
+        functions.append(helper.make_function("f", f"F{i}", ["v0"], [f"v{calls}"], inner, opset))
+    call = node("F0", ["y"], ["z"], domain="f")
+    return small(call, functions=functions, opsets=[helper.make_opsetid("f", 1)])
+
+
+def test_functions_are_inlined_within_bounds() -> None:
+    found = from_onnx.trace(nested(3, 2)).graph
+    assert sum(n.ops[0].name == "relu" for n in found.nodes) == 8
+    assert [n.ops[0].eqn for n in found.nodes if n.ops[0].name == "relu"][:3] == [
+        "1.0.0.0",
+        "1.0.0.1",
+        "1.0.1.0",
+    ]
+    refuses(nested(12, 4), "unfold to far more nodes than the file has: refused")
+    refuses(nested(40, 1), "nested more than 24 deep")
+    loop = nested(2, 1)
+    loop.functions[1].node[0].op_type, loop.functions[1].node[0].domain = "F0", "f"
+    refuses(loop, "nested more than 24 deep; does it call itself")
+
+
+def test_subgraphs_are_bounded() -> None:
+    def branch(depth: int) -> Any:
+        inner = [node("Relu", ["y"], [f"o{depth}"])]
+        if depth:
+            g = branch(depth - 1)
+            inner = [node("If", ["c"], [f"o{depth}"], then_branch=g, else_branch=g)]
+        return helper.make_graph(inner, "b", [], [helper.make_tensor_value_info(f"o{depth}", 1, [4, 16])])
+
+    def model(depth: int) -> Any:
+        g = branch(depth)
+        both = node("If", ["c"], ["z"], then_branch=g, else_branch=g)
+        return small(both, inputs={"c": (TensorProto.BOOL, ())})
+
+    assert any(n.kind == "opaque" for n in from_onnx.trace(model(3)).graph.nodes)
+    refuses(model(14), "unfold to far more nodes than the file has|nested more than")
+
+
+def test_weights_are_not_read(tmp_path: Path) -> None:
+    """The skeleton of a file is small whatever its weights; small tensors keep their contents."""
+    data = small(weights={"w": (8, 16), "big": (1024, 1024), "few": np.arange(3)}).SerializeToString()
+    short = skeleton(data)
+    assert len(data) > 2**22 and len(short) < 2000
+    kept = {t.name: t for t in onnx.ModelProto.FromString(short).graph.initializer}
+    assert list(kept["big"].dims) == [1024, 1024] and not kept["big"].raw_data
+    assert numpy_helper.to_array(kept["few"]).tolist() == [0, 1, 2]
+    path = tmp_path / "m.onnx"
+    path.write_bytes(data)
+    assert from_onnx.trace(path).graph == from_onnx.trace(onnx.load(path), name=str(path)).graph
+
+
+HUGE = [0, -1, 1, 7, 64, 2**31, 2**62, 2**63 - 1, -(2**63)]
+
+
+def mutate(r: random.Random, data: bytes) -> bytes:
+    """A damaged copy of a model's file: bytes, or what they mean."""
+    if r.random() < 0.4:
+        out, i = bytearray(data), r.randrange(len(data))
+        match r.randrange(4):
+            case 0:
+                out[i] = r.randrange(256)
+            case 1:
+                del out[i:]
+            case 2:
+                out[i:i] = r.randbytes(r.randint(1, 20))
+            case _:
+                del out[i : i + r.randint(1, 99)]
+        return bytes(out)
+    m = onnx.ModelProto.FromString(data)
+    g = m.graph
+    names = [x for n in g.node for x in (*n.input, *n.output)] + [""]
+    for _ in range(r.randint(1, 3)):
+        n, t, v = r.choice(g.node), r.choice(g.initializer or [None]), r.choice(g.input or [None])
+        a = r.choice(n.attribute or [None])
+        match r.randrange(10):
+            case 0:
+                n.op_type = r.choice(g.node).op_type
+            case 1 if a is not None and a.ints:
+                a.ints[r.randrange(len(a.ints))] = r.choice(HUGE)
+            case 2 if a is not None:
+                a.i = r.choice(HUGE)
+            case 3 if a is not None:
+                a.type = r.randrange(15)
+            case 4 if n.input:
+                n.input[r.randrange(len(n.input))] = r.choice(names)
+            case 5 if t is not None and t.dims:
+                t.dims[r.randrange(len(t.dims))] = r.choice(HUGE)
+            case 6 if t is not None:
+                t.data_type = r.randrange(30)
+            case 7 if v is not None and v.type.tensor_type.shape.dim:
+                r.choice(v.type.tensor_type.shape.dim).dim_value = r.choice(HUGE)
+            case 8 if m.opset_import:
+                m.opset_import[0].version = r.choice([-1, 1, 5, 7, 11, 13, 18, 99, 2**40])
+            case _:
+                n.output[0] = r.choice(names) or "z"
+    return m.SerializeToString()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mutated_real_models(seed: int, tmp_path: Path) -> None:
+    """Neither a traceback nor a graph that is no graph, whatever happens to a real file."""
+    r = random.Random(seed)
+    files = [p.read_bytes() for p in stored_models() if p.stat().st_size < 50_000]
+    path = tmp_path / "m.onnx"
+    read = 0
+    for _ in range(60):
+        path.write_bytes(mutate(r, r.choice(files)))
+        try:
+            found = from_onnx.trace(path, unknown=r.choice(["error", "replicate"]))
+        except PaseError as e:
+            assert str(e)
+        else:
+            verify(found.graph)
+            read += 1
+    assert 2 < read < 55
