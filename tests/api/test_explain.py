@@ -85,6 +85,16 @@ def test_a_layers_items_add_up(plan: Plan) -> None:
         assert sum(c.cost for c, _ in report.moves) == pytest.approx(n.cost.communication, rel=1e-9)
 
 
+def test_a_plan_in_micro_batches_is_explained_as_it_runs() -> None:
+    p = pase.compile("zoo:gpt2?layers=2", devices=4, mesh="2x2", baselines=False, accumulate=2, remat="all")
+    layer = max((n for n in p.nodes if n.op == "matmul"), key=lambda n: n.cost.total)
+    report = explain(p, layer.name).layer
+    assert report is not None
+    (chosen,) = [a for a in report.alternatives if a.chosen]
+    assert chosen.cost == pytest.approx(p.cost, rel=1e-9)
+    assert sum(w.cost for w in report.work) == pytest.approx(layer.cost.compute, rel=1e-9)
+
+
 def test_an_unknown_layer_names_what_is_near(plan: Plan) -> None:
     with pytest.raises(PaseError, match=r"no layer 'dat'; near it"):
         explain(plan, "dat")
