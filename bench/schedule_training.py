@@ -33,9 +33,15 @@ from pase import zoo  # noqa: E402
 from pase.backends.to_jax_buckets import BucketRunner, gradient_problem  # noqa: E402
 from pase.schedule import Curve, Link, Options, evaluate, get_policy  # noqa: E402
 
-BATCH, SEQ = 64, 16
+BATCH, SEQ, RATE = 64, 16, 1e-3
 HELD_OUT = "cost-model.md"
-COLOURS = {"plain step": "#000000", "ours": "#59a14f", "ours, 2 late": "#f28e2b", "deft": "#e15759"}
+COLOURS = {
+    "plain step": "#000000",
+    "ours": "#59a14f",
+    "ours, 2 late": "#f28e2b",
+    "deft": "#e15759",
+    "deft, rate scaled": "#b07aa1",
+}
 
 
 def text(held_out: bool) -> np.ndarray:
@@ -74,7 +80,7 @@ def main() -> None:
     problem = gradient_problem(
         start, slow_links(start, 0.012), forward_s=0.004, backward_s=0.008, name="GPT-2, reduced"
     )
-    optimizer = optax.adam(1e-3)
+    optimizer = optax.adam(RATE)
     every = max(1, given.steps // 20)
     curves: dict[str, Any] = {}
 
@@ -99,14 +105,21 @@ def main() -> None:
             losses.append(held_out(params))
     record("plain step", steps, losses)
     expected = params
-    for name, policy, staleness in (("ours", "ours", 0), ("ours, 2 late", "ours", 2), ("deft", "deft", 4)):
+    for name, policy, staleness, scaled in (
+        ("ours", "ours", 0, False),
+        ("ours, 2 late", "ours", 2, False),
+        ("deft", "deft", 4, False),
+        ("deft, rate scaled", "deft", 4, True),
+    ):
         plan = get_policy(policy).make(problem, Options(staleness=staleness, mode="fast"))
         e = evaluate(problem, plan)
+        # The Preserver's verdict takes k times the learning rate for k merged batches.
+        mine = optax.adam(RATE / plan.updates_per_iteration) if scaled else optimizer
         runner = BucketRunner(
             loss_fn=model.loss_fn,
             problem=problem,
             plan=plan,
-            optimizer=optimizer,
+            optimizer=mine,
             mesh=mesh,
             data_axes=("data",),
         )
