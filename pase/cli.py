@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Data parallel, the experts' strategies and ours, side by side.",
     ),
     "run": ("pase.commands.run:run", "Run one sharded training step of a layout on devices here."),
-    "emit": ("pase.commands.emit:emit", "Write a layout in another program's terms: ONNX, JSON by names, …"),
+    "emit": ("pase.commands.emit:emit", "Write a layout in the terms of ONNX or another program."),
     "explain": ("pase.commands.explain:explain", "Where every second and byte of a layout comes from."),
     "report": ("pase.commands.report:report", "A layout as one page of HTML."),
     "zoo": ("pase.commands.zoo:zoo", "The models that come with pase."),

@@ -56,10 +56,11 @@ def read_case(case: Any) -> tuple[Any, Lowering] | None:
 
 
 def model_of(
-    nodes: list[Any], inputs: dict[str, Any], outputs: list[str], weights: dict[str, Any] | None = None,
+    nodes: list[Any], inputs: dict[str, Any], outputs: Any, weights: dict[str, Any] | None = None,
     opset: int = 21, **more: Any,
 ) -> Any:  # fmt: skip
-    """A ModelProto: inputs name -> shape (or (dtype, shape)), weights name -> array or shape (of zeros)."""
+    """A ModelProto: inputs and outputs name -> shape (or (dtype, shape)), outputs perhaps
+    without shapes, weights name -> array or shape (of zeros)."""
     from onnx import TensorProto, helper
 
     def info(name: str, shape: Any) -> Any:
@@ -74,7 +75,7 @@ def model_of(
     ]
     graph = helper.make_graph(
         nodes, more.pop("name", "g"), [info(k, v) for k, v in inputs.items()],
-        [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outputs], tensors,
+        [info(k, outputs[k] if isinstance(outputs, dict) else None) for k in outputs], tensors,
         value_info=more.pop("value_info", []),
     )  # fmt: skip
     opsets = [helper.make_opsetid("", opset), *more.pop("opsets", [])]
