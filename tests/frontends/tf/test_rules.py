@@ -17,6 +17,7 @@ from pase.frontends.from_tf import Traced, trace
 from pase.frontends.tf_rules import ELEMENTWISE, RULES
 from pase.ir import Node, simplify, verify
 from tests.frontends.tf.cases import CASES, IDS, IMAGES, W, X
+from tests.frontends.tf.graphs import graph
 
 
 def traced(name: str) -> Traced:
@@ -97,3 +98,19 @@ def test_coverage_lists_every_rule() -> None:
     listed = {op for ops in from_tf.coverage().values() for op in ops}
     assert {*RULES, *ELEMENTWISE} <= listed
     assert len(listed) > 300
+
+
+def test_a_version_1_conditional_has_both_branches() -> None:
+    choice = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(True))
+    t = trace(
+        graph(
+            ("p", "Const", [], {"value": choice}),
+            ("s", "Switch", ["x", "p"], {}),
+            ("a", "MatMul", ["s:1", "w"], {"T": tf.float32}),
+            ("b", "Exp", ["s:0"], {"T": tf.float32}),
+            ("m", "Merge", ["b", "a"], {"T": tf.float32}),
+        )
+    )
+    names = [n.ops[0].name for n in t.graph.nodes]
+    assert {"MatMul", "Exp", "Merge"} <= set(names)
+    assert t.graph.tensors[t.graph.outputs[0]].shape == (4, 4)
