@@ -63,7 +63,7 @@ def _agreement(rows: list[dict[str, Any]]) -> list[str]:
 
     both = [(r, step_s(r)) for r in rows if "predicted_s" in r and "mcycles" in r]
     errors = sorted(abs(r["predicted_s"] / s - 1) for r, s in both if s)
-    memory = sorted(abs(r["predicted_peak"] / r["peak"] - 1) for r, _ in both)
+    memory = sorted(abs(r["predicted_peak"] / r["peak"] - 1) for r, _ in both if "predicted_peak" in r)
     ordered = agreed = 0
     for i, (a, s) in enumerate(both):
         for b, t in both[:i]:
@@ -88,5 +88,6 @@ def _agreement(rows: list[dict[str, Any]]) -> list[str]:
         f"| pairs of strategies of one model in the same order | {agreed} of {ordered} |",
         f"| Kendall's τ over all rows | {tau:.3f} |",
         f"| peak memory: median and largest error | {memory[len(memory) // 2]:.1%}, {memory[-1]:.1%} |",
+        f"| peak memory within 5% | {sum(m <= 0.05 for m in memory)} of {len(memory)} |",
         f"| fits or does not fit, foreseen | {verdicts} of {len(full)} |",
     ]
