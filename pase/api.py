@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph, Node
     from pase.machine import CostModel, Machine, Mesh
+    from pase.overlap import Hiding
     from pase.plan.memory import Memory
     from pase.plan.types import Plan
     from pase.search import Solution
@@ -50,6 +51,7 @@ def compile(
     memory_limit: float | None = None,
     accumulate: int | None = None,
     remat: Remat = "auto",
+    overlap: Literal["none", "gradients"] = "none",
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> Plan:
@@ -70,6 +72,8 @@ def compile(
         None: 1, or as many as the memory limit asks for.
     remat: compute repeated blocks (a loop's body, equal layers) again in backward: "all" of them, "none" but those that
         the model itself marks, or "auto": as the memory limit asks for.
+    overlap: "gradients" prices of their synchronisation only what backward's compute cannot hide (see
+        ``pase.overlap``), as machines with asynchronous collectives have it; not under a memory limit.
     time_limit: seconds for the searches under a memory limit, which need not be exact; the plan says so.
     progress: called with a line of text at each step of the way.
 
@@ -78,7 +82,7 @@ def compile(
     return _compiled(
         model, params, *batch, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
         unknown=unknown, dims=dims, max_axes=max_axes, baselines=baselines, memory_limit=memory_limit,
-        accumulate=accumulate, remat=remat, time_limit=time_limit, progress=progress,
+        accumulate=accumulate, remat=remat, overlap=overlap, time_limit=time_limit, progress=progress,
     ).plan  # fmt: skip
 
 
@@ -108,11 +112,13 @@ def _compiled(
     memory_limit: float | None = None,
     accumulate: int | None = None,
     remat: Remat = "auto",
+    overlap: Literal["none", "gradients"] = "none",
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> _Compiled:
     """What ``compile`` does."""
     from pase.fit import Variant, fitted, variants
+    from pase.overlap import OVERLAP
     from pase.tables.derive import OPTIMIZERS
 
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
@@ -121,11 +127,15 @@ def _compiled(
         raise PaseError(f"no optimizer '{optimizer}'; known: {', '.join(OPTIMIZERS)}")
     if unknown not in ("error", "replicate"):
         raise PaseError(f"unknown is 'error' or 'replicate', not {unknown!r}")
+    if overlap not in OVERLAP:
+        raise PaseError(f"overlap is 'none' or 'gradients', not {overlap!r}")
+    if overlap != "none" and memory_limit is not None:
+        raise PaseError("overlap is not priced under a memory limit: leave one of the two away")
     say = progress or (lambda _: None)
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(model, params, batch, unknown, dims)
-    problem = Problem.of(traced.graph, devices, machine, cost_model, optimizer)
+    problem = replace(Problem.of(traced.graph, devices, machine, cost_model, optimizer), overlap=overlap)
     tries = list(variants(traced, problem.graph, accumulate, remat, memory_limit is not None))
     if tries[0][0] != Variant():
         problem = problem.varied(traced, tries[0][0])
@@ -140,6 +150,7 @@ def _compiled(
         say("pricing what people do by hand")
         t0 = time.perf_counter()
         given, skipped = problem.baselines()
+        found = problem.never_worse(found, given)
         seconds["baselines"] = time.perf_counter() - t0
         # A method's mesh may be one that was not among ours: it is searched too.
         if mesh is None and memory_limit is None:
@@ -204,6 +215,8 @@ class Problem:
     model: CostModel
     optimizer: str
     variant: Variant
+    overlap: str = "none"
+    _hiding: dict[tuple[int, ...], Hiding] = field(default_factory=dict, init=False, repr=False)
     _tables: dict[tuple[int, ...], tuple[CostTables, Space]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -262,26 +275,36 @@ class Problem:
         self, over: Sequence[Mesh], say: Progress, seconds: dict[str, float], so_far: Found | None = None
     ) -> Found:
         """The best strategy over these meshes (and over those that ``so_far`` is the best of)."""
+        from pase.overlap import solve_hiding
         from pase.search import solve
 
         best = so_far
+        low = so_far.solution.bound if so_far else float("inf")
         tried = list(so_far.tried) if so_far else []
         spent = {"tables": seconds.get("tables", 0.0), "search": seconds.get("search", 0.0)}
         for i, mesh in enumerate(over):
             say(f"mesh {'×'.join(map(str, mesh.sizes))} ({i + 1} of {len(over)})")
             t0 = time.perf_counter()
-            tables, space = self.tables(mesh)
-            t1 = time.perf_counter()
-            solution = solve(tables)
+            if self.overlap == "none":
+                tables, space = self.tables(mesh)
+                t1 = time.perf_counter()
+                solution = solve(tables)
+            else:
+                space = self.hiding(mesh).space
+                t1 = time.perf_counter()
+                solution = solve_hiding(self.hiding(mesh))
             spent["tables"] += t1 - t0
             spent["search"] += time.perf_counter() - t1
+            low = min(low, solution.bound)
             tried.append((mesh, solution.cost))
             if best is None or solution.cost < best.solution.cost:
                 best = Found(mesh=mesh, space=space, solution=solution, tried=())
         if best is None:
             raise Infeasible(f"no mesh of {self.devices} devices fits machine {self.machine.name}")
         seconds |= spent
-        return replace(best, tried=tuple(tried))
+        s = best.solution  # where a gap is left, another mesh's bound may be the lowest
+        s = replace(s, bound=min(s.bound, low), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
+        return replace(best, solution=s, tried=tuple(tried))
 
     def memory(self, found: Found) -> Memory:
         """What the answer needs on a device."""
@@ -304,9 +327,33 @@ class Problem:
     def baselines(self) -> tuple[list[Baseline], list[Skipped]]:
         """What people do by hand, on this graph, and what does not apply to it."""
         from pase.baselines import Baseline, baselines
+        from pase.overlap import exposed
 
         made = baselines(self.graph, self.devices, self.machine, self.model, tables_of=self.tables)
-        return [b for b in made if isinstance(b, Baseline)], [b for b in made if not isinstance(b, Baseline)]
+        given = [b for b in made if isinstance(b, Baseline)]
+        if self.overlap != "none":
+            given = [replace(b, cost=exposed(self.hiding(b.mesh), dict(b.strategy))) for b in given]
+        return given, [b for b in made if not isinstance(b, Baseline)]
+
+    def hiding(self, mesh: Mesh) -> Hiding:
+        """Tables in which gradients hide behind backward, built once per mesh."""
+        from pase.overlap import hiding
+
+        if mesh.sizes not in self._hiding:
+            self._hiding[mesh.sizes] = hiding(self.graph, mesh, self.model, self.optimizer)
+        return self._hiding[mesh.sizes]
+
+    def never_worse(self, found: Found, given: Sequence[Baseline]) -> Found:
+        """The answer, or a method's own strategy where that is cheaper: which only a gap under overlap can leave."""
+        best = min(given, key=lambda b: b.cost, default=None)
+        if self.overlap == "none" or best is None or best.cost >= found.solution.cost:
+            return found
+        h = self.hiding(best.mesh)
+        solution = replace(
+            found.solution, choice=h.space.index(best.strategy), cost=best.cost, optimal=False,
+            bound=min(found.solution.bound, best.cost), method=f"the strategy of {best.name}",
+        )  # fmt: skip
+        return replace(found, mesh=best.mesh, space=h.space, solution=solution)
 
     def plan(
         self, found: Found, name: str, traced: Traced, seconds: Mapping[str, float],
@@ -346,6 +393,7 @@ class Problem:
     def plan_of(self, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced) -> Plan:
         """The plan of a strategy that was not searched for (a baseline, a transferred one), priced alike."""
         from pase.ir import digest
+        from pase.overlap import exposed
         from pase.plan.assemble import assemble
         from pase.plan.itemize import collectives, node_costs
 
@@ -353,6 +401,8 @@ class Problem:
         cost = sum(
             c.total for c in node_costs(self.graph, mesh, configs, self.model, moved, self.optimizer).values()
         )
+        if self.overlap != "none":
+            cost = exposed(self.hiding(mesh), dict(configs))
         return assemble(
             self.graph, mesh, configs, model=self.model, machine=self.machine, name=name, optimizer=self.optimizer,
             cost=cost, bound=0.0, optimal=False, baselines={}, skipped={}, tried=[], seconds={},

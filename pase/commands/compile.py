@@ -18,6 +18,7 @@ from pase.commands.options import (
     MeshOption,
     Model,
     Optimizer,
+    Overlap,
     Remat,
     Unknown,
     console,
@@ -45,6 +46,7 @@ def compile(
     memory_limit: MemoryLimit = None,
     accumulate: Accumulate = None,
     remat: Remat = "auto",
+    overlap: Overlap = "none",
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -78,7 +80,7 @@ def compile(
             model, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
             unknown=unknown, dims=parse_dims(dim), progress=say,  # type: ignore[arg-type]
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit, machine),
-            accumulate=accumulate, remat=remat,  # type: ignore[arg-type]
+            accumulate=accumulate, remat=remat, overlap=overlap,  # type: ignore[arg-type]
         )  # fmt: skip
     if schedule is not None:
         plan = plan.scheduled(schedule)
@@ -114,6 +116,7 @@ def summary(plan: Plan) -> dict[str, object]:
         "unit": plan.unit,
         "compute": plan.compute,
         "communication": plan.communication,
+        "hidden": plan.hidden,
         "memory_bytes": plan.memory.total,
         "fits": plan.fits,
         "accumulate": plan.accumulate,

@@ -21,6 +21,7 @@ __all__ = [
     "MeshOption",
     "Model",
     "Optimizer",
+    "Overlap",
     "Remat",
     "Unknown",
     "console",
@@ -96,6 +97,13 @@ Accumulate = Annotated[
         "--accumulate",
         help="Micro-batches of a step, gradients summed over them. Default: 1, or what the memory limit asks for.",
         min=1,
+    ),
+]
+Overlap = Annotated[
+    str,
+    typer.Option(
+        "--overlap",
+        help="'gradients': price of their sums only what backward cannot hide. Default 'none': all.",
     ),
 ]
 Remat = Annotated[

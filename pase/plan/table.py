@@ -72,7 +72,9 @@ def headline(plan: Plan) -> list[str]:
     )
     lines.append(
         f"step   {cost_text(plan.cost, plan.unit)} predicted   compute {cost_text(plan.compute, plan.unit)} · "
-        f"communication {cost_text(plan.communication, plan.unit)}" + (f" · {against}" if against else "")
+        f"communication {cost_text(plan.communication, plan.unit)}"
+        + (f", {cost_text(plan.hidden, plan.unit)} of it hidden" if plan.hidden > 1e-6 * plan.cost else "")
+        + (f" · {against}" if against else "")
     )
     if plan.accumulate > 1 or plan.remat:
         how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []

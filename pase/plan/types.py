@@ -122,6 +122,11 @@ class Plan:
     def communication(self) -> float:
         return sum(n.cost.communication for n in self.nodes)
 
+    @property
+    def hidden(self) -> float:
+        """What of ``communication`` runs behind backward's compute, where the plan was made with that overlap."""
+        return max(0.0, self.compute + self.communication - self.cost)
+
     def __str__(self) -> str:
         from pase.plan.table import as_text
 

@@ -72,22 +72,34 @@ def work_cost(work: Iterable[Work], model: CostModel) -> np.ndarray | float:
     return total
 
 
-def build(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str = "adam") -> tuple[CostTables, Space]:
+def build(
+    graph: Graph,
+    mesh: Mesh,
+    model: CostModel,
+    optimizer: str = "adam",
+    *,
+    sync: float = 1.0,
+    backward: float = 1.0,
+) -> tuple[CostTables, Space]:
     """Price every config of every node and every pair of layouts of every edge.
 
-    Equal nodes and edges of repeated layers are priced once and share their arrays.
+    Equal nodes and edges of repeated layers are priced once and share their arrays. sync, backward: weights of the
+    gradients' synchronisation and of backward's compute (see ``pase.overlap``); tables of other weights have the
+    same nodes, edges and classes.
     """
     known = facts(graph)
     space = _configs(graph, mesh)
     costs: dict[int, np.ndarray] = {}
     for n, cfg, number in zip(graph.nodes, space, known.cost, strict=True):
         if number not in costs:
-            cost = work_cost(node_work(graph, n, cfg, mesh, optimizer), model)
+            work = list(node_work(graph, n, cfg, mesh, optimizer))
+            cost = work_cost((w for w in work if w.phase != "backward"), model)
+            cost = cost + backward * work_cost((w for w in work if w.phase == "backward"), model)
             cost = cost + charge_cost(node_charges(graph, n, cfg, mesh), model, mesh)
             costs[number] = np.broadcast_to(np.asarray(cost, dtype=np.float64), (len(cfg),)).copy()
     tables = CostTables(
         node_costs=tuple(costs[number] for number in known.cost),
-        edges=tuple(_edges(known, space, mesh, model)),
+        edges=tuple(_edges(known, space, mesh, model, sync)),
         names=tuple(n.name for n in graph.nodes),
     )
     return tables, Space(graph=graph, mesh=mesh, configs=space)
@@ -131,7 +143,9 @@ class _Layouts:
         return self.rows.setdefault(rows.tobytes(), rows)
 
 
-def _edges(known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel) -> Iterator[EdgeTable]:
+def _edges(
+    known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel, sync: float
+) -> Iterator[EdgeTable]:
     """Edges that cost something under some pair of layouts."""
     layouts = _Layouts(known.rules, mesh)
     ends: dict[tuple[int, int, str], tuple[np.ndarray, np.ndarray]] = {}
@@ -149,12 +163,14 @@ def _edges(known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostM
     for e, (src, dst) in zip(known.edges, classes, strict=True):
         where = (id(src.rows), id(dst.rows), e.flows)
         if where not in memo:
-            cost = np.zeros((len(src.rows), len(dst.rows)))
+            cost, something = np.zeros((len(src.rows), len(dst.rows))), False
             for f in known.flows[e.flows]:
                 a, b = ends[id(src.rows), id(dst.rows), f.phase]
                 one = plans[id(a), id(b)].cost(price.of(f))
-                cost += one.T if f.phase == "backward" else one
-            memo[where] = cost if cost.any() else None
+                something |= bool(one.any())
+                weight = sync if f.phase == "backward" and f.bucketed else 1.0
+                cost += weight * (one.T if f.phase == "backward" else one)
+            memo[where] = cost if something else None
         matrix = memo[where]
         if matrix is not None:
             yield EdgeTable(src=e.src, dst=e.dst, cost=matrix, src_class=src.index, dst_class=dst.index)

@@ -1,0 +1,119 @@
+"""Gradient synchronisation that hides behind backward: a step's cost is then C + max(0, S - V).
+
+C: all that is on the way (forward, backward, update, collectives that an op waits for). S: what synchronising the
+gradients takes. V: backward's compute, behind which it runs. The search's tables add up, and a maximum does not; but
+
+    max(0, S - V) = max over w in [0, 1] of w (S - V),   so   min over strategies  >=  min of C + w (S - V),  every w.
+
+Tables at weight w are those at 0 and at 1, mixed. Their exact optima are bounds; priced truly, their answers are
+candidates; and the next weight is where the lines of the two that enclose the maximum meet. It ends where a bound
+meets a candidate, or says what gap is left. This is the dual of "S - V may not be above 0, at its price", and exact
+for its relaxation.
+
+A price of the whole, not a timeline: it assumes that all of backward may hide any gradient. ``pase.schedule`` has the
+order in which gradients become ready, and finds a little more exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pase.ir import Graph
+from pase.machine import CostModel, Mesh
+from pase.search import Solution, solve
+from pase.search.check import cost_of
+from pase.tables import CostTables
+from pase.tables.build import Space, build
+
+__all__ = ["OVERLAP", "Hiding", "exposed", "hiding", "solve_hiding"]
+
+OVERLAP = ("none", "gradients")
+_MOST_WEIGHTS = 12
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Hiding:
+    """Tables at weight 0 (gradients are free) and at weight 1 (what they take, less backward's compute)."""
+
+    free: CostTables
+    charged: CostTables
+    space: Space
+
+    def cost(self, choice: np.ndarray) -> float:
+        """C + max(0, S - V) of one config index per node."""
+        return max(cost_of(self.free, choice), cost_of(self.charged, choice))
+
+    def at(self, weight: float) -> CostTables:
+        """The tables at a weight; what is one array in both ends is one array here."""
+        same: dict[tuple[int, int], np.ndarray] = {}
+
+        def mixed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            key = (id(a), id(b))
+            if key not in same:
+                same[key] = (1 - weight) * a + weight * b
+            return same[key]
+
+        nodes = zip(self.free.node_costs, self.charged.node_costs, strict=True)
+        edges = zip(self.free.edges, self.charged.edges, strict=True)
+        return replace(
+            self.free,
+            node_costs=tuple(mixed(a, b) for a, b in nodes),
+            edges=tuple(replace(e, cost=mixed(e.cost, f.cost)) for e, f in edges),
+        )
+
+
+def hiding(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str) -> Hiding:
+    """The tables of a mesh."""
+    free, space = build(graph, mesh, model, optimizer, sync=0.0, backward=1.0)
+    charged, _ = build(graph, mesh, model, optimizer, sync=1.0, backward=0.0)
+    return Hiding(free=free, charged=charged, space=space)
+
+
+def solve_hiding(h: Hiding, candidates: Sequence[np.ndarray] = ()) -> Solution:
+    """The best strategy found, and the proven bound. candidates: choices to price besides."""
+    best: Solution | None = None
+    lines: list[tuple[float, float]] = []  # (cost at weight 0, at weight 1) of each answer
+    bound, weights = -np.inf, [0.0, 1.0]
+    for _ in range(_MOST_WEIGHTS):
+        if not weights:
+            break
+        w = weights.pop(0)
+        s = solve(h.at(w))
+        bound = max(bound, s.bound)
+        for choice in (s.choice, *candidates):
+            cost = h.cost(choice)
+            if best is None or cost < best.cost:
+                best = replace(s, choice=choice, cost=cost)
+        candidates = ()
+        lines.append((cost_of(h.free, s.choice), cost_of(h.charged, s.choice)))
+        assert best is not None
+        if best.cost <= bound * (1 + 1e-9):
+            break
+        if not weights:
+            weights = _crossing(lines, bound)
+    assert best is not None
+    optimal = best.cost <= bound * (1 + 1e-9)
+    return replace(
+        best, bound=min(bound, best.cost), optimal=optimal, certificate="elimination at weights of hidden time",
+        method=f"{best.method}, {len(lines)} weights",
+    )  # fmt: skip
+
+
+def _crossing(lines: Sequence[tuple[float, float]], bound: float) -> list[float]:
+    """Where the lower envelope of the lines is highest; none where that is proven already."""
+    weights = {0.0, 1.0}
+    for i, (a, b) in enumerate(lines):
+        for c, d in lines[:i]:
+            slope = (b - a) - (d - c)
+            if slope and 0 < (w := (c - a) / slope) < 1:
+                weights.add(w)
+    height, w = max((min(a + w * (b - a) for a, b in lines), w) for w in weights)
+    return [w] if height > bound * (1 + 1e-9) else []
+
+
+def exposed(h: Hiding, strategy: dict[str, np.ndarray]) -> float:
+    """C + max(0, S - V) of a strategy: node name -> int8 [axes]."""
+    return h.cost(h.space.index(strategy))
