@@ -19,7 +19,7 @@ from pase.errors import PaseError
 if TYPE_CHECKING:
     from pase.plan.types import Plan
 
-__all__ = ["MODULES", "emit", "names"]
+__all__ = ["MODULES", "emit", "names", "needs_model"]
 
 MODULES: dict[str, tuple[str, str]] = {
     "onnx": ("pase.backends.to_onnx", "the ONNX model itself, with ONNX's own sharding annotations"),
@@ -33,6 +33,11 @@ MODULES: dict[str, tuple[str, str]] = {
 def names() -> dict[str, str]:
     """name -> what it writes, of the backends that are there."""
     return {n: what for n, (module, what) in MODULES.items() if importlib.util.find_spec(module) is not None}
+
+
+def needs_model(to: str) -> bool:
+    """Is what the backend writes made of the model's own ops? Then the plan must have its model (``NEEDS_MODEL``)."""
+    return to in names() and bool(getattr(importlib.import_module(MODULES[to][0]), "NEEDS_MODEL", False))
 
 
 def emit(plan: Plan, to: str, path: str | Path, model: Any = None) -> str:

@@ -28,7 +28,9 @@ from pase.ir import Graph, named, simplify
 if TYPE_CHECKING:
     from pase.plan.types import Plan
 
-__all__ = ["Layout", "emit", "layout", "program"]
+__all__ = ["NEEDS_MODEL", "Layout", "emit", "layout", "program"]
+
+NEEDS_MODEL = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +92,13 @@ def _loss(p: Program, outputs: Sequence[Value]) -> Value:
 
 
 def _with_model(plan: Plan, model: Any) -> Plan:
-    from pase.models import resolve
-
     if plan.traced is not None:
         return plan
-    if not isinstance(model, str):
+    from pase.frontends import registry
+
+    if registry.frontend_of(model) is None:
         raise PaseError(f"give the model that the plan for '{plan.model}' was compiled from")
-    return plan.with_model(resolve(model))
+    return plan.with_model(registry.trace(model, name=plan.model))
 
 
 def _source(traced: Any, graph: Graph) -> tuple[Rules, Iterator[SourceOp]]:

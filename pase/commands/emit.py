@@ -42,8 +42,12 @@ def emit(
     """
     import pase
     from pase.backends import registry
+    from pase.models import resolve
 
-    written = registry.emit(pase.load(layout), to, output, model)
+    plan = pase.load(layout)
+    if registry.needs_model(to):
+        plan = plan.with_model(resolve(model or plan.model))
+    written = registry.emit(plan, to, output, model)
     if json:
         print_json({"layout": str(layout), "to": to, "file": str(output), "written": written})
     else:

@@ -217,14 +217,17 @@ def test_what_tensorflow_models_cannot_have_is_named():
 @needs_mesh_tf
 def test_a_written_program_runs(tmp_path):
     layout, program = tmp_path / "layout.json", tmp_path / "mlp_mtf.py"
-    plan = pase.compile(
-        "zoo:mlp?batch=16&layers=1&features=8&hidden=16&classes=4", devices=4, baselines=False
-    )
+    plan = pase.compile("zoo:mlp?batch=16&layers=1&features=8&hidden=16&classes=4", devices=4, baselines=False)
     plan.save(layout)
-    said = registry.emit(pase.load(layout), "mesh-tf", program)
-    assert "mesh_shape" in said and 'MESH_SHAPE = "' in program.read_text()
-    done = subprocess.run(
-        [sys.executable, str(program)], env=ENV, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    with pytest.raises(PaseError, match="give the model that the plan for 'zoo:mlp"):
+        registry.emit(pase.load(layout), "mesh-tf", program)
+
+    def run(*command):
+        done = subprocess.run([sys.executable, *command], env=ENV, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done
+
+    said = run("-m", "pase.cli", "emit", str(layout), "--to", "mesh-tf", "-o", str(program), "--json").stdout
+    assert "mesh_shape" in json.loads(said)["written"] and 'MESH_SHAPE = "' in program.read_text()
+    done = run(str(program))
     assert re.findall(r"step (\d): loss \d", done.stdout) == ["1", "2", "3"]
