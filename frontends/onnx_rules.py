@@ -84,7 +84,7 @@ def _elementwise(c: Call) -> Value:
     if c.version < 7 and len(values) == 2:
         values = [values[0], _aligned(c, *values)]
     if c.op == "PRelu" and len(values[1].shape) == 1 and len(values[0].shape) > 1 and c.version < 7:
-        values[1] = c.rename(values[1], (values[1].shape[0], *[1] * (len(values[0].shape) - 2)))
+        values[1] = c.reshape(values[1], (values[1].shape[0], *[1] * (len(values[0].shape) - 2)))
     dtype = "bool" if c.op in _BOOL else values[1].dtype if c.op == "Where" else values[0].dtype
     if c.op == "Pow" and values[1].literal and values[1].data is not None:
         whole = float(values[1].data.reshape(())).is_integer()
@@ -92,8 +92,8 @@ def _elementwise(c: Call) -> Value:
     if c.op == "Where":  # the condition has no gradient
         (cond, x, y) = values if len(values) == 3 else _short(c)
         values = [x, y, cond] if not x.literal else [y, cond, x]
-        return replace(c.map(values, flops=flops, dtype=dtype, differentiable=differentiable))
-    return c.map(values, flops=flops, dtype=dtype, differentiable=differentiable)
+        return replace(c.elementwise(values, flops=flops, dtype=dtype, differentiable=differentiable))
+    return c.elementwise(values, flops=flops, dtype=dtype, differentiable=differentiable)
 
 
 def _short(c: Call) -> list[Value]:
@@ -107,7 +107,7 @@ def _aligned(c: Call, x: Value, y: Value) -> Value:
     axis = c.integer("axis", len(x.shape) - len(y.shape))
     axis = c.axis(axis, len(x.shape)) if x.shape else 0
     trailing = len(x.shape) - axis - len(y.shape)
-    return c.rename(y, (*y.shape, *[1] * trailing)) if trailing > 0 else y
+    return c.reshape(y, (*y.shape, *[1] * trailing)) if trailing > 0 else y
 
 
 for _op in ELEMENTWISE:
@@ -140,7 +140,7 @@ def _cast(c: Call) -> Value:
         return x
     if x.note[:1] == ("initializer",) and x.tensor is None and x.settled:
         return Value(shape=x.shape, dtype=dtype, settled=False)
-    return c.map([x], flops=0.0, dtype=dtype, name="convert_element_type")
+    return c.elementwise([x], flops=0.0, dtype=dtype, name="convert_element_type")
 
 
 @lowers("Dropout")
@@ -151,18 +151,18 @@ def _dropout(c: Call) -> Sequence[Value | None]:
     training = mode is not None and mode.data is not None and bool(mode.data.reshape(-1)[:1].any())
     if c.version < 7:
         training = c.integer("is_test", 1) == 0
-    out = c.map([x], flops=2.0) if training else x
+    out = c.elementwise([x], flops=2.0) if training else x
     return [out, nothing(x.shape, "bool")]
 
 
 @lowers("Gelu")
 def _gelu(c: Call) -> Value:
-    return c.map([c.x()], flops=20.0 if c.text("approximate", "none") == "tanh" else 14.0)
+    return c.elementwise([c.x()], flops=20.0 if c.text("approximate", "none") == "tanh" else 14.0)
 
 
 @lowers("SwiGLU")
 def _swiglu(c: Call) -> Value:
-    return c.map([c.x(i) for i, v in enumerate(c.ins) if v is not None and i < 2], flops=12.0)
+    return c.elementwise([c.x(i) for i, v in enumerate(c.ins) if v is not None and i < 2], flops=12.0)
 
 
 @lowers("RandomNormal", "RandomUniform")
@@ -185,8 +185,10 @@ def _quantize(c: Call) -> Value | Sequence[Value | None]:
     made = Value(shape=x.shape, dtype=dtype)
     if c.op == "DynamicQuantizeLinear":
         scalars = [nothing((), "float32"), nothing((), "uint8")]
-        return [c.map([x], flops=6.0, dtype="uint8", differentiable=False), *scalars]
-    made = c.later(x.shape, dtype, lambda: c.tensor(c.map([x], flops=6.0, dtype=dtype, differentiable=False)))
+        return [c.elementwise([x], flops=6.0, dtype="uint8", differentiable=False), *scalars]
+    made = c.later(
+        x.shape, dtype, lambda: c.tensor(c.elementwise([x], flops=6.0, dtype=dtype, differentiable=False))
+    )
     return replace(made, note=("quantize", x))
 
 
@@ -194,6 +196,6 @@ def _quantize(c: Call) -> Value | Sequence[Value | None]:
 def _dequantize(c: Call) -> Value:
     x, scale = c.x(), c.x(1)
     if x.note[:1] == ("quantize",):
-        return c.map([x.note[1]], flops=8.0, name="fake_quantize")
+        return c.elementwise([x.note[1]], flops=8.0, name="fake_quantize")
     dtype = c.dtype("output_dtype", scale.dtype)
-    return c.map([x], flops=2.0, dtype=dtype)
+    return c.elementwise([x], flops=2.0, dtype=dtype)

@@ -23,8 +23,8 @@ def _gather(c: Call) -> Value:
         one = [1 if i == axis else s for i, s in enumerate(x.shape)]
         kept = [i != axis for i in range(len(one))]
         part = x if x.shape[axis] == 1 else c.value(nests.restrict(c.b, "slice", [c.tensor(x)], one, kept))
-        return c.rename(part, shape)
-    lead = c.rename(ids, (*ids.shape, 1))
+        return c.reshape(part, shape)
+    lead = c.reshape(ids, (*ids.shape, 1))
     n = len(ids.shape)
     return c.value(
         indexed.gather(
@@ -46,7 +46,7 @@ def _gather_elements(c: Call) -> Value:
     if any(ids.shape[i] != x.shape[i] for i in others):
         kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]
         return c.value(nests.restrict(c.b, "gather", c.tensors(x, ids), c.shape(ids.shape), kept))
-    lead = c.rename(ids, (*ids.shape, 1))
+    lead = c.reshape(ids, (*ids.shape, 1))
     return c.value(
         indexed.gather(
             c.b, "gather", c.tensor(x), c.tensor(lead), ids.shape, offset_dims=(), collapsed=(axis,), indexed=(axis,),
@@ -149,7 +149,7 @@ def _one_hot(c: Call) -> Value:
     shape = c.shape((*ids.shape[:axis], depth, *ids.shape[axis:]))
     if math.prod(shape) == 0:
         return nothing(shape, values.dtype)
-    lead = c.tensor(c.rename(ids, (*ids.shape[:axis], 1, *ids.shape[axis:])))
+    lead = c.tensor(c.reshape(ids, (*ids.shape[:axis], 1, *ids.shape[axis:])))
     (out,) = nests.elementwise(c.b, "one_hot", [lead], [values.dtype], shape=shape, differentiable=False)
     return c.value(out)
 

@@ -17,8 +17,8 @@ def matmul(c: Call, x: Value, y: Value, dtype: str | None = None) -> Value:
     """numpy's matmul: the last two dims multiply, those before are batch dims and broadcast."""
     if not x.shape or not y.shape:
         raise c.fail("a product of numbers that are no tensors")
-    a = c.rename(x, (1, *x.shape)) if len(x.shape) == 1 else x
-    b = c.rename(y, (*y.shape, 1)) if len(y.shape) == 1 else y
+    a = c.reshape(x, (1, *x.shape)) if len(x.shape) == 1 else x
+    b = c.reshape(y, (*y.shape, 1)) if len(y.shape) == 1 else y
     if a.shape[-1] != b.shape[-2]:
         raise c.fail(f"{list(x.shape)} times {list(y.shape)}: {a.shape[-1]} columns meet {b.shape[-2]} rows")
     lead = c.broadcast(a.shape[:-2], b.shape[:-2])
@@ -33,7 +33,7 @@ def matmul(c: Call, x: Value, y: Value, dtype: str | None = None) -> Value:
     # Dims of one element and missing ones are dropped: what is left is batch (in both) or free (in one).
     if len(y.shape) == 2 and len(x.shape) == 2 and (whole := c.unmerged(x)) is not x:
         made = matmul(c, whole, y, dtype)
-        return c.rename(made, out)
+        return c.reshape(made, out)
     batch_a: list[int] = []
     batch_b: list[int] = []
     only_a: list[int] = []
@@ -52,8 +52,8 @@ def matmul(c: Call, x: Value, y: Value, dtype: str | None = None) -> Value:
     ones_b = [i for i in range(len(b.shape) - 2) if b.shape[i] == 1]
     kept_a = [i for i in range(len(a.shape)) if i not in ones_a]
     kept_b = [i for i in range(len(b.shape)) if i not in ones_b]
-    a = c.rename(a, [a.shape[i] for i in kept_a])
-    b = c.rename(b, [b.shape[i] for i in kept_b])
+    a = c.reshape(a, [a.shape[i] for i in kept_a])
+    b = c.reshape(b, [b.shape[i] for i in kept_b])
     shared = [i for i, n in enumerate(lead) if n != 1 and i not in only_a and i not in only_b]
     product = nests.contract(
         c.b, c.tensor(a), c.tensor(b), ([len(a.shape) - 1], [len(b.shape) - 2]),
@@ -63,8 +63,8 @@ def matmul(c: Call, x: Value, y: Value, dtype: str | None = None) -> Value:
     # It stands as: shared batch, a's own batch, rows, b's own batch, columns.
     stands = [*shared, *only_a, "m", *only_b, "n"]
     wanted = [i for i, n in enumerate(lead) if n != 1] + ["m", "n"]
-    made = c.permute(made, [stands.index(w) for w in wanted])
-    return c.rename(made, out)
+    made = c.transpose(made, [stands.index(w) for w in wanted])
+    return c.reshape(made, out)
 
 
 @lowers("MatMul", "MatMulInteger")
@@ -75,7 +75,9 @@ def _matmul(c: Call) -> Value:
 @lowers("QLinearMatMul")
 def _qlinear_matmul(c: Call) -> Value:
     zero = c.x(7)
-    return c.map([matmul(c, c.x(0), c.x(3), "int32")], flops=4.0, dtype=zero.dtype, differentiable=False)
+    return c.elementwise(
+        [matmul(c, c.x(0), c.x(3), "int32")], flops=4.0, dtype=zero.dtype, differentiable=False
+    )
 
 
 @lowers("com.microsoft:FusedMatMul", "com.microsoft:TransposeMatMul")
@@ -84,10 +86,10 @@ def _fused_matmul(c: Call) -> Value:
         order = list(range(len(v.shape)))
         if c.integer(flag) and len(order) > 1:
             order[-2:] = order[:-3:-1]
-        return c.permute(v, order)
+        return c.transpose(v, order)
 
     out = matmul(c, turned(c.x(0), "transA"), turned(c.x(1), "transB"))
-    return c.map([out], name="mul") if c.real("alpha", 1.0) != 1.0 else out
+    return c.elementwise([out], name="mul") if c.real("alpha", 1.0) != 1.0 else out
 
 
 @lowers("Gemm")
@@ -106,11 +108,11 @@ def _gemm(c: Call) -> Value:
         x = c.unmerged(x)
     out = c.value(nests.contract(c.b, c.tensor(x), c.tensor(y), ([len(x.shape) - 1 if ka else 0], [kb])))
     if c.real("alpha", 1.0) != 1.0:
-        out = c.map([out], name="mul")
+        out = c.elementwise([out], name="mul")
     if bias is not None:
-        bias = c.rename(bias, bias.shape[-1:]) if math.prod(bias.shape[:-1]) == 1 else bias
-        out = c.map([out, bias], name="add", flops=1.0 if c.real("beta", 1.0) == 1.0 else 2.0)
-    return c.rename(out, shape)
+        bias = c.reshape(bias, bias.shape[-1:]) if math.prod(bias.shape[:-1]) == 1 else bias
+        out = c.elementwise([out, bias], name="add", flops=1.0 if c.real("beta", 1.0) == 1.0 else 2.0)
+    return c.reshape(out, shape)
 
 
 @lowers("Einsum")
@@ -171,13 +173,13 @@ def _einsum(c: Call) -> Value:
         value = c.value(made)
     have, value = _sum_out(c, have, value, set(out))
     here = [x for x in out if x in have]
-    value = c.permute(value, [have.index(x) for x in here])
-    return c.rename(value, shape)
+    value = c.transpose(value, [have.index(x) for x in here])
+    return c.reshape(value, shape)
 
 
 def _drop_ones(c: Call, names: list[str], v: Value) -> tuple[list[str], Value]:
     kept = [x for x, s in zip(names, v.shape, strict=True) if s != 1]
-    return kept, c.rename(v, [s for s in v.shape if s != 1])
+    return kept, c.reshape(v, [s for s in v.shape if s != 1])
 
 
 def _sum_out(c: Call, names: list[str], v: Value, wanted: set[str]) -> tuple[list[str], Value]:
@@ -218,12 +220,12 @@ def _reduce(c: Call) -> Value:
         (top,) = nests.reduce(
             c.b, "reduce_max", [c.tensor(x)], axes, [x.dtype], keepdims=True, differentiable=False
         )
-        x = c.map([x, c.value(top)], name="sub")
+        x = c.elementwise([x, c.value(top)], name="sub")
     if before:
-        x = c.map([x], flops=before, name="exp" if before > 1 else "square")
+        x = c.elementwise([x], flops=before, name="exp" if before > 1 else "square")
     (out,) = nests.reduce(c.b, name, [c.tensor(x)], axes, [x.dtype], keepdims=keep)
     made = c.value(out)
-    return c.map([made], flops=after, name="div" if after == 4.0 else "log") if after else made
+    return c.elementwise([made], flops=after, name="div" if after == 4.0 else "log") if after else made
 
 
 @lowers("ArgMax", "ArgMin")
@@ -265,7 +267,7 @@ def _softmax(c: Call) -> Value:
         (top,) = nests.reduce(
             c.b, "argmax", [c.tensor(x)], axes, [x.dtype], keepdims=True, combines=False, differentiable=False
         )
-        return c.map([x, c.value(top)], differentiable=False)
+        return c.elementwise([x, c.value(top)], differentiable=False)
     make = composites.softmax if c.op == "Softmax" else composites.log_softmax
     return c.value(make(c.b, c.tensor(x), axes))
 
@@ -280,14 +282,14 @@ def _loss(c: Call) -> Sequence[Value | None]:
     logp = x
     if c.op == "SoftmaxCrossEntropyLoss":
         logp = c.value(composites.log_softmax(c.b, c.tensor(x), [1]))
-    last = c.permute(logp, [0, *range(2, rank), 1])
+    last = c.transpose(logp, [0, *range(2, rank), 1])
     losses = c.value(composites.cross_entropy(c.b, c.tensor(last), c.tensor(labels)))
     if (weights := c.opt(2)) is not None:  # a weight for each class, looked up like the label
-        losses = c.map([losses], name="mul") if weights.elements else losses
+        losses = c.elementwise([losses], name="mul") if weights.elements else losses
     how = c.text("reduction", "mean")
     if how != "none":
         (total,) = nests.reduce(c.b, "reduce_sum", [c.tensor(losses)], range(len(losses.shape)), [x.dtype])
         losses = c.value(total)
         if how == "mean":
-            losses = c.map([losses], flops=4.0, name="div")
+            losses = c.elementwise([losses], flops=4.0, name="div")
     return [losses, logp]

@@ -73,7 +73,7 @@ def _channels(c: Call, v: Value, rank: int) -> Value:
     """A value a channel, as [c 1 1 ...] to broadcast against [n c ...]."""
     if len(v.shape) != 1:
         raise c.fail(f"a value of shape {list(v.shape)} where one a channel is wanted")
-    return c.rename(v, (v.shape[0], *[1] * (rank - 2)))
+    return c.reshape(v, (v.shape[0], *[1] * (rank - 2)))
 
 
 def _biased(c: Call, out: Value, i: int) -> Value:
@@ -82,13 +82,13 @@ def _biased(c: Call, out: Value, i: int) -> Value:
         return out
     if bias.shape != (out.shape[1],):
         raise c.fail(f"a bias {list(bias.shape)} for {out.shape[1]} channels")
-    return c.map([out, _channels(c, bias, len(out.shape))], name="add")
+    return c.elementwise([out, _channels(c, bias, len(out.shape))], name="add")
 
 
 @lowers("Conv", "com.microsoft:FusedConv")
 def _conv(c: Call) -> Value:
     out = _biased(c, _convolve(c, c.x(0), c.x(1)), 2)
-    return c.map([out], name=c.text("activation", "relu").lower()) if c.op == "FusedConv" else out
+    return c.elementwise([out], name=c.text("activation", "relu").lower()) if c.op == "FusedConv" else out
 
 
 @lowers("ConvInteger")
@@ -99,7 +99,7 @@ def _conv_integer(c: Call) -> Value:
 @lowers("QLinearConv")
 def _qlinear_conv(c: Call) -> Value:
     out = _biased(c, _convolve(c, c.x(0), c.x(3), "int32"), 8)
-    return c.map([out], flops=4.0, dtype=c.x(7).dtype, name="requantize", differentiable=False)
+    return c.elementwise([out], flops=4.0, dtype=c.x(7).dtype, name="requantize", differentiable=False)
 
 
 @lowers("CausalConvWithState")
@@ -141,9 +141,9 @@ def _conv_transpose(c: Call) -> Value:
     dims = tuple(range(2, n + 2))
     if groups > 1:  # filters [g i, o, ...] become [g o, i, ...], which is how a convolution has them
         per = w.shape[0] // groups
-        w = c.rename(w, (groups, per, *w.shape[1:]))
-        w = c.permute(w, [0, 2, 1, *range(3, n + 3)])
-        w = c.rename(w, (w.shape[0] * w.shape[1], per, *w.shape[3:]))
+        w = c.reshape(w, (groups, per, *w.shape[1:]))
+        w = c.transpose(w, [0, 2, 1, *range(3, n + 3)])
+        w = c.reshape(w, (w.shape[0] * w.shape[1], per, *w.shape[3:]))
     if math.prod(shape) == 0:
         return nothing(shape, x.dtype)
     w_dims = (0, 1, dims) if groups > 1 else (1, 0, dims)
@@ -167,7 +167,7 @@ def _pool(c: Call) -> Sequence[Value | None]:
     kernel, dilation = _positive(c, "kernel_shape", n), _positive(c, "dilations", n)
     shape = c.shape((*x.shape[:2], *_windows(c, x.shape[2:], kernel, dilation)))
     if c.op == "LpPool":
-        x = c.map([x], flops=4.0, name="pow")
+        x = c.elementwise([x], flops=4.0, name="pow")
     name = "reduce_window_max" if c.op == "MaxPool" else "reduce_window_sum"
     strides = _positive(c, "strides", n)
     out = c.value(
@@ -176,7 +176,7 @@ def _pool(c: Call) -> Sequence[Value | None]:
         )
     )
     if c.op != "MaxPool":
-        out = c.map([out], flops=4.0, name="div")
+        out = c.elementwise([out], flops=4.0, name="div")
     return [out, nothing(shape, "int64")]
 
 
@@ -187,10 +187,10 @@ def _global_pool(c: Call) -> Value:
     if not axes:
         raise c.fail(f"a pool over the space of {list(x.shape)}")
     if c.op == "GlobalLpPool":
-        x = c.map([x], flops=4.0, name="pow")
+        x = c.elementwise([x], flops=4.0, name="pow")
     name = "reduce_max" if c.op == "GlobalMaxPool" else "reduce_sum"
     out = c.value(nests.reduce(c.b, name, [c.tensor(x)], axes, [x.dtype], keepdims=True)[0])
-    return out if c.op == "GlobalMaxPool" else c.map([out], flops=4.0, name="div")
+    return out if c.op == "GlobalMaxPool" else c.elementwise([out], flops=4.0, name="div")
 
 
 @lowers("LRN")
@@ -199,13 +199,13 @@ def _lrn(c: Call) -> Value:
     x, size = c.x(), c.integer("size", 1)
     if len(x.shape) < 2 or not 0 < size < 2**31:
         raise c.fail(f"{size} neighbouring channels of {list(x.shape)}")
-    square = c.map([x], name="square")
+    square = c.elementwise([x], name="square")
     window = [size if i == 1 else 1 for i in range(len(x.shape))]
     total = nests.window_reduce(
         c.b, "reduce_window_sum", c.tensor(square), x.shape, window, [1] * len(x.shape)
     )
-    scale = c.map([c.value(total)], flops=12.0, name="pow")
-    return c.map([x, scale], flops=4.0, name="div")
+    scale = c.elementwise([c.value(total)], flops=12.0, name="pow")
+    return c.elementwise([x, scale], flops=4.0, name="div")
 
 
 # Normalization. Running statistics are constants; where an op uses the batch's own, those are sums over the batch.
@@ -226,9 +226,9 @@ def _batch_norm(c: Call) -> Sequence[Value | None]:
         out = c.value(y)
     else:
         stats = [c.value(c.buffer(c.x(i))) for i in (3, 4)]
-        out = c.map([x, *(_channels(c, v, rank) for v in stats)], flops=6.0, name="normalize")
-    out = c.map([out, _channels(c, c.x(1), rank)], name="mul")
-    out = c.map([out, _channels(c, c.x(2), rank)], name="add")
+        out = c.elementwise([x, *(_channels(c, v, rank) for v in stats)], flops=6.0, name="normalize")
+    out = c.elementwise([out, _channels(c, c.x(1), rank)], name="mul")
+    out = c.elementwise([out, _channels(c, c.x(2), rank)], name="add")
     stat = nothing((x.shape[1],), x.dtype)
     return [out, stat, stat, stat, stat]
 
@@ -249,18 +249,18 @@ def _moments(c: Call) -> Value:
     groups = c.integer("num_groups", 1)
     if groups < 1 or x.shape[1] % groups:
         raise c.fail(f"{x.shape[1]} channels in {groups} groups")
-    cut = c.rename(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
+    cut = c.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
     y = c.value(composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1)))[0])
     if scale.shape == (groups,) != (x.shape[1],):  # before opset 21, one scale a group
         y = _affine(c, y, _channels(c, scale, rank + 1), _channels(c, shift, rank + 1))
-        return c.rename(y, x.shape)
-    return _affine(c, c.rename(y, x.shape), _channels(c, scale, rank), _channels(c, shift, rank))
+        return c.reshape(y, x.shape)
+    return _affine(c, c.reshape(y, x.shape), _channels(c, scale, rank), _channels(c, shift, rank))
 
 
 def _affine(c: Call, x: Value, scale: Value | None, shift: Value | None) -> Value:
     if scale is not None:
-        x = c.map([x, scale], name="mul")
-    return x if shift is None else c.map([x, shift], name="add")
+        x = c.elementwise([x, scale], name="mul")
+    return x if shift is None else c.elementwise([x, shift], name="add")
 
 
 @lowers("LayerNormalization", "RMSNormalization", "com.microsoft:SimplifiedLayerNormalization",
@@ -280,9 +280,9 @@ def _layer_norm(c: Call) -> Sequence[Value | None]:
 def _skip_norm(c: Call) -> Sequence[Value | None]:
     """A residual sum and the norm of it; the sum is the fourth result."""
     simple = "Simplified" in c.op
-    total = c.map([c.x(0), c.x(1)], name="add")
+    total = c.elementwise([c.x(0), c.x(1)], name="add")
     if (bias := c.opt(3 if simple else 4)) is not None:
-        total = c.map([total, bias], name="add")
+        total = c.elementwise([total, bias], name="add")
     axes = [len(total.shape) - 1]
     if simple:
         y = c.value(composites.rms_normalize(c.b, c.tensor(total), axes)[0])
@@ -296,9 +296,9 @@ def _skip_norm(c: Call) -> Sequence[Value | None]:
 def _lp_norm(c: Call) -> Value:
     x = c.x()
     axis = c.axis(c.integer("axis", -1), len(x.shape))
-    square = c.map([x], name="square")
+    square = c.elementwise([x], name="square")
     (total,) = nests.reduce(c.b, "reduce_sum", [c.tensor(square)], [axis], [x.dtype], keepdims=True)
-    return c.map([x, c.map([c.value(total)], flops=4.0, name="sqrt")], flops=4.0, name="div")
+    return c.elementwise([x, c.elementwise([c.value(total)], flops=4.0, name="sqrt")], flops=4.0, name="div")
 
 
 # Images and signals: a batch may be split, what is inside may not.

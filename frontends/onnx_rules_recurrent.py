@@ -26,7 +26,7 @@ def _recurrent(c: Call) -> Sequence[Value | None]:
             f"inputs {list(x.shape)}, weights {list(w.shape)} and {list(r.shape)}: three dims each are wanted"
         )
     if batch_first:
-        x = c.permute(x, [1, 0, 2])
+        x = c.transpose(x, [1, 0, 2])
     steps, batch, width = x.shape
     hidden = r.shape[2]
     if w.shape != (ways, gates * hidden, width) or r.shape != (ways, gates * hidden, hidden) or not steps:
@@ -38,22 +38,22 @@ def _recurrent(c: Call) -> Sequence[Value | None]:
         raise c.fail(f"a bias {list(bias.shape)} for {gates} gates of {hidden}")
     many, last, cells = [], [], []
     for way in range(ways):
-        wd = c.rename(_direction(c, w, way), (gates, hidden, width))
-        rd = c.rename(_direction(c, r, way), (gates, hidden, hidden))
+        wd = c.reshape(_direction(c, w, way), (gates, hidden, width))
+        rd = c.reshape(_direction(c, r, way), (gates, hidden, hidden))
         entering = c.value(nests.contract(c.b, c.tensor(x), c.tensor(wd), ([2], [2])))
         if bias is not None:
-            both = c.rename(_direction(c, bias, way), (2, gates, hidden))
+            both = c.reshape(_direction(c, bias, way), (2, gates, hidden))
             (summed,) = nests.reduce(c.b, "reduce_sum", [c.tensor(both)], [0], [both.dtype])
-            entering = c.map([entering, c.value(summed)], name="add")
+            entering = c.elementwise([entering, c.value(summed)], name="add")
         states = [_state(c, i, way, (batch, hidden), x.dtype) for i in ((5, 6) if c.op == "LSTM" else (5,))]
         y, ends = _over_time(c, c.tensor(entering), c.tensor(rd), states, (steps, batch, hidden), way)
-        many.append(c.rename(y, (steps, 1, batch, hidden)))
-        last.append(c.rename(ends[0], (1, batch, hidden)))
-        cells += [c.rename(e, (1, batch, hidden)) for e in ends[1:]]
+        many.append(c.reshape(y, (steps, 1, batch, hidden)))
+        last.append(c.reshape(ends[0], (1, batch, hidden)))
+        cells += [c.reshape(e, (1, batch, hidden)) for e in ends[1:]]
     out = _joined(c, many, 1)
     ends = [_joined(c, last, 0), *([_joined(c, cells, 0)] if cells else [])]
     if batch_first:
-        return [c.permute(out, [2, 0, 1, 3]), *(c.permute(e, [1, 0, 2]) for e in ends)]
+        return [c.transpose(out, [2, 0, 1, 3]), *(c.transpose(e, [1, 0, 2]) for e in ends)]
     return [out, *ends]
 
 
@@ -69,8 +69,8 @@ def _state(c: Call, i: int, way: int, shape: tuple[int, int], dtype: str) -> Ten
     if given is None or given.tensor is None:  # zeros, or stored: not trained
         return c.b.constant(shape, dtype)
     if c.integer("layout"):
-        given = c.permute(given, [1, 0, 2])
-    return c.tensor(c.rename(_direction(c, given, way), shape))
+        given = c.transpose(given, [1, 0, 2])
+    return c.tensor(c.reshape(_direction(c, given, way), shape))
 
 
 def _joined(c: Call, values: Sequence[Value], axis: int) -> Value:
@@ -169,7 +169,7 @@ def _heads(c: Call, v: Value, n: int) -> Value:
         return v
     if len(v.shape) != 3 or n < 1 or v.shape[2] % n:
         raise c.fail(f"{n} heads in {list(v.shape)}")
-    return c.permute(c.rename(v, (*v.shape[:2], n, v.shape[2] // n)), [0, 2, 1, 3])
+    return c.transpose(c.reshape(v, (*v.shape[:2], n, v.shape[2] // n)), [0, 2, 1, 3])
 
 
 def _attend(c: Call, q: Value, k: Value, v: Value, mask: Value | None, soft_cap: bool) -> Value:
@@ -214,7 +214,7 @@ def _attention(c: Call) -> Sequence[Value | None]:
     out = _attend(c, q, k, v, c.opt(3), c.real("softcap") != 0.0)
     if flat:
         b, h, s, d = out.shape
-        out = c.rename(c.permute(out, [0, 2, 1, 3]), (b, s, h * d))
+        out = c.reshape(c.transpose(out, [0, 2, 1, 3]), (b, s, h * d))
     return [out, k, v, nothing((*q.shape[:3], k.shape[2]), q.dtype)]
 
 
@@ -239,7 +239,7 @@ def _contrib_attention(c: Call) -> Sequence[Value | None]:
     mask = None if grouped else c.opt(5)
     out = _attend(c, q, k, v, mask, False)
     b, h, s, d = out.shape
-    return [c.rename(c.permute(out, [0, 2, 1, 3]), (b, s, h * d)), k, v]
+    return [c.reshape(c.transpose(out, [0, 2, 1, 3]), (b, s, h * d)), k, v]
 
 
 @lowers("RotaryEmbedding", "com.microsoft:RotaryEmbedding")
@@ -253,7 +253,7 @@ def _rotary(c: Call) -> Value:
         d = 2 * tables[0].shape[-1] if tables and not heads else x.shape[2] // max(heads, 1)
         if not d or x.shape[2] % d:
             raise c.fail(f"heads of {d} in {list(x.shape)}")
-        cut = c.rename(x, (*x.shape[:2], x.shape[2] // d, d))
+        cut = c.reshape(x, (*x.shape[:2], x.shape[2] // d, d))
     kept = [i < len(cut.shape) - 1 for i in range(len(cut.shape))]
     turned = c.value(nests.restrict(c.b, "rotate", [c.tensor(cut)], cut.shape, kept))
-    return c.rename(c.map([turned], flops=5.0, name="mul"), x.shape)
+    return c.reshape(c.elementwise([turned], flops=5.0, name="mul"), x.shape)

@@ -21,7 +21,7 @@ __all__: list[str] = []
 @lowers("Reshape")
 def _reshape(c: Call) -> Value:
     x = c.x()
-    return c.rename(x, reshaped(c, x.shape))
+    return c.reshape(x, reshaped(c, x.shape))
 
 
 @lowers("Flatten")
@@ -31,7 +31,7 @@ def _flatten(c: Call) -> Value:
     axis = axis + len(x.shape) if axis < 0 else axis
     if not 0 <= axis <= len(x.shape):
         raise c.fail(f"axis {axis} of a tensor of {len(x.shape)} dims")
-    return c.rename(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
+    return c.reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
 
 
 @lowers("Squeeze")
@@ -41,7 +41,7 @@ def _squeeze(c: Call) -> Value:
     axes = [i for i, s in enumerate(x.shape) if s == 1] if axes is None else axes
     if any(x.shape[i] != 1 for i in axes):
         raise c.fail(f"dims {axes} of {list(x.shape)} are not all of one element")
-    return c.rename(x, [s for i, s in enumerate(x.shape) if i not in axes])
+    return c.reshape(x, [s for i, s in enumerate(x.shape) if i not in axes])
 
 
 @lowers("Unsqueeze")
@@ -51,7 +51,7 @@ def _unsqueeze(c: Call) -> Value:
     rank = len(x.shape) + len(given or ())
     axes = c.axes(given or (), rank)
     rest = iter(x.shape)
-    return c.rename(x, [1 if i in axes else next(rest) for i in range(rank)])
+    return c.reshape(x, [1 if i in axes else next(rest) for i in range(rank)])
 
 
 @lowers("Transpose")
@@ -63,7 +63,7 @@ def _transpose(c: Call) -> Value:
         raise c.fail(f"an order of {len(order)} dims for {len(x.shape)}")
     if x.elements == 0:
         return nothing([x.shape[i] for i in order], x.dtype)
-    return c.permute(x, order)
+    return c.transpose(x, order)
 
 
 def _part(
@@ -231,16 +231,16 @@ def _blocks(c: Call) -> Value:
     if c.op == "SpaceToDepth":
         if h % s or w % s:
             raise c.fail(f"an image of {h} by {w} in blocks of {s}")
-        cut = c.permute(c.rename(x, (n, ch, h // s, s, w // s, s)), [0, 3, 5, 1, 2, 4])
-        return c.rename(cut, (n, ch * s * s, h // s, w // s))
+        cut = c.transpose(c.reshape(x, (n, ch, h // s, s, w // s, s)), [0, 3, 5, 1, 2, 4])
+        return c.reshape(cut, (n, ch * s * s, h // s, w // s))
     if ch % (s * s):
         raise c.fail(f"{ch} channels in blocks of {s} by {s}")
     rest = ch // (s * s)
     if c.text("mode", "DCR") == "DCR":
-        cut = c.permute(c.rename(x, (n, s, s, rest, h, w)), [0, 3, 4, 1, 5, 2])
+        cut = c.transpose(c.reshape(x, (n, s, s, rest, h, w)), [0, 3, 4, 1, 5, 2])
     else:
-        cut = c.permute(c.rename(x, (n, rest, s, s, h, w)), [0, 1, 4, 2, 5, 3])
-    return c.rename(cut, (n, rest, h * s, w * s))
+        cut = c.transpose(c.reshape(x, (n, rest, s, s, h, w)), [0, 1, 4, 2, 5, 3])
+    return c.reshape(cut, (n, rest, h * s, w * s))
 
 
 @lowers("ReverseSequence")
@@ -254,7 +254,7 @@ def _reverse(c: Call) -> Value:
 
 @lowers("Trilu")
 def _trilu(c: Call) -> Value:
-    return c.map([c.x()])
+    return c.elementwise([c.x()])
 
 
 @lowers("Resize", "Upsample")
@@ -293,7 +293,7 @@ def _resize(c: Call) -> Value:
     if whole and c.text("mode", "nearest") == "nearest":
         wide = [n for s, t in zip(x.shape, full, strict=True) for n in (s, t // s)]
         spread = nests.broadcast(c.b, c.tensor(x), wide, [2 * i for i in range(rank)])
-        return c.rename(c.value(spread), full)
+        return c.reshape(c.value(spread), full)
     kept = [s == t for s, t in zip(x.shape, full, strict=True)]
     return c.value(nests.restrict(c.b, "resize", [c.tensor(x)], full, kept))
 
@@ -439,7 +439,7 @@ def _split_to(c: Call) -> Value:
         shape = [p if i == axis else s for i, s in enumerate(x.shape)]
         v = _part(c, x, shape, [i != axis for i in range(len(shape))], "split", (axis, at, at + p))
         keep = c.integer("keepdims", 1) or c.opt(1) is not None
-        out.append(v if keep else c.rename(v, [s for i, s in enumerate(shape) if i != axis]))
+        out.append(v if keep else c.reshape(v, [s for i, s in enumerate(shape) if i != axis]))
         at += p
     return _sequence(out)
 
@@ -449,5 +449,5 @@ def _concat_from(c: Call) -> Value:
     items, axis = list(_items(c)), c.integer("axis")
     if c.integer("new_axis") and items:
         axis = c.axis(axis, len(items[0].shape) + 1)
-        items = [c.rename(v, (*v.shape[:axis], 1, *v.shape[axis:])) for v in items]
+        items = [c.reshape(v, (*v.shape[:axis], 1, *v.shape[axis:])) for v in items]
     return _join(c, items, axis)

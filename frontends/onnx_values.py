@@ -275,7 +275,7 @@ class Call:
                 f"shapes {', '.join(str(list(s)) for s in shapes[:6])} do not broadcast"
             ) from None
 
-    def map(
+    def elementwise(
         self, values: Sequence[Value], *, flops: float = 1.0, dtype: str | None = None, differentiable: bool = True,
         name: str | None = None,
     ) -> Value:  # fmt: skip
@@ -298,7 +298,7 @@ class Call:
         )
         return self.value(out)
 
-    def rename(self, v: Value, shape: Sequence[int]) -> Value:
+    def reshape(self, v: Value, shape: Sequence[int]) -> Value:
         """A reshape, made when it is read; of a reshape, of what that was made of; none where the shape is the same."""
         new = self.shape(shape)
         if math.prod(new) != v.elements:
@@ -319,10 +319,10 @@ class Call:
         base: Value = v.note[1]
         for i in range(2, len(base.shape)):
             if math.prod(base.shape[:i]) == v.shape[0]:
-                return self.rename(base, (*base.shape[:i], v.shape[1]))
+                return self.reshape(base, (*base.shape[:i], v.shape[1]))
         return v
 
-    def permute(self, v: Value, order: Sequence[int]) -> Value:
+    def transpose(self, v: Value, order: Sequence[int]) -> Value:
         if list(order) == list(range(len(v.shape))):
             return v
         return self.value(nests.transpose(self.b, self.tensor(v), order))

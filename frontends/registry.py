@@ -124,9 +124,10 @@ def coverage() -> dict[str, dict[str, list[str]]]:
 
 def by_nest(rules: Mapping[str, Callable[..., Any]]) -> dict[str, list[str]]:
     """loop nest -> ops, read off what the rules' code calls: op -> rule in, nothing kept by hand."""
-    from pase.ops import indexed, nests
+    from pase.ops import composites, indexed, loops, nests
 
-    known = {*nests.__all__, *indexed.__all__}
+    known: dict[str, Any] = dict.fromkeys((*nests.__all__, *indexed.__all__))
+    known |= {n: getattr(m, n) for m in (composites, loops) for n in m.__all__}
     out: dict[str, list[str]] = {}
     found: dict[Any, set[str]] = {}
     for op, rule in rules.items():
@@ -135,8 +136,9 @@ def by_nest(rules: Mapping[str, Callable[..., Any]]) -> dict[str, list[str]]:
     return {k: sorted(out[k]) for k in sorted(out)}
 
 
-def _calls(rule: Any, known: set[str], seen: set[Any]) -> set[str]:
-    """The nest builders that a function may call, by itself or through functions of its package."""
+def _calls(rule: Any, known: Mapping[str, Any], seen: set[Any]) -> set[str]:
+    """The nest builders that a function may call, by itself or through functions of its package. known: name -> None
+    for a builder, else the function that calls some."""
     rule = getattr(rule, "func", rule)  # functools.partial
     if not isinstance(rule, FunctionType) or rule in seen:
         return set()
@@ -151,7 +153,9 @@ def _calls(rule: Any, known: set[str], seen: set[Any]) -> set[str]:
     for n in names:
         target = rule.__globals__.get(n)
         if n in known and not isinstance(target, FunctionType):
-            out.add(n)  # nests.NAME
-        elif isinstance(target, FunctionType) and target.__module__.startswith("pase.frontends"):
+            out |= {n} if known[n] is None else _calls(known[n], known, seen)  # nests.NAME
+        elif isinstance(target, FunctionType) and target.__module__.startswith(
+            ("pase.frontends", "pase.ops")
+        ):
             out |= _calls(target, known, seen)
     return out

@@ -142,3 +142,16 @@ def test_shards_compute_the_result() -> None:
                 )
                 done[node.op_type] += 1
     assert sum(done.values()) > 700 and len(done) > 90
+
+
+def test_the_coverage_table() -> None:
+    """Read off the rules: every op stands under a nest, and under those that it becomes."""
+    table = from_onnx.coverage()
+    assert {op for ops in table.values() for op in ops} >= set(RULES)
+    for nest, op in [
+        ("contract", "MatMul"), ("contract", "LSTM"), ("conv", "ConvTranspose"), ("elementwise", "Relu"),
+        ("elementwise", "Softmax"), ("reduce", "Softmax"), ("gather", "Gather"), ("scatter", "ScatterND"),
+        ("reshape", "Flatten"), ("restrict", "Pad"), ("opaque", "Loop"), ("no work", "Shape"),
+    ]:  # fmt: skip
+        assert op in table[nest], (nest, op)
+    assert "Relu" not in table["no work"] and "Relu" not in table["contract"]
