@@ -93,7 +93,7 @@ def step_from_plan(
     """
     import jax
 
-    from pase.backends.to_jax_buckets_plan import data_axes_of, local_loss, only
+    from pase.backends.to_jax_buckets_plan import batch_specs, data_axes_of, local_loss
     from pase.plan.buckets import schedule_of
 
     made = buckets if buckets is not None else schedule_of(plan)
@@ -103,7 +103,6 @@ def step_from_plan(
         )
     axes = data_axes_of(plan)
     jp = plan.jax
-    _, *batch = jp.specs
     return BucketRunner(
         loss_fn=local_loss(plan, loss_fn, axes),
         problem=made[0],
@@ -112,7 +111,7 @@ def step_from_plan(
         mesh=mesh if mesh is not None else jp.mesh(),
         data_axes=axes,
         specs=jax.tree.map(lambda s: s.spec, jp.gradient_shardings(jp.mesh())),
-        batch_specs=tuple(only(b, axes) for b in batch),
+        batch_specs=batch_specs(plan, axes),
         reduction=reduction,
         overlap=overlap,
         lenient=True,

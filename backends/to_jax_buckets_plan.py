@@ -13,7 +13,41 @@ from pase.errors import PaseError
 if TYPE_CHECKING:
     from pase.plan.types import Plan
 
-__all__ = ["data_axes_of", "local_loss", "only"]
+__all__ = ["batch_specs", "data_axes_of", "inputs_split", "local_loss"]
+
+
+def inputs_split(plan: Plan) -> dict[str, Placement]:
+    """Input -> how the batch is to be split: as it arrives or, over axes where it arrives whole, as its readers take
+    their parts of it (which moves nothing). An axis on which readers disagree is left out.
+    """
+    names = {t.path: t.name for t in plan.jax.traced.graph.tensors.values() if t.role == "input"}
+    out = {}
+    for path, t in plan.inputs.items():
+        reads = [
+            layouts[-1] for key, layouts in plan.read.items() if layouts and key.endswith(f"|{names[path]}")
+        ]
+        reads += [layouts[-1] for name, layouts in plan.define.items() if layouts and name == names[path]]
+        now = {a for axes in t.storage for a in axes}
+        dims = [list(axes) for axes in t.storage]
+        for a in plan.mesh.names:
+            where = {next((d for d, axes in enumerate(r) if a in axes), -1) for r in reads}
+            if a not in now and len(where) == 1 and -1 not in where:
+                dims[where.pop()].append(a)
+        out[path] = tuple(tuple(d) for d in dims)
+    return out
+
+
+def batch_specs(plan: Plan, axes: tuple[str, ...]) -> tuple[Any, ...]:
+    """PartitionSpecs of the batch arguments, of these axes alone."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    jp, split = plan.jax, inputs_split(plan)
+    n = len(jp.traced.param_paths)
+    flat = [P() for _ in range(n)]
+    for path in jp.traced.input_paths:
+        flat.append(P(*(tuple(a for a in dim if a in axes) or None for dim in split[path])))
+    return tuple(jax.tree.unflatten(jp.traced.in_tree, flat))[1:]
 
 
 def data_axes_of(plan: Plan) -> tuple[str, ...]:
@@ -23,7 +57,7 @@ def data_axes_of(plan: Plan) -> tuple[str, ...]:
     PaseError where there is none, saying what crosses each.
     """
     size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
-    inputs = {a for t in plan.inputs.values() for axes in t.storage for a in axes}
+    inputs = {a for split in inputs_split(plan).values() for axes in split for a in axes}
     weights = {n.name for n in plan.nodes if n.op == "parameter"}
     scalars = [c for c in plan.collectives if c.source not in weights and c.nbytes <= 8]
     out, why = [], []
@@ -46,17 +80,6 @@ def data_axes_of(plan: Plan) -> tuple[str, ...]:
     return tuple(out)
 
 
-def only(tree: Any, axes: tuple[str, ...]) -> Any:
-    """PartitionSpecs with these mesh axes alone."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    def cut(spec: Any) -> Any:
-        return P(*(tuple(a for a in dim if a in axes) or None for dim in placement_of(spec)))
-
-    return jax.tree.map(cut, tree, is_leaf=lambda s: isinstance(s, P))
-
-
 def local_loss(plan: Plan, loss_fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
     """The loss of one shard of the batch, constrained over the other axes as the plan says: to be called where the
     data axes are manual.
@@ -73,7 +96,7 @@ def local_loss(plan: Plan, loss_fn: Callable[..., Any], axes: tuple[str, ...]) -
     size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jp.traced.jaxpr.in_avals]
     params, *batch = jax.tree.unflatten(jp.traced.in_tree, shapes)
-    specs = [only(b, axes) for b in jp.specs[1:]]
+    specs = batch_specs(plan, axes)
 
     def shard(x: Any, spec: Any) -> Any:
         ways = [math.prod(size[a] for a in dim) for dim in placement_of(spec)]

@@ -55,7 +55,7 @@ def one(problem: Problem, exact_up_to: int) -> dict[str, object]:
     }
     n, loose = len(problem.tensors), cost > 1.03 * preemptive_bound_s(problem)
     if (n <= exact_up_to or (n <= 30 and loose)) and cost > bound * (1 + 1e-6):
-        exact = exact_plan(problem, plan, bound_s=bound, time_limit_s=20 if n <= exact_up_to else 120)
+        exact = exact_plan(problem, plan, bound_s=bound, time_limit_s=60 if n <= exact_up_to else 240)
         row["exact"] = {"s": exact.iteration_s, "bound_s": exact.bound_s, "proven": exact.proven}
         row["gap_to_exact"] = cost / exact.iteration_s - 1
     return row

@@ -21,7 +21,7 @@ __all__ = ["fused_plan", "general_plan"]
 CAPS = (32 * MIB, 256 * MIB, 4 * MIB, 0)
 EVALUATED_TENSORS = 12_000
 """Tensors visited by evaluations in all: about half a second."""
-ENOUGH = 1e-4
+ENOUGH = 2.5e-4
 """A gap to the bound that is not worth more messages."""
 
 
@@ -65,10 +65,12 @@ def fused_plan(problem: Problem, caps: dict[str, int], cuts: dict[str, int], *, 
     )
 
 
-def general_plan(problem: Problem, *, warm_starts: tuple[BucketPlan, ...] = ()) -> tuple[BucketPlan, float]:
-    """(plan, iteration seconds), no worse than any warm start."""
+def general_plan(
+    problem: Problem, *, warm_starts: tuple[BucketPlan, ...] = ()
+) -> tuple[BucketPlan, float, float]:
+    """(plan, iteration seconds, lower bound), no worse than any warm start."""
     kinds = sorted({t.kind for t in problem.tensors})
-    budget = max(8, EVALUATED_TENSORS // max(1, len(problem.tensors)))
+    budget = max(5, EVALUATED_TENSORS // max(1, len(problem.tensors)))
     cache: dict[tuple[object, ...], tuple[float, BucketPlan]] = {}
 
     def trial(caps: dict[str, int], cuts: dict[str, int], by_need: bool) -> float:
@@ -79,7 +81,8 @@ def general_plan(problem: Problem, *, warm_starts: tuple[BucketPlan, ...] = ()) 
         return cache[key][0] if key in cache else float("inf")
 
     best: tuple[float, dict[str, int], dict[str, int], bool] | None = None
-    enough = lower_bound_s(problem) * (1 + ENOUGH)
+    bound = lower_bound_s(problem)
+    enough = bound * (1 + ENOUGH)
     for by_need in (True, False):
         for cap in CAPS:
             if best is not None and best[0] <= enough:
@@ -107,4 +110,4 @@ def general_plan(problem: Problem, *, warm_starts: tuple[BucketPlan, ...] = ()) 
             c = evaluate(problem, start, timeline=False).iteration_s
             if c < cost or (c <= cost and len(start.messages) < len(plan.messages)):
                 cost, plan = c, start
-    return replace(plan, policy="ours"), cost
+    return replace(plan, policy="ours"), cost, bound

@@ -13,8 +13,9 @@ jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
+import pase  # noqa: E402
 from pase.backends.to_jax_buckets import step_from_plan  # noqa: E402
-from pase.backends.to_jax_buckets_plan import data_axes_of  # noqa: E402
+from pase.backends.to_jax_buckets_plan import data_axes_of, inputs_split  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
 from pase.plan.types import Plan  # noqa: E402
 from tests.backends.plans import Case, case_of, reduced  # noqa: E402
@@ -119,6 +120,25 @@ def test_zero_3_moves_what_the_plan_says(reduction: Any) -> None:
     }
     assert count["all-gather"] == len(moves.messages(gradient=False)) > 0
     assert count["reduce-scatter"] == len(moves.messages(gradient=True)) > 0
+
+
+def test_inputs_that_arrive_whole_are_split_as_their_readers_do() -> None:
+    """A slice moves nothing, so that the search may leave inputs whole; parameters may lie split."""
+    loss_fn, params, data = toy(2**14)
+    plan = pase.compile(loss_fn, params, *data, devices=8, mesh="2x2x2", baselines=False)
+    axes = data_axes_of(plan)
+    assert len(axes) >= 2 and all(set(axes) <= set(split[0]) for split in inputs_split(plan).values())
+    assert any(not t.storage[0] for t in plan.inputs.values())
+    optimizer = optax.sgd(0.1)
+    runner = step_from_plan(plan, loss_fn, optimizer)
+    assert runner.left_to_xla(params) == ()
+    state, loss = runner.step(runner.init(params), *data)
+    got, _ = runner.finish(state)
+    plain, grads = jax.value_and_grad(loss_fn)(params, *data)
+    np.testing.assert_allclose(float(loss), float(plain), rtol=1e-5)
+    jax.tree.map(
+        lambda a, p, g: np.testing.assert_allclose(a, p - 0.1 * g, rtol=1e-4, atol=1e-6), got, params, grads
+    )
 
 
 def test_what_has_no_data_axis_is_said() -> None:

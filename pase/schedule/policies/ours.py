@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pase.errors import Infeasible, PaseError
-from pase.schedule.bound import delayed_bound_s, lower_bound_s
+from pase.schedule.bound import delayed_bound_s
 from pase.schedule.delayed import delayed_plans
 from pase.schedule.exact import PROVEN, exact_plan
 from pase.schedule.fast import fast_plan
@@ -44,8 +44,7 @@ def ours(problem: Problem, options: Options) -> BucketPlan:
                 f"problem '{problem.name}' is not plain gradient synchronisation (it has gathers, pulls or dataflow "
                 f"compute), which exact mode does not cover; use mode fast"
             )
-        plan, cost = general_plan(problem, warm_starts=options.warm_starts)
-        bound = lower_bound_s(problem)
+        plan, cost, bound = general_plan(problem, warm_starts=options.warm_starts)
         how, proven = "general", cost <= bound * (1 + PROVEN)
     detail = {"bound_s": bound, "gap": max(0.0, cost / bound - 1.0), "proven": proven, "how": how}
     plan = replace(plan, detail=detail)
