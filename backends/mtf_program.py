@@ -21,7 +21,7 @@ from pase.errors import PaseError
 from pase.ir import Access, Node, Op
 from pase.plan.constraints import raw_name
 
-__all__ = ["Input", "Program", "SourceOp", "Value"]
+__all__ = ["Input", "Program", "SourceOp", "Value", "comment"]
 
 _MOST_INLINE = 64
 """Elements of the largest constant that is written out as numbers."""
@@ -346,7 +346,12 @@ class Program:
             f"{d}: {'·'.join(a)}" for d, a in self.names.strategy.get(node.name, {}).items() if a
         )
         einsum = node.main.einsum if len(node.main.einsum) < 90 else ""
-        self.lines += ["", f"# {node.name}   {einsum}" + (f"   ({split})" if split else "")]
+        self.lines += ["", f"# {comment(node.name)}   {einsum}" + (f"   ({split})" if split else "")]
+
+
+def comment(text: str) -> str:
+    """Someone's words on one line of ours, and short."""
+    return "".join(c if c.isprintable() else " " for c in text)[:200]
 
 
 def _number(op: Op) -> int:

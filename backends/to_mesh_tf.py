@@ -20,7 +20,7 @@ import numpy as np
 
 from pase.backends.mtf_lower import Rules, apply
 from pase.backends.mtf_names import Names, flat
-from pase.backends.mtf_program import Program, SourceOp, Value
+from pase.backends.mtf_program import Program, SourceOp, Value, comment
 from pase.backends.mtf_rules import check_layout, check_tensor
 from pase.errors import PaseError
 from pase.ir import Graph, named, simplify
@@ -129,12 +129,12 @@ def _leaves(p: Program, graph: Graph) -> dict[str, Value]:
         dims = p.dims(node, access)
         order = flat(dims)
         if node.kind == "parameter":
-            code = f'ops.variable(mesh, "{tensor.path}", {p.shape(order)}, "{tensor.dtype}", values)'
+            code = f'ops.variable(mesh, {tensor.path!r}, {p.shape(order)}, "{tensor.dtype}", values)'
             out[tensor.path] = p.let(code, order, dims, tensor.dtype, _short(tensor.path))
-            p.lines[-1] = p.lines[-1].replace(" = ", f' = parameters["{tensor.path}"] = ', 1)
+            p.lines[-1] = p.lines[-1].replace(" = ", f" = parameters[{tensor.path!r}] = ", 1)
         else:
             sizes = [d.size for d in order]
-            given = f'inputs["{tensor.path}"]'
+            given = f"inputs[{tensor.path!r}]"
             if tuple(sizes) != tensor.shape:
                 given = f"tf.reshape({given}, {sizes})"
             code = f"mtf.import_tf_tensor(mesh, {given}, shape={p.shape(order)})"
@@ -214,13 +214,13 @@ def _text(plan: Plan, p: Program, leaves: Mapping[str, Value], loss: Value, foun
 
     def table(tensors: Mapping[str, Any]) -> str:
         return "\n".join(
-            f'    "{k}": ({list(t.shape)}, "{t.dtype}"),' for k, t in tensors.items() if k in leaves
+            f'    {k!r}: ({list(t.shape)}, "{t.dtype}"),' for k, t in tensors.items() if k in leaves
         )
 
     dims = [f'{var} = mtf.Dimension("{name}", {size})' for (name, size), var in p.dim_names.items()]
     body = textwrap.indent("\n".join(p.lines), "    ", lambda line: bool(line.strip()))
     return _HEAD.format(
-        model=plan.model.replace("\\", "/").replace('"', "'"), devices=plan.devices, version=pase.__version__,
+        model=comment(plan.model).replace("\\", "/").replace('"', "'"), devices=plan.devices, version=pase.__version__,
         cost=plan.cost, unit=plan.unit, mesh_shape=found.mesh_shape, layout_rules=found.layout_rules,
         parameters=table(plan.parameters), inputs=table(plan.inputs), dims="\n".join(dims), body=body, loss=loss.code,
         constants=_constants(p.constants),

@@ -226,14 +226,22 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
     def apart(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> float:
         return float(np.abs(a - b).max() / max(float(np.abs(scale).max()), 1e-3))
 
+    planned: dict[str, float] = {}
+    for c in plan.collectives:
+        planned[c.kind] = planned.get(c.kind, 0.0) + float(c.nbytes * c.times)
+    lowered: dict[str, float] = {}
+    for key, elements in step.counters.items():  # of all devices together, in elements
+        kind = key.partition("/")[0]
+        if kind.startswith("all"):
+            lowered[kind] = lowered.get(kind, 0.0) + 4 * elements / devices
     return {
+        "planned": planned, "lowered": lowered,
         "mesh": layout.mesh_shape, "rules": layout.layout_rules, "lines": len(text.splitlines()),
         "loss": float(value), "loss_error": abs(float(value) - step.losses[0]),
         "gradient_error": max(apart(gradients[k], step.gradients[k], gradients[k]) for k in gradients),
         "update_error": max(
             float(np.abs(values[k] - 0.1 * gradients[k] - step.parameters[k]).max()) for k in gradients
         ),
-        "counters": {k: v for k, v in step.counters.items() if k.startswith("all")},
     }  # fmt: skip
 
 
@@ -274,7 +282,7 @@ def refused() -> dict[str, str]:
 
 
 STRATEGIES = {
-    "mlp": ["random1@2x2x2"],
+    "mlp": ["random1@2x2x2", "ours@4x2"],
     "alexnet": ["ours@2x2"],
     "rows": ["random0@2x2", "random17@2x2"],
     "lstm": ["ours@4"],

@@ -1,5 +1,6 @@
 """Plans as Mesh-TensorFlow programs: layouts by Mesh-TF's own checks, and numbers by TensorFlow on one device."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -199,10 +200,20 @@ def test_a_step_is_tensorflow_s(model):
     found = [v for k, v in worker().items() if k.partition(" ")[0] == model]
     assert found
     for step in found:
-        assert step["rules"] and step["counters"], "nothing is split"
+        assert step["rules"] and step["lowered"], "nothing is split"
         assert step["loss_error"] <= 2e-6 * abs(step["loss"])
         assert step["gradient_error"] < 5e-6
         assert step["update_error"] < 1e-6
+
+
+@needs_mesh_tf
+def test_mesh_tf_moves_what_the_plan_says():
+    """It knows no reduce-scatter: what the plan sums and scatters is summed whole, and sliced."""
+    step = worker()["mlp ours@4x2"]
+    planned, lowered = step["planned"], step["lowered"]
+    assert lowered["allconcat"] == planned["all_gather"] > 0
+    summed = planned["all_reduce"] + planned["reduce_scatter"]
+    assert summed <= lowered["allreduce"] <= summed + planned.get("all_to_all", 0)
 
 
 @needs_mesh_tf
@@ -217,13 +228,17 @@ def test_what_tensorflow_models_cannot_have_is_named():
 @needs_mesh_tf
 def test_a_written_program_runs(tmp_path):
     layout, program = tmp_path / "layout.json", tmp_path / "mlp_mtf.py"
-    plan = pase.compile("zoo:mlp?batch=16&layers=1&features=8&hidden=16&classes=4", devices=4, baselines=False)
+    plan = pase.compile(
+        "zoo:mlp?batch=16&layers=1&features=8&hidden=16&classes=4", devices=4, baselines=False
+    )
     plan.save(layout)
     with pytest.raises(PaseError, match="give the model that the plan for 'zoo:mlp"):
         registry.emit(pase.load(layout), "mesh-tf", program)
 
     def run(*command):
-        done = subprocess.run([sys.executable, *command], env=ENV, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *command], env=ENV, cwd=tmp_path, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         return done
 
@@ -231,3 +246,19 @@ def test_a_written_program_runs(tmp_path):
     assert "mesh_shape" in json.loads(said)["written"] and 'MESH_SHAPE = "' in program.read_text()
     done = run(str(program))
     assert re.findall(r"step (\d): loss \d", done.stdout) == ["1", "2", "3"]
+
+
+def test_names_of_a_model_are_no_code():
+    """What a model calls its parameters stands in the program as text."""
+    odd = 'w"]; import os  # \n"""\nraise SystemExit("no"'
+
+    def loss(params, x):
+        return (x @ params[odd]).sum()
+
+    shapes = [jax.ShapeDtypeStruct((8, 8), "float32")] * 2
+    plan = case_of(loss, {odd: shapes[0]}, shapes[1], name=odd).plan("random0@2x2x2")
+    text, _ = to_mesh_tf.program(plan)
+    tree = ast.parse(text)
+    assert not any("os" in [a.name for a in n.names] for n in ast.walk(tree) if isinstance(n, ast.Import))
+    (table,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and "PARAMETERS" in ast.unparse(n.targets[0]))
+    assert list(ast.literal_eval(table)) == [odd]
