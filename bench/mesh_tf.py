@@ -104,8 +104,9 @@ def built(program: Any) -> tuple[Any, Any, Any, list[Any]]:
     return graph, mtf_graph, mesh, [loss, *gradients]
 
 
-def moved_bytes(program: Any, mesh_shape: str, rules: str) -> dict[str, float]:
-    """Kind -> bytes that a device's buffers have, summed over the collectives of a lowered step (4-byte elements)."""
+def moved_bytes(program: Any, mesh_shape: str, rules: str) -> dict[str, float] | str:
+    """Kind -> bytes that a device's buffers have, summed over the collectives of a lowered step (4-byte elements).
+    What Mesh-TF says, where it cannot lower the program under these rules."""
     from pase.backends.mtf_shim import mesh_tensorflow
 
     mtf, _ = mesh_tensorflow()
@@ -114,7 +115,10 @@ def moved_bytes(program: Any, mesh_shape: str, rules: str) -> dict[str, float]:
         impl = mtf.placement_mesh_impl.PlacementMeshImpl(
             mesh_shape, rules, [f"/cpu:{i}" for i in range(DEVICES)]
         )
-        lowering = mtf.Lowering(mtf_graph, {mesh: impl})
+        try:
+            lowering = mtf.Lowering(mtf_graph, {mesh: impl})
+        except (ValueError, NotImplementedError) as e:
+            return f"cannot be lowered: {e}"[:300]
     out: dict[str, float] = {}
     for key, elements in lowering._counters:
         kind = key.partition("/")[0]
@@ -227,6 +231,10 @@ def main() -> None:
         if name in wanted:
             rows[name] = compare(name, loss, specs)
             print(name, json.dumps(rows[name], indent=1), flush=True)
+            write(rows)
+
+
+def write(rows: dict[str, Any]) -> None:
     git = ["git", "rev-parse", "--short", "HEAD"]
     out = ROOT / "bench" / "results" / "mesh_tf.json"
     result = {
