@@ -53,13 +53,13 @@ def constant(node: TfNode, proto: Any, shape: Sequence[int]) -> Array | None:
 
 
 def numpy_dtype(name: str) -> Any:
-    """The numpy dtype of a name; bfloat16 and the like by way of ml_dtypes, which TensorFlow brings."""
+    """The numpy dtype of a name; TensorFlow knows those that numpy does not (bfloat16)."""
     try:
         return np.dtype(name)
     except TypeError:
-        import ml_dtypes  # type: ignore[import-untyped, unused-ignore]
+        import tensorflow as tf
 
-        return np.dtype(getattr(ml_dtypes, name))
+        return np.dtype(tf.dtypes.as_dtype(name).as_numpy_dtype)
 
 
 def _small(size: int) -> bool:
