@@ -38,7 +38,7 @@ class Executor:
     fused: light ops run inside of the products beside them. If not, each is a kernel of its own that reads and
     writes memory, but for those of one call of a function that libraries have a kernel for.
     kernels: names of such functions of the user's.
-    host_s: the host's seconds for each kernel that it launches, forward or backward; 0: launched as a whole.
+    host_s: the host's mean seconds for each kernel that it launches, forward and backward; 0: launched as a whole.
     collective_s: what a collective between products takes at the least, launch included; 0: as priced.
     waits: the host waits for the device between forward and backward, so that it runs ahead within each alone.
     reruns_all: a rematerialised region runs again whole, not only what backward needs of it.
@@ -50,7 +50,7 @@ class Executor:
     name: str
     fused: bool
     kernels: frozenset[str]
-    host_s: float
+    host_s: tuple[float, float]
     collective_s: float
     waits: bool
     reruns_all: bool
@@ -63,7 +63,7 @@ COMPILED = Executor(
     name="compiled",
     fused=True,
     kernels=frozenset(),
-    host_s=0.0,
+    host_s=(0.0, 0.0),
     collective_s=0.0,
     waits=False,
     reruns_all=False,
@@ -75,15 +75,15 @@ EAGER = Executor(
     name="eager",
     fused=False,
     kernels=_LIBRARY,
-    host_s=35e-6,
+    host_s=(49e-6, 34e-6),
     collective_s=80e-6,
     waits=True,
     reruns_all=True,
     update_bytes=0.0,
     overlapped=False,
-    source="host_s: PyTorch on an A100 host, median 33 us between launches, forward (503 a step) and "
-    "backward (925), profiler on; mean 36 us backward (HolisticTraceAnalysis, tests/data/trace_diff/"
-    "control.json.gz). collective_s: 32 bytes to 64 KiB among 2 A100 of a node take 76 to 82 us in Megatron "
+    source="host_s: PyTorch on an A100 host, profiler on, mean between launches less than 1 ms apart: forward 49 us "
+    "(503 a step), backward 34 us (925) (HolisticTraceAnalysis, tests/data/trace_diff/control.json.gz, 6 steps). "
+    "collective_s: 32 bytes to 64 KiB among 2 A100 of a node take 76 to 82 us in Megatron "
     "(aliyun/aicb, visualize/inputs/A100_example.csv). waits: Megatron's timers (megatron/timers.py) "
     "synchronize the device at each pass's ends. reruns_all: torch.utils.checkpoint",
 )
@@ -153,6 +153,7 @@ def step_time(
     if executor.reruns_all:
         graph = _rerun(graph)
     device, host, moved = ({"forward": 0.0, "backward": 0.0, "update": 0.0} for _ in range(3))
+    launch_s = dict(zip(("forward", "backward"), executor.host_s, strict=True))
     for n in graph.nodes:
         cfg = configs[n.name][None, :]
         products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv") for op in n.ops)
@@ -168,7 +169,7 @@ def step_time(
         if n.kind == "parameter" and executor.update_bytes:
             device["update"] += _beside(graph, n, cfg, mesh, model, executor)
         for phase, count in launches(graph, n, executor).items():
-            host[phase] += count * executor.host_s
+            host[phase] += count * launch_s[phase]
     sync = 0.0
     stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
     for c in collectives(graph, mesh, configs, model):
@@ -176,7 +177,7 @@ def step_time(
             sync += c.cost
         else:
             moved[c.phase] += max(c.cost, c.times * executor.collective_s)
-            host[c.phase] += c.times * max(executor.host_s, executor.collective_s)
+            host[c.phase] += c.times * max(launch_s.get(c.phase, 0.0), executor.collective_s)
     forward, backward = (
         PassTime(device_s=device[p], communication_s=moved[p], host_s=host[p])
         for p in ("forward", "backward")

@@ -90,7 +90,7 @@ def test_the_host_bounds_a_small_model_and_the_device_a_large_one(problem):
 
     small = alone(problem.graph, EAGER)
     assert small.host_bound
-    assert small.micro_batch_s == pytest.approx((6 + 10) * EAGER.host_s)
+    assert small.micro_batch_s == pytest.approx(6 * EAGER.host_s[0] + 10 * EAGER.host_s[1])
     raw = trace(block, PARAMS, shape(2_000_000, 64)).graph
     big = Problem.of(raw, 1, "h100x8", "analytic", "adam").graph
     assert not alone(big, EAGER).host_bound
