@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,39 @@ def test_recurrent(exported: Any, kind: str) -> None:
     assert elements in (sum(map(math.prod, shapes)) + tables + extra for extra in (0, biases))
     split = next(n for n in found.nodes if n.kind == "matmul" and n.times == 10)
     assert all(d.kind in ("parallel", "reduction") for d in split.space if d.size > 4)
+
+
+KERAS = """
+import sys
+import keras
+import numpy as np
+from keras import layers
+model = keras.Sequential([
+    layers.Input((32, 32, 3)), layers.Conv2D(16, 3, padding="same", activation="relu"), layers.MaxPooling2D(),
+    layers.BatchNormalization(), layers.Flatten(), layers.Dense(64, activation="relu"), layers.Dense(10),
+])
+model(np.zeros((2, 32, 32, 3), "float32"))
+model.export(sys.argv[1], format="onnx", verbose=False)
+"""
+
+
+def test_keras(exported: Any, tmp_path: Path) -> None:
+    """By Keras's own exporter, on its PyTorch backend: images with channels last, transposed for the convolution."""
+    pytest.importorskip("keras")
+    path = tmp_path / "keras.onnx"
+    environment = os.environ | {"KERAS_BACKEND": "torch"}
+    done = subprocess.run(
+        [sys.executable, "-c", KERAS, str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    found = graph(path, dims={"batch": 8})
+    assert flops(found, "conv") == 2 * 8 * 32 * 32 * 16 * 27
+    assert flops(found, "matmul") == 2 * 8 * (16 * 16 * 16 * 64 + 64 * 10)
+    assert all(t.needs_grad for t in found.parameters) and [t.shape for t in found.inputs] == [(8, 32, 32, 3)]
 
 
 def test_gpt2(exported: Any) -> None:
