@@ -171,6 +171,7 @@ def _replay(d: Mapping[str, Any]) -> str:
 
 _TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "strategies": ("strategies", _strategies),
+    "racks": ("racks", _strategies),
     "summary": ("strategies", _summary),
     "errors": ("strategies", _by_strategy),
     "buckets": ("buckets", _buckets),
