@@ -260,5 +260,7 @@ def test_names_of_a_model_are_no_code():
     text, _ = to_mesh_tf.program(plan)
     tree = ast.parse(text)
     assert not any("os" in [a.name for a in n.names] for n in ast.walk(tree) if isinstance(n, ast.Import))
-    (table,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and "PARAMETERS" in ast.unparse(n.targets[0]))
+    (table,) = (
+        n.value for n in tree.body if isinstance(n, ast.Assign) and "PARAMETERS" in ast.unparse(n.targets[0])
+    )
     assert list(ast.literal_eval(table)) == [odd]
