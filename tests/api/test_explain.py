@@ -10,15 +10,21 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import pase
 from pase.api import Problem
-from pase.cli import command_group
+from pase.cli import main
 from pase.errors import PaseError
 from pase.explain import causes, explain
 from pase.plan.types import Plan
 from pase.search import brute_force
+
+
+def program(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
+    """Exit status and standard output of ``pase ARGS``."""
+    with pytest.raises(SystemExit) as done:
+        main([str(a) for a in args])
+    return int(done.value.code or 0), capsys.readouterr().out
 
 
 def squares(w: Any, x: Any) -> Any:
@@ -118,25 +124,26 @@ def test_another_machine_is_refused(plan: Plan) -> None:
         explain(plan, machine="a100x8")
 
 
-def test_the_program(plan: Plan, tmp_path: Path) -> None:
+def test_the_program(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "layout.json"
     plan.save(path)
     layer = next(n.name for n in plan.nodes if n.op == "matmul")
-    said = json.loads(CliRunner().invoke(command_group(), ["explain", str(path), "--json"]).stdout)
-    assert sum(c["cost"] for c in said["causes"]) == pytest.approx(said["cost"])
-    shown = CliRunner().invoke(command_group(), ["explain", str(path), "--layer", layer])
-    assert shown.exit_code == 0 and "(chosen)" in shown.stdout and layer in shown.stdout
-    assert CliRunner().invoke(command_group(), ["explain", str(path), "--layer", "no"]).exit_code == 2
+    status, said = program(capsys, "explain", path, "--json")
+    assert status == 0
+    assert sum(c["cost"] for c in json.loads(said)["causes"]) == pytest.approx(json.loads(said)["cost"])
+    status, said = program(capsys, "explain", path, "--layer", layer)
+    assert status == 0 and "(chosen)" in said and layer in said
+    assert program(capsys, "explain", path, "--layer", "no")[0] == 2
 
 
-def test_the_page(plan: Plan, tmp_path: Path) -> None:
+def test_the_page(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One file that parses, names every layer that costs something, and escapes what comes from the layout."""
     path, page = tmp_path / "layout.json", tmp_path / "page.html"
     plan.save(path)
     data = json.loads(path.read_text())
     data["cost"]["skipped"] = {"<script>alert(1)</script>": "a & b"}
     path.write_text(json.dumps(data))
-    assert CliRunner().invoke(command_group(), ["report", str(path), "-o", str(page)]).exit_code == 0
+    assert program(capsys, "report", path, "-o", page)[0] == 0
     text = page.read_text()
     assert "<script>" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
     assert all(n.name in text for n in plan.nodes if n.cost.total)
