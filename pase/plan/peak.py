@@ -29,11 +29,12 @@ _ACCUMULATED = 4
 def peak(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str = "adam") -> int:
     """Predicted bytes on one device at the step's worst moment; configs: node name -> int8 [axes]."""
     order = {n.name: i for i, n in enumerate(graph.nodes)}
-    stored = gradients = 0.0
+    stored = gradients = looped = 0.0
     outside: list[tuple[int, float]] = []  # where it is made, bytes
     region: dict[tuple[str, ...], float] = {}
     starts: dict[tuple[str, ...], int] = {}
     flight: dict[tuple[str, ...] | None, float] = {}
+    mine = 0.0
     wanted = kept(graph)
     made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
 
@@ -69,9 +70,14 @@ def peak(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer:
                         region[k.region] = region.get(k.region, 0.0) + local(n, a)
                     else:
                         outside.append((order[n.name], local(n, a) * number(k.times, t.name)))
+        # A loop's stack of weights is cast before the loop, and that of their gradients is there from its start.
+        casts = [op for op in n.ops[1:] if op.kind == "elementwise" and number(op.times, n.name) > 1]
+        if n.kind == "parameter" and casts:
+            stored += sum(local(n, op.writes[0]) * number(op.times, n.name) for op in casts)
+            looped += mine if graph.tensors[n.ops[0].writes[0].tensor].needs_grad else 0.0
         for where, nbytes in _weights(graph, n, local).items():
             flight[where] = max(flight.get(where, 0.0), nbytes)
-    moments = [sum(b for _, b in outside) + flight.get(None, 0.0)]
+    moments = [sum(b for _, b in outside) + looped + flight.get(None, 0.0)]
     for where, start in starts.items():
         before = sum(b for at, b in outside if at < start)
         moments.append(before + gradients + region.get(where, 0.0) + flight.get(where, 0.0))
