@@ -111,9 +111,11 @@ def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
     assert mark.end_ns - mark.start_ns == pytest.approx(e.iteration_s * 1e9, abs=1)
     assert {x.lane for x in events} == {"compute", *(link.name for link in problem.links)}
     sent = [x for x in events if x.kind == "collective"]
-    assert sum(x.duration_ns for x in sent) == pytest.approx(sum(e.link_busy_s.values()) * 1e9, rel=1e-6)
+    assert sum(x.duration_ns for x in sent) == pytest.approx(
+        sum(e.link_busy_s.values()) * 1e9, abs=len(events)
+    )
     assert sum(x.duration_ns for x in events if x.kind == "kernel") == pytest.approx(
-        e.compute_s * 1e9, rel=1e-6
+        e.compute_s * 1e9, abs=len(events)
     )
     assert {x.nbytes for x in sent} == {m.nbytes for m in made.messages}
     assert {x.operation for x in sent} <= {"all_reduce", "reduce_scatter", "all_gather"}
