@@ -105,6 +105,9 @@ _WORDS = {
 }
 
 
+_NOTHING = 1e-6  # of the plan's cost: rounding
+
+
 def why(c: Collective, op_of: Mapping[str, str]) -> str:
     """The reason for a collective in words, the same for alike ones; op_of: node name -> its op."""
     backward = c.phase == "backward"
@@ -139,7 +142,7 @@ def why(c: Collective, op_of: Mapping[str, str]) -> str:
 
 
 def causes(plan: Plan) -> tuple[Cause, ...]:
-    """The plan's whole cost by cause, the largest first; sums to the sum of its layers' costs."""
+    """The plan's whole cost by cause, the largest first; what overlap hides comes last, with a minus."""
     op_of = {n.name: n.op for n in plan.nodes}
     found: dict[tuple[str, str], list[float]] = {}
 
@@ -164,6 +167,8 @@ def causes(plan: Plan) -> tuple[Cause, ...]:
             add("update", "the optimizer's update", n.cost.update, 0)
     for c in plan.collectives:
         add("communication", why(c, op_of), c.cost, c.nbytes * c.times)
+    if plan.hidden > _NOTHING * plan.cost:
+        add("communication", "less what runs behind backward's compute", -plan.hidden, 0)
     return tuple(
         Cause(group=group, what=what, cost=cost, nbytes=round(nbytes), count=round(count))
         for (group, what), (cost, nbytes, count) in sorted(found.items(), key=lambda kv: -kv[1][0])
@@ -202,6 +207,8 @@ def explain(
         remark = f"time was up: {skipped} layers were not tried" if skipped else remark
     if node is not None:
         report = _layer(plan, node, problem, say)
+    if problem is not None and plan.hidden > _NOTHING * plan.cost:
+        remark = f"what else could be is priced with nothing hidden behind backward. {remark}".strip()
     return Explanation(plan=plan, causes=causes(plan), next_best=next_best, layer=report, remark=remark)
 
 

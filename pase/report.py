@@ -127,7 +127,7 @@ def _layers(e: Explanation) -> list[str]:
                 escape(n.name) + (f" ×{n.times}" if n.times > 1 else ""), f"<code>{escape(n.einsum)}</code>",
                 escape(split), cost_text(n.cost.total, plan.unit),
                 "" if other is None or not plan.cost else "impossible" if other == float("inf")
-                else f"{max(other / plan.cost - 1, 0.0):+.2%}",
+                else f"{max(other / (plan.cost + plan.hidden) - 1, 0.0):+.2%}",
                 _bar([("compute", n.cost.compute), ("communication", n.cost.communication), ("update", n.cost.update)],
                      most),
             )

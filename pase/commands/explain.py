@@ -147,8 +147,8 @@ def _overview(e: Explanation, c: Any) -> None:
     for x in e.causes:
         moved = x.group == "communication"
         table.add_row(
-            x.what, cost_text(x.cost, plan.unit), f"{x.cost / whole:.1%}", bytes_text(x.nbytes) if moved else "",
-            str(x.count) if moved else "",
+            x.what, cost_text(x.cost, plan.unit), f"{x.cost / whole:.1%}", bytes_text(x.nbytes) if moved and x.cost > 0 else "",
+            str(x.count) if moved and x.cost > 0 else "",
         )  # fmt: skip
     c.print(table)
     c.print()
@@ -159,7 +159,7 @@ def _overview(e: Explanation, c: Any) -> None:
         other = e.next_best.get(n.name)
         table.add_row(
             n.name + (f" ×{n.times}" if n.times > 1 else ""), _split(n.split), cost_text(n.cost.total, plan.unit),
-            f"{n.cost.total / whole:.1%}", "" if other is None else _against(other, plan.cost),
+            f"{n.cost.total / whole:.1%}", "" if other is None else _against(other, plan.cost + plan.hidden),
         )  # fmt: skip
     c.print(table)
 
@@ -223,7 +223,7 @@ def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
         c.print(table)
     if r.alternatives:
         c.print()
-        c.print(_alternatives(r.alternatives[:most], plan.cost, plan.unit))
+        c.print(_alternatives(r.alternatives[:most], plan.cost + plan.hidden, plan.unit))
         if most is not None and len(r.alternatives) > most:
             say(f"and {len(r.alternatives) - most} dearer ones (--all)")
 

@@ -91,6 +91,13 @@ def test_a_layers_items_add_up(plan: Plan) -> None:
         assert sum(c.cost for c, _ in report.moves) == pytest.approx(n.cost.communication, rel=1e-9)
 
 
+def test_what_overlap_hides_is_taken_off() -> None:
+    p = pase.compile("zoo:gpt2?layers=2", devices=4, mesh="2x2", baselines=False, overlap="gradients")
+    assert p.hidden > 0
+    assert sum(c.cost for c in causes(p)) == pytest.approx(p.cost, rel=1e-9)
+    assert "nothing hidden" in explain(p).remark
+
+
 def test_a_plan_in_micro_batches_is_explained_as_it_runs() -> None:
     p = pase.compile("zoo:gpt2?layers=2", devices=4, mesh="2x2", baselines=False, accumulate=2, remat="all")
     layer = max((n for n in p.nodes if n.op == "matmul"), key=lambda n: n.cost.total)
