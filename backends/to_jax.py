@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from pase.backends.jax_equations import boundary, evaluate
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
 from pase.ir.blocks import Block
@@ -383,7 +384,7 @@ class _Walk:
                 outs = self._scan(eqn, ins, path, copies)
             else:
                 ins = [self._read(x, path, t, copies) for x, t in zip(ins, names, strict=True)]
-                outs = _evaluate(eqn, ins, info)
+                outs = evaluate(eqn, ins, info)
                 outs = [self.defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
             env.update(zip(eqn.outvars, outs, strict=True))
 
@@ -394,7 +395,7 @@ class _Walk:
                 one(i, copies)
                 i += 1
                 continue
-            reads, makes = _boundary(jaxpr, block)
+            reads, makes = boundary(jaxpr, block)
 
             def body(*args: Any, block: Block = block, reads: Any = reads, makes: Any = makes) -> list[Any]:
                 outside = dict(env)
@@ -475,32 +476,9 @@ def _as_linked(devices: Sequence[Any]) -> list[Any]:
     return sorted(devices, key=place)
 
 
-def _boundary(jaxpr: Any, block: Block) -> tuple[list[Any], list[Any]]:
-    """Variables that a block of equations reads from outside, and those that it makes for outside."""
-    from jax.extend.core import Literal
-
-    mine = jaxpr.eqns[block.start : block.stop]
-    made = dict.fromkeys(v for e in mine for v in e.outvars)
-    reads = dict.fromkeys(v for e in mine for v in e.invars if not isinstance(v, Literal) and v not in made)
-    after = [v for e in jaxpr.eqns[block.stop :] for v in e.invars] + list(jaxpr.outvars)
-    wanted = {v for v in after if not isinstance(v, Literal)}
-    return list(reads), [v for v in made if v in wanted]
-
-
 def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
     """As JAX will see it: 64-bit numbers become 32-bit ones unless it is told otherwise."""
     import jax
 
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
     return jax.numpy.shape(leaf), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
-
-
-def _evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:
-    """One equation as it stands, by JAX's public means: a jaxpr that holds it alone."""
-    from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
-
-    args = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not isinstance(v, Literal)}
-    kept = [v for v in eqn.outvars if type(v).__name__ != "DropVar"]
-    alone = Jaxpr((), list(args), kept, [eqn], eqn.effects, info)
-    outs = iter(jaxpr_as_fun(ClosedJaxpr(alone, ()))(*args.values()))
-    return [next(outs) if type(v).__name__ != "DropVar" else None for v in eqn.outvars]
