@@ -145,10 +145,10 @@ def _overview(e: Explanation, c: Any) -> None:
     whole = sum(x.cost for x in e.causes) or 1.0
     table = _table("where the time goes", "step>", "share>", "bytes a device>", "collectives>")
     for x in e.causes:
-        moved = x.group == "communication"
+        moved = x.group == "communication" and x.cost > 0
         table.add_row(
-            x.what, cost_text(x.cost, plan.unit), f"{x.cost / whole:.1%}", bytes_text(x.nbytes) if moved and x.cost > 0 else "",
-            str(x.count) if moved and x.cost > 0 else "",
+            x.what, cost_text(x.cost, plan.unit), f"{x.cost / whole:.1%}", bytes_text(x.nbytes) if moved else "",
+            str(x.count) if moved else "",
         )  # fmt: skip
     c.print(table)
     c.print()

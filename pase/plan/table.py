@@ -30,6 +30,8 @@ def cost_text(cost: float, unit: str) -> str:
     """
     if unit != "s":
         return f"{cost:.4g} {unit}"
+    if cost < 0:
+        return f"-{cost_text(-cost, unit)}"
     for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if cost >= scale:
             return f"{cost / scale:.3g} {name}" if cost / scale >= 10 else f"{cost / scale:.2f} {name}"
