@@ -32,9 +32,11 @@ BANDWIDTHS = (5e9, 1e9, 2.5e8)
 
 
 def one(problem: Problem, exact_up_to: int) -> dict[str, object]:
-    began = time.process_time()
-    plan, cost, bound = fast_plan(problem)
-    seconds = time.process_time() - began
+    seconds = float("inf")
+    for _ in range(3):  # the least of three: what runs beside only adds
+        began = time.process_time()
+        plan, cost, bound = fast_plan(problem)
+        seconds = min(seconds, time.process_time() - began)
     others = {}
     for name, policy in all_policies().items():
         if policy.delays or name == "ours":

@@ -108,7 +108,9 @@ def test_gpt2_with_the_bucket_that_the_paper_speaks_of() -> None:
     sizes = [int(1e9 * share), *[int(1e9 * (1 - share) / (n - 1))] * (n - 1)]
     beta = c / sum(sizes)
     problem = chain([f / n] * n, [b / n] * n, sizes, link("nccl", beta=beta))
-    took = {p: evaluate(problem, get_policy(p).make(problem, Options())).iteration_s for p in ("us_byte", "ddp")}
+    took = {
+        p: evaluate(problem, get_policy(p).make(problem, Options())).iteration_s for p in ("us_byte", "ddp")
+    }
     assert (b / n + sizes[0] * beta) / took["us_byte"] == pytest.approx(0.25, abs=0.02)
     assert took["us_byte"] / (f + b) - 1 == pytest.approx(0.29, abs=0.005)
     assert 0.33 < took["ddp"] / (f + b) - 1 < 0.37
