@@ -94,8 +94,11 @@ def _is_graph_def(model: Any) -> bool:
 
 def read(model: Any, args: Sequence[Any], name: str | None, dims: Dims) -> Source:
     """Whatever ``reads`` accepts. dims: sizes for dims that are not known, see ``bound``."""
+    import os
+
     from pase.frontends import tf_files, tf_live
 
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its greetings on standard error
     try:
         import tensorflow  # noqa: F401
     except ImportError as e:

@@ -197,7 +197,11 @@ def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
         f"update {cost_text(n.cost.update, unit)}"
     )
     if r.holds:
-        say("keeps    " + " · ".join(f"{k} {bytes_text(b)}" for k, b in r.holds.items()) + " on a device")
+        held = [
+            f"{k} {bytes_text(b)}" if b >= 0 else f"less {bytes_text(-b)} that its readers count as theirs"
+            for k, b in r.holds.items()
+        ]
+        say("keeps    " + " · ".join(held) + " on a device")
     if r.work:
         c.print()
         table = _table(
