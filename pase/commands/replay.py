@@ -11,6 +11,7 @@ import typer
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
+    from pase.replay.report import Rewrite
     from pase.replay.types import Timeline
 
 __all__ = ["replay"]
@@ -31,8 +32,13 @@ def replay(
     what_if: Annotated[
         list[str] | None,
         typer.Option(
-            "--what-if", help="bandwidth=2, latency=0.5, ranks=128, host=0.5, op:REGEX=0.5, balance=1."
+            "--what-if",
+            help="bandwidth=2, latency=0.5, ranks=128, host=0.5, op:REGEX=0.5, balance=1, bucket-plan=ours (or "
+            "another policy of pase schedule), strategy=OTHER_LAYOUT.json.",
         ),
+    ] = None,
+    layout: Annotated[
+        Path | None, typer.Option(help="The layout that the traced run had, for --what-if strategy=.")
     ] = None,
     against: Annotated[
         Path | None, typer.Option(help="Traces of the same plan: compare a layout's timeline op by op.")
@@ -43,10 +49,11 @@ def replay(
     from pase.replay.report import compare_timelines, replay_report
 
     planned = _planned(traces)
-    if planned is not None and what_if:
+    if planned is not None and any(not k.startswith("strategy=") for k in what_if or ()):
         raise PaseError(
             f"{traces}: a layout's step says when things run, not what they wait for, so nothing can be changed in "
-            "it; compile with another --machine, or schedule with another --link"
+            "it but its strategy (strategy=OTHER_LAYOUT.json); compile with another --machine, or schedule with "
+            "another --link"
         )
     if against is not None:
         report = compare_timelines(traces, against, align, timeline=planned)
@@ -55,8 +62,9 @@ def replay(
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"--align {align}: there are ends, dpro and none")
     report = replay_report(
-        traces, align=align, what_if=what_if or [], output=output, predicted=predicted, timeline=planned
-    )
+        traces, align=align, what_if=what_if or [], output=output, predicted=predicted, timeline=planned,
+        rewrites=_rewrites(what_if or [], traces if planned is not None else layout, planned is not None),
+    )  # fmt: skip
     _print(report, as_json, _summary)
 
 
@@ -76,6 +84,27 @@ def _planned(path: Path) -> Timeline | None:
             f"{path}: no collective on a parameter: this plan has nothing to schedule, nor to replay"
         )
     return planned
+
+
+def _rewrites(what_if: list[str], layout: Path | None, is_planned: bool) -> dict[str, Rewrite]:
+    """What those changes do that the replay itself knows nothing of: bucket plans, strategies."""
+    out: dict[str, Rewrite] = {}
+    for text in what_if:
+        name, _, value = text.partition("=")
+        if name == "bucket-plan":
+            from pase.replan import by_policy
+
+            out[text] = by_policy(value)
+        elif name == "strategy":
+            from pase.restrategy import by_prediction, by_ratio
+
+            if layout is None:
+                raise PaseError(
+                    f"what-if {text}: give the layout that the run had as well (--layout NOW.json); the measured step "
+                    "is scaled by what is predicted of the two"
+                )
+            out[text] = (by_prediction if is_planned else by_ratio)(layout, Path(value))
+    return out
 
 
 def _print(report: dict[str, Any], as_json: bool, human: Any) -> None:
@@ -124,6 +153,14 @@ def _summary(report: dict[str, Any]) -> None:
         console.print(
             f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})"
         )
+        if "control_s" in w:
+            console.print(
+                f"  {w['messages']} messages for {w['tensors']} collectives; the run's own plan with durations from "
+                f"the same fitted curve: {w['control_s'] * 1e3:.2f} ms, with which the speedup compares",
+                highlight=False,
+            )
+        if "note" in w:
+            console.print(f"  {w['note']}", highlight=False)
     for p in report["problems"]:
         console.print(f"[yellow]note[/yellow] {p}", highlight=False)
 

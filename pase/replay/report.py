@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.replay.analyse import path_steps, rank_uses, to_timeline
 from pase.replay.clocks import align as align_clocks
+from pase.replay.graph import DataflowGraph
 from pase.replay.ingest import load
 from pase.replay.model import estimate, measure
 from pase.replay.optimize import Outcome
@@ -24,6 +25,7 @@ from pase.replay.types import GPU_KINDS, KINDS, Timeline
 from pase.replay.whatif import apply, evaluate, parse_knob
 
 __all__ = [
+    "Rewrite",
     "compare_timelines",
     "is_layout",
     "layout_timeline",
@@ -31,6 +33,10 @@ __all__ = [
     "optimize_report",
     "replay_report",
 ]
+
+Rewrite = Callable[[Timeline, DataflowGraph], tuple[DataflowGraph, dict[str, Any]]]
+"""A change to a run's graph: the changed graph, and what to report of it. "control" in that is a graph too: the run
+as it is, made in the same way, with which the changed one is then compared."""
 
 
 def is_layout(path: Path) -> bool:
@@ -66,12 +72,17 @@ def replay_report(
     output: Path | None = None,
     predicted: Path | None = None,
     timeline: Timeline | None = None,
+    rewrites: Mapping[str, Rewrite] | None = None,
 ) -> dict[str, Any]:
     """Everything that ``pase replay`` prints. Times in seconds, errors relative to the measured time.
 
-    timeline: what to replay in place of what ``source`` holds.
+    timeline: what to replay in place of what ``source`` holds. rewrites: what some of the ``what_if`` do, by their
+    text, where that is not a knob of ours.
     """
-    knobs = [parse_knob(k) for k in what_if]
+    rewrites = rewrites or {}
+    # Rewrites first: they read the graph as measured, and what knobs do holds for any.
+    texts = sorted(dict.fromkeys(what_if), key=lambda k: k not in rewrites)
+    asked = [(k, rewrites.get(k) or _knob(k)) for k in texts]
     t = align_clocks(load_any(source) if timeline is None else timeline, align)
     m = measure(t)
     steady = m.steady()
@@ -123,7 +134,8 @@ def replay_report(
         )
     slowest = max(own, key=lambda k: own[k])
     path = path_steps(g, r, g.tail.get(slowest))
-    changes = _what_ifs(g, knobs, what_if)
+    heads = [k.partition("=")[0] for k in texts if k in rewrites]
+    changes = _what_ifs(t, g, asked, joint=len(set(heads)) == len(heads))
     if output is not None:
         marked = [int(g.event[s.task]) for s in path if g.event[s.task] >= 0]
         save_timeline(t, output, critical=marked)
@@ -142,17 +154,38 @@ def replay_report(
     }
 
 
-def _what_ifs(g: Any, knobs: list[tuple[str, str, float]], texts: Sequence[str]) -> list[dict[str, Any]]:
-    if not knobs:
+def _knob(text: str) -> Rewrite:
+    knob = parse_knob(text)
+    return lambda _, g: (apply(g, [knob]), {})
+
+
+def _what_ifs(
+    t: Timeline, g: DataflowGraph, asked: list[tuple[str, Rewrite]], joint: bool
+) -> list[dict[str, Any]]:
+    """Each change alone, then (joint) all together, one after the other.
+
+    A change that says what the run as it is comes to by its own reckoning (control) is compared with that; added_s is
+    time that has no place in the graph.
+    """
+    if not asked:
         return []
     base = max(evaluate(g).values())
-    every = [([k], text) for k, text in zip(knobs, texts, strict=True)]
-    if len(knobs) > 1:
-        every.append((knobs, " and ".join(texts)))
     out = []
-    for chosen, text in every:
-        ns = max(evaluate(apply(g, chosen)).values())
-        out.append({"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": base / ns})
+    changed, added = g, 0.0
+    for text, change in asked:
+        made, more = change(t, g)
+        control = more.pop("control", None)
+        before = base if control is None else max(evaluate(control).values())
+        ns = max(evaluate(made).values()) + more.get("added_s", 0.0) * 1e9
+        row = {"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
+        out.append(row | more | ({} if control is None else {"control_s": before / 1e9}))
+    if joint and len(asked) > 1:
+        for _, change in asked:
+            changed, more = change(t, changed)
+            added += more.get("added_s", 0.0) * 1e9
+        ns = max(evaluate(changed).values()) + added
+        both = " and ".join(text for text, _ in asked)
+        out.append({"knob": both, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": base / ns})
     return out
 
 

@@ -44,7 +44,8 @@ def parse_knob(text: str) -> tuple[str, str, float]:
     except ValueError:
         number = float("nan")
     if not eq or name not in KNOBS or not 0 < number < float("inf") or (name == "op") != bool(pattern):
-        raise PaseError(f"what-if '{text}': expected one of {'; '.join(KNOBS.values())}")
+        others = "bucket-plan=POLICY: gradients as that policy sends them; strategy=LAYOUT: another strategy"
+        raise PaseError(f"what-if '{text}': expected one of {'; '.join(KNOBS.values())}; {others}")
     if name == "op":
         try:
             re.compile(pattern)

@@ -1,0 +1,113 @@
+"""What if another bucket plan: a run's collectives regrouped, against an independent simulation of that run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pase.errors import PaseError
+from pase.replan import as_measured, replan, what_if_bucket_plan
+from pase.replay import align, estimate, load, measure, replay_graph
+from pase.replay.types import COLLECTIVE
+from pase.replay.whatif import evaluate
+from pase.schedule import BucketPlan, Message, Piece, whole
+from pase.trace_profile import problem_from_timeline
+from tests.replay.synthetic import Run, simulate, write
+
+GROWTH = 0.2
+
+
+def run_of(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> Run:
+    """Buckets of that many layers each, sizes so that every such run sends the same bytes for each layer."""
+    n = layers_a_bucket
+    first = 1 + GROWTH * (n - 1) / 2
+    return Run(
+        **(
+            dict(layers=12, iterations=4, bucket_layers=n, collective_us=150.0)
+            | {"bucket_bytes": round(mib * 2**20 * n * first), "bucket_growth": GROWTH * n / first}
+            | changed
+        )
+    )
+
+
+def graph_of(run: Run, folder: Path):  # type: ignore[no-untyped-def]
+    t = align(load(write(simulate(run), folder)))
+    m = measure(t)
+    return t, estimate(m, m.steady())
+
+
+def truth_ms(run: Run) -> float:
+    return float(np.median(np.array(simulate(run).iteration_us)[:, 1:])) / 1e3
+
+
+def ms(g: Any) -> float:
+    return max(evaluate(g).values()) / 1e6
+
+
+@pytest.mark.parametrize("mib", [0.5, 8.0, 40.0])
+@pytest.mark.parametrize("together", [2, 3, 6])
+def test_fusing_meets_the_run_that_fuses(tmp_path: Path, mib: float, together: int) -> None:
+    t, g = graph_of(run_of(1, mib), tmp_path / "t")
+    p = problem_from_timeline(t)
+    every = range(0, 12, together)
+    plan = BucketPlan(policy="fused", messages=tuple(whole(p, range(k, k + together)) for k in every))
+    made = replan(g, p, plan)
+    assert made.detail["messages"] == 12 // together
+    assert ms(made.graph) == pytest.approx(truth_ms(run_of(together, mib)), rel=0.02)
+
+
+def test_cutting_meets_the_run_that_sends_parts(tmp_path: Path) -> None:
+    """Two layers a bucket, each cut back into its two: the parts still wait for the bucket's last gradient."""
+    t, g = graph_of(run_of(2), tmp_path / "t")
+    p = problem_from_timeline(t)
+    halves = []
+    for k, tensor in enumerate(p.tensors):
+        cut = tensor.nbytes // 2
+        halves.append(Message(pieces=(Piece(tensor=k, offset=0, nbytes=cut),)))
+        halves.append(Message(pieces=(Piece(tensor=k, offset=cut, nbytes=tensor.nbytes - cut),)))
+    made = replan(g, p, BucketPlan(policy="parts", messages=tuple(halves)))
+    assert made.detail["messages"] == 2 * len(p.tensors)
+    # One more startup for each bucket, and nothing to gain: a stream sends one thing at a time.
+    assert ms(made.graph) > ms(g)
+    sends = made.graph.kind == COLLECTIVE
+    ours, theirs = made.graph.nbytes[sends].sum(), g.nbytes[g.kind == COLLECTIVE].sum()
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("mib", [0.5, 8.0])
+def test_the_runs_own_plan_changes_nothing(tmp_path: Path, mib: float) -> None:
+    t, g = graph_of(run_of(1, mib, noise=0.01), tmp_path / "t")
+    p = problem_from_timeline(t)
+    assert ms(replan(g, p, as_measured(p)).graph) == pytest.approx(ms(g), rel=0.01)
+
+
+def test_messages_keep_their_order_and_wait_for_all_their_parts(tmp_path: Path) -> None:
+    t, g = graph_of(run_of(1), tmp_path / "t")
+    p = problem_from_timeline(t)
+    backwards = tuple(whole(p, [k]) for k in reversed(range(12)))
+    made = replan(g, p, BucketPlan(policy="last first", messages=backwards)).graph
+    r = replay_graph(made)
+    sent = np.flatnonzero(made.kind == COLLECTIVE)
+    for rank in made.ranks:
+        mine = sent[made.rank[sent] == rank]
+        assert (np.diff(r.start_ns[mine]) > 0).all()
+        # The first to be sent is the last to be ready, so all of them are exposed.
+        assert (
+            r.start_ns[mine].min()
+            >= r.finish_ns[np.char.startswith(np.array(made.names)[made.name], "bwd_")].max()
+        )
+
+
+def test_a_policy_of_the_scheduler_and_its_control(tmp_path: Path) -> None:
+    t, g = graph_of(run_of(1, 1.0, collective_us=400.0), tmp_path / "t")
+    found = {name: what_if_bucket_plan(t, g, name) for name in ("ours", "ddp")}
+    assert ms(found["ours"].detail["control"]) == pytest.approx(ms(g), rel=0.01)
+    assert ms(found["ours"].graph) < ms(g) * 0.99
+    assert ms(found["ours"].graph) <= ms(found["ddp"].graph) * 1.005
+    with pytest.raises(PaseError, match="no scheduling policy 'magic'"):
+        what_if_bucket_plan(t, g, "magic")
+    with pytest.raises(PaseError, match="delays updates"):
+        what_if_bucket_plan(t, g, "deft")
