@@ -30,7 +30,7 @@ def test_peak_is_what_the_compiler_allocates():
 
 
 def test_peak_by_hand():
-    """Two products and a squared error on one device: state, input, what backward needs, one weight with its gradient."""
+    """Two products, a squared error, one device: state, input, what backward needs, one weight with its gradient."""
     import jax
     import jax.numpy as jnp
 
