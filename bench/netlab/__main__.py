@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="forget earlier calibrations")
     parser.add_argument("--models", help="strategies: of these alone, comma-separated")
     parser.add_argument("--calibrate-s", type=float, default=75.0, help="seconds for each network")
+    parser.add_argument("--mbit", type=float, help="strategies: on the networks of this rate alone")
     parser.add_argument("--batches", type=int, default=2, choices=(1, 2), help="strategies: batch sizes")
     parser.add_argument("--iterations", type=int, default=20, help="buckets, replay: of each run")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result files go")
@@ -89,7 +90,10 @@ def run(args: argparse.Namespace) -> None:
     if args.part in ("full", "strategies"):
         models = args.models.split(",") if args.models else list(SIZES)
         began, rows = time.time(), []
-        for topology in strategies.FULL:
+        chosen = [t for t in strategies.FULL if not args.mbit or t.host_mbit == args.mbit]
+        if len(chosen) < len(strategies.FULL):
+            rows += _kept(args.results / "netlab_strategies.json", [t.name for t in chosen])
+        for topology in chosen:
             rows += strategies.measure(topology, models, args.batches, args.folder, args.calibrate_s)
             write("strategies", {"summary": strategies.summary(rows), "rows": rows}, began, args.results)
     if args.part in ("full", "racks"):
@@ -120,6 +124,12 @@ def run(args: argparse.Namespace) -> None:
             args.folder, cases=replays.CASES, hosts=2, steps=args.iterations, calibrate_s=args.calibrate_s
         )
         write("replay", found, began, args.results)
+
+
+def _kept(file: Path, measured: list[str]) -> list[dict[str, Any]]:
+    """The rows of networks that are not measured now."""
+    before = json.loads(file.read_text())["rows"] if file.exists() else []
+    return [r for r in before if r["network"] not in measured]
 
 
 def _summaries(result: dict[str, Any]) -> Any:
