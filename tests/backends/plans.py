@@ -56,7 +56,11 @@ class Case:
             p = self.problem
             price = DearCompute(costmodels.get("paper", p.machine))
             dear = Problem(
-                graph=p.graph, devices=p.devices, machine=p.machine, model=price, optimizer=p.optimizer,
+                graph=p.graph,
+                devices=p.devices,
+                machine=p.machine,
+                model=price,
+                optimizer=p.optimizer,
                 variant=p.variant,
             )
             mesh = mesh_from(shape, self.problem.devices)
@@ -66,7 +70,9 @@ class Case:
                 chosen = dear.search([mesh], lambda _: None, {}).configs
             return dear.plan_of(chosen, mesh, name, self.traced)
         p, (method, _, label) = self.problem, kind.partition("/")
-        with patch.object(masks, "PERSISTENT_ELEMENTS", 0):  # else none of these small models' parameters is split
+        with patch.object(
+            masks, "PERSISTENT_ELEMENTS", 0
+        ):  # else none of these small models' parameters is split
             made = baselines(p.graph, p.devices, p.machine, p.model, only=(method,))
         for b in made:
             if isinstance(b, Baseline) and b.name.endswith(label):
