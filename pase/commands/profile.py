@@ -18,23 +18,25 @@ def profile(
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the traces.")] = Path("traces"),
     seconds: Annotated[float, typer.Option(help="Stop tracing after so long; 0 traces to the end.")] = 0.0,
+    skip: Annotated[int, typer.Option(min=1, help="PyTorch: optimizer steps to let pass first.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="PyTorch: optimizer steps to trace then.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run a JAX program, with all processes that it starts, and collect what replay needs."""
+    """Run a JAX or PyTorch program, with all processes that it starts, and collect what replay needs."""
     from pase.errors import PaseError
     from pase.replay.profiling import environment
 
     if seconds < 0:
         raise PaseError(f"--seconds {seconds}: give 0 or a positive number")
-    before = {p: p.stat().st_mtime_ns for p in output.rglob("*.xplane.pb")} if output.exists() else {}
+    before = {p: p.stat().st_mtime_ns for p in _traces(output)}
     try:
         # With --json the program's own output must not stand beside the one object.
         done = subprocess.run(
-            command, env=environment(output, seconds), stdout=2 if as_json else None, check=False
+            command, env=environment(output, seconds, skip, steps), stdout=2 if as_json else None, check=False
         )
     except OSError as e:
         raise PaseError(f"cannot run '{command[0]}': {e.strerror or e}") from e
-    files = sorted(p for p in output.rglob("*.xplane.pb") if before.get(p) != p.stat().st_mtime_ns)
+    files = sorted(p for p in _traces(output) if before.get(p) != p.stat().st_mtime_ns)
     if as_json:
         report = {"output": str(output), "status": done.returncode, "traces": [str(f) for f in files]}
         typer.echo(json.dumps(report))
@@ -43,8 +45,16 @@ def profile(
             f"'{' '.join(command)}' ended with status {done.returncode}; {len(files)} traces were written"
         )
     if not files:
-        raise PaseError(f"'{' '.join(command)}' wrote no trace: it ran no JAX computation that was compiled")
+        raise PaseError(
+            f"'{' '.join(command)}' wrote no trace: it ran no JAX computation that was compiled, and no PyTorch "
+            f"optimizer took more than {skip} steps"
+        )
     if not as_json:
         typer.echo(
             f"{len(files)} traces in {output}. Next: pase replay {output}; pase diagnose {output}", err=True
         )
+
+
+def _traces(folder: Path) -> list[Path]:
+    """What JAX's and PyTorch's profilers have written there."""
+    return [*folder.rglob("*.xplane.pb"), *folder.rglob("rank*/trace.json.gz")] if folder.exists() else []

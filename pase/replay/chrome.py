@@ -10,6 +10,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.replay.builder import Builder, split_devices
+from pase.replay.gloo import tie_gloo
 from pase.replay.reader import LIMITS, BoundedReader, Limits, needed, open_stream
 from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Mark, Problem, Timeline
 from pase.replay.xla import Executions, untangle
@@ -105,7 +106,9 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     feed.finish(bool(stream.broken or cut))
     t = b.finish()
     t = replace(t, problems=(*t.problems, *problems))
-    return untangle(split_devices(t, feed.executions.marks(b.rank))) if feed.executions.spans else t
+    if feed.executions.spans:
+        return untangle(split_devices(t, feed.executions.marks(b.rank)))
+    return tie_gloo(t)
 
 
 def _whole(x: Any, default: int) -> int:
@@ -225,7 +228,12 @@ class _Feed:
             if isinstance(args.get("bytes"), int):
                 nbytes = args["bytes"]
         elif kind == _K["annotation"]:
-            if text.startswith("nccl:") or text.startswith("c10d::"):
+            if text.startswith("gloo:"):
+                # On a worker thread of its own: what a device's queue is to NCCL.
+                operation, nbytes = collective_operation(text.split(":", 1)[1]), _dims_bytes(args)
+                kind, group = COLLECTIVE, b.group("", self.default_group)
+                lane = b.lane(("gloo", e.get("pid"), e.get("tid")), True, f"gloo of thread {e.get('tid')}")
+            elif text.startswith("nccl:") or text.startswith("c10d::"):
                 operation, nbytes = collective_operation(text.split(":", 1)[1]), _dims_bytes(args)
             else:
                 m = _STEP.match(text)

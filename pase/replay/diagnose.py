@@ -102,7 +102,8 @@ def _launch_bound(
     m: Measured, g: DataflowGraph, r: Replay, uses: list[RankUse], base: float
 ) -> list[Finding]:
     launches = np.bincount(g.rank[g.dst[g.edge_kind == EDGES.index("launch")]], minlength=max(g.ranks) + 1)
-    if not launches.any():
+    on_device = np.isin(g.kind, GPU_KINDS) & (g.kind != COLLECTIVE)
+    if not launches.any() or not on_device.any():  # a run on CPUs launches nothing but collectives
         return []
     free = apply(g, [("host", "", 1e-6)])
     free = replace(free, lag_ns=np.where(g.edge_kind == EDGES.index("launch"), 0.0, free.lag_ns))
@@ -219,6 +220,7 @@ def _stragglers(m: Measured, g: DataflowGraph, r: Replay, uses: list[RankUse], b
     waiting = max(uses, key=lambda u: u.waiting_ns)
     compute = {u.rank: u.compute_ns for u in uses}
     slow = compute.get(rank, 0.0) / max(float(np.median(list(compute.values()))), 1.0) - 1
+    compared = f"; its compute takes {slow:+.1%} against the median rank" if any(compute.values()) else ""
     kind = "straggler" if share > 0.6 else "imbalance"
     title = (
         f"The others wait for rank {rank}: up to {_ms(waiting.waiting_ns)} on rank {waiting.rank}"
@@ -232,7 +234,7 @@ def _stragglers(m: Measured, g: DataflowGraph, r: Replay, uses: list[RankUse], b
             title=title,
             detail=(
                 f"Rank {rank} comes last at {int((last == rank).sum())} of {len(gangs)} collectives and causes "
-                f"{share:.0%} of the waiting; its compute takes {slow:+.1%} against the median rank. With "
+                f"{share:.0%} of the waiting{compared}. With "
                 f"balanced ranks an iteration would take {_ms(base - cost)}."
             ),
             cost_ns=cost,

@@ -24,6 +24,7 @@ ANNOTATION = KINDS.index("annotation")
 
 _SYNC = re.compile(
     r"(Device|Stream|Event|Ctx|Context)Synchronize|^(cuda|hip)Memcpy$|^cuMemcpy[DH]to[DH](_v2)?$"
+    r"|^gloo wait$"
 )
 _WAIT = re.compile(r"StreamWaitEvent")
 _IDLE_NS = 200_000
@@ -444,6 +445,9 @@ def _sync_edges(
                 continue
             task = call_task[c]
             p.edge(op_task[waits], task, "sync")
+            if text == "gloo wait":  # for all that were asked for, whichever is last this time
+                for k in by_end[: int(np.searchsorted(sorted_ends, end, side="right"))].tolist():
+                    p.edge(op_task[k], task, "sync")
             if start < done <= end:
                 p.blocked[task] = op_task[waits]
 

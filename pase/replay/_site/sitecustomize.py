@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH by ``pase profile``: traces the program once it imports JAX. Runs the user's own, too."""
+"""Put on PYTHONPATH by ``pase profile``: traces a program that imports JAX or PyTorch. Runs the user's own, too."""
 
 import importlib.abc
 import importlib.machinery
@@ -9,11 +9,14 @@ import sys
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-class _AfterJax(importlib.abc.MetaPathFinder):
-    """Calls autostart right after ``import jax`` has finished, and is out of the way before and afterwards."""
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls autostart right after the import has finished, and is out of the way before and afterwards."""
+
+    def __init__(self, name, home):  # type: ignore[no-untyped-def]
+        self.name, self.home = name, home
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != "jax":
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -23,9 +26,8 @@ class _AfterJax(importlib.abc.MetaPathFinder):
 
         def exec_module(module):  # type: ignore[no-untyped-def]
             run(module)
-            from pase.replay.profiling import FOLDER, SECONDS, autostart
-
-            autostart(os.environ[FOLDER], float(os.environ.get(SECONDS) or 0))
+            start = importlib.import_module(self.home).autostart
+            start(os.environ["PASE_PROFILE"], float(os.environ.get("PASE_PROFILE_SECONDS") or 0))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -40,5 +42,6 @@ def _users_own():  # type: ignore[no-untyped-def]
 
 
 if os.environ.get("PASE_PROFILE"):
-    sys.meta_path.insert(0, _AfterJax())
+    sys.meta_path.insert(0, _AfterImport("jax", "pase.replay.profiling"))
+    sys.meta_path.insert(0, _AfterImport("torch", "pase.replay.profiling_torch"))
 _users_own()

@@ -1,0 +1,177 @@
+"""PyTorch programs traced by pase profile: two processes that sum gradients over gloo, aligned and replayed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pase.cli import main
+from pase.replay import align, estimate, load, measure
+from pase.replay.gloo import WAIT
+from pase.replay.graph import EDGES
+from pase.replay.types import COLLECTIVE
+
+TRAIN = """
+import os, sys
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+torch.manual_seed(0)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(4)])
+ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+x = torch.randn(32, 128)
+for _ in range(9):
+    optimizer.zero_grad()
+    ddp(x).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+BOTH = """
+import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, sys.argv[1], sys.argv[2], str(r)]) for r in (0, 1)]
+sys.exit(max(p.wait() for p in ranks))
+"""
+ALONE = """
+import sys, torch, pase
+w = torch.nn.Linear(16, 16)
+optimizer = torch.optim.SGD(w.parameters(), lr=0.1)
+def step():
+    optimizer.zero_grad(); w(torch.ones(4, 16)).sum().backward(); optimizer.step()
+with pase.profile(sys.argv[1]) as run:
+    for _ in range(3):
+        if sys.argv[2] == "marked":
+            with run.step(): step()
+        else:
+            step()
+    torch.ones(8).sum()
+"""
+
+
+def _run(*argv: object) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as e:
+        main([str(a) for a in argv])
+    return int(e.value.code or 0), out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("torch")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "both.py").write_text(BOTH)
+    program = (sys.executable, folder / "both.py", folder / "train.py", folder / "meet")
+    code, out, err = _run("profile", "--json", "--steps", 6, "-o", folder / "traces", "--", *program)
+    assert code == 0, err
+    assert len(json.loads(out)["traces"]) == 2
+    return folder / "traces"
+
+
+def test_each_rank_writes_its_steps(traces: Path) -> None:
+    for rank in (0, 1):
+        about = json.loads((traces / f"rank{rank}" / "manifest.json").read_text())
+        assert (about["rank"], about["processes"]) == (rank, 2) and about["torch"]
+    t = load(traces)
+    assert t.ranks == (0, 1)
+    # Six whole steps, and nothing of what came after the last one.
+    assert sorted((m.rank, m.iteration) for m in t.marks) == [(r, i) for r in (0, 1) for i in range(6)]
+    sends = np.flatnonzero(t["kind"] == COLLECTIVE)
+    sizes = {int(b) for b in t["nbytes"][sends]}
+    layer = 4 * (128 * 128 + 128)
+    per_step = len(sends) / 12
+    assert per_step == int(per_step) > 1
+    total = sum(t["nbytes"][sends].tolist()) / 12
+    assert total == 4 * layer and all(b % layer == 0 for b in sizes)
+
+
+def test_a_run_over_gloo_is_aligned_and_replayed(traces: Path) -> None:
+    t = align(load(traces))
+    # Both read one machine's clock: what is found between them is what gloo's ends differ by.
+    assert max(abs(c.offset_ns) for c in t.clocks) < 5e6
+    m = measure(t)
+    g = estimate(m, m.steady())
+    sends = g.kind == COLLECTIVE
+    assert set(g.gang[sends].tolist()) == set(range(g.gangs)) and g.gangs == sends.sum() / 2
+    launched = g.dst[g.edge_kind == EDGES.index("launch")]
+    assert set(np.flatnonzero(sends).tolist()) <= set(launched.tolist())
+    code, out, err = _run("replay", traces, "--what-if", "bandwidth=2", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert [r["rank"] for r in report["ranks"]] == [0, 1] and report["held_out"]
+    assert report["what_if"][0]["speedup"] >= 0.999
+    code, out, err = _run("diagnose", traces, "--json")
+    assert code == 0, err
+    assert "launch-bound" not in [f["kind"] for f in json.loads(out)["findings"]]
+
+
+def _gloo_trace(rank: int, late_us: float) -> dict[str, Any]:
+    """Three steps with two sums each; the thread waits for both, and works 300 µs after."""
+    events: list[dict[str, Any]] = []
+
+    def span(cat: str, name: str, tid: int, ts: float, dur: float, **args: Any) -> None:
+        events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+        )
+
+    sizes = {"Input Dims": [[1000]], "Input type": ["float"]}
+    for k in range(3):
+        z = 3300.0 * (k + 1)
+        own = late_us * rank
+        span("user_annotation", f"ProfilerStep#{k}", 1, z, 3300)
+        span("cpu_op", "aten::mm", 1, z, 500 + own)
+        span("cpu_op", "c10d::allreduce_", 1, z + 500 + own, 20)
+        span("cpu_op", "aten::mm", 1, z + 520 + own, 480)
+        span("cpu_op", "c10d::allreduce_", 1, z + 1000 + own, 20)
+        # Which worker takes which is chance, and one notes its end after it has woken the thread.
+        a, b = (8, 9) if k % 2 else (9, 8)
+        span("user_annotation", "gloo:all_reduce", a, z + 550 + own, 1450 - own, **sizes)
+        span("user_annotation", "gloo:all_reduce", b, z + 1050 + own, 1960 - own, **sizes)
+        span("cpu_op", "copy", 1, z + 3000, 300)
+    info = {"rank": rank, "world_size": 2}
+    return {"distributedInfo": info, "traceEvents": events}
+
+
+def test_launches_and_waits_are_found_among_gloos_events(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with gzip.open(tmp_path / f"rank{rank}.json.gz", "wt") as f:
+            json.dump(_gloo_trace(rank, 100.0), f)
+    t = align(load(tmp_path), "none")
+    waits = np.array([n == WAIT for n in t.names])[t["name"]]
+    assert waits.sum() == 6 and (t["duration_ns"][waits] > 1_800_000).all()
+    sends = t["kind"] == COLLECTIVE
+    assert {t.lanes[int(x)].name for x in t["lane"][sends]} == {"gloo 0", "gloo 1"}
+    assert set(t["nbytes"][sends].tolist()) == {4000}
+    m = measure(t)
+    g = estimate(m, m.steady())
+    into = g.edge_kind == EDGES.index("sync")
+    # On each rank the wait depends on both sums.
+    assert into.sum() == 4 and (g.kind[g.src[into]] == COLLECTIVE).all()
+    code, out, err = _run("replay", tmp_path, "--align", "none", "--what-if", "bandwidth=1000", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    for r in report["ranks"]:
+        assert abs(r["error"]) < 0.02
+    # The sums no longer hide anything: what is left of the step is the thread's own work.
+    assert report["what_if"][0]["iteration_s"] < 1.7e-3
+
+
+@pytest.mark.parametrize("how", ["marked", "by the optimizer"])
+def test_two_lines_in_code(tmp_path: Path, how: str) -> None:
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path / "t"), how], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    t = load(tmp_path / "t")
+    # Between three steps of the optimizer there are two whole iterations; what comes after is none.
+    assert [m.iteration for m in t.marks] == ([0, 1, 2] if how == "marked" else [0, 1])
