@@ -25,7 +25,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _about(d: Mapping[str, Any]) -> str:
-    return f"{d['machine']}; commit {d['commit']}; `{d['command']}`; {d['seconds'] / 60:.0f} minutes.\n\n"
+    return (
+        f"{d['machine']}; commit {d['commit']}; `{d['command']}`; {d['seconds'] / 60:.0f} minutes; "
+        f"load average at its end {d['load_average'][0]:.0f}.\n\n"
+    )
 
 
 def _strategies(d: Mapping[str, Any]) -> str:
@@ -63,9 +66,11 @@ def _strategies(d: Mapping[str, Any]) -> str:
 def _summary(d: Mapping[str, Any]) -> str:
     s = d["summary"]
     first = f"{s['ours_fastest_or_within_noise']} of {s['groups']} cells"
+    still = f"{s['ours_without_communication']} of {s['groups']}"
     rows = [
         ["strategies measured", f"{s['rows']}", ""],
         ["ours the fastest, or within the noise of the fastest", first, "all"],
+        ["ours moves nothing: every host does the whole step", still, ""],
         ["ours beyond the fastest, median; worst", f"{s['ours_median_regret']:.1%}; {s['ours_worst_regret']:.0%}", "0"],
         ["Kendall τ, predicted against measured, all cells", f"{s['kendall_tau_over_all']:.3f}", "≥ 0.9"],
         ["error of the step time, median", f"{s['median_error']:.1%}", "< 15%"],

@@ -119,6 +119,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "errors_below_15_percent": sum(e < 0.15 for e in errors) / len(errors),
         "median_predicted_over_measured": math.exp(statistics.median(bias)),
         "groups": len(regret),
+        "ours_without_communication": sum(
+            r["strategy"] == "ours" and r["predicted_compute_s"] >= r["predicted_s"] * (1 - 1e-6) for r in ran
+        ),
         "ours_fastest": fastest,
         "ours_fastest_or_within_noise": within,
         "ours_median_regret": statistics.median(regret),
