@@ -138,7 +138,8 @@ def _fit(
         centre(1)
         if np.abs(change).max() < 1e-9:
             break
-    # Keep only what is clear of noise. Two ranks' errors are opposite, as their common time lies between them: they add.
+    # Keep only what is clear of noise. Two ranks' errors are opposite, as their common time lies between them, so that
+    # they add.
     drift[np.abs(drift) < 4 * (errors + errors[0])] = 0.0
     centre(30)
     left = residuals()

@@ -118,6 +118,9 @@ def autostart(folder: str, seconds: float) -> None:
 
     def after() -> None:
         state["passed"] += 1
+        if "jax" in sys.modules and not state["began"]:
+            handle.remove()  # JAX's own recording has this process's folder
+            return
         done = state["passed"] - max(skip, 1)  # the first step is over before anything can be known of it
         if done == 0:
             run.start(between=True)
