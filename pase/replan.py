@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pase.replay.report import Rewrite
     from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
-    from pase.schedule.types import Problem
+    from pase.schedule.types import Link, Problem
 
 __all__ = ["Replanned", "as_measured", "by_policy", "replan", "what_if_bucket_plan"]
 
@@ -39,9 +39,12 @@ class Replanned:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
-def what_if_bucket_plan(t: Timeline, g: DataflowGraph, policy: str = "ours") -> Replanned:
+def what_if_bucket_plan(
+    t: Timeline, g: DataflowGraph, policy: str = "ours", links: Sequence[Link] = ()
+) -> Replanned:
     """The graph ``g`` estimated from ``t``, its collectives as the policy of `pase schedule` would send them.
 
+    links: in place of those fitted to the run; they also give the sizes that a trace lacks, from durations.
     detail: policy, messages, tensors, and control: the same surgery with the plan that the run itself had, to tell
     what the plan gains from what the fitted curve is off by. PaseError where a size is unknown, the policy delays
     updates, or ranks disagree; Infeasible where no collective leaves a choice.
@@ -51,7 +54,7 @@ def what_if_bucket_plan(t: Timeline, g: DataflowGraph, policy: str = "ours") -> 
     from pase.trace_profile import problem_from_timeline
 
     chosen = get_policy(policy)
-    problem = problem_from_timeline(t)
+    problem = problem_from_timeline(t, links=links)
     if chosen.delays:
         raise PaseError(
             f"what-if bucket-plan={policy}: this policy delays updates, which a trace cannot show"
@@ -73,14 +76,14 @@ def what_if_bucket_plan(t: Timeline, g: DataflowGraph, policy: str = "ours") -> 
     return Replanned(graph=after.graph, detail=detail | {"control": control.graph})
 
 
-def by_policy(policy: str) -> Rewrite:
+def by_policy(policy: str, links: Sequence[Link] = ()) -> Rewrite:
     """``what_if_bucket_plan`` as a change for ``pase.replay.report.replay_report``. PaseError for an unknown policy."""
     from pase.schedule.registry import get_policy
 
     get_policy(policy)
 
     def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, dict[str, Any]]:
-        made = what_if_bucket_plan(t, g, policy)
+        made = what_if_bucket_plan(t, g, policy, links)
         return made.graph, dict(made.detail)
 
     return change

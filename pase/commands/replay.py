@@ -40,6 +40,12 @@ def replay(
     layout: Annotated[
         Path | None, typer.Option(help="The layout that the traced run had, for --what-if strategy=.")
     ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="For --what-if bucket-plan=, where the trace lacks sizes: NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s)."
+        ),
+    ] = None,
     against: Annotated[
         Path | None, typer.Option(help="Traces of the same plan: compare a layout's timeline op by op.")
     ] = None,
@@ -63,7 +69,7 @@ def replay(
         raise PaseError(f"--align {align}: there are ends, dpro and none")
     report = replay_report(
         traces, align=align, what_if=what_if or [], output=output, predicted=predicted, timeline=planned,
-        rewrites=_rewrites(what_if or [], traces if planned is not None else layout, planned is not None),
+        rewrites=_rewrites(what_if or [], traces if planned is not None else layout, planned is not None, link or []),
     )  # fmt: skip
     _print(report, as_json, _summary)
 
@@ -86,15 +92,18 @@ def _planned(path: Path) -> Timeline | None:
     return planned
 
 
-def _rewrites(what_if: list[str], layout: Path | None, is_planned: bool) -> dict[str, Rewrite]:
+def _rewrites(
+    what_if: list[str], layout: Path | None, is_planned: bool, link: list[str]
+) -> dict[str, Rewrite]:
     """What those changes do that the replay itself knows nothing of: bucket plans, strategies."""
     out: dict[str, Rewrite] = {}
     for text in what_if:
         name, _, value = text.partition("=")
         if name == "bucket-plan":
             from pase.replan import by_policy
+            from pase.schedule.load import parse_link
 
-            out[text] = by_policy(value)
+            out[text] = by_policy(value, [parse_link(x) for x in link])
         elif name == "strategy":
             from pase.restrategy import by_prediction, by_ratio
 

@@ -11,9 +11,11 @@ import pytest
 from pase.errors import PaseError
 from pase.replan import as_measured, replan, what_if_bucket_plan
 from pase.replay import align, estimate, load, measure, replay_graph
-from pase.replay.types import COLLECTIVE
+from pase.replay.graph import build_graph
+from pase.replay.types import COLLECTIVE, OPERATIONS
 from pase.replay.whatif import evaluate
-from pase.schedule import BucketPlan, Message, Piece, whole
+from pase.schedule import Block, BucketPlan, Curve, Link, Message, Piece, Problem, Tensor, whole
+from pase.schedule.load import parse_link
 from pase.trace_profile import problem_from_timeline
 from tests.replay.synthetic import Run, simulate, write
 
@@ -111,3 +113,46 @@ def test_a_policy_of_the_scheduler_and_its_control(tmp_path: Path) -> None:
         what_if_bucket_plan(t, g, "magic")
     with pytest.raises(PaseError, match="delays updates"):
         what_if_bucket_plan(t, g, "deft")
+
+
+@pytest.mark.parametrize(("reader", "moved"), [("elementwise_mul", True), ("ampere_gemm", False)])
+def test_work_between_parts_goes_behind_the_message_where_it_may(reader: str, moved: bool) -> None:
+    """Each sum is averaged on the compute stream before the next gradient is made; fused, that would be a circle."""
+    send = {"device": (0, "20"), "kind": COLLECTIVE, "operation": OPERATIONS.index("all_reduce"), "ways": 2}
+    names = ("make", reader, "make", reader)
+    tasks: list[dict[str, object]] = [
+        {"device": (0, "7"), "duration_ns": d, "name": n}
+        for n, d in zip(names, (100.0, 10.0) * 2, strict=True)
+    ]
+    tasks += [{**send, "duration_ns": 50.0, "nbytes": 40, "name": "sum"} for _ in range(2)]
+    g = build_graph(tasks, [(0, 1), (1, 2), (2, 3), (0, 4), (4, 1), (2, 5), (5, 3)])
+    assert replay_graph(g).makespan_ns == 320
+    link = Link(name="net", curve=Curve.alpha_beta(alpha_s=10e-9, beta_s_per_byte=1e-9))
+    p = Problem(
+        name="two",
+        blocks=tuple(Block(name=n, phase=n, seconds=1e-7) for n in ("forward", "backward")),  # type: ignore[arg-type]
+        tensors=tuple(
+            Tensor(name=f"{k} all_reduce", nbytes=40, ready_after=1, needed_before=0) for k in (0, 1)
+        ),
+        links=(link,),
+    )
+    plan = BucketPlan(policy="one", messages=(whole(p, [0, 1]),))
+    if not moved:
+        with pytest.raises(PaseError, match="no elementwise op whose work could be moved"):
+            replan(g, p, plan)
+        return
+    made = replan(g, p, plan)
+    assert made.detail["moved_behind"] == 1
+    # Both gradients, then one message of 80 bytes, then both averages.
+    assert replay_graph(made.graph).makespan_ns == pytest.approx(200 + 90 + 20)
+
+
+def test_a_trace_without_sizes_takes_them_from_a_link(tmp_path: Path) -> None:
+    t, g = graph_of(run_of(1), tmp_path / "t")
+    t.columns["nbytes"][:] = -1
+    with pytest.raises(PaseError, match="has no size in the trace"):
+        what_if_bucket_plan(t, g, "ours")
+    run = run_of(1)
+    link = parse_link(f"net:{run.collective_us}us:{run.bandwidth_bytes_per_us / 1e3}GB/s")
+    made = what_if_bucket_plan(t, g, "ours", (link,))
+    assert ms(made.detail["control"]) == pytest.approx(ms(g), rel=0.02)
