@@ -22,9 +22,11 @@ ASKED = re.compile(r"^c10d::_?(all_?reduce|all_?gather|reduce_scatter|broadcast|
 WAIT = "gloo wait"
 """Name of the calls put where a thread waited; ``program`` knows it as a call that waits."""
 _HOST, _RUNTIME = KINDS.index("host"), KINDS.index("runtime")
-_LEAST_NS, _RETURN_NS, _EARLY_NS = 20_000, 500_000, 100_000
-"""Shortest gap taken for a wait; how long after the collective it may end, as threads on a busy machine wake late; and
-how long before, as a worker notes a collective's end after it has woken who waits for it."""
+_LEAST_NS, _RETURN_NS = 20_000, 10_000_000
+"""Shortest gap taken for a wait; how long after the collective it may end: threads on a busy machine wake late."""
+_EARLY_NS, _NOTED_NS = 100_000, 1_000_000
+"""A worker notes a collective's end after it has woken who waits for it: how much later a gap that nothing else ends
+may be over, and how late an end after the last such gap is still taken to have been awaited."""
 
 
 def tie_gloo(t: Timeline) -> Timeline:
@@ -141,9 +143,12 @@ def _waits(
                 due = np.flatnonzero((ends[: k + 1] > low) & (ends[: k + 1] <= high + _EARLY_NS))
                 if high - low >= _LEAST_NS and len(due) and high - int(ends[due].max()) <= _RETURN_NS:
                     gaps.append((low, high))
-                    for n in due[ends[due] > high].tolist():
-                        ends[n] = high
-                        early[mine[n][1]] = high
+            if gaps:
+                high = gaps[-1][1]
+                for n in np.flatnonzero(
+                    (ends[: k + 1] > high) & (ends[: k + 1] <= high + _NOTED_NS)
+                ).tolist():
+                    ends[n] = early[mine[n][1]] = high
             done = int(ends[: k + 1].max())
             at = next(
                 (int(begin[i]) for i in here.tolist() if begin[i] >= max(done, int(reach[i - 1]))), None
