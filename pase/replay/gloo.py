@@ -24,7 +24,7 @@ WAIT = "gloo wait"
 _HOST, _RUNTIME = KINDS.index("host"), KINDS.index("runtime")
 _LEAST_NS, _RETURN_NS = 20_000, 10_000_000
 """Shortest gap taken for a wait; how long after the collective it may end: threads on a busy machine wake late."""
-_EARLY_NS, _NOTED_NS = 100_000, 1_000_000
+_EARLY_NS, _NOTED_NS = 100_000, 5_000_000
 """A worker notes a collective's end after it has woken who waits for it: how much later a gap that nothing else ends
 may be over, and how late an end after the last such gap is still taken to have been awaited."""
 
@@ -143,6 +143,11 @@ def _waits(
                 due = np.flatnonzero((ends[: k + 1] > low) & (ends[: k + 1] <= high + _EARLY_NS))
                 if high - low >= _LEAST_NS and len(due) and high - int(ends[due].max()) <= _RETURN_NS:
                     gaps.append((low, high))
+            if not gaps and after == stop:
+                # All ends were noted late: behind the last call the longest gap before them is the wait.
+                idle = [(int(reach[i - 1]), int(begin[i])) for i in here.tolist()]
+                idle = [x for x in idle if x[1] - x[0] >= _LEAST_NS and x[0] < int(ends.max())]
+                gaps = sorted(idle, key=lambda x: x[0] - x[1])[:1]
             if gaps:
                 high = gaps[-1][1]
                 for n in np.flatnonzero(
