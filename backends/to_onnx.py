@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from pase.errors import PaseError
 from pase.frontends import from_onnx
 from pase.frontends.onnx_wire import Buffer, Malformed, fields, varint
 from pase.machine import Mesh
+from pase.plan.layout import write_atomically
 from pase.plan.types import Plan
 
 __all__ = ["Annotated", "emit", "layouts", "read"]
@@ -136,7 +135,7 @@ def _write(
             pieces.append(buf[f.start : f.end])
     pieces[0] = _head(1, version)
     pieces += _about(plan, name)
-    _save(path, pieces)
+    write_atomically(path, pieces)
     return external
 
 
@@ -226,26 +225,6 @@ def _tag(number: int, length: int) -> bytes:
 
 def _head(number: int, value: int) -> bytes:
     return _number(number << 3) + _number(value)
-
-
-def _save(path: Path, pieces: list[Buffer]) -> None:
-    """Write a file whole, piece by piece: into a neighbour, synced, then renamed over."""
-    if not path.parent.is_dir():
-        raise PaseError(f"cannot write {path}: the folder {path.parent} does not exist")
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            for piece in pieces:
-                f.write(piece)
-            f.flush()
-            os.fsync(f.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def read(model: Any) -> Annotated:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pase.frontends.onnx_values import Call, Value
 from pase.ops import GraphBuilder
+from pase.ops.loops import body_flops
 
 if TYPE_CHECKING:
     from pase.frontends.from_onnx import Lowering
@@ -35,17 +36,6 @@ def captures(n: Any) -> set[str]:
     return out
 
 
-def _flops(b: GraphBuilder) -> float:
-    total = 0.0
-    for node in b.nodes:
-        for op in node.ops:
-            points = float(op.times)  # type: ignore[arg-type]
-            for d in op.dims if op.over is None else op.over:
-                points *= float(node.space[d].size)  # type: ignore[arg-type]
-            total += op.flops_per_point * points
-    return total
-
-
 def _apart(
     low: Lowering, c: Call, graph: Any, ins: Sequence[Value], path: str
 ) -> tuple[list[Value], float, dict[str, Value]]:
@@ -62,7 +52,7 @@ def _apart(
         inner.env[v.name] = apart_value(value)
     inner.nodes(graph, "")
     outs = [inner.find(o.name, c.place) for o in graph.output]
-    return outs, _flops(inner.b), inner.captured
+    return outs, body_flops(inner.b), inner.captured
 
 
 def _within(low: Lowering, c: Call, graph: Any, path: str) -> list[Value | None]:

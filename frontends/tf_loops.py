@@ -282,7 +282,7 @@ def _region(
         args = [_stand_in(scratch, v) for v in ins]
         made = [_whole(inner, v) for v in inner.body(body, args, f"{path}/")]
         outs = outs or made
-        flops = max(flops, _flops(scratch))
+        flops = max(flops, loops.body_flops(scratch))
     b.eqn, b.source = eqn, source
     xs = [t for v in (*more, *ins) for t in _tensors(v)]
     shapes: list[tuple[tuple[int, ...], str]] = []
@@ -329,14 +329,3 @@ def _tensors(v: Value) -> list[Tensor]:
         case TensorList():
             return ([v.stacked] if v.stacked is not None else [x for _, x in v.parts])[:1]
     return []
-
-
-def _flops(b: GraphBuilder) -> float:
-    total = 0.0
-    for node in b.nodes:
-        for op in node.ops:
-            points = float(op.times)  # type: ignore[arg-type]
-            for d in op.dims if op.over is None else op.over:
-                points *= float(node.space[d].size)  # type: ignore[arg-type]
-            total += op.flops_per_point * points
-    return total

@@ -274,33 +274,16 @@ def _groups(plan: Plan, problem: Problem, v: int) -> dict[tuple[int, ...], list[
     return out
 
 
-def _best_with(plan: Plan, problem: Problem, v: int, allowed: Sequence[int]) -> float:
-    """Cost of the cheapest strategy in which node v has one of these configs; inf where there is none."""
-    cost, _ = _solved(plan, problem, v, allowed)
-    return cost
-
-
 def _solved(plan: Plan, problem: Problem, v: int, allowed: Sequence[int]) -> tuple[float, int]:
-    from dataclasses import replace
-
+    """The cheapest strategy in which node v has one of these configs: (cost, which one); inf where there is none."""
     import numpy as np
 
     from pase.search import solve
 
     tables, _ = problem.tables(plan.mesh)
     keep = np.asarray(allowed)
-    costs = list(tables.node_costs)
-    costs[v] = costs[v][keep]
-    edges = tuple(
-        replace(
-            e,
-            src_class=e.src_class[keep] if e.src == v else e.src_class,
-            dst_class=e.dst_class[keep] if e.dst == v else e.dst_class,
-        )
-        for e in tables.edges
-    )
     try:
-        found = solve(replace(tables, node_costs=tuple(costs), edges=edges))
+        found = solve(tables.restricted({v: keep}))
     except Infeasible:
         return float("inf"), int(keep[0])
     return found.cost, int(keep[found.choice[v]])
@@ -334,7 +317,7 @@ def _next_best(
         chosen = _chosen_index(plan, problem, v)
         others = [i for g in _groups(plan, problem, v).values() if chosen not in g for i in g]
         if others:
-            out[problem.graph.nodes[v].name] = _best_with(plan, problem, v, others)
+            out[problem.graph.nodes[v].name] = _solved(plan, problem, v, others)[0]
     return out, 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -75,12 +74,7 @@ def settle(intent: Intent, tables: CostTables, space: Space) -> Baseline | Skipp
             reason = f"node '{node.name}' has no config on mesh {intent.mesh.sizes} that the method allows"
             return Skipped(name=intent.name, reason=reason)
         keep.append(allowed)
-    edges = tuple(
-        replace(e, src_class=e.src_class[keep[e.src]], dst_class=e.dst_class[keep[e.dst]])
-        for e in tables.edges
-    )
-    costs = tuple(c[k] for c, k in zip(tables.node_costs, keep, strict=True))
-    found = solve(CostTables(node_costs=costs, edges=edges, names=tables.names))
+    found = solve(tables.restricted(dict(enumerate(keep))))
     strategy = {
         node.name: cfg[k[i]]
         for node, cfg, k, i in zip(space.graph.nodes, space.configs, keep, found.choice, strict=True)

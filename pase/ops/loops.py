@@ -9,11 +9,23 @@ from pase.ir.sizes import is_one
 from pase.ops.builder import GraphBuilder, Read, Write, _map
 from pase.ops.nests import Dims
 
-__all__ = ["settle", "stack", "unstack"]
+__all__ = ["body_flops", "settle", "stack", "unstack"]
 
 
 def _dims_and_map(shape: Sequence[Size]) -> tuple[Dims, AccessMap]:
     return {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}, _map(shape)
+
+
+def body_flops(b: GraphBuilder) -> float:
+    """FLOPs of all that was lowered into b, a body by itself: its sizes are numbers."""
+    total = 0.0
+    for node in b.nodes:
+        for op in node.ops:
+            points = float(op.times)  # type: ignore[arg-type]
+            for d in op.dims if op.over is None else op.over:
+                points *= float(node.space[d].size)  # type: ignore[arg-type]
+            total += op.flops_per_point * points
+    return total
 
 
 def settle(b: GraphBuilder, x: Tensor, name: str) -> Tensor:

@@ -114,12 +114,7 @@ def complete(
                     f"layer '{n.name}': {dict(strategy[n.name])} is not among its configs for p = {space.p}"
                 )
         keep.append(rows)
-    edges = tuple(
-        replace(e, src_class=e.src_class[keep[e.src]], dst_class=e.dst_class[keep[e.dst]])
-        for e in tables.edges
-    )
-    costs = tuple(c[k] for c, k in zip(tables.node_costs, keep, strict=True))
-    found = solve(CostTables(node_costs=costs, edges=edges, names=tables.names))
+    found = solve(tables.restricted(dict(enumerate(keep))))
     choice = np.array([k[i] for k, i in zip(keep, found.choice, strict=True)])
     return replace(found, choice=choice), space.counts(choice)
 

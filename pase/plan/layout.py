@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib import resources
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -207,15 +208,17 @@ def _check(plan: Plan, where: str) -> None:
             check(f"reshards/{key}", layout)
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write a file whole: into a neighbour, synced, then renamed over."""
+def write_atomically(path: str | Path, content: str | Iterable[bytes | memoryview | mmap]) -> None:
+    """Write a file whole, a text or the pieces of a binary file: into a neighbour, synced, then renamed over."""
+    pieces = [content.encode("utf-8")] if isinstance(content, str) else content
     path = Path(path)
     if not path.parent.is_dir():
         raise PaseError(f"cannot write {path}: the folder {path.parent} does not exist")
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            f.write(text)
+        with os.fdopen(fd, "wb") as f:
+            for piece in pieces:
+                f.write(piece)
             f.flush()
             os.fsync(f.fileno())
         umask = os.umask(0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,6 +63,19 @@ class CostTables:
                     )
                 if cls.size and (cls.min() < 0 or cls.max() >= e.cost.shape[axis]):
                     raise ValueError(f"edge ({e.src}, {e.dst}): a class index lies outside the cost matrix")
+
+    def restricted(self, keep: Mapping[int, np.ndarray]) -> CostTables:
+        """The same problem with fewer configs: node -> indices of those to keep, in the order to have them in."""
+        costs = tuple(c[keep[v]] if v in keep else c for v, c in enumerate(self.node_costs))
+        edges = tuple(
+            replace(
+                e,
+                src_class=e.src_class[keep[e.src]] if e.src in keep else e.src_class,
+                dst_class=e.dst_class[keep[e.dst]] if e.dst in keep else e.dst_class,
+            )
+            for e in self.edges
+        )
+        return CostTables(node_costs=costs, edges=edges, names=self.names)
 
     def name(self, v: int) -> str:
         return self.names[v] if self.names else str(v)
