@@ -7,16 +7,13 @@ from typing import Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, console, print_json
+from pase.commands.options import JsonOption, Layout, console, print_json
 
 __all__ = ["emit"]
 
 
 def emit(
-    layout: Annotated[
-        Path,
-        typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT", show_default=False),
-    ],
+    layout: Layout,
     to: Annotated[str, typer.Option("--to", help="For what: see the list above.", show_default=False)],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE", show_default=False)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pase.commands.options import JsonOption, console, print_json, progress
+from pase.commands.options import (
+    ChoicesTimeLimit,
+    JsonOption,
+    Layout,
+    LayoutMachine,
+    LayoutModel,
+    console,
+    print_json,
+    progress,
+)
 
 if TYPE_CHECKING:
     from pase.explain import Alternative, Explanation, LayerReport
@@ -16,27 +24,14 @@ __all__ = ["explain", "summary"]
 
 
 def explain(
-    layout: Annotated[
-        Path, typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT")
-    ],
+    layout: Layout,
     layer: Annotated[
         str | None,
         typer.Option("--layer", "-l", help="Report on this layer in full (a name from the tables)."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="The layout's model, where it is not a zoo model: it is traced anew, to price what else could be.",
-        ),
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option("--machine", help="The machine file of the layout, where it is not pase's own."),
-    ] = None,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", help="Seconds for the next-best choices of all layers.", min=0.0)
-    ] = 20.0,
+    model: LayoutModel = None,
+    machine: LayoutMachine = None,
+    time_limit: ChoicesTimeLimit = 20.0,
     every: Annotated[
         bool, typer.Option("--all", help="With --layer: every way to split it, not the 12 best alone.")
     ] = False,

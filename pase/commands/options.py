@@ -6,16 +6,21 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 __all__ = [
     "Accumulate",
+    "ChoicesTimeLimit",
     "CostModelOption",
     "Devices",
     "DimOption",
     "JsonOption",
+    "Layout",
+    "LayoutMachine",
+    "LayoutModel",
     "MachineOption",
     "MemoryLimit",
     "MeshOption",
@@ -40,6 +45,23 @@ Model = Annotated[
         metavar="MODEL",
         show_default=False,
     ),
+]
+Layout = Annotated[
+    Path,
+    typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT", show_default=False),
+]
+LayoutModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="The layout's model, where it is not a zoo model: it is traced anew, to price what else could be.",
+    ),
+]
+LayoutMachine = Annotated[
+    str | None, typer.Option("--machine", help="The machine file of the layout, where it is not pase's own.")
+]
+ChoicesTimeLimit = Annotated[
+    float, typer.Option("--time-limit", help="Seconds for the next-best choices of all layers.", min=0.0)
 ]
 Devices = Annotated[
     int, typer.Option("--devices", "-n", help="How many devices to split the model over.", min=1)

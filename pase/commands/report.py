@@ -7,31 +7,28 @@ from typing import Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, console, print_json, progress
+from pase.commands.options import (
+    ChoicesTimeLimit,
+    JsonOption,
+    Layout,
+    LayoutMachine,
+    LayoutModel,
+    console,
+    print_json,
+    progress,
+)
 
 __all__ = ["report"]
 
 
 def report(
-    layout: Annotated[
-        Path, typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT")
-    ],
+    layout: Layout,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Write the page here.", metavar="FILE")
     ] = Path("report.html"),
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", help="The layout's model, where it is not a zoo model, to price what else could be."
-        ),
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option("--machine", help="The machine file of the layout, where it is not pase's own."),
-    ] = None,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", help="Seconds for the next-best choices of all layers.", min=0.0)
-    ] = 20.0,
+    model: LayoutModel = None,
+    machine: LayoutMachine = None,
+    time_limit: ChoicesTimeLimit = 20.0,
     json: JsonOption = False,
 ) -> None:
     """Draw a layout as one page: beside the baselines, by cause, by layer, in memory. No scripts, one file.

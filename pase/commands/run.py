@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pase.commands.options import JsonOption, console, print_json, progress
+from pase.commands.options import JsonOption, Layout, console, print_json, progress
 
 if TYPE_CHECKING:
     from pase.plan.types import Plan
@@ -23,9 +22,7 @@ in another order differ by about 1e-7 times the square root of their length; a w
 
 
 def run(
-    layout: Annotated[
-        Path, typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT")
-    ],
+    layout: Layout,
     devices: Annotated[
         int | None, typer.Option("--devices", "-n", help="Devices to use here. Default: the layout's.", min=1)
     ] = None,
