@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from provenance import save
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -42,17 +42,13 @@ def main() -> None:
         rows = predicted_and_measured(file, args.devices, Path(folder))
     errors = [abs(r["predicted_s"] / r["measured_s"] - 1) for r in rows]
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "load_average": os.getloadavg(),
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "command": " ".join(["python", *sys.argv]),
         "devices": args.devices,
         "calibration": summary,
         "median_error": statistics.median(errors),
         "kendall_tau": tau([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]),
         "rows": rows,
     }
-    Path(args.o).write_text(json.dumps(result, indent=1) + "\n")
+    save(result, args.o)
     for r in rows:
         print(f"{r['model']:>12} {r['batch']:>4} {r['strategy']:<14} predicted {r['predicted_s'] * 1e3:8.2f} ms, "
               f"measured {r['measured_s'] * 1e3:8.2f} ms, {r['predicted_s'] / r['measured_s']:.2f}")  # fmt: skip
@@ -86,10 +82,6 @@ def tau(a: list[float], b: list[float]) -> float:
     from scipy.stats import kendalltau
 
     return float(kendalltau(a, b).statistic)
-
-
-def _git(*args: str) -> str:
-    return subprocess.run(["git", *args], capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
 
 if __name__ == "__main__":

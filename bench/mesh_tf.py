@@ -12,20 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 import types
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from provenance import save
 
-ROOT = Path(__file__).parents[1]
 MESH = "4x2"
 DEVICES = 8
 RUNS = 3
@@ -235,16 +230,7 @@ def main() -> None:
 
 
 def write(rows: dict[str, Any]) -> None:
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    out = ROOT / "bench" / "results" / "mesh_tf.json"
-    result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "python": platform.python_version(),
-        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
-        "command": " ".join(["python", "bench/mesh_tf.py", *sys.argv[1:]]),
-        "devices": DEVICES, "mesh": MESH, "runs": RUNS, "load_1min": round(os.getloadavg()[0], 2), "models": rows,
-    }  # fmt: skip
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    save({"devices": DEVICES, "mesh": MESH, "runs": RUNS, "models": rows}, "mesh_tf.json")
 
 
 if __name__ == "__main__":

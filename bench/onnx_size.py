@@ -11,7 +11,6 @@ peak resident set.
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "bench" / "results" / "onnx_size.json"
+from provenance import ROOT, save
 
 CHILD = """
 import json, resource, sys, time
@@ -124,17 +122,7 @@ def main() -> None:
             row = {"varies": what, "nodes_in_file": count, "file_mb": size / 2**20}
             rows.append(row | measured(path, count <= 6_000, 3))
             print(json.dumps(rows[-1]), flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
-    ).stdout
-    machine = {"system": platform.platform(), "processor": platform.processor() or platform.machine()}
-    result = {
-        "command": "python bench/onnx_size.py",
-        "commit": commit.strip(),
-        "machine": machine,
-        "rows": rows,
-    }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    save({"rows": rows}, "onnx_size.json")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,12 @@ its tables included); the prototype's were measured on a machine with two cores,
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from provenance import save
+
 DEVICES = (4, 8, 16, 32, 64)
 PAPER_S = {  # PaSE (IPDPS 2021), Table I, column "Ours"
     "alexnet": (0.226, 0.253, 0.295, 0.361, 0.475),
@@ -92,19 +88,7 @@ def main() -> None:
             rows.append(row)
             print(f"{model:20s} p={p:<3d} tables {row['tables_s']:.3f} s  search {row['search_s']:.3f} s  "
                   f"paper {paper[i]:.3f} s", file=sys.stderr)  # fmt: skip
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "python": platform.python_version(),
-        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
-        "command": "python bench/paper_table1.py",
-        "repeats": repeats,
-        "load_1min": round(os.getloadavg()[0], 2),
-        "rows": rows,
-    }
-    out = ROOT / "bench" / "results" / "paper_table1.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    save({"repeats": repeats, "rows": rows}, "paper_table1.json")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from provenance import save
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -62,7 +64,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    from bench.replay_traces import write
     from pase.replay.report import replay_report
 
     plain, traced = [], []
@@ -86,7 +87,7 @@ def main() -> None:
         "ranks": [{k: r[k] for k in keep} for r in report["ranks"]],
         "problems": report["problems"],
     }
-    write("replay_profile", out)
+    print(save(out, "replay_profile.json").read_text())
 
 
 def run(command: list[str], program: Path, processes: int) -> float:

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from provenance import save
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -33,8 +35,6 @@ def main() -> None:
     elif args.part == "replay":
         print(json.dumps(replay()))
     else:
-        from bench.replay_traces import write
-
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rank0.json"
             written = generate(file, args.megabytes << 20)
@@ -42,7 +42,7 @@ def main() -> None:
                 "read": {"megabytes": written / 1e6, **part("read", "--file", str(file))},
                 "replay": part("replay"),
             }
-        write("replay_speed", out)
+        print(save(out, "replay_speed.json").read_text())
 
 
 def part(name: str, *more: str) -> dict[str, Any]:

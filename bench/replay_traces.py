@@ -12,11 +12,7 @@ CPU speed, from a trace without the change. device_only is the error of a replay
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from provenance import save
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
 
 from pase.replay import align, estimate, held_out, load, measure, optimize_graph, replay_graph  # noqa: E402
 from pase.replay.graph import DataflowGraph  # noqa: E402
@@ -51,7 +49,7 @@ def main() -> None:
     out: dict[str, Any] = {"runs": {name: one_run(folder / path) for name, path in RUNS.items()}}
     out["alignment"] = alignment(folder / RUNS["pax FSDP on 4 A100 (device-bound)"])
     out["synthetic"] = synthetic()
-    write("replay_traces", out)
+    print(save(out, "replay_traces.json").read_text())
 
 
 def one_run(path: Path) -> dict[str, Any]:
@@ -215,25 +213,6 @@ def synthetic() -> list[dict[str, Any]]:
             row[f"what_if {label}"] = max(evaluate(apply(g, [knob])).values()) / want - 1
         out.append(row)
     return out
-
-
-def write(name: str, results: dict[str, Any]) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    report = {
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg(),
-        },
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
-        "when": time.strftime("%Y-%m-%d"),
-        **results,
-    }
-    path = ROOT / "bench" / "results" / f"{name}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(path.read_text())
 
 
 if __name__ == "__main__":

@@ -8,17 +8,16 @@ Writes bench/results/schedule_policies.json. Seconds are CPU seconds of this pro
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from provenance import save
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
 
 from pase.schedule import Options, all_policies, evaluate, get_policy  # noqa: E402
 from pase.schedule.bound import lower_bound_s, preemptive_bound_s  # noqa: E402
@@ -92,9 +91,6 @@ def large_plan() -> dict[str, object]:
 
 
 def main() -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
@@ -141,12 +137,8 @@ def main() -> None:
     large = [r["cpu_seconds"] for r in rows if r["tensors"] == 2000]
     known = [r["gap_to_exact"] for r in rows if r.get("exact", {}).get("proven")]  # type: ignore[union-attr]
     out = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "commit": commit,
-        "command": "python " + " ".join(sys.argv),
         "median_cpu_seconds_2000_tensors": statistics.median(large),  # type: ignore[type-var]
         "most_cpu_seconds_2000_tensors": max(large),  # type: ignore[type-var]
-        "load_average": os.getloadavg(),
         "plan_405b": large_plan(),
         "largest_gap_to_proven_optimum": max(known),  # type: ignore[type-var]
         "proven": len(known),
@@ -159,8 +151,7 @@ def main() -> None:
         "vgg19_deft": deft,
         "rows": rows,
     }
-    path = ROOT / "bench" / "results" / "schedule_policies.json"
-    path.write_text(json.dumps(out, indent=1) + "\n")
+    save(out, "schedule_policies.json")
     print({k: v for k, v in out.items() if k != "rows"})
 
 

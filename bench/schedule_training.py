@@ -10,10 +10,7 @@ held-out page's batches; nothing here is a time.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,9 @@ os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from provenance import save
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -144,18 +144,13 @@ def main() -> None:
             ]
             figures["largest_parameter_difference_to_plain"] = max(worst)
         record(name, steps, losses, **figures)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     out = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 8 host devices",
-        "commit": commit,
-        "command": "python " + " ".join(sys.argv),
+        "devices": "8 host devices",
         "compute_ms": problem.compute_s * 1e3,
         "final": {name: c["loss"][-1] for name, c in curves.items()},
         "curves": curves,
     }
-    (ROOT / "bench" / "results" / "schedule_training.json").write_text(json.dumps(out, indent=1) + "\n")
+    save(out, "schedule_training.json")
     if given.picture:
         draw(out, given.picture)
 

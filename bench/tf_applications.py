@@ -16,20 +16,18 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 import gc
 import json
 import math
-import platform
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import keras
+from provenance import RESULTS, save
 
 from pase.errors import PaseError
 from pase.frontends.from_tf import trace
 from pase.ir import simplify
 
-RESULTS = Path(__file__).parent / "results" / "tf_applications.json"
+FILE = RESULTS / "tf_applications.json"
 BATCH = 2
 
 
@@ -84,9 +82,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    found: dict[str, Any] = (
-        json.loads(RESULTS.read_text())["models"] if RESULTS.exists() and sys.argv[1:] else {}
-    )
+    found: dict[str, Any] = json.loads(FILE.read_text())["models"] if FILE.exists() and sys.argv[1:] else {}
     _unweighted()
     for name in sys.argv[1:] or names():
         try:
@@ -95,16 +91,8 @@ def main() -> None:
             found[name] = {"error": str(e)}
         print(name, found[name], flush=True)
         gc.collect()
-        about = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-            "keras": keras.__version__,
-            "commit": subprocess.run(
-                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=RESULTS.parent
-            ).stdout.strip(),
-            "command": "python bench/tf_applications.py",
-            "batch": BATCH,
-        }
-        RESULTS.write_text(json.dumps(about | {"models": dict(sorted(found.items()))}, indent=1) + "\n")
+        result = {"keras": keras.__version__, "batch": BATCH, "models": dict(sorted(found.items()))}
+        save(result, FILE)
 
 
 if __name__ == "__main__":
