@@ -84,7 +84,7 @@ def variants(
         blocks = blocks_of(_jax(traced))
     if remat == "all" and not blocks and not any(op.remat for n in graph.nodes for op in n.ops):
         raise PaseError(
-            f"'{graph.name}' has no repeated block to compute again: no loop over layers, no {3} equal layers; "
+            f"'{graph.name}' has no repeated block to compute again: no loop over layers, no three equal layers; "
             f"mark regions with jax.checkpoint"
         )
     mixed = mixes_examples(graph)
