@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -334,6 +335,10 @@ def fit(
     sources["device.memory_bytes"] = provenance.get("memory", "as the device reports it")
     if curves:
         sources["collectives"] = measured
+    habits: dict[str, Any] = {}
+    if provenance.get("platform") == "cpu":
+        habits = {"bucket_bytes": 0.0, "sums_readers": False}
+        sources["bucket_bytes"] = "XLA's CPU pipeline combines no collectives, as read in what it compiles"
     sources["levels.ways"] = "as the devices lay when measured; the last: any number"
     machine = Machine(
         name=name,
@@ -351,6 +356,7 @@ def fit(
         ),
         levels=tuple(links),
         collectives=curves,
+        **habits,
         sources=sources,
         provenance=dict(provenance),
     )

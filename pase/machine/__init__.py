@@ -4,6 +4,7 @@ from pase.machine.dump import dumps
 from pase.machine.load import DEFAULT, load, names, parse
 from pase.machine.meshes import axis_levels, level_ways, mesh_from, meshes
 from pase.machine.types import (
+    BUCKET_BYTES,
     COLLECTIVES,
     Algorithm,
     CollectiveCurve,
@@ -20,6 +21,7 @@ from pase.machine.types import (
 )
 
 __all__ = [
+    "BUCKET_BYTES",
     "COLLECTIVES",
     "DEFAULT",
     "Algorithm",

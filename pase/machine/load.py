@@ -12,6 +12,7 @@ from typing import Any
 from pase.errors import PaseError
 from pase.machine.tables import check_curve, check_matmul
 from pase.machine.types import (
+    BUCKET_BYTES,
     COLLECTIVES,
     Algorithm,
     CollectiveCurve,
@@ -76,6 +77,12 @@ class _Reader:
             raise self.error(key, f"must be a whole number, got {value!r}")
         if value < low:
             raise self.error(key, f"must be at least {low}, got {value}")
+        return value
+
+    def truth(self, key: str, *default: Any) -> bool:
+        value = self.take(key, *default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, got {value!r}")
         return value
 
     def text(self, key: str, *default: Any, one_of: tuple[str, ...] = ()) -> str:
@@ -314,6 +321,8 @@ def parse(text: str, where: str) -> Machine:
         shapes=_shapes(r.sub("shapes"), n),
         collectives=tuple(_collective(t, n) for t in r.subs("collectives")),
         paper=paper,
+        bucket_bytes=r.number("bucket_bytes", BUCKET_BYTES, open_=False),
+        sums_readers=r.truth("sums_readers", True),
         sources=sources,
         provenance=provenance,
     )

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 __all__ = [
+    "BUCKET_BYTES",
     "COLLECTIVES",
     "Algorithm",
     "CollectiveCurve",
@@ -28,6 +29,8 @@ __all__ = [
     "PaperFigures",
     "Tile",
 ]
+
+BUCKET_BYTES = float(25 << 20)
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "broadcast"]
 COLLECTIVES: tuple[CollectiveKind, ...] = (
@@ -186,6 +189,10 @@ class Machine:
     shapes: where the hardware fixes it, devices -> ways at each level (slices of a TPU pod).
     collectives: measurements, which stand in for the algorithms. provenance: of the measurements.
     paper: figures for the ``paper`` cost model; None: derived from device and outermost link.
+    bucket_bytes: collectives of parameters travel in buckets of about this size (PyTorch DDP's default cap; XLA
+    combines to 30 MiB): a small one pays its share of a bucket's time; 0: each is sent by itself.
+    sums_readers: whether the compiler adds up the partial gradients of a tensor's readers before it reduces them;
+    XLA's CPU pipeline reduces each.
     """
 
     name: str
@@ -198,6 +205,8 @@ class Machine:
     collectives: tuple[CollectiveCurve, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
     paper: PaperFigures | None = None
+    bucket_bytes: float = BUCKET_BYTES
+    sums_readers: bool = True
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -208,6 +217,10 @@ class Machine:
         content = dataclasses.asdict(self)
         for key in ("name", "title", "sources", "provenance"):
             del content[key]
+        # Younger than the digests that layouts hold: where they stand at their defaults, these are as before.
+        for f in dataclasses.fields(self):
+            if f.name in ("bucket_bytes", "sums_readers") and content[f.name] == f.default:
+                del content[f.name]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.ir import Graph
-from pase.machine import COLLECTIVES, CostModel, Mesh
+from pase.machine import BUCKET_BYTES, COLLECTIVES, CostModel, Machine, Mesh
 from pase.tables.derive import Charge, Flow, Work, node_charges, node_work
 from pase.tables.facts import Facts, facts
 from pase.tables.layouts import LayoutRule, configs
@@ -39,10 +39,6 @@ class Space:
         return out
 
 
-BUCKET_BYTES = 25 << 20
-"""Collectives of parameters travel in buckets of about this size (PyTorch DDP's default cap; XLA combines to
-30 MiB): a small one pays its share of a bucket's time, not a latency of its own."""
-
 GRANULE_BYTES = 512
 """What one device sends of a tensor is at least this much: XLA for TPU pads shards to it ("k512Byte" in its HLO).
 Without it, splitting a bias over 32 devices looks as good as keeping it whole, and costs slices and copies."""
@@ -51,14 +47,21 @@ Without it, splitting a bias over 32 devices looks as good as keeping it whole, 
 def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
     """Cost of a charge, all times of it."""
     alone = model.collective(charge.kind, mesh, charge.axes, charge.nbytes)
-    if charge.bucketed:
+    bucket = _bucket_bytes(model)
+    if charge.bucketed and bucket:
         ways = np.array([mesh.ways(axes) for axes in range(1 << len(mesh.sizes))], dtype=float)[charge.axes]
         nbytes = np.where(charge.nbytes > 0, np.maximum(charge.nbytes, GRANULE_BYTES * ways), 0.0)
         full = model.collective(
-            charge.kind, mesh, charge.axes, np.full_like(charge.nbytes, BUCKET_BYTES, dtype=float)
+            charge.kind, mesh, charge.axes, np.full_like(charge.nbytes, bucket, dtype=float)
         )
-        alone = np.where(nbytes < BUCKET_BYTES, full * (nbytes / BUCKET_BYTES), alone)
+        alone = np.where(nbytes < bucket, full * (nbytes / bucket), alone)
     return charge.times * alone
+
+
+def _bucket_bytes(model: CostModel) -> float:
+    """Of the machine that the model prices; a model without one (the paper's has no latency) buckets as usual."""
+    machine = getattr(model, "machine", None)
+    return machine.bucket_bytes if isinstance(machine, Machine) else BUCKET_BYTES
 
 
 def charge_cost(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> np.ndarray | float:
@@ -88,7 +91,7 @@ def build(
     same nodes, edges and classes.
     """
     known = facts(graph)
-    space = _configs(graph, mesh)
+    space = _configs(graph, mesh, model)
     costs: dict[int, np.ndarray] = {}
     for n, cfg, number in zip(graph.nodes, space, known.cost, strict=True):
         if number not in costs:
@@ -105,13 +108,18 @@ def build(
     return tables, Space(graph=graph, mesh=mesh, configs=space)
 
 
-def _configs(graph: Graph, mesh: Mesh) -> tuple[np.ndarray, ...]:
-    """Per node; equal ones are one array."""
+def _configs(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
+    """Per node; equal ones are one array. Where the compiler reduces each reader's gradient, none may wait."""
+    machine = getattr(model, "machine", None)
+    apart = isinstance(machine, Machine) and not machine.sums_readers
     memo: dict[int, np.ndarray] = {}
     same: dict[bytes, np.ndarray] = {}
     for n, number in zip(graph.nodes, facts(graph).space, strict=True):
         if number not in memo:
             cfg = configs(n, mesh)
+            if apart:
+                waiting = [i for i, d in enumerate(n.space) if d.kind == "pending"]
+                cfg = cfg[~np.isin(cfg, waiting).any(axis=1)]
             memo[number] = same.setdefault(cfg.tobytes(), cfg)
     return tuple(memo[number] for number in facts(graph).space)
 

@@ -1,0 +1,72 @@
+"""What a machine's file says of its compiler: collectives sent one by one, gradients reduced reader by reader."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import pase
+from pase import costmodels
+from pase.backends.truth import compare
+from pase.machine import Mesh, dumps, load, parse
+from pase.tables.build import build, charge_price
+from pase.tables.derive import Charge
+from pase.zoo import reduced
+from tests.ir.graphs import simple
+
+HERE = load("h100x8")
+CPU = replace(HERE, bucket_bytes=0.0, sums_readers=False, sources={**HERE.sources, "bucket_bytes": "test"})
+
+
+def test_they_are_kept_in_the_file_and_priced_by() -> None:
+    assert parse(dumps(CPU), "again") == CPU
+    assert CPU.digest != HERE.digest
+    # Files and layouts from before these habits were known keep their digests.
+    assert replace(HERE, bucket_bytes=float(25 << 20)).digest == HERE.digest
+    with pytest.raises(pase.errors.PaseError, match="sums_readers must be true or false, got 1"):
+        parse("sums_readers = 1\n" + dumps(HERE), "a file")
+
+
+def test_without_buckets_a_small_collective_pays_its_own_latency() -> None:
+    mesh = Mesh(names=("a",), sizes=(8,))
+    small = Charge(
+        kind="all_reduce", axes=np.array([1]), nbytes=np.array([4096.0]), tensor="w", phase="backward", times=3.0,
+        bucketed=True,
+    )  # fmt: skip
+    models = [costmodels.get("analytic", m) for m in (HERE, CPU)]
+    shared, alone = (float(charge_price(small, m, mesh)[0]) for m in models)
+    assert alone == pytest.approx(3 * float(models[1].collective("all_reduce", mesh, [1], [4096.0])[0]))
+    assert shared < alone / 5
+
+
+def test_no_gradient_waits_for_another_reader() -> None:
+    graph, mesh = simple("gpt2"), Mesh(names=("a", "b"), sizes=(2, 2))
+    found = {}
+    for machine in (HERE, CPU):
+        _, space = build(graph, mesh, costmodels.get("analytic", machine))
+        found[machine] = sum(
+            int(np.isin(c, [i for i, d in enumerate(n.space) if d.kind == "pending"]).any(axis=1).sum())
+            for n, c in zip(graph.nodes, space.configs, strict=True)
+        )
+    assert found[HERE] > 0 == found[CPU]
+
+
+def test_the_plan_moves_what_the_compiler_will() -> None:
+    """A tied table has two readers: bytes as XLA's CPU pipeline sends them, to the byte (its own witness says how
+    many)."""
+    m = reduced("gpt2")
+    plans = {
+        x: dict(pase.compare(m.loss_fn, m.params, m.batch, devices=4, machine=x, max_axes=1))
+        for x in (HERE, CPU)
+    }
+    for machine, by in plans.items():
+        rows = {r.kind: r for r in compare(by["data_parallel"], _Nothing())}
+        all_reduce = rows["all_reduce"]
+        assert (all_reduce.predicted == all_reduce.on_cpu) == (machine is CPU)
+
+
+class _Nothing:
+    """A compiled program without collectives: the plan's own columns are what is looked at."""
+
+    def as_text(self) -> str:
+        return "HloModule nothing\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[] constant(0)\n}\n"
