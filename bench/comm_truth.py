@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -94,32 +95,46 @@ def measure(models: list[str], *, wide: bool) -> None:
     for name in zoo.names():
         m = zoo.reduced(name)
         alike[name] = first.setdefault(str((m.params, m.batch)), name)
-    chosen = models or [name for name, same in alike.items() if name == same]
-    for name in chosen:
-        devices = 32 if wide else 8
-        before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
-        mine = [r for r in before["rows"] if r["model"] == name and r.get("devices", 8) == devices]
-        rows = wide_rows_of(name, {r["strategy"] for r in mine}) + mine if wide else rows_of(name)
-        # Anew: a run takes minutes, and another may have ended meanwhile.
-        before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
-        rows += [r for r in before["rows"] if r["model"] != name or r.get("devices", 8) != devices]
-        import jax
-
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        order = list(zoo.names())
-        result = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-            "jax": jax.__version__,
-            "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
-            "command": "python bench/comm_truth.py",
-            "devices": 8,
-            "alike": {n: same for n, same in alike.items() if n != same},
-            "rows": sorted(rows, key=lambda r: (order.index(r["model"]), r.get("devices", 8))),
-        }
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    devices = 32 if wide else 8
+    for name in models or [name for name, same in alike.items() if name == same]:
+        known = {r["strategy"] for r in _rows() if r["model"] == name and r.get("devices", 8) == devices}
+        for row in wide_rows_of(name, known) if wide else rows_of(name):
+            _keep(row, alike)
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
+def _rows() -> list[dict[str, Any]]:
+    return json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+
+
+def _keep(row: dict[str, Any], alike: dict[str, str]) -> None:
+    """Write the row beside those that stand: each as it is made, so that an interrupt loses none."""
+    import jax
+
+    from pase import zoo
+
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    key = ("model", "strategy", "devices")
+    rows = [r for r in _rows() if any(r.get(k) != row.get(k) for k in key)] + [row]
+    models, strategies = list(zoo.names()), [*STRATEGIES, *WIDE]
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "jax": jax.__version__,
+        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
+        "command": "python bench/comm_truth.py",
+        "devices": 8,
+        "alike": {n: same for n, same in alike.items() if n != same},
+        "rows": sorted(
+            rows,
+            key=lambda r: (models.index(r["model"]), r.get("devices", 8), strategies.index(r["strategy"])),
+        ),
+    }
+    whole = RESULTS.with_suffix(".part")
+    whole.write_text(json.dumps(result, indent=1) + "\n")
+    whole.replace(RESULTS)
+
+
+def rows_of(name: str) -> Iterator[dict[str, Any]]:
     import optax
 
     from pase.backends.truth import compare, sharded_step, unsharded_step
@@ -129,7 +144,6 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     case = reduced(name)
     params, batch = case.model.init(0)
     whole = unsharded_step(case.model.loss_fn, optimizer, params, batch)
-    out = []
     for strategy in STRATEGIES:
         plan = case.plan(strategy)
         if plan is None:
@@ -147,12 +161,10 @@ def rows_of(name: str) -> list[dict[str, Any]]:
             "differences": {k: float(f"{v:.2g}") for k, v in off.items()},
             "rematerialised": len(step.rematerialised), "seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
-        print(json.dumps(row), file=sys.stderr, flush=True)
-        out.append(row)
-    return out
+        yield row
 
 
-def wide_rows_of(name: str, known: set[str]) -> list[dict[str, Any]]:
+def wide_rows_of(name: str, known: set[str]) -> Iterator[dict[str, Any]]:
     """Rows on 32 devices but the known ones: the step is compiled and not run."""
     import optax
 
@@ -162,7 +174,6 @@ def wide_rows_of(name: str, known: set[str]) -> list[dict[str, Any]]:
 
     m = zoo.reduced(name, batch=32)
     case = case_of(m.loss_fn, m.params, m.batch, name=f"zoo:{name}", devices=32)
-    out = []
     for strategy in WIDE:
         plan = None if strategy in known else case.plan(strategy)
         if plan is None:
@@ -178,9 +189,7 @@ def wide_rows_of(name: str, known: set[str]) -> list[dict[str, Any]]:
             "model": name, "strategy": strategy, "devices": 32, "mesh": list(plan.mesh.sizes),
             "collectives": collectives, "seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
-        print(json.dumps(row), file=sys.stderr, flush=True)
-        out.append(row)
-    return out
+        yield row
 
 
 def error(bytes_: dict[str, int]) -> float:
