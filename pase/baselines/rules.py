@@ -35,7 +35,7 @@ def names() -> list[str]:
     """Names of all methods, in order of registration.
 
     >>> names()
-    ['data_parallel', 'zero2', 'fsdp', 'hsdp', 'owt', 'megatron']
+    ['data_parallel', 'zero2', 'fsdp', 'hsdp', 'owt', 'expert', 'megatron']
     """
     return list(_rules)
 
@@ -157,6 +157,33 @@ def owt(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipp
 
     mesh = Mesh(names=("devices",), sizes=(devices,))
     yield Intent(name="owt", mesh=mesh, allow=allow, notes=notes)
+
+
+@rule("expert")
+def expert(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
+    """Expert parallelism (GShard, Lepikhin et al. 2020): experts over all devices, everything else by batch."""
+    r = roles(graph)
+    own = {w.parameter for w in r.weights if r.experts & set(w.shared)}
+    products = {w.node for w in r.weights if w.parameter in own}
+    sizes = r.sizes(graph, r.experts)
+    why = no_batch(graph, r, devices) if own else "no weights that tokens are shared out to"
+    if why is None and any(size % devices for size in sizes):
+        why = f"{', '.join(map(str, sizes))} experts do not divide by {devices}"
+    if why:
+        yield Skipped(name="expert", reason=why)
+        return
+
+    def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        mine = r.dims(node, r.experts)
+        if node.name in own or node.name in products:
+            return only(cfg, [0], mine)
+        if node.kind == "parameter":
+            return only(cfg, [0], [NOT_SPLIT])
+        if mine:  # on the way to the experts and back: where the exchange is best
+            return only(cfg, [0], [*mine, *r.dims(node, r.batch)])
+        return by_batch(r, node, cfg, mesh, [0])
+
+    yield Intent(name="expert", mesh=Mesh(names=("devices",), sizes=(devices,)), allow=allow)
 
 
 def _downstream(graph: Graph, start: set[str]) -> set[str]:
