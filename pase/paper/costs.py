@@ -163,6 +163,8 @@ def flow_cost(flow: Flow, a: np.ndarray, b: np.ndarray, rules: Rules) -> np.ndar
         return np.zeros((len(a), len(b)))
     shape = np.array(flow.shape, dtype=float)
     need = (shape / b).prod(axis=1)[None, :]
-    inter = np.minimum(shape / a[:, None, :], shape / b[None, :, :]).prod(axis=2)
+    inter = np.ones((len(a), len(b)))
+    for t, extent in enumerate(shape):
+        inter *= np.minimum.outer(extent / a[:, t], extent / b[:, t])
     inter = np.where(b.prod(axis=1)[None, :] > a.prod(axis=1)[:, None], 0.0, inter)
     return flow.times * 2 * rules.flop_per_word * np.maximum(0.0, need - inter)

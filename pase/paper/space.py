@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.errors import PaseError
-from pase.ir import Graph, Node
+from pase.ir import Access, Graph, Node
 from pase.paper.costs import PROTOTYPE, Rules, flow_cost, layer_cost, map_splits
 from pase.paper.layers import Layers, layers_of
 from pase.search import Solution, solve
@@ -47,11 +47,16 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
     layers = layers_of(graph)
     least = _LEAST_EXTENT[any(n.kind == "conv" for n in layers.nodes)]
     shared: dict[object, np.ndarray] = {}
+    divisors: dict[int, tuple[int, ...]] = {}
     configs = []
     for n in layers.nodes:
         whole = set() if rules.spatial else _spatial(n)
+        for d in n.space:
+            size = number(d.size, n.name)
+            if size not in divisors:
+                divisors[size] = _divisors(size, p, least)
         choices = tuple(
-            _divisors(number(d.size, n.name), p, least)
+            divisors[number(d.size, n.name)]
             if d.kind in ("parallel", "reduction") and d.name not in whole
             else (1,)
             for d in n.space
@@ -62,11 +67,12 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
     position = {n.name: i for i, n in enumerate(layers.nodes)}
     # Equal layers and flows share their arrays: priced once, and the search sees that they are equal.
     priced: dict[object, np.ndarray] = {}
+    costs = []
     for n, c in zip(layers.nodes, configs, strict=True):
         key = _layer_key(layers, n)
         if key not in priced:
             priced[key] = layer_cost(layers, n, c, rules)
-    costs = [priced[_layer_key(layers, n)] for n in layers.nodes]
+        costs.append(priced[key])
     parts: dict[object, tuple[np.ndarray, np.ndarray]] = {}
     same: dict[object, np.ndarray] = {}
     moved: dict[object, np.ndarray] = {}
@@ -120,15 +126,21 @@ def complete(
 
 
 def _layer_key(layers: Layers, node: Node) -> object:
-    """All that a layer's cost depends on."""
+    """All that a layer's cost depends on; names do not count, so that repeated layers have one key."""
+    at = {d.name: i for i, d in enumerate(node.space)}
+
+    def walked(a: Access) -> object:
+        walks = tuple((tuple([at[d] for d in w.dims]), w.window) for w in a.map.walks)
+        return a.tensor in layers.parameters, walks
+
     ops = tuple(
         (
-            op.kind, op.flops_per_point, op.over, op.times,
-            tuple((a.map, a.tensor in layers.parameters) for a in op.reads), tuple(a.map for a in op.writes),
+            op.kind, op.flops_per_point, None if op.over is None else tuple(at[d] for d in op.over), op.times,
+            tuple(map(walked, op.reads)), tuple(map(walked, op.writes)),
         )
         for op in node.ops
     )  # fmt: skip
-    return node.space, ops
+    return tuple((d.size, d.kind) for d in node.space), ops
 
 
 def _spatial(node: Node) -> set[str]:

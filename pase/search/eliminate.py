@@ -8,7 +8,7 @@ import numpy as np
 
 from pase.errors import Infeasible
 from pase.search.factors import Factor, Pool, View
-from pase.search.plan import Plan, Step
+from pase.search.plan import Plan, Step, joint_view
 
 __all__ = ["back_substitute", "run_plan"]
 
@@ -36,107 +36,87 @@ def _base(step: Step, pool: Pool) -> np.ndarray:
     return np.zeros(step.view.cls.size) if total is None else total
 
 
-def _aligned(
-    f: Factor, v: int, own: View, scope: tuple[int, ...], views: dict[int, View], pool: Pool
-) -> np.ndarray:
-    """f's table, axes (v in classes of ``own``, then ``scope`` in classes of ``views``), broadcastable."""
-    order = [f.scope.index(u) for u in (v, *scope) if u in f.scope]
-    table = pool.arrays[f.sig].transpose(order)
-    for axis, u in enumerate([u for u in (v, *scope) if u in f.scope]):
-        have = f.views[f.scope.index(u)]
-        want = own if u == v else views[u]
-        if have is not want:
-            table = table.take(pool.sub(have, want), axis=axis)
-    shape = [own.n, *(views[u].n if u in f.scope else 1 for u in scope)]
-    return table.reshape(shape)
-
-
 def _eliminate(step: Step, pool: Pool, kernels: ModuleType, threads: int) -> np.ndarray:
     base = _base(step, pool)
-    joint = [f for f in step.factors if len(f.scope) > 1]
-    if not joint:
+    if not step.groups:
         return np.asarray(base.min())
+    if step.view.n < base.size:  # configs that no neighbour tells apart: the cheapest speaks for them
+        least = np.full(step.view.n, np.inf)
+        np.minimum.at(least, step.view.cls, base)
+        base = least
     views = dict(zip(step.out.scope, step.out.views, strict=True))
-    groups = _two_groups(joint, step.v, views)
-    if len(groups) == 1:
-        own, scope, table = _merge(groups[0], step, views, pool)
-        flat = np.ascontiguousarray(table.reshape(own.n, -1))
-        least = np.full(own.n, np.inf)
-        np.minimum.at(least, own.cls, base)
-        zero = np.zeros(own.n, np.int32)
-        out = kernels.segment_min(least, zero, 1, np.arange(own.n, dtype=np.int32), flat)
-        return _ordered(out.reshape([views[u].n for u in scope]), scope, step.out.scope)
-    left, right = (_merge(g, step, views, pool) for g in groups)
+    threaded = (threads,) if threads > 1 else ()
+    if len(step.groups) == 1:
+        (group,) = step.groups
+        scope = _memory_order(group, step.out.scope, pool)
+        parts = [(pool.sub(view, step.view), t) for view, t in _parts(group, step.v, scope, views, pool, 2)]
+        out = kernels.segment_min(base, np.zeros(base.size, np.int32), 1, parts, *threaded)
+        return _shaped(out, scope, step, views)
     # The side of fewer classes is the one that min-plus walks; the other is first minimised over the
     # configs that lie in each of its classes.
-    if left[0].n > right[0].n:
-        left, right = right, left
-    (own_l, scope_l, table_l), (own_r, scope_r, table_r) = left, right
-    shared = [u for u in scope_l if u in scope_r]
-    only_l = [u for u in scope_l if u not in scope_r]
-    only_r = [u for u in scope_r if u not in scope_l]
+    left, right = sorted(step.groups, key=lambda g: joint_view(g, step.v, pool).n)
+    near_l, near_r = ({u for f in g for u in f.scope} for g in (left, right))
+    shared = [u for u in _memory_order(right, step.out.scope, pool) if u in near_l and u in near_r]
+    only_l = [u for u in _memory_order(left, step.out.scope, pool) if u not in near_r]
+    only_r = [u for u in _memory_order(right, step.out.scope, pool) if u not in near_l]
     x, p, q = (int(np.prod([views[u].n for u in s], dtype=np.int64)) for s in (shared, only_l, only_r))
-    lhs = _ordered(table_l, (-1, *scope_l), (-1, *shared, *only_l)).reshape(own_l.n, x, p)
-    rhs = _ordered(table_r, (-1, *scope_r), (-1, *shared, *only_r)).reshape(own_r.n, x * q)
-    rhs = kernels.segment_min(base, own_l.cls, own_l.n, own_r.cls, np.ascontiguousarray(rhs)).reshape(
-        own_l.n, x, q
-    )
-    lhs = np.ascontiguousarray(lhs)
+    ((own, table),) = _parts(left, step.v, [*shared, *only_l], views, pool, 1)
+    lhs = table.reshape(own.n, x, p)
+    side = _parts(right, step.v, [*shared, *only_r], views, pool, 2)
+    parts = [(pool.sub(view, step.view), t) for view, t in side]
+    rhs = kernels.segment_min(base, pool.sub(own, step.view), own.n, parts, *threaded).reshape(own.n, x, q)
     if p > q:  # the long axis is the one that runs through memory
-        out = kernels.min_plus(rhs, lhs, threads) if threads > 1 else kernels.min_plus(rhs, lhs)
-        made = (*shared, *only_r, *only_l)
-    else:
-        out = kernels.min_plus(lhs, rhs, threads) if threads > 1 else kernels.min_plus(lhs, rhs)
-        made = (*shared, *only_l, *only_r)
-    return _ordered(out.reshape([views[u].n for u in made]), made, step.out.scope)
+        return _shaped(kernels.min_plus(rhs, lhs, *threaded), [*shared, *only_r, *only_l], step, views)
+    return _shaped(kernels.min_plus(lhs, rhs, *threaded), [*shared, *only_l, *only_r], step, views)
 
 
-def _ordered(table: np.ndarray, have: tuple[int, ...], want: tuple[int, ...]) -> np.ndarray:
-    return np.ascontiguousarray(table.transpose([have.index(u) for u in want])) if have != want else table
+def _memory_order(group: list[Factor], scope: tuple[int, ...], pool: Pool) -> list[int]:
+    """The nodes of ``scope`` in the order in which the group's largest tables have them in memory."""
+    out: list[int] = []
+    for f in sorted(group, key=lambda f: -pool.arrays[f.sig].size):
+        strides = pool.arrays[f.sig].strides
+        out += [u for _, u in sorted(zip(strides, f.scope, strict=True), reverse=True) if u not in out]
+    return [u for u in out if u in scope]
 
 
-def _two_groups(joint: list[Factor], v: int, views: dict[int, View]) -> list[list[Factor]]:
-    """Split v's factors into at most two groups: contained scopes together, the larger group small."""
-    bins: list[tuple[set[int], list[Factor]]] = []
-    for f in sorted(joint, key=lambda f: -len(f.scope)):
-        scope = set(f.scope) - {v}
-        home = next((b for b in bins if scope <= b[0]), None)
-        if home is None:
-            bins.append((scope, [f]))
-        else:
-            home[1].append(f)
-    while len(bins) > 2:
-        best = None
-        for i in range(len(bins)):
-            for j in range(i):
-                size = 1.0
-                for u in bins[i][0] | bins[j][0]:
-                    size *= views[u].n
-                if best is None or size < best[0]:
-                    best = (size, i, j)
-        assert best is not None
-        _, i, j = best
-        scope, fs = bins.pop(i)
-        bins[j] = (bins[j][0] | scope, bins[j][1] + fs)
-    return [fs for _, fs in bins]
+def _shaped(out: np.ndarray, have: list[int], step: Step, views: dict[int, View]) -> np.ndarray:
+    """Axes in the order of the step's scope; memory stays as it is."""
+    table = out.reshape([views[u].n for u in have])
+    return table.transpose([have.index(u) for u in step.out.scope])
 
 
-def _merge(
-    group: list[Factor], step: Step, views: dict[int, View], pool: Pool
-) -> tuple[View, tuple[int, ...], np.ndarray]:
-    """The sum of a group's tables: (v's view there, scope, table [view.n, *scope])."""
-    own: View | None = None
+def _parts(
+    group: list[Factor], v: int, scope: list[int], views: dict[int, View], pool: Pool, most: int
+) -> list[tuple[View, np.ndarray]]:
+    """At most ``most`` tables whose sum is the group's: (v's view there, float64 [view.n, entries of scope])."""
+    parts: dict[View, np.ndarray] = {}
     for f in group:
-        view = f.views[f.scope.index(step.v)]
-        own = view if own is None else pool.joint(own, view)
-    assert own is not None
-    scope = tuple(u for u in step.out.scope if any(u in f.scope for f in group))
-    total: np.ndarray | None = None
-    for f in group:
-        part = _aligned(f, step.v, own, scope, views, pool)
-        total = part if total is None else total + part
-    assert total is not None
-    return own, scope, total
+        view = f.views[f.scope.index(v)]
+        order = [u for u in (v, *scope) if u in f.scope]
+        table = pool.arrays[f.sig].transpose([f.scope.index(u) for u in order])
+        for axis, u in enumerate(order[1:], 1):
+            have = f.views[f.scope.index(u)]
+            if have is not views[u]:
+                table = table.take(pool.sub(have, views[u]), axis=axis)
+        table = table.reshape([view.n, *(views[u].n if u in f.scope else 1 for u in scope)])
+        parts[view] = parts[view] + table if view in parts else table
+    shape = tuple(views[u].n for u in scope)
+    # Tables over all of the scope may stay apart; smaller ones are added to the smallest that is left.
+    small = sorted(parts.items(), key=lambda p: p[1].size)
+    while len(small) > most or (len(small) > 1 and small[0][1].shape[1:] != shape):
+        (a, table), (b, other), *rest = small
+        own = pool.joint(a, b)
+        added = _at(table, a, own, pool) + _at(other, b, own, pool)
+        small = sorted([(own, added), *rest], key=lambda p: p[1].size)
+    out = []
+    for view, table in small:
+        whole = table if table.shape[1:] == shape else np.broadcast_to(table, (view.n, *shape)).copy()
+        out.append((view, np.ascontiguousarray(whole).reshape(view.n, -1)))
+    return out
+
+
+def _at(table: np.ndarray, have: View, want: View, pool: Pool) -> np.ndarray:
+    return table if have is want else table.take(pool.sub(have, want), axis=0)
 
 
 def back_substitute(plan: Plan, pool: Pool, n: int, given: np.ndarray | None = None) -> np.ndarray:

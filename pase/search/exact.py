@@ -21,7 +21,7 @@ Kernel = Literal["numba", "numpy"]
 MAX_WORK = 20_000_000_000  # min-plus operations: some seconds on two cores
 MAX_ENTRIES = 100_000_000  # entries of all tables together, 8 bytes each
 _SMALL_WORK = 20_000_000  # below this numpy is done before numba is imported
-_CHEAP_WORK = 200_000_000  # below this no better order is looked for
+_PLANNING_WORK = 4_000_000  # looking for another order costs about as much, for each ten nodes
 
 
 def kernels_for(kernel: Kernel, work: float) -> ModuleType:
@@ -39,7 +39,7 @@ def kernels_for(kernel: Kernel, work: float) -> ModuleType:
 def best_plan(n: int, factors: list[Factor], pool: Pool, seed: int = 0) -> Plan | None:
     """The cheapest order found, or None if all exceed MAX_WORK or MAX_ENTRIES.
 
-    Tries more rules, then random ones, while the best is dear: planning costs less than running.
+    Tries more rules, then random ones, while that costs little beside what the best would take.
     """
     best: Plan | None = None
     ceiling = float(MAX_WORK)
@@ -49,7 +49,8 @@ def best_plan(n: int, factors: list[Factor], pool: Pool, seed: int = 0) -> Plan 
         plan = plan_elimination(n, factors, pool, rule=rule, noise=noise, seed=seed + i, stop_above=ceiling)
         if plan.complete and plan.entries <= MAX_ENTRIES and (best is None or plan.work < best.work):
             best, ceiling = plan, float(plan.work)
-        if (best is not None and best.work < _CHEAP_WORK) or (best is None and i >= 4):
+        spent = (i + 1) * n * _PLANNING_WORK // 10
+        if (best is not None and best.work < 8 * spent) or (best is None and i >= 4):
             break
     return best
 

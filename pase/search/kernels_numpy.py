@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 __all__ = ["min_plus", "row_classes", "segment_min"]
@@ -23,15 +25,16 @@ def min_plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def segment_min(
-    base: np.ndarray, segment: np.ndarray, segments: int, rows: np.ndarray, table: np.ndarray
+    base: np.ndarray, segment: np.ndarray, segments: int, parts: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> np.ndarray:
-    """out[s, :] = min over k with segment[k] == s of base[k] + table[rows[k], :].
+    """out[s, :] = min over k with segment[k] == s of base[k] + the sum of table[rows[k], :] over the parts.
 
-    base float64 [K]; segment, rows int32 [K]; table float64 [R, Q]; every segment occurs.
+    base float64 [K]; segment int32 [K]; parts (rows int32 [K], table float64 [R, Q]); every segment occurs.
     """
     order = np.argsort(segment, kind="stable")
     starts = np.searchsorted(segment[order], np.arange(segments))
-    return np.minimum.reduceat(base[order, None] + table[rows[order]], starts, axis=0)
+    added = sum(table[rows[order]] for rows, table in parts)
+    return np.minimum.reduceat(base[order, None] + added, starts, axis=0)
 
 
 def row_classes(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -19,12 +19,19 @@ __all__ = ["Plan", "Step", "dependent_sets", "generate_seq", "plan_elimination"]
 
 
 class Step:
-    """Eliminate ``v`` from ``factors`` (canonical order); the result is ``out``."""
+    """Eliminate ``v`` from ``factors`` (canonical order); the result is ``out``.
 
-    __slots__ = ("factors", "fresh", "out", "v", "view")
+    view: v's configs as its neighbours tell them apart. groups: its factors with other nodes, in two groups that
+    min-plus multiplies (or one, or none), where ``fresh``: no earlier step is equal.
+    """
 
-    def __init__(self, v: int, view: View, factors: list[Factor], out: Factor, fresh: bool) -> None:
-        self.v, self.view, self.factors, self.out, self.fresh = v, view, factors, out, fresh
+    __slots__ = ("factors", "fresh", "groups", "out", "v", "view")
+
+    def __init__(
+        self, v: int, view: View, factors: list[Factor], out: Factor, groups: list[list[Factor]], fresh: bool
+    ) -> None:
+        self.v, self.view, self.factors, self.out, self.groups = v, view, factors, out, groups
+        self.fresh = fresh
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,15 +179,65 @@ class _Planner:
             self.level[u] = max(self.level[u], level)
         if scope:
             self._add(out)
+        if not fresh:
+            return Step(v, own, factors, out, [], fresh), 0, 0, list(scope)
         size = 1
         for view in out.views:
             size *= view.n
-        return (
-            Step(v, own, factors, out, fresh),
-            size * own.n if fresh else 0,
-            size if fresh else 0,
-            list(scope),
-        )
+        groups = _two_groups([f for f in factors if len(f.scope) > 1], v, near)
+        step = Step(v, own, factors, out, groups, fresh)
+        return step, _work(step, near, self.pool), size, list(scope)
+
+
+def joint_view(group: list[Factor], v: int, pool: Pool) -> View:
+    """v's configs as the factors of a group tell them apart."""
+    own = group[0].views[group[0].scope.index(v)]
+    for f in group[1:]:
+        own = pool.joint(own, f.views[f.scope.index(v)])
+    return own
+
+
+def _work(step: Step, near: dict[int, View], pool: Pool) -> int:
+    """Min-plus operations: the side of more classes is minimised over configs, then the two are multiplied."""
+    sizes = []
+    for group in step.groups:
+        size = 1
+        for u in {u for f in group for u in f.scope if u != step.v}:
+            size *= near[u].n
+        sizes.append((joint_view(group, step.v, pool).n, size))
+    if len(sizes) < 2:
+        return step.view.n * (sizes[0][1] if sizes else 1)
+    (few, _), (_, right) = sorted(sizes, key=lambda s: s[0])
+    made = 1
+    for view in near.values():
+        made *= view.n
+    return step.view.n * right + few * made
+
+
+def _two_groups(joint: list[Factor], v: int, views: dict[int, View]) -> list[list[Factor]]:
+    """Split v's factors into at most two groups: contained scopes together, the larger group small."""
+    bins: list[tuple[set[int], list[Factor]]] = []
+    for f in sorted(joint, key=lambda f: -len(f.scope)):
+        scope = set(f.scope) - {v}
+        home = next((b for b in bins if scope <= b[0]), None)
+        if home is None:
+            bins.append((scope, [f]))
+        else:
+            home[1].append(f)
+    while len(bins) > 2:
+        best = None
+        for i in range(len(bins)):
+            for j in range(i):
+                size = 1.0
+                for u in bins[i][0] | bins[j][0]:
+                    size *= views[u].n
+                if best is None or size < best[0]:
+                    best = (size, i, j)
+        assert best is not None
+        _, i, j = best
+        scope, fs = bins.pop(i)
+        bins[j] = (bins[j][0] | scope, bins[j][1] + fs)
+    return [fs for _, fs in bins]
 
 
 def plan_elimination(

@@ -202,7 +202,9 @@ def _fold_run(
         if k not in powers:
             a, b = power(k // 2), power(k - k // 2)
             # The middle speaker is seen by the second half through its classes.
-            middle = kernels.segment_min(nothing, block.view.cls, classes, rows, np.ascontiguousarray(a.T))
+            middle = kernels.segment_min(
+                nothing, block.view.cls, classes, [(rows, np.ascontiguousarray(a.T))]
+            )
             powers[k] = kernels.min_plus(middle[:, None, :], np.ascontiguousarray(b[:, None, :]))[0]
         return powers[k]
 

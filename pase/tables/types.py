@@ -48,6 +48,9 @@ class CostTables:
     memory: tuple[np.ndarray, ...] | None = None
 
     def __post_init__(self) -> None:
+        sound: set[tuple[int, int]] = (
+            set()
+        )  # (classes, length of the axis) seen to fit: layers share their arrays
         for e in self.edges:
             if e.src == e.dst:
                 raise ValueError(f"edge {self.name(e.src)} -> itself: fold its cost into the node's vector")
@@ -61,8 +64,11 @@ class CostTables:
                         f"edge ({e.src}, {e.dst}): {cls.size} classes for the {self.node_costs[end].size} "
                         f"configs of node {self.name(end)}"
                     )
+                if (id(cls), e.cost.shape[axis]) in sound:
+                    continue
                 if cls.size and (cls.min() < 0 or cls.max() >= e.cost.shape[axis]):
                     raise ValueError(f"edge ({e.src}, {e.dst}): a class index lies outside the cost matrix")
+                sound.add((id(cls), e.cost.shape[axis]))
 
     def restricted(self, keep: Mapping[int, np.ndarray]) -> CostTables:
         """The same problem with fewer configs: node -> indices of those to keep, in the order to have them in."""
