@@ -1,54 +1,60 @@
 """The network laboratory.
 
     sudo .venv/bin/python -m bench.netlab quick        # a few minutes: every part once, small
-    sudo .venv/bin/python -m bench.netlab full         # under an hour
-    sudo .venv/bin/python -m bench.netlab strategies   # one part, in full; also: racks, buckets, torch, replay
+    sudo .venv/bin/python -m bench.netlab full         # within --minutes, an hour where nothing else is said
+    sudo .venv/bin/python -m bench.netlab full --resume          # what a stopped run of this commit had not done
+    sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # a part; also: racks, buckets, torch, replay
     sudo .venv/bin/python -m bench.netlab clean        # what a killed run left behind
     .venv/bin/python -m bench.netlab render            # docs/proof.md's tables from the result files
 
-Writes bench/results/netlab_<part>.json (quick: netlab_quick.json). Without root or iproute2 it says so and does
-nothing. What was calibrated is kept in --folder and taken up; --fresh calibrates anew.
+Writes bench/results/netlab_<part>.json as it goes (quick: netlab_quick.json). Without root or iproute2 it says so
+and does nothing. What was calibrated is kept in --folder and taken up; --fresh calibrates anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.netlab import buckets, replays, strategies
-from bench.netlab.launch import ROOT
-from bench.netlab.models import SIZES
-from bench.netlab.net import LabError, clean, interruptible, unavailable
+from bench.netlab.models import BATCHES, SIZES
+from bench.netlab.net import LabError, Topology, clean, interruptible, unavailable
 from bench.netlab.page import render
+from bench.netlab.session import Session
+from bench.provenance import RESULTS, ROOT
 
-RESULTS = ROOT / "bench" / "results"
+PARTS = ("strategies", "buckets", "torch", "replay", "racks")
+EXPECTED_MIN = {"strategies": 29.0, "buckets": 10.0, "torch": 6.0, "replay": 5.0, "racks": 5.0}
+"""In full, on two cores; every part says more as it begins."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "part",
-        choices=("quick", "full", "strategies", "racks", "buckets", "torch", "replay", "clean", "render"),
-    )
+    parser.add_argument("part", choices=("quick", "full", *PARTS, "clean", "render"))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "paselab")
     parser.add_argument("--fresh", action="store_true", help="forget earlier calibrations")
+    parser.add_argument("--resume", action="store_true", help="keep what was measured at this commit")
+    parser.add_argument(
+        "--minutes", type=float, help="begin nothing new after so many (full: 58; else no limit)"
+    )
+    parser.add_argument("--only", help="full: these parts alone, comma-separated")
     parser.add_argument("--models", help="strategies: of these alone, comma-separated")
-    parser.add_argument("--calibrate-s", type=float, default=75.0, help="seconds for each network")
+    parser.add_argument("--calibrate-s", type=float, default=45.0, help="seconds for each network")
     parser.add_argument("--mbit", type=float, help="strategies: on the networks of this rate alone")
-    parser.add_argument("--batches", type=int, default=2, choices=(1, 2), help="strategies: batch sizes")
-    parser.add_argument("--iterations", type=int, default=20, help="buckets, replay: of each run")
+    parser.add_argument("--hosts", type=int, help="strategies: on the networks of so many hosts alone")
+    parser.add_argument("--batches", default="0,1", choices=("0", "1", "0,1"), help="0: small, 1: large")
+    parser.add_argument("--rates", help="buckets, torch: these coverage rates alone, comma-separated")
+    parser.add_argument("--iterations", type=int, default=12, help="buckets, torch, replay: of each run")
+    parser.add_argument("--training", type=int, default=64, help="buckets: iterations of the loss curves")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result files go")
     args = parser.parse_args()
     if args.part == "render":
@@ -64,93 +70,120 @@ def main() -> int:
     if args.fresh:
         shutil.rmtree(args.folder, ignore_errors=True)
     args.folder.mkdir(parents=True, exist_ok=True)
+    minutes = args.minutes or (58.0 if args.part == "full" else float("inf"))
+    session = Session(
+        folder=args.folder,
+        results=args.results,
+        resume=args.resume,
+        until=time.time() + 60 * minutes,
+        calibrate_s=args.calibrate_s,
+    )
     try:
         with interruptible():
-            run(args)
+            return run(args, session)
     except LabError as e:
         print(f"netlab: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped; everything was taken down", file=sys.stderr)
+        print("stopped; everything was taken down; --resume goes on", file=sys.stderr)
         return 130
-    return 0
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, session: Session) -> int:
+    """The parts asked for, one after the other; one that fails does not take the others with it."""
     if args.part == "quick":
-        began = time.time()
-        rows = strategies.measure(strategies.QUICK[0], ("mlp", "gpt2"), 1, args.folder, 30.0)
-        result: dict[str, Any] = {"strategies": {"summary": strategies.summary(rows), "rows": rows}}
-        policies = ("fifo", "ddp", "deft", "ours")
-        result["buckets"] = buckets.measure(args.folder, rates=(1.0,), policies=policies, iterations=8)
-        result["replay"] = replays.measure(
-            args.folder, cases=replays.CASES[:1], hosts=2, steps=8, calibrate_s=30.0
-        )
-        write("quick", result, began, args.results)
-    if args.part in ("full", "strategies"):
-        models = args.models.split(",") if args.models else list(SIZES)
-        began, rows = time.time(), []
-        chosen = [t for t in strategies.FULL if not args.mbit or t.host_mbit == args.mbit]
-        if len(chosen) < len(strategies.FULL):
-            rows += _kept(args.results / "netlab_strategies.json", [t.name for t in chosen])
-        for topology in chosen:
-            rows += strategies.measure(topology, models, args.batches, args.folder, args.calibrate_s)
-            write("strategies", {"summary": strategies.summary(rows), "rows": rows}, began, args.results)
-    if args.part in ("full", "racks"):
-        began = time.time()
-        rows = strategies.measure(
-            strategies.RACKS, ("mlp", "gpt2"), args.batches, args.folder, args.calibrate_s
-        )
-        write("racks", {"summary": strategies.summary(rows), "rows": rows}, began, args.results)
-    if args.part in ("full", "buckets"):
-        began = time.time()
-        found = buckets.measure(
-            args.folder, rates=buckets.RATES, policies=buckets.POLICIES, iterations=args.iterations
-        )
-        write("buckets", found, began, args.results)
-    if args.part in ("full", "torch") and importlib.util.find_spec("torch") is not None:
-        began = time.time()
-        found = buckets.measure(
-            args.folder,
-            rates=buckets.RATES,
-            policies=buckets.POLICIES,
-            iterations=args.iterations,
-            kind="torch",
-        )
-        write("torch", found, began, args.results)
-    if args.part in ("full", "replay"):
-        began = time.time()
-        found = replays.measure(
-            args.folder, cases=replays.CASES, hosts=2, steps=args.iterations, calibrate_s=args.calibrate_s
-        )
-        write("replay", found, began, args.results)
+        quick(session)
+        return 0
+    parts = list(PARTS) if args.part == "full" else [args.part]
+    if args.only:
+        parts = [p for p in parts if p in args.only.split(",")]
+    if "torch" in parts and importlib.util.find_spec("torch") is None:
+        parts.remove("torch")
+    plan = ", ".join(f"{p} {EXPECTED_MIN[p]:g}" for p in parts)
+    session.say(f"minutes expected, where nothing is left out: {plan}")
+    steps = _steps(args, session, parts)
+    failed = 0
+    for part, topologies, step in steps:
+        if not session.has(60.0):
+            session.say(f"{part}{topologies}: left out, no time")
+            continue
+        session.say(f"{part}{topologies}")
+        try:
+            step()
+        except LabError as e:
+            failed += 1
+            session.say(f"{part}{topologies} failed: {e}")
+    return 1 if failed else 0
 
 
-def _kept(file: Path, measured: list[str]) -> list[dict[str, Any]]:
-    """The rows of networks that are not measured now."""
-    before = json.loads(file.read_text())["rows"] if file.exists() else []
-    return [r for r in before if r["network"] not in measured]
+def _steps(
+    args: argparse.Namespace, session: Session, parts: list[str]
+) -> list[tuple[str, str, Callable[[], None]]]:
+    """(part, which networks, what to do): the larger networks last, so that every part gets its turn."""
+    chosen = [
+        t
+        for t in strategies.FULL
+        if args.mbit in (None, t.host_mbit) and args.hosts in (None, t.hosts) and "strategies" in parts
+    ]
+    few = [t for t in chosen if t.hosts == 2]
+    many = [t for t in chosen if t.hosts != 2]
+    out: list[tuple[str, str, Callable[[], None]]] = []
+    rows: dict[str, list[dict[str, Any]]] = {}
+    models = args.models.split(",") if args.models else list(SIZES)
+    batches = [int(b) for b in args.batches.split(",")]
+    rates = tuple(map(float, args.rates.split(","))) if args.rates else buckets.RATES
+
+    def measured(part: str, topology: Topology, these: list[str]) -> Callable[[], None]:
+        def step() -> None:
+            # What is measured now replaces the rows of these networks; the others of this commit stay.
+            every = [t.name for t in chosen] if part == "strategies" else [topology.name]
+            before = rows.setdefault(part, session.kept(part, every))
+
+            def put(new: list[dict[str, Any]]) -> None:
+                together = [*before, *new]
+                if any("measured_s" in r for r in together):
+                    summary = strategies.summary(together)
+                    session.write(part, {"summary": summary, "rows": together})
+
+            rows[part] = [*before, *strategies.measure(topology, these, batches, session, put)]
+
+        return step
+
+    def policies(part: str, training: int) -> Callable[[], None]:
+        def step() -> None:
+            buckets.measure(
+                session, rates=rates, policies=buckets.POLICIES, iterations=args.iterations, training=training,
+                kind=part, on_rows=lambda found: session.write(part, found),
+            )  # fmt: skip
+
+        return step
+
+    def replay() -> None:
+        found = replays.measure(session, cases=replays.CASES, hosts=2, steps=args.iterations)
+        session.write("replay", found)
+
+    out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in few]
+    if "buckets" in parts:
+        out.append(("buckets", "", policies("buckets", args.training)))
+    if "torch" in parts:
+        out.append(("torch", "", policies("torch", 0)))
+    if "replay" in parts:
+        out.append(("replay", "", replay))
+    out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in many]
+    if "racks" in parts:
+        some = [m for m in ("mlp", "gpt2") if m in models]
+        out.append(("racks", "", measured("racks", strategies.RACKS, some)))
+    return out
 
 
-def _summaries(result: dict[str, Any]) -> Any:
-    if "summary" in result:
-        return result["summary"]
-    return {part: found["summary"] for part, found in result.items()}
-
-
-def write(part: str, result: dict[str, Any], began: float, results: Path) -> None:
-    """bench/results/netlab_<part>.json, with where, when and how."""
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    about = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
-        "command": "python -m bench.netlab " + " ".join(sys.argv[1:]),
-        "seconds": round(time.time() - began, 1),
-        "load_average": os.getloadavg(),
-    }
-    file = results / f"netlab_{part}.json"
-    file.write_text(json.dumps(about | result, indent=1) + "\n")
-    print(f"{file}: {json.dumps(_summaries(result))}", file=sys.stderr, flush=True)
+def quick(session: Session) -> None:
+    """Every part once, small."""
+    rows = strategies.measure(strategies.QUICK[0], ("mlp", "gpt2"), (0,), session)
+    result: dict[str, Any] = {"strategies": {"summary": strategies.summary(rows), "rows": rows}}
+    policies = ("fifo", "ddp", "deft", "ours")
+    result["buckets"] = buckets.measure(session, rates=(1.0,), policies=policies, iterations=6)
+    result["replay"] = replays.measure(session, cases=(("mlp", BATCHES["mlp"][0]),), hosts=2, steps=8)
+    session.write("quick", result)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.netlab.jobs import results_of
 from bench.netlab.net import Network, Topology
+from bench.netlab.session import Session
 
 __all__ = ["POLICIES", "RATES", "chosen", "measure", "run_cells"]
 
 RATES = (0.5, 1.0, 2.0)
 POLICIES = ("fifo", "priority", "ddp", "mg_wfbp", "bytescheduler", "us_byte", "tac", "deft", "ours")
+TRAINED, TRAINED_AT = ("ddp", "deft", "ours"), 2.0
+"""Policies whose training is run to a fixed quality, and where: there delays pay most."""
 HOSTS = 2
 WIDTH, ROWS, DEPTH = 256, 2048, 6
 TAIL = ((256, 1024), (1024, 1024), (1024, 256))
@@ -243,34 +245,55 @@ class _Running:
 
 
 def measure(
-    folder: Path,
+    session: Session,
     *,
     rates: tuple[float, ...],
     policies: tuple[str, ...],
     iterations: int,
+    training: int = 0,
     kind: str = "buckets",
+    on_rows: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Rows by coverage rate and policy. kind: "buckets": the JAX runner; "torch": PyTorch's DDP."""
+    """Rows by coverage rate and policy. kind: "buckets": the JAX runner; "torch": PyTorch's DDP.
+
+    training: iterations of a longer run of ``TRAINED`` at the coverage ``TRAINED_AT``, for its losses; 0: none.
+    on_rows: told of all so far as each rate is done.
+    """
     nbytes = sum(p.nbytes for p in parameters(0).values())
-    common = {"kind": kind, "policies": policies, "learning_rate": LEARNING_RATE}
+    common = {"kind": kind, "learning_rate": LEARNING_RATE}
     rows: list[dict[str, Any]] = []
+    long: list[dict[str, Any]] = []
     with Network(Topology(racks=(HOSTS,), host_mbit=0.0)) as network:
         cells = [{"key": "compute", "what": "compute", "repeats": 15}]
-        compute = results_of(network, folder, f"{kind}_compute", cells, **common)["compute"]["compute_s"]
-        for rate in rates:
+        name = f"{kind}_compute"
+        compute = results_of(network, session, name, cells, policies=policies, **common)["compute"][
+            "compute_s"
+        ]
+        sizes = {"compute_s": compute, "gradient_bytes": nbytes, "hosts": HOSTS}
+        runs = [(rate, policies, iterations, rows, f"{rate:g}") for rate in rates]
+        if training:
+            runs.append((TRAINED_AT, TRAINED, training, long, "losses"))
+        for rate, those, count, into, name in runs:
             # Two hosts: each sends and receives the gradients once.
             mbit = round(nbytes * 8e-6 / (rate * compute))
+            expected = 30 + (len(those) + 1) * (3.0 + (count + 8) * compute * max(1.2, 1.2 * rate))
+            session.say(f"{kind}, {name}: {mbit} Mbit, about {expected / 60:.1f} minutes")
+            if not session.has(expected / 2):
+                session.say("left out: no time")
+                continue
             network.limit(mbit)
-            cells = [{"key": f"coverage {rate:g}", "what": "policies", "iterations": iterations}]
-            found = results_of(network, folder, f"{kind}_{rate:g}", cells, compute_s=compute, **common)
+            cells = [{"key": f"coverage {rate:g}", "what": "policies", "iterations": count}]
+            found = results_of(
+                network, session, f"{kind}_{name}", cells, compute_s=compute, policies=those, **common
+            )
             for got in found.values():
                 about = {"coverage": rate, "mbit": mbit}
                 if "failed" in got:
-                    rows.append(about | got)
+                    into.append(about | got)
                 for row in got.get("rows", ()):
-                    rows.append(about | row | {"exposed_s": row["measured_s"] - compute})
-    sizes = {"compute_s": compute, "gradient_bytes": nbytes, "hosts": HOSTS}
-    return sizes | {"summary": _summary(rows), "rows": rows}
+                    into.append(about | row | {"exposed_s": row["measured_s"] - compute})
+            on_rows(sizes | {"summary": _summary(rows), "rows": rows, "training": long})
+    return sizes | {"summary": _summary(rows), "rows": rows, "training": long}
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

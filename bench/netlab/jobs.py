@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.netlab.launch import on_every_host, port
 from bench.netlab.net import LabError, Network
+from bench.netlab.session import Session, rows_of
 
 __all__ = ["calibrated", "results_of"]
 
 
-def calibrated(network: Network, folder: Path, budget_s: float) -> Path:
+def calibrated(network: Network, session: Session) -> Path:
     """The machine file of this network, measured by ``pase calibrate`` on its hosts; taken up where one is there."""
+    folder, budget_s = session.folder, session.calibrate_s
     out = folder / f"{network.topology.slug}.toml"
     if out.exists():
         return out
+    session.say(f"{network.topology.name}: calibrating, {budget_s:g} s and what the coarsest tables need")
     _seeded(out, network.topology.hosts)
     coordinator = f"{network.address(0)}:{port()}"
 
@@ -50,47 +53,68 @@ def _seeded(out: Path, hosts: int) -> None:
 
 
 def results_of(
-    network: Network, folder: Path, name: str, cells: Sequence[Mapping[str, Any]], *, kind: str = "steps",
-    timeout_s: float = 900.0, **more: Any,
+    network: Network, session: Session, name: str, cells: Sequence[Mapping[str, Any]], *, kind: str = "steps",
+    stamp: str = "", timeout_s: float = 900.0, on_row: Callable[[dict[str, dict[str, Any]]], None] | None = None,
+    **more: Any,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """key -> what was measured (or {"failed": why}) of each cell, all in one program where none of them fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    results = folder / f"{name}.jsonl"
-    results.unlink(missing_ok=True)
-    done: dict[str, dict[str, Any]] = {}
+    """key -> what was measured of each cell, all in one program where none of them fails.
+
+    A cell that fails has {"failed": why}, one that the time did not suffice for {"left_out": why}. Rows go into
+    a journal as they are made; on_row is told of all that there are, as they come.
+    """
+    session.folder.mkdir(parents=True, exist_ok=True)
+    results = session.folder / f"{name}.jsonl"
+    stamp = stamp or session.stamp()
+    if not session.resume:
+        results.unlink(missing_ok=True)
+    wanted = {c["key"] for c in cells}
+    failed: dict[str, dict[str, Any]] = {}
+    lines = 0
+
+    def so_far() -> dict[str, dict[str, Any]]:
+        return {k: r for k, r in (rows_of(results, stamp)[0] | failed).items() if k in wanted}
+
+    def watch() -> None:
+        nonlocal lines
+        now = results.read_text().count("\n") if results.exists() else 0
+        if on_row is not None and now != lines:
+            on_row(so_far())
+        lines = now
+
     while True:
+        done = so_far()
         left = [c for c in cells if c["key"] not in done]
-        if not left:
-            return done
-        job = folder / f"{name}.job.json"
-        coordinator = f"{network.address(0)}:{port()}"
+        if not left or not session.has(0.0):
+            if on_row is not None:
+                on_row(done)
+            return done | {c["key"]: {"key": c["key"], "left_out": "no time"} for c in left}
+        job = session.folder / f"{name}.job.json"
         told = {
             "kind": kind,
-            "coordinator": coordinator,
+            "coordinator": f"{network.address(0)}:{port()}",
             "hosts": network.topology.hosts,
             "results": str(results),
+            "stamp": stamp,
+            "until": min(session.until, 1e12),
         }
         job.write_text(json.dumps({**told, "cells": left, **more}))
-        why = "died"
+        before, began = len(done), time.time()
         try:
             on_every_host(
                 network,
                 lambda i, job=job: ["-m", "bench.netlab.worker", str(job), str(i)],
-                folder / f"logs_{name}",
+                session.folder / f"logs_{name}",
                 timeout_s=timeout_s,
+                watch=watch,
             )
         except LabError as e:
-            why = str(e)
-        begun = None
-        for line in results.read_text().splitlines() if results.exists() else ():
-            row = json.loads(line)
-            if "begun" in row:
-                begun = row["key"]
-            else:
-                done[row["key"]] = row
-        stuck = begun if begun not in done else None
-        if stuck is None and any(c["key"] not in done for c in cells):
-            raise LabError(f"{name}: no cell can be begun: {why}")
-        if stuck is not None:
-            print(f"{name}: {stuck} failed: {why.splitlines()[-1]}", file=sys.stderr)
-            done[stuck] = {"key": stuck, "failed": why[-600:]}
+            stuck = rows_of(results, stamp, since=began)[1]
+            if stuck is None or stuck in so_far():
+                raise LabError(f"{name}: no cell can be begun: {e}") from e
+            session.say(f"{name}: {stuck} failed: {str(e).splitlines()[-1]}")
+            failed[stuck] = {"key": stuck, "failed": str(e)[-600:]}
+        else:
+            if len(so_far()) == before and session.has(0.0):
+                raise LabError(
+                    f"{name}: the hosts ended without a result; see {session.folder / f'logs_{name}'}"
+                )

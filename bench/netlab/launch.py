@@ -33,8 +33,9 @@ def on_every_host(
     *,
     timeout_s: float,
     env: Mapping[str, str] | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> None:
-    """Runs ``python argv(i)`` on each host i and waits. Output goes to logs/host<i>.log.
+    """Runs ``python argv(i)`` on each host i and waits. Output goes to logs/host<i>.log. watch: called meanwhile.
 
     Raises LabError with the end of the log of the first that fails, or where the time is up; the others are ended.
     """
@@ -69,7 +70,7 @@ def on_every_host(
                         start_new_session=True,
                     )
                 )
-        _wait(started, logs, timeout_s)
+        _wait(started, logs, timeout_s, watch)
     finally:
         for p in started:
             with contextlib.suppress(ProcessLookupError):
@@ -77,7 +78,9 @@ def on_every_host(
             p.wait()
 
 
-def _wait(started: list[subprocess.Popen[bytes]], logs: Path, timeout_s: float) -> None:
+def _wait(
+    started: list[subprocess.Popen[bytes]], logs: Path, timeout_s: float, watch: Callable[[], None] | None
+) -> None:
     until = time.monotonic() + timeout_s
     while any(p.poll() is None for p in started):
         failed = [i for i, p in enumerate(started) if p.poll() not in (None, 0)]
@@ -87,7 +90,9 @@ def _wait(started: list[subprocess.Popen[bytes]], logs: Path, timeout_s: float) 
             break
         if time.monotonic() > until:
             raise LabError(f"not done after {timeout_s:.0f} s; see {logs}")
-        time.sleep(0.02)
+        time.sleep(0.1)
+        if watch is not None:
+            watch()
     for i, p in enumerate(started):
         if p.poll() not in (None, 0):
             tail = (logs / f"host{i}.log").read_text(errors="replace")[-1500:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,46 +11,52 @@ from typing import Any
 
 from bench.netlab.jobs import calibrated, results_of
 from bench.netlab.net import LabError, Network, Topology
-from bench.netlab.steps import plans
+from bench.netlab.session import Session
+from bench.netlab.steps import planned
 
 __all__ = ["CASES", "measure"]
 
-CASES = (("mlp", 16), ("gpt2", 4), ("alexnet", 8))
+CASES = (("mlp", 1024), ("gpt2", 32), ("alexnet", 32))
 METHODS = ("data_parallel", "fsdp", "megatron")
 MBIT = 200.0
 
 
-def measure(
-    folder: Path, *, cases: Sequence[tuple[str, int]], hosts: int, steps: int, calibrate_s: float
-) -> dict[str, Any]:
+def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, steps: int) -> dict[str, Any]:
     """A row a run: the replay's error by rank, and the what-if's against the run with twice the bandwidth."""
     topology = Topology(racks=(hosts,), host_mbit=MBIT)
     rows = []
     with Network(topology) as network:
-        machine = calibrated(network, folder, calibrate_s)
-        made = folder / f"plans_{topology.slug}"
+        machine = calibrated(network, session)
+        stamp = session.stamp(machine)
+        made = session.folder / f"plans_{topology.slug}"
         made.mkdir(parents=True, exist_ok=True)
-        cells, seen = [], set()
+        if not session.resume:
+            shutil.rmtree(session.folder / "traces", ignore_errors=True)
+        cells = []
         for model, batch in cases:
-            for cell in plans(model, batch, hosts, machine, made):
-                if cell.strategy in METHODS and cell.layout not in seen:
-                    seen.add(cell.layout)
+            for cell in planned(model, batch, hosts, machine, made, stamp):
+                if cell.strategy in METHODS:
                     key = f"{model} {batch} {cell.strategy}"
-                    traces = folder / "traces" / key.replace(" ", "_")
+                    traces = session.folder / "traces" / key.replace(" ", "_")
                     given = dataclasses.asdict(cell) | {"same_as": None}
                     cells.append({"key": key, "cell": given, "repeats": steps, "traces": str(traces)})
-        traced = results_of(network, folder, "replay_traced", cells, traced=True)
-        # The same steps without a profiler at work, at this bandwidth and at twice as much.
+        session.say(f"{len(cells)} runs, four times each: traced and not, at {MBIT:g} and {2 * MBIT:g} Mbit")
         plain = [{k: v for k, v in c.items() if k != "traces"} for c in cells]
-        bare = results_of(network, folder, "replay_bare", plain)
-        network.limit(2 * MBIT)
-        faster = results_of(network, folder, "replay_faster", plain)
-        # And traced too: the profiler slows steps down, so like is compared with like.
         again = [c | {"traces": c["traces"] + "_faster"} for c in cells]
-        faster_traced = results_of(network, folder, "replay_faster_traced", again, traced=True)
+
+        def ran(name: str, given: Sequence[dict[str, Any]], traced: bool) -> dict[str, dict[str, Any]]:
+            return results_of(network, session, f"replay_{name}", given, stamp=stamp, traced=traced)
+
+        traced = ran("traced", cells, True)
+        # The same steps without a profiler at work, at this bandwidth and at twice as much.
+        bare = ran("bare", plain, False)
+        network.limit(2 * MBIT)
+        faster = ran("faster", plain, False)
+        # And traced too: the profiler slows steps down, so like is compared with like.
+        faster_traced = ran("faster_traced", again, True)
     for c in cells:
         key = c["key"]
-        if any("failed" in r[key] for r in (traced, bare, faster, faster_traced)):
+        if any("steps_s" not in r[key] for r in (traced, bare, faster, faster_traced)):
             rows.append({"run": key, "failed": True})
             continue
         row = {

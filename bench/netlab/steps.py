@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.netlab.models import model
 
-__all__ = ["Cell", "Running", "in_turn", "plans", "timed"]
+__all__ = ["ALONE", "ROUNDS", "Cell", "Running", "in_turn", "planned", "timed"]
 
-METHODS = ("data_parallel", "fsdp", "owt", "megatron")
+ALONE = "no split"
+"""Every host does the whole step: what a strategy has to beat."""
+METHODS = ("ours", "data_parallel", "fsdp", "owt", "expert", "megatron", ALONE)
+ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +37,28 @@ class Cell:
     """Another strategy of this model that is this one; it is measured once."""
 
 
-def plans(name: str, batch: int, devices: int, machine: Path, folder: Path) -> list[Cell]:
-    """Ours and every method's cheapest, priced on the machine file, as layouts in a folder; cheapest first."""
-    from pase.api import compare
+def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, stamp: str = "") -> list[Cell]:
+    """Ours, every method's cheapest and no split at all, priced on the machine file, as layouts in a folder;
+    cheapest first. stamp: what was planned under the same one is read again."""
+    from pase.api import _compiled
     from pase.machine import load as load_machine
 
+    kept = folder / f"{name}_{batch}.cells.json"
+    if stamp and kept.exists() and (before := json.loads(kept.read_text()))["stamp"] == stamp:
+        return [Cell(**{**c, "mesh": tuple(c["mesh"])}) for c in before["cells"]]
     m = model(name, batch)
-    found = compare(m.loss_fn, m.params, m.batch, devices=devices, machine=load_machine(machine))
+    c = _compiled(m.loss_fn, m.params, m.batch, devices=devices, machine=load_machine(machine))
+    whole = {n.name: np.full(len(c.plan.mesh.sizes), -1, dtype=np.int8) for n in c.problem.graph.nodes}
+    made = [(b.name, b.strategy, b.mesh) for b in c.given or c.problem.baselines()[0]]
+    made.append((ALONE, whole, c.plan.mesh))
+    found = [("ours", c.plan)]
+    found += [(n, c.problem.plan_of(strategy, mesh, c.plan.model, c.traced)) for n, strategy, mesh in made]
     cells: list[Cell] = []
     seen: dict[str, Any] = {}
-    for strategy, plan in found:
-        method = next((x for x in METHODS if strategy.startswith(x)), "ours" if strategy == "pase" else None)
+    for strategy, plan in sorted(found, key=lambda pair: (pair[1].cost, pair[0] != "ours")):
+        method = next((x for x in METHODS if strategy.startswith(x)), None)
         if method is None or any(c.strategy == method for c in cells):
-            continue  # found is sorted: the first of a method is its cheapest
+            continue  # sorted: the first of a method is its cheapest
         same = next((s for s, other in seen.items() if _same(plan, other)), None)
         path = folder / f"{name}_{batch}_{method}.json"
         plan.save(path)
@@ -61,11 +76,14 @@ def plans(name: str, batch: int, devices: int, machine: Path, folder: Path) -> l
         )
         if same is None:
             seen[method] = plan
+    kept.write_text(json.dumps({"stamp": stamp, "cells": [asdict(c) for c in cells]}))
     return cells
 
 
 def _same(a: Any, b: Any) -> bool:
     """The same split of everything over a mesh of the same sizes; axes may be named otherwise."""
+    if not any(split for p in (a, b) for split in map(_taken, p.strategy.values())):
+        return True  # neither splits anything, over whatever mesh
     if a.mesh.sizes != b.mesh.sizes:
         return False
     number = [{n: i for i, n in enumerate(p.mesh.names)} for p in (a, b)]
@@ -77,6 +95,10 @@ def _same(a: Any, b: Any) -> bool:
         for p, axes in zip((a, b), number, strict=True)
     )
     return x == y
+
+
+def _taken(split: Any) -> bool:
+    return any(names for names in split.values())
 
 
 class Running:
@@ -97,9 +119,11 @@ class Running:
         state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(params)
         self.step = jp.train_step(optimizer).lower(params, state, self.batch).compile()
         self.compile_s = time.perf_counter() - began
+        self.cpu_s = 0.0
         self.held, self.times = (params, state), list[float]()
         self.run(2)
         self.times.clear()
+        self.cpu_s = 0.0
 
     def run(self, steps: int, traces: Path | None = None) -> None:
         """Steps, each waited for; under the profiler where a folder is given."""
@@ -107,6 +131,7 @@ class Running:
 
         from pase.replay import profile
 
+        worked = time.process_time()
         with profile(traces) if traces else nullcontext() as run:
             for i in range(steps):
                 with run.step(i) if run is not None else nullcontext():
@@ -115,13 +140,23 @@ class Running:
                     self.held = (held[0], held[1])
                     jax.block_until_ready((held, loss))
                     self.times.append(time.perf_counter() - start)
+        self.cpu_s += time.process_time() - worked
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """cpu_s: of this process a step, its sending and receiving included."""
+        return {
+            "steps_s": self.times,
+            "compile_s": self.compile_s,
+            "cpu_s": self.cpu_s / max(len(self.times), 1),
+        }
 
 
 def timed(cell: Cell, repeats: int, traces: Path | None = None) -> dict[str, Any]:
     """Seconds of each step of one cell; traces: a folder in which they are profiled as well."""
     running = Running(cell)
     running.run(repeats, traces)
-    return {"steps_s": running.times, "compile_s": running.compile_s}
+    return running.measured
 
 
 def in_turn(
@@ -138,4 +173,4 @@ def in_turn(
     for _ in range(rounds):
         for r, (_, repeats) in zip(running, cells, strict=True):
             r.run(-(-repeats // rounds))
-    return [{"steps_s": r.times, "compile_s": r.compile_s} for r in running]
+    return [r.measured for r in running]

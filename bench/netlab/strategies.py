@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import sys
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.netlab.jobs import calibrated, results_of
 from bench.netlab.models import BATCHES
 from bench.netlab.net import Network, Topology
-from bench.netlab.steps import plans
+from bench.netlab.session import Session
+from bench.netlab.steps import ROUNDS, planned
 
 __all__ = ["FULL", "QUICK", "RACKS", "measure", "summary"]
 
@@ -23,39 +23,65 @@ RACKS = Topology(racks=(2, 2), host_mbit=1000.0, uplink_mbit=200.0)
 """Two levels of links: measured on two models."""
 QUICK = (Topology(racks=(2,), host_mbit=200.0),)
 _NOISE = 0.05
+COMPILE_S = 1.2
+"""A program's compilation, by hosts that share two cores; from runs of this laboratory."""
 
 
 def measure(
-    topology: Topology, models: Sequence[str], batches: int, folder: Path, calibrate_s: float
+    topology: Topology,
+    models: Sequence[str],
+    batches: Sequence[int],
+    session: Session,
+    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """A row for every strategy of every model and batch on this network."""
+    """A row for every strategy of every model and batch on this network. batches: 0: the small one, 1: the large.
+
+    on_rows: told of all rows so far, as they come.
+    """
     with Network(topology) as network:
-        machine = calibrated(network, folder, calibrate_s)
+        machine = calibrated(network, session)
+        stamp = session.stamp(machine)
+        made = session.folder / f"plans_{topology.slug}"
+        made.mkdir(parents=True, exist_ok=True)
         cells = []
+        began = time.time()
         for model in models:
-            for batch in BATCHES[model][:batches]:
-                for cell in plans(model, batch, topology.hosts, machine, folder / _made(folder, topology)):
-                    key = f"{model} {batch} {cell.strategy}"
-                    repeats = min(7, max(3, int(2.0 / max(cell.predicted_s, 1e-3))))
+            for which in batches:
+                for cell in planned(model, BATCHES[model][which], topology.hosts, machine, made, stamp):
+                    key = f"{model} {cell.batch} {cell.strategy}"
+                    repeats = min(15, max(3, int(1.5 / max(cell.predicted_s, 1e-3))))
                     cells.append({"key": key, "cell": dataclasses.asdict(cell), "repeats": repeats})
-        print(f"{topology.name}: {len(cells)} cells", file=sys.stderr, flush=True)
+        run = [c for c in cells if not c["cell"]["same_as"]]
+        session.say(
+            f"{topology.name}: {len(cells)} strategies planned in {time.time() - began:.0f} s, {len(run)} differ; "
+            f"about {_expected_s(run, topology.hosts) / 60:.0f} minutes to measure"
+        )
+
+        def rows(found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+            made = [_row(topology, c, found) for c in cells]
+            return [r | {"commit": session.commit} for r in made if r is not None]
+
         found = results_of(
-            network, folder, f"steps_{topology.slug}", [c for c in cells if not c["cell"]["same_as"]],
-            timeout_s=60.0 + 40.0 * len(cells),
+            network, session, f"steps_{topology.slug}", run, stamp=stamp, timeout_s=60.0 + 40.0 * len(cells),
+            on_row=lambda found: on_rows(rows(found)),
         )  # fmt: skip
-    return [row for c in cells if (row := _row(topology, c, found)) is not None]
+    return rows(found)
 
 
-def _made(folder: Path, topology: Topology) -> str:
-    name = f"plans_{topology.slug}"
-    (folder / name).mkdir(parents=True, exist_ok=True)
-    return name
+def _expected_s(cells: Sequence[Mapping[str, Any]], hosts: int) -> float:
+    """Starting, compiling on two cores, two steps to warm up, and the steps."""
+    steps = sum((2 + ROUNDS * -(-c["repeats"] // ROUNDS)) * c["cell"]["predicted_s"] for c in cells)
+    return 8.0 + COMPILE_S * hosts * len(cells) + 1.2 * steps
 
 
-def _row(topology: Topology, item: Mapping[str, Any], found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _row(
+    topology: Topology, item: Mapping[str, Any], found: Mapping[str, dict[str, Any]]
+) -> dict[str, Any] | None:
     cell = item["cell"]
     key = f"{cell['model']} {cell['batch']} {cell['same_as'] or cell['strategy']}"
-    got = found[key]
+    got = found.get(key, {"left_out": "not yet"})
+    if "left_out" in got:
+        return None
     row = {
         "network": topology.name,
         "hosts": topology.hosts,
@@ -77,6 +103,7 @@ def _row(topology: Topology, item: Mapping[str, Any], found: Mapping[str, dict[s
         "spread": (high - low) / middle,
         "steps": len(steps),
         "compile_s": got["compile_s"],
+        "cpu_s": got["cpu_s"],
     }
 
 
