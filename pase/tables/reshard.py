@@ -15,9 +15,12 @@ import numpy as np
 from pase.errors import PaseError
 from pase.machine import COLLECTIVES, CollectiveKind, Mesh
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
-from pase.tables.reshard_path import canonical_moves
+from pase.tables.reshard_path import canonical_collectives
 
 __all__ = ["Plans", "Step", "compare", "reshard"]
+
+
+_KIND = {kind: k for k, kind in enumerate(COLLECTIVES)}
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def _codes(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     n = len(sizes)
     first, which = _distinct(cases)
     plans = [
-        [(COLLECTIVES.index(m.kind), m.axes, m.split) for m in canonical_moves(case) if m.kind != "slice"]
+        [(_KIND[kind], axes, split) for kind, axes, split in canonical_collectives(case)]
         for case in (tuple(zip(*c, strict=True)) for c in cases[first].tolist())
     ]
     parts = np.full((3, len(plans), max(map(len, plans), default=0)), -1, dtype=np.int32)

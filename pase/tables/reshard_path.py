@@ -11,7 +11,7 @@ This is the definition, for one pair of layouts; ``pase.tables.reshard`` prices 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
@@ -111,20 +111,36 @@ def _blocks(state: int) -> int:
     return state if state < 0 else state % _DIM
 
 
-@lru_cache(maxsize=1 << 18)
+@lru_cache(maxsize=1 << 14)
 def canonical_moves(case: Case) -> tuple[Move, ...]:
-    """``moves`` of a case; kept, because meshes and tensors share cases."""
+    """``moves`` of a case."""
+    w, extent = _walked(case)
+    return tuple(
+        Move(kind=kind, axes=axes, split=split, after=tuple(_turned(after, extent)))
+        for kind, axes, split, after in w.done
+    )
+
+
+@lru_cache(maxsize=1 << 18)
+def canonical_collectives(case: Case) -> tuple[tuple[CollectiveKind, int, int], ...]:
+    """(kind, axes, split) of its moves but the free ones; kept, because meshes and tensors share cases."""
+    w, _ = _walked(case)
+    return tuple((kind, axes, split) for kind, axes, split, _ in w.done if kind != "slice")
+
+
+def _turned(states: Sequence[int], extent: Mapping[int, int]) -> list[int]:
+    """Blocks to strides and back."""
+    return [s if s < 0 else s - s % _DIM + extent[s // _DIM] // (s % _DIM) for s in states]
+
+
+def _walked(case: Case) -> tuple[_Walk, dict[int, int]]:
+    """The case's walk, done, and per tensor dim the extent of which every digit is a whole stride."""
     sizes, src, dst = zip(*case, strict=True)
-    extent: dict[int, int] = {}  # of which every digit is a whole stride
+    extent: dict[int, int] = {}
     for s in (*src, *dst):
         if s >= 0:
             extent[s // _DIM] = lcm(extent.get(s // _DIM, 1), s % _DIM)
-
-    def turned(states: Sequence[int]) -> list[int]:
-        """Blocks to strides and back."""
-        return [s if s < 0 else s - s % _DIM + extent[s // _DIM] // (s % _DIM) for s in states]
-
-    w = _Walk(turned(src), turned(dst), sizes, extent)
+    w = _Walk(_turned(src, extent), _turned(dst, extent), sizes, extent)
     while w.unsettled() and (
         w.enter("slice", REPLICATED)
         or w.enter("reduce_scatter", PARTIAL)
@@ -141,7 +157,7 @@ def canonical_moves(case: Case) -> tuple[Move, ...]:
         pass
     w.all_reduce([a for a in w.axes if w.now[a] == PARTIAL and w.goal[a] == REPLICATED])
     w.gather([a for a in w.axes if w.now[a] >= 0 > w.goal[a]])
-    return tuple(replace(m, after=tuple(turned(m.after))) for m in w.done)
+    return w, extent
 
 
 Span = tuple[int, int, int]
@@ -159,8 +175,12 @@ class _Walk:
     ) -> None:
         self.now, self.goal, self.sizes = now, goal, sizes
         self.axes = range(len(sizes))
-        self.done: list[Move] = []
+        self.done: list[tuple[Kind, int, int, tuple[int, ...]]] = []  # the fields of each Move
         self.extent = extent
+        # What follows from ``now``, until the next move.
+        self._holders: list[list[int]] | None = None
+        self._tangled: list[list[int]] | None = None
+        self._hung: set[int] | None = None
 
     def unsettled(self) -> bool:
         return any(g >= 0 and s != g for s, g in zip(self.now, self.goal, strict=True))
@@ -210,7 +230,7 @@ class _Walk:
         ``movers``, by those that hold what nobody wants (an all-to-all). What nobody wants goes to those that
         will be gathered.
         """
-        return any([self._exchange(g, movers) for g in self._tangles()])
+        return any([self._exchange(g, movers) for g in list(self._tangles())])
 
     def sink(self) -> bool:
         """A permute within a tensor dim that brings down the axes which are free to leave it."""
@@ -224,20 +244,33 @@ class _Walk:
 
     def relabel(self) -> bool:
         """A permute that gives blocked axes what they want; those who held it take what is left."""
-        return any([self._relabel(g) for g in self._tangles()])
+        return any([self._relabel(g) for g in list(self._tangles())])
 
     def _tangles(self) -> list[list[int]]:
         """Sets of axes, linked where one holds what another wants; in each, one cannot move freely."""
-        off = [a for a in self.axes if self.now[a] != self.goal[a]]
-        group = {a: {a} for a in off}
-        for a in off:
-            for b in off:
-                if a != b and self._overlap(self.goal, a, self.now, b) and group[a] is not group[b]:
-                    group[a] |= group[b]
-                    for c in group[b]:
-                        group[c] = group[a]
-        found = {min(g): sorted(g) for g in group.values()}
-        return [g for g in found.values() if any(self.goal[a] >= 0 and not self._free(a) for a in g)]
+        if self._tangled is None:
+            holders = self._held_by()
+            group = {a: {a} for a in self.axes if self.now[a] != self.goal[a]} if any(holders) else {}
+            for a in group:
+                for b in holders[a]:
+                    if b in group and group[a] is not group[b]:
+                        group[a] |= group[b]
+                        for c in group[b]:
+                            group[c] = group[a]
+            found = {min(g): sorted(g) for g in group.values()}
+            self._tangled = [g for g in found.values() if any(holders[a] for a in g)]
+        return self._tangled
+
+    def _held_by(self) -> list[list[int]]:
+        """Per axis, the other axes that hold a part of what it wants."""
+        if self._holders is None:
+            self._holders = [
+                [b for b in self.axes if b != a and overlap(g, n, self.now[b], self.sizes[b])]
+                if g >= 0
+                else []
+                for a, (g, n) in enumerate(zip(self.goal, self.sizes, strict=True))
+            ]
+        return self._holders
 
     def _exchange(self, group: list[int], movers: bool) -> bool:
         held, wanted = _joined(self._spans(self.now, group)), _joined(self._spans(self.goal, group))
@@ -245,7 +278,10 @@ class _Walk:
             return False
         enter = [a for a in group if self.now[a] < 0 <= self.goal[a]]
         if movers:
-            enter += [a for a in group if self.goal[a] >= 0 and self._unwanted(a, wanted)]
+            more = [a for a in group if self.goal[a] >= 0 and self._unwanted(a, wanted)]
+            if not more:  # as without movers, which was of no use
+                return False
+            enter += more
         taken = _tile(_minus(wanted, held), enter, self.sizes)
         if taken is None or (movers and not self._solid(taken)):
             return False
@@ -289,22 +325,25 @@ class _Walk:
 
     def _solid(self, change: dict[int, int]) -> bool:
         """Does the change leave shards as contiguous as they are?"""
-        return self._hanging(change) <= self._hanging({}) - change.keys()
+        if self._hung is None:
+            self._hung = self._hanging({})
+        return self._hanging(change) <= self._hung - change.keys()
 
     def _hanging(self, change: dict[int, int]) -> set[int]:
         """Axes whose digit, after the change, is neither topmost in its dim nor right below another."""
-        after = [change.get(a, s) for a, s in enumerate(self.now)]
-        spans = self._spans(after, self.axes)
-        lows = {(t, low) for t, low, _ in spans} | self.extent.items()
-        split = (a for a in self.axes if after[a] >= 0)
-        return {a for a, (t, _, high) in zip(split, spans, strict=True) if (t, high) not in lows}
+        lows = {t * _DIM + extent for t, extent in self.extent.items()}
+        highs = {}
+        for a, s in enumerate(self.now):
+            s = change.get(a, s)
+            if s >= 0:
+                lows.add(s)
+                highs[a] = s + s % _DIM * (self.sizes[a] - 1)
+        return {a for a, high in highs.items() if high not in lows}
 
     def unblock(self) -> bool:
         """Gather one axis that stands in the way: one that ends unsplit, else the smallest."""
         blocked = [a for a in self.axes if self.now[a] != self.goal[a] >= 0]
-        holders = {
-            b for a in blocked for b in self.axes if b != a and self._overlap(self.goal, a, self.now, b)
-        }
+        holders = {b for a in blocked for b in self._held_by()[a]}
         if not holders:
             return False
         self.all_reduce([a for a in self.axes if self.now[a] == PARTIAL and self.goal[a] == REPLICATED])
@@ -326,24 +365,25 @@ class _Walk:
         for a, state in change.items():
             self.now[a] = state
         split = self._split() if kind == "all_gather" else before
-        self.done.append(Move(kind=kind, axes=_bits(change), split=split, after=tuple(self.now)))
+        self._holders = self._tangled = self._hung = None
+        self.done.append((kind, _bits(change), split, tuple(self.now)))
         return True
 
     def _split(self) -> int:
         return _bits(a for a in self.axes if self.now[a] >= 0)
 
-    def _overlap(self, layout: list[int], a: int, other: list[int], b: int) -> bool:
-        return overlap(layout[a], self.sizes[a], other[b], self.sizes[b])
-
     def _free(self, a: int) -> bool:
-        return not any(b != a and self._overlap(self.goal, a, self.now, b) for b in self.axes)
+        return not self._held_by()[a]
 
     def _spans(self, layout: list[int], axes: Iterable[int]) -> list[Span]:
         return [(s // _DIM, s % _DIM, s % _DIM * self.sizes[a]) for a in axes if (s := layout[a]) >= 0]
 
 
 def _bits(axes: Iterable[int]) -> int:
-    return sum(1 << a for a in axes)
+    out = 0
+    for a in axes:
+        out |= 1 << a
+    return out
 
 
 def _minus(spans: list[Span], other: list[Span]) -> list[Span]:
@@ -361,6 +401,8 @@ def _minus(spans: list[Span], other: list[Span]) -> list[Span]:
 
 def _joined(spans: list[Span]) -> list[Span]:
     """The same spans, neighbours as one."""
+    if len(spans) < 2:
+        return list(spans)
     out: list[Span] = []
     for t, low, high in sorted(spans):
         if out and out[-1][0] == t and out[-1][2] == low:
