@@ -154,8 +154,7 @@ def strategies(
             chosen[kept] = plan
     for name, plan in chosen.items():
         facts = {
-            "mesh": list(plan.mesh.sizes), "predicted_s": plan.cost, "predicted_peak": _peak(plan),
-            "account": plan.memory.total,
+            "mesh": list(plan.mesh.sizes), "predicted_s": plan.cost, "predicted_peak": plan.memory.total,
             "predicted_collectives": _by_kind((c.kind, c.nbytes * c.times) for c in plan.collectives),
             "predicted_collectives_s": sum(c.cost for c in plan.collectives),
         }  # fmt: skip
@@ -168,24 +167,6 @@ def strategies(
     if model.name.startswith("gpt"):
         mesh = jax.sharding.Mesh(np.array(on, dtype=object), ("all",))
         yield "ZeRO-3 by hand", {"mesh": [devices]}, lambda: tpu_aot_hand.lower(model, mesh, optimizer)
-
-
-def _peak(plan: Any) -> int:
-    """Predicted peak over the step's course, from a plan's own strategy."""
-    import numpy as np
-
-    from pase.ir import named, simplify
-    from pase.plan.peak import peak
-
-    graph = named(simplify(plan.traced.graph))
-    configs = {}
-    for n in graph.nodes:
-        configs[n.name] = np.full(len(plan.mesh.sizes), -1, dtype=np.int8)
-        names = [d.name for d in n.space]
-        for dim, axes in plan.strategy[n.name].items():
-            for axis in axes:
-                configs[n.name][plan.mesh.names.index(axis)] = names.index(dim)
-    return peak(graph, plan.mesh, configs, plan.optimizer)
 
 
 def _by_kind(pairs: Any) -> dict[str, int]:
