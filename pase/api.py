@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pase.overlap import Hiding
     from pase.plan.memory import Memory
     from pase.plan.types import Plan
-    from pase.search import Solution
+    from pase.search import MemoryProfile, Solution
     from pase.tables import CostTables
     from pase.tables.build import Space
 
@@ -73,7 +73,7 @@ def compile(
     remat: compute repeated blocks (a loop's body, equal layers) again in backward: "all" of them, "none" but those that
         the model itself marks, or "auto": as the memory limit asks for.
     overlap: "gradients" prices of their synchronisation only what backward's compute cannot hide (see
-        ``pase.overlap``), as machines with asynchronous collectives have it; not under a memory limit.
+        ``pase.overlap``), as machines with asynchronous collectives have it.
     time_limit: seconds for the searches under a memory limit, which need not be exact; the plan says so.
     progress: called with a line of text at each step of the way.
 
@@ -129,8 +129,6 @@ def _compiled(
         raise PaseError(f"unknown is 'error' or 'replicate', not {unknown!r}")
     if overlap not in OVERLAP:
         raise PaseError(f"overlap is 'none' or 'gradients', not {overlap!r}")
-    if overlap != "none" and memory_limit is not None:
-        raise PaseError("overlap is not priced under a memory limit: leave one of the two away")
     say = progress or (lambda _: None)
     start = time.perf_counter()
     say("tracing the model")
@@ -150,7 +148,7 @@ def _compiled(
         say("pricing what people do by hand")
         t0 = time.perf_counter()
         given, skipped = problem.baselines()
-        found = problem.never_worse(found, given)
+        found = problem.never_worse(found, given, memory_limit)
         seconds["baselines"] = time.perf_counter() - t0
         # A method's mesh may be one that was not among ours: it is searched too.
         if mesh is None and memory_limit is None:
@@ -192,12 +190,13 @@ def load(path: str | Path) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The best strategy over the meshes that were searched."""
+    """The best strategy over the meshes that were searched. bounds: what is proven of each, by its axes' sizes."""
 
     mesh: Mesh
     space: Space
     solution: Solution
     tried: tuple[tuple[Mesh, float], ...]
+    bounds: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
     @property
     def configs(self) -> dict[str, np.ndarray]:
@@ -281,6 +280,7 @@ class Problem:
         best = so_far
         low = so_far.solution.bound if so_far else float("inf")
         tried = list(so_far.tried) if so_far else []
+        bounds = dict(so_far.bounds) if so_far else {}
         spent = {"tables": seconds.get("tables", 0.0), "search": seconds.get("search", 0.0)}
         for i, mesh in enumerate(over):
             say(f"mesh {'×'.join(map(str, mesh.sizes))} ({i + 1} of {len(over)})")
@@ -297,6 +297,7 @@ class Problem:
             spent["search"] += time.perf_counter() - t1
             low = min(low, solution.bound)
             tried.append((mesh, solution.cost))
+            bounds[mesh.sizes] = solution.bound
             if best is None or solution.cost < best.solution.cost:
                 best = Found(mesh=mesh, space=space, solution=solution, tried=())
         if best is None:
@@ -304,23 +305,34 @@ class Problem:
         seconds |= spent
         s = best.solution  # where a gap is left, another mesh's bound may be the lowest
         s = replace(s, bound=min(s.bound, low), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
-        return replace(best, solution=s, tried=tuple(tried))
+        return replace(best, solution=s, tried=tuple(tried), bounds=bounds)
 
     def memory(self, found: Found) -> Memory:
         """What the answer needs on a device."""
-        from pase.plan.itemize import collectives
-        from pase.plan.memory import memory
+        return self.memory_of(found.configs, found.mesh)
 
-        moved = collectives(self.graph, found.mesh, found.configs, self.model)
-        return memory(self.graph, found.mesh, found.configs, moved, self.optimizer)
+    def memory_of(self, configs: Mapping[str, np.ndarray], mesh: Mesh) -> Memory:
+        """What a strategy needs on a device: node name -> int8 [axes]."""
+        from pase.plan.itemize import collectives
+        from pase.plan.peak import needs
+
+        moved = collectives(self.graph, mesh, configs, self.model)
+        return needs(self.graph, mesh, configs, moved, self.optimizer, self.machine)
+
+    def profile(self, mesh: Mesh, spaces: Sequence[np.ndarray], limit_bytes: float) -> MemoryProfile:
+        """The limit as the search takes it, by the account that holds for the machine; buffers left out."""
+        from pase.plan import memory, peak
+
+        if self.machine.fuses_products:
+            tile = self.machine.device.memory_tile
+            return peak.profile(self.graph, mesh, spaces, limit_bytes, self.optimizer, tile)
+        return memory.profile(self.graph, mesh, spaces, limit_bytes, self.optimizer)
 
     def least_memory(self, mesh: Mesh) -> float:
         """A lower bound on what any strategy on this mesh needs, buffers left out."""
-        from pase.plan.memory import profile
         from pase.tables.layouts import configs
 
-        spaces = [configs(n, mesh) for n in self.graph.nodes]
-        p = profile(self.graph, mesh, spaces, float("inf"), self.optimizer)
+        p = self.profile(mesh, [configs(n, mesh) for n in self.graph.nodes], float("inf"))
         live = [(b.min(), lo, hi) for b, lo, hi in zip(p.bytes, p.start, p.stop, strict=True) if hi > lo]
         return float(max(sum(b for b, lo, hi in live if lo <= t < hi) for t in range(int(p.stop.max()))))
 
@@ -343,10 +355,20 @@ class Problem:
             self._hiding[mesh.sizes] = hiding(self.graph, mesh, self.model, self.optimizer)
         return self._hiding[mesh.sizes]
 
-    def never_worse(self, found: Found, given: Sequence[Baseline]) -> Found:
-        """The answer, or a method's own strategy where that is cheaper: which only a gap under overlap can leave."""
-        best = min(given, key=lambda b: b.cost, default=None)
-        if self.overlap == "none" or best is None or best.cost >= found.solution.cost:
+    def never_worse(
+        self, found: Found, given: Sequence[Baseline], memory_limit: float | None = None
+    ) -> Found:
+        """The answer, or a method's own strategy that fits where that is cheaper: which only a gap under overlap can
+        leave."""
+        if self.overlap == "none":
+            return found
+        cheaper = sorted((b for b in given if b.cost < found.solution.cost), key=lambda b: b.cost)
+        fitting = (
+            b for b in cheaper
+            if memory_limit is None or self.memory_of(b.strategy, b.mesh).total <= memory_limit
+        )  # fmt: skip
+        best = next(fitting, None)
+        if best is None:
             return found
         h = self.hiding(best.mesh)
         solution = replace(

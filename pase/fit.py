@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
     from pase.machine import Mesh
+    from pase.search import MemoryProfile, Solution
     from pase.tables import CostTables
     from pase.tables.build import Space
 
@@ -140,7 +141,7 @@ def fitted(
             if not first:
                 say(f"trying {variant}")
             unlimited = free if first else p.search(over, say, seconds)
-            if best is not None and unlimited.solution.cost >= best[1].solution.cost:
+            if best is not None and unlimited.solution.bound >= best[1].solution.cost:
                 continue
             promising = True
             found, proven = fit(p, unlimited, over, limit, time_limit, say, seconds)
@@ -170,11 +171,10 @@ def fit(
     any strategy has in flight set aside, the search gives a bound; where its answer has more in flight, that much, and
     parts of it, are set aside in turn, and configs of nodes that alone have more are left out.
     """
-    from pase.plan.memory import in_flight_at_least, profile
-    from pase.search import solve
+    from pase.plan.memory import in_flight_at_least
 
     start = time.perf_counter()
-    bound_of = {m.sizes: cost for m, cost in free.tried}
+    bound_of = free.bounds
     order = sorted(over, key=lambda m: bound_of[m.sizes])
     best: Found | None = None
     bound = float("inf")
@@ -183,17 +183,20 @@ def fit(
             bound = min(bound, bound_of[mesh.sizes])
             break
         say(f"mesh {'×'.join(map(str, mesh.sizes))} within {limit / 2**30:.4g} GiB ({i + 1} of {len(order)})")
-        tables, space = problem.tables(mesh)
-        flight = [in_flight_at_least(problem.graph, n, c, mesh) for n, c in _nodes(space)]
+        space = problem.tables(mesh)[1] if problem.overlap == "none" else problem.hiding(mesh).space
+        fuses = problem.machine.fuses_products  # what is in flight is then no lower bound of one moment
+        flight = [
+            np.zeros(len(c)) if fuses else in_flight_at_least(problem.graph, n, c, mesh)
+            for n, c in _nodes(space)
+        ]
         aside = max((float(f.min()) for f in flight), default=0.0)
         steps: list[float] = []
         while True:
             left = max(time_limit - (time.perf_counter() - start), 1.0) / (len(order) - i) / 2
             relaxed = not steps
             try:
-                wanted = profile(problem.graph, mesh, space.configs, limit - aside, problem.optimizer)
-                allowed = tables if relaxed else _without(tables, flight, aside)
-                solution = solve(allowed, memory=wanted, time_limit=left)
+                wanted = problem.profile(mesh, space.configs, limit - aside)
+                solution = _solved(problem, mesh, wanted, None if relaxed else (flight, aside), left)
             except (Infeasible, ValueError):  # nothing is left of the limit, or of a node's configs
                 if relaxed:
                     break
@@ -205,21 +208,36 @@ def fit(
                 needs = problem.memory(found)
                 if needs.total <= limit and (best is None or solution.cost < best.solution.cost):
                     best = found
+                unseen = needs.total - float(wanted.usage(solution.choice).max()) if fuses else needs.buffers
                 if relaxed and needs.total > limit:
-                    parts = [
-                        needs.buffers * part for part in (1, 0.5, 0.25, 0.125) if needs.buffers * part > aside
-                    ]
-                    steps = [*parts, aside, 1.25 * needs.buffers, 2.0 * needs.buffers]
+                    parts = [unseen * part for part in (1, 0.5, 0.25, 0.125) if unseen * part > aside]
+                    steps = [*parts, aside, 1.25 * unseen, 2.0 * unseen]
                     aside = steps[0]
                     continue
-                if needs.total > limit and needs.buffers > aside and needs.buffers not in steps:
-                    steps.insert(1, needs.buffers)
+                if needs.total > limit and unseen > aside and unseen not in steps:
+                    steps.insert(1, unseen)
             if len(steps) < 2 or (best is not None and best.mesh == mesh and len(steps) <= 3):
                 break  # more set aside than that only where nothing else has fitted
             steps = steps[1:]
             aside = steps[0]
     seconds["search"] += time.perf_counter() - start
     return best, bound
+
+
+def _solved(
+    problem: Problem, mesh: Mesh, wanted: MemoryProfile, without: tuple[Sequence[np.ndarray], float] | None,
+    time_limit: float,
+) -> Solution:  # fmt: skip
+    """The mesh's tables solved under the limit; without: bytes in flight by config, and how many are too many."""
+    from pase.overlap import solve_hiding
+    from pase.search import solve
+
+    def one(tables: CostTables, seconds: float) -> Solution:
+        return solve(_without(tables, *without) if without else tables, memory=wanted, time_limit=seconds)
+
+    if problem.overlap == "none":
+        return one(problem.tables(mesh)[0], time_limit)
+    return solve_hiding(problem.hiding(mesh), one=lambda tables: one(tables, time_limit / 4))
 
 
 def _nodes(space: Space):  # type: ignore[no-untyped-def]

@@ -16,7 +16,7 @@ order in which gradients become ready, and finds a little more exposed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,8 +72,16 @@ def hiding(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str) -> Hiding
     return Hiding(free=free, charged=charged, space=space)
 
 
-def solve_hiding(h: Hiding, candidates: Sequence[np.ndarray] = ()) -> Solution:
-    """The best strategy found, and the proven bound. candidates: choices to price besides."""
+def solve_hiding(
+    h: Hiding,
+    candidates: Sequence[np.ndarray] = (),
+    one: Callable[[CostTables], Solution] = solve,
+) -> Solution:
+    """The best strategy found, and the proven bound. candidates: choices to price besides.
+
+    one: solves the tables at a weight; under a memory limit, which forbids the same strategies at every weight, its
+    bounds need not be met. Where it finds none that is feasible, its answer is returned as it is.
+    """
     best: Solution | None = None
     lines: list[tuple[float, float]] = []  # (cost at weight 0, at weight 1) of each answer
     bound, weights = -np.inf, [0.0, 1.0]
@@ -81,8 +89,12 @@ def solve_hiding(h: Hiding, candidates: Sequence[np.ndarray] = ()) -> Solution:
         if not weights:
             break
         w = weights.pop(0)
-        s = solve(h.at(w))
+        s = one(h.at(w))
         bound = max(bound, s.bound)
+        if not s.feasible:
+            if best is None:
+                return s
+            continue
         for choice in (s.choice, *candidates):
             cost = h.cost(choice)
             if best is None or cost < best.cost:

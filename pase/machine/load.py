@@ -183,7 +183,10 @@ def _device(r: _Reader) -> Device:
         tiles=tuple(tiles),
         matmul_tables=tuple(_matmul(t) for t in r.subs("matmul_tables")),
         memory_curve=curve,
+        memory_tile=r.numbers("memory_tile", (), whole=True, low=1),
     )
+    if len(device.memory_tile) not in (0, 2):
+        raise r.error("memory_tile", f"is rows and columns, got {list(device.memory_tile)}")
     r.done(_keys(Device))
     return device
 
@@ -323,6 +326,7 @@ def parse(text: str, where: str) -> Machine:
         paper=paper,
         bucket_bytes=r.number("bucket_bytes", BUCKET_BYTES, open_=False),
         sums_readers=r.truth("sums_readers", True),
+        fuses_products=r.truth("fuses_products", False),
         sources=sources,
         provenance=provenance,
     )

@@ -103,6 +103,7 @@ class Device:
     compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization);
     0 and empty: no such effect.
     matmul_tables, memory_curve: measurements, which stand in for efficiency, tiles and launch.
+    memory_tile: rows and columns of the tiles in which arrays lie in memory, padded to whole ones; empty: unpadded.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Device:
     tiles: tuple[Tile, ...] = ()
     matmul_tables: tuple[MatmulTable, ...] = ()
     memory_curve: Curve | None = None
+    memory_tile: tuple[int, ...] = ()
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for a dtype. One that is not listed runs at the slowest listed rate: never free."""
@@ -193,6 +195,9 @@ class Machine:
     combines to 30 MiB): a small one pays its share of a bucket's time; 0: each is sent by itself.
     sums_readers: whether the compiler adds up the partial gradients of a tensor's readers before it reduces them;
     XLA's CPU pipeline reduces each.
+    fuses_products: whether the compiler runs light ops inside of the products beside them and makes exponentials again
+    there (XLA for TPU): memory is then what its course needs (``pase.plan.peak``), else what is kept and what is in
+    flight (``pase.plan.memory``).
     """
 
     name: str
@@ -207,6 +212,7 @@ class Machine:
     paper: PaperFigures | None = None
     bucket_bytes: float = BUCKET_BYTES
     sums_readers: bool = True
+    fuses_products: bool = False
 
     def __hash__(self) -> int:
         return hash(self.digest)

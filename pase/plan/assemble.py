@@ -14,7 +14,7 @@ from pase.ir.blocks import Block
 from pase.machine import CostModel, Machine, Mesh
 from pase.plan.constraints import constraints, raw_name, stages
 from pase.plan.itemize import collectives, node_costs, split_of
-from pase.plan.memory import memory
+from pase.plan.peak import needs
 from pase.plan.types import NodePlan, Plan, TensorPlan, Tried
 from pase.tables.layouts import number
 
@@ -85,7 +85,7 @@ def assemble(
         device_memory=machine.device.memory_bytes, cost_model=model.name, unit=model.unit, optimizer=optimizer,
         mesh=mesh, nodes=nodes, parameters=leaves["parameter"], inputs=leaves["input"], define=c.define,
         read=c.read, gradient=c.gradient,
-        collectives=moved, memory=memory(graph, mesh, configs, moved, optimizer), cost=cost, optimal=optimal,
+        collectives=moved, memory=needs(graph, mesh, configs, moved, optimizer, machine), cost=cost, optimal=optimal,
         bound=bound, baselines=dict(baselines), skipped=dict(skipped), tried=tuple(tried), seconds=dict(seconds),
         accumulate=accumulate, remat=tuple(remat), graph_digest=graph_digest, provenance=dict(provenance),
         traced=traced,

@@ -1,113 +1,312 @@
-"""Peak memory over the step's course, as a compiler that fuses across layers arrives at it (XLA for TPU).
+"""Peak memory over the step's course, as a compiler that fuses light ops into products arrives at it (XLA for TPU).
 
 ``pase.plan.memory`` sums what is kept and what is in flight, whenever it lives. Here a step has moments: the end of
-forward, when all that is kept is there and the gradients of the last ops are made; and the backward of each
-rematerialised region, when what was kept behind that region is gone, the gradients of its parameters are there, and
-one turn of the region is made again. Results of exponentials that a fusion can make again from a kept operand are
-not kept.
+forward, when all that is kept is there and the gradients of the last ops are made; the backward of each
+rematerialised region, when what was kept behind that region is gone, gradients are there, and one turn of the region
+is made again; and the end of backward. Results of exponentials that a fusion can make again from a kept operand are
+not kept. A parameter that several ops read (a tied embedding) has its gradients added up at the end: a product's
+part is made there too, inside of the sum, so that what it needs lives until then, unless that part is gathered for
+it whole: then it is made at once, and waits. Arrays lie in tiles of the device's memory (``Device.memory_tile``).
+Which of the two accounts holds is the machine's to say (``Machine.fuses_products``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op
-from pase.machine import Mesh
+from pase.ir.blocks import turns_of
+from pase.machine import Machine, Mesh
+from pase.plan.itemize import Collective
+from pase.plan.memory import Kind, Memory, memory
 from pase.plan.residuals import kept, region_of
 from pase.tables.derive import OPTIMIZERS
 from pase.tables.layouts import dim_index, number, shards, state_index
 
-__all__ = ["peak"]
+if TYPE_CHECKING:
+    from pase.search import MemoryProfile
 
-_MADE_AGAIN = frozenset({"exp", "exp2", "expm1", "tanh", "logistic"})
+__all__ = ["Part", "course", "needs", "peak", "profile"]
+
 _ACCUMULATED = 4
 """Bytes of an element of a gradient while it is summed: float32."""
 
 
-def peak(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str = "adam") -> int:
-    """Predicted bytes on one device at the step's worst moment; configs: node name -> int8 [axes]."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a node holds on one device.
+
+    nbytes: per config, float64 [K]. at: the moments at which it lives, bool [moments]. Of the parts of kind None,
+    what products have in flight, only the largest at a moment counts.
+    """
+
+    kind: Kind | None
+    nbytes: np.ndarray
+    at: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moments:
+    """regions: by the order in which backward reaches them; moment 0 is the end of forward, moment i + 1 the backward
+    of region i, the last the end of backward. stops: the node behind which each begins."""
+
+    order: Mapping[str, int]
+    regions: Mapping[tuple[str, ...], int]
+    stops: np.ndarray
+
+    @property
+    def always(self) -> np.ndarray:
+        return np.ones(len(self.stops), bool)
+
+    @property
+    def end(self) -> np.ndarray:
+        return np.arange(len(self.stops)) == len(self.stops) - 1
+
+    @property
+    def back(self) -> np.ndarray:
+        return np.arange(len(self.stops)) > 0
+
+    def only(self, region: tuple[str, ...] | None) -> np.ndarray:
+        return np.arange(len(self.stops)) == (0 if region is None else self.regions[region] + 1)
+
+    def until(self, node: str) -> np.ndarray:
+        """From the end of forward on, until the node's own backward."""
+        return self.stops >= self.order[node]
+
+
+def _moments(graph: Graph) -> _Moments:
     order = {n.name: i for i, n in enumerate(graph.nodes)}
-    stored = gradients = looped = 0.0
-    outside: list[tuple[int, float]] = []  # where it is made, bytes
-    region: dict[tuple[str, ...], float] = {}
-    starts: dict[tuple[str, ...], int] = {}
-    flight: dict[tuple[str, ...] | None, float] = {}
-    mine = 0.0
-    wanted = kept(graph)
-    made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
-
-    def local(n: Node, a: Access) -> float:
-        t = graph.tensors[a.tensor]
-        ways = shards(configs[n.name][None, :], dim_index(n, a.map.dims), mesh)
-        return float(number(t.nbytes, t.name) / ways[0])
-
+    stops: dict[tuple[str, ...], int] = {}
     for n in graph.nodes:
         for op in n.ops:
             where = region_of(op)
             if where is not None:
-                starts.setdefault(where, order[n.name])
+                stops[where] = order[n.name]
+    back = sorted(stops, key=lambda r: -stops[r])
+    return _Moments(
+        order=order,
+        regions={r: i for i, r in enumerate(back)},
+        stops=np.array([len(order), *(stops[r] for r in back), -1]),
+    )
+
+
+def course(
+    graph: Graph, tile: tuple[int, ...] = (), late: Collection[str] = ()
+) -> Callable[[Node, np.ndarray, Mesh, str], Iterator[Part]]:
+    """parts(node, configs int8 [K, axes], mesh, optimizer): what the node holds under each config, and when.
+
+    tile: of the device's memory. late: nodes whose product makes its part of a parameter's gradient at the end.
+    """
+    when, wanted, turns = _moments(graph), kept(graph), turns_of(graph)
+    made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
+    tied = _tied(graph)
+
+    def parts(n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Part]:
+        def local(a: Access) -> np.ndarray:
+            t = graph.tensors[a.tensor]
+            extents = [
+                number(size, t.name) / shards(cfg, dim_index(n, walk.dims), mesh)
+                for size, walk in zip(t.shape, a.map.walks, strict=True)
+            ]
+            return t.itemsize * _elements(extents, tile) * np.ones(len(cfg))
+
+        def times(op: Op) -> float:
+            return float(number(op.times, n.name)) / turns
+
+        for op in n.ops:
             for a in op.writes:
                 t = graph.tensors[a.tensor]
                 if t.role == "parameter":
-                    nbytes = local(n, a)
-                    mine = nbytes / float(shards(configs[n.name][None, :], state_index(n), mesh)[0])
-                    stored += nbytes
-                    if t.needs_grad:
-                        stored += 4 * OPTIMIZERS[optimizer] * mine / t.itemsize
-                        gradients += mine
-                elif t.role == "input":
-                    stored += local(n, a)
+                    yield from _parameter(graph, n, local(a), cfg, mesh, optimizer, when, n.name in tied)
+                elif t.role == "input":  # of all micro-batches
+                    yield Part(kind="activations", nbytes=local(a) * turns, at=when.always)
                 elif n.kind == "carry" and t.needs_grad:
-                    turns = max(number(o.times, n.name) for o in n.ops)
-                    outside.append((order[n.name], local(n, a) * turns))
+                    turns_kept = max(times(o) for o in n.ops)
+                    yield Part(kind="activations", nbytes=local(a) * turns_kept, at=when.until(n.name))
                 elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
-                    if op.name in _MADE_AGAIN and _operand_kept(op, wanted, made):
+                    if _made_again(graph, op, wanted, made):
                         continue
                     k = wanted[a.tensor]
                     if k.region is not None:
-                        region[k.region] = region.get(k.region, 0.0) + local(n, a)
+                        yield Part(kind="activations", nbytes=local(a), at=when.only(k.region))
                     else:
-                        outside.append((order[n.name], local(n, a) * number(k.times, t.name)))
-        # A loop's stack of weights is cast before the loop, and that of their gradients is there from its start.
-        casts = [op for op in n.ops[1:] if op.kind == "elementwise" and number(op.times, n.name) > 1]
-        if n.kind == "parameter" and casts:
-            stored += sum(local(n, op.writes[0]) * number(op.times, n.name) for op in casts)
-            looped += mine if graph.tensors[n.ops[0].writes[0].tensor].needs_grad else 0.0
-        for where, nbytes in _weights(graph, n, local).items():
-            flight[where] = max(flight.get(where, 0.0), nbytes)
-    moments = [sum(b for _, b in outside) + looped + flight.get(None, 0.0)]
-    for where, start in starts.items():
-        before = sum(b for at, b in outside if at < start)
-        moments.append(before + gradients + region.get(where, 0.0) + flight.get(where, 0.0))
-    return round(stored + max(moments))
+                        many = number(k.times, t.name) / turns
+                        at = when.always if n.name in late else when.until(n.name)
+                        yield Part(kind="activations", nbytes=local(a) * many, at=at)
+        # A loop's stack of weights is cast before the loop.
+        if n.kind == "parameter":
+            for op in n.ops[1:]:
+                if op.kind == "elementwise" and times(op) > 1:
+                    at = when.always & ~when.end
+                    yield Part(kind="activations", nbytes=local(op.writes[0]) * times(op), at=at)
+        for op, a in n.reads:
+            source = graph.producer.get(a.tensor)
+            if source is None or source.kind != "parameter":
+                continue
+            t, heavy = graph.tensors[a.tensor], op.kind in ("matmul", "conv")
+            own = t.needs_grad and op.differentiable
+            gradient = own * local(a) / t.itemsize * _ACCUMULATED
+            if heavy:
+                yield Part(
+                    kind=None, nbytes=local(a) + (n.name not in late) * gradient, at=when.only(region_of(op))
+                )
+            if source.name in tied and own:
+                at = when.back if heavy and n.name not in late else when.end
+                yield Part(kind="gradients", nbytes=gradient, at=at)
+
+    return parts
 
 
-def _operand_kept(op: Op, wanted: Mapping[str, object], made: Mapping[str, Op]) -> bool:
-    """Is some operand, followed back through elementwise ops, views and copies, itself kept?"""
-    seen, left = set(), [a.tensor for a in op.reads]
-    while left:
-        t = left.pop()
-        if t in wanted:
-            return True
-        if t in seen or t not in made or made[t].kind not in ("elementwise", "view", "copy"):
-            continue
-        seen.add(t)
-        left += [a.tensor for a in made[t].reads]
-    return False
+def _elements(extents: Sequence[np.ndarray], tile: tuple[int, ...]) -> np.ndarray:
+    """Elements that an array takes where its two minor dims lie in whole tiles, in the order of dims that wastes the
+    least.
+
+    >>> float(_elements([np.array(16.0), np.array(197.0), np.array(64.0)], (8, 128)) / (16 * 64 * 256))
+    1.0
+    """
+    whole = np.prod(np.broadcast_arrays(*extents), axis=0) if extents else np.ones(())
+    if not tile or not extents:
+        return np.asarray(whole)
+    rows, columns = tile
+    waste = [
+        np.ceil(minor / columns) * columns / minor * (1.0 if next_ is None else np.ceil(next_ / rows) * rows / next_)
+        for i, minor in enumerate(extents)
+        for next_ in ([e for j, e in enumerate(extents) if j != i] or [None])
+    ]  # fmt: skip
+    return np.asarray(whole * np.min(np.broadcast_arrays(*waste), axis=0))
 
 
-def _weights(graph: Graph, n: Node, local: object) -> dict[tuple[str, ...] | None, float]:
-    """Of parameters that this node's products read: what they read, and its gradient before it is sent home."""
-    out: dict[tuple[str, ...] | None, float] = {}
-    for op, a in n.reads:
-        source = graph.producer.get(a.tensor)
-        if source is None or source.kind != "parameter" or op.kind not in ("matmul", "conv"):
-            continue
-        nbytes = local(n, a)  # type: ignore[operator]
-        t = graph.tensors[a.tensor]
-        gradient = nbytes / t.itemsize * _ACCUMULATED if t.needs_grad and op.differentiable else 0.0
-        where = region_of(op)
-        out[where] = out.get(where, 0.0) + nbytes + gradient
-    return out
+def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
+    """Parameter node -> (node, what it reads) of the products outside of regions that make a part of its gradient, of
+    those parameters whose gradient has several parts."""
+    readers: dict[str, list[tuple[Node, Op, Access]]] = {}
+    for n in graph.nodes:
+        for op, a in n.reads:
+            source = graph.producer.get(a.tensor)
+            own = op.differentiable and graph.tensors[a.tensor].needs_grad and n.kind != "copy"
+            if own and source is not None and source.kind == "parameter":
+                readers.setdefault(source.name, []).append((n, op, a))
+    return {
+        name: products
+        for name, found in readers.items()
+        if len(found) > 1
+        and (
+            products := [
+                (n, a) for n, op, a in found if op.kind in ("matmul", "conv") and region_of(op) is None
+            ]
+        )
+    }
+
+
+def _parameter(
+    graph: Graph, n: Node, local: np.ndarray, cfg: np.ndarray, mesh: Mesh, optimizer: str, when: _Moments,
+    tied: bool,
+) -> Iterator[Part]:  # fmt: skip
+    """The parameter, its optimizer state, and its gradient: there once backward has begun, and with micro-batches a
+    sum beside it from the first on. Of a tied one the readers' parts are counted at the end."""
+    t = graph.tensors[n.ops[0].writes[0].tensor]
+    yield Part(kind="parameters", nbytes=local, at=when.always)
+    if not t.needs_grad:
+        return
+    mine = local / shards(cfg, state_index(n), mesh)
+    yield Part(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize, at=when.always)
+    if not tied:
+        yield Part(kind="gradients", nbytes=mine, at=when.back)
+    if turns_of(graph) > 1:
+        yield Part(kind="gradients", nbytes=mine, at=when.always)
+
+
+def _late(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> set[str]:
+    """Products that read a tied parameter as it is stored: their part of its gradient is made at the end."""
+
+    def ways(n: Node, a: Access) -> int:
+        return int(shards(configs[n.name][None, :], dim_index(n, a.map.dims), mesh)[0])
+
+    return {
+        n.name
+        for name, products in _tied(graph).items()
+        for n, a in products
+        if ways(n, a) == ways(graph.node[name], graph.node[name].ops[0].writes[0])
+    }
+
+
+def peak(
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    optimizer: str = "adam",
+    tile: tuple[int, ...] = (),
+) -> Memory:
+    """Predicted bytes on one device at the step's worst moment; configs: node name -> int8 [axes].
+
+    tile: of the device's memory, rows and columns.
+    """
+    parts = course(graph, tile, _late(graph, mesh, configs))
+    sums: dict[Kind, np.ndarray] = {}
+    flight = np.zeros(len(_moments(graph).stops))
+    for n in graph.nodes:
+        for p in parts(n, configs[n.name][None, :], mesh, optimizer):
+            here = p.at * p.nbytes[0]
+            if p.kind is None:
+                flight = np.maximum(flight, here)
+            else:
+                sums[p.kind] = sums.get(p.kind, 0.0) + here
+    worst = int(np.argmax(sum(sums.values(), flight)))
+    held = {k: round(float(v[worst])) for k, v in sums.items()}
+    whole: dict[str, int] = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0)
+    return Memory(**whole | held, buffers=round(float(flight[worst])))
+
+
+def needs(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], moved: tuple[Collective, ...], optimizer: str,
+    machine: Machine,
+) -> Memory:  # fmt: skip
+    """Predicted peak bytes on one device, by the account that holds for the machine's compiler."""
+    if machine.fuses_products:
+        return peak(graph, mesh, configs, optimizer, machine.device.memory_tile)
+    return memory(graph, mesh, configs, moved, optimizer)
+
+
+def profile(
+    graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray], limit_bytes: float, optimizer: str = "adam",
+    tile: tuple[int, ...] = (),
+) -> MemoryProfile:  # fmt: skip
+    """A lower bound on the same account, as a limit for the search: of each node what it holds throughout the span of
+    moments at which it holds something; what is in flight is left out. configs: per node its int8 [K, axes]."""
+    from pase.search import MemoryProfile
+
+    parts = course(graph, tile)
+    nbytes, start, stop = [], [], []
+    for n, cfg in zip(graph.nodes, configs, strict=True):
+        held = [p for p in parts(n, cfg, mesh, optimizer) if p.kind is not None]
+        total = sum((p.at[:, None] * p.nbytes for p in held), np.zeros((1, len(cfg))))  # [moments, K]
+        live = np.flatnonzero(total.any(axis=1))
+        first, last = (int(live[0]), int(live[-1]) + 1) if len(live) else (0, 0)
+        nbytes.append(total[first:last].min(axis=0) if len(live) else np.zeros(len(cfg)))
+        start.append(first)
+        stop.append(last)
+    return MemoryProfile(
+        bytes=tuple(nbytes),
+        start=np.array(start, np.int64),
+        stop=np.array(stop, np.int64),
+        limit_bytes=limit_bytes,
+    )
+
+
+def _made_again(graph: Graph, op: Op, wanted: Mapping[str, object], made: Mapping[str, Op]) -> bool:
+    """Is what the op makes made again by a fusion? It is, where elementwise ops and views make it of large operands
+    that are kept themselves, or are constant."""
+    if op.kind == "generate":
+        return True
+    if op.kind not in ("elementwise", "view", "copy"):
+        return False
+    size = graph.tensors[op.writes[0].tensor].elements
+    large = [a.tensor for a in op.reads if bool(graph.tensors[a.tensor].elements == size)]
+    return any(t in wanted or t in made for t in large) and all(
+        t in wanted or t not in made or graph.tensors[t].role == "constant"
+        or _made_again(graph, made[t], wanted, made) for t in large
+    )  # fmt: skip

@@ -68,5 +68,17 @@ def test_never_worse_than_a_baseline_priced_alike(model):
 def test_what_cannot_be_asked_for():
     with pytest.raises(PaseError, match="overlap is 'none' or 'gradients', not 'all'"):
         pase.compile("zoo:mlp", devices=2, overlap="all")
-    with pytest.raises(PaseError, match="overlap is not priced under a memory limit"):
-        pase.compile("zoo:mlp", devices=2, overlap="gradients", memory_limit=1e9)
+
+
+def test_a_memory_limit_holds_with_overlap_too():
+    """The answer fits and hides gradients, and is what the limit's absence finds where it does not bind."""
+    options = {"devices": 8, "mesh": "2x4", "overlap": "gradients"}
+    free = pase.compile("zoo:gpt2?layers=2&batch=32", **options)
+    same = pase.compile("zoo:gpt2?layers=2&batch=32", memory_limit=free.memory.total, **options)
+    assert same.cost == pytest.approx(free.cost, rel=1e-9)
+    limit = 0.6 * free.memory.total
+    tight = pase.compile("zoo:gpt2?layers=2&batch=32", memory_limit=limit, **options)
+    additive = pase.compile("zoo:gpt2?layers=2&batch=32", memory_limit=limit, devices=8, mesh="2x4")
+    assert tight.memory.total <= limit
+    assert free.cost <= tight.cost <= additive.cost * (1 + 1e-9)
+    assert tight.bound <= tight.cost

@@ -252,3 +252,12 @@ def test_the_examples_of_the_documentation_load():
     m = parse(text, "docs")
     assert (len(m.collectives), len(m.device.matmul_tables)) == (1, 1)
     assert m.device.memory_curve is not None
+
+
+def test_a_memory_tile_is_rows_and_columns():
+    assert load("tpu_v5e").device.memory_tile == (8, 128) and load("h100x8").device.memory_tile == ()
+    for tile, message in (("[8]", "is rows and columns, got [8]"), ("[8, 0]", "must be finite and at least 1")):
+        text = GOOD.replace("[device]\n", f"[device]\nmemory_tile = {tile}\n", 1)
+        with pytest.raises(PaseError) as e:
+            parse(text, "f.toml")
+        assert "device.memory_tile" in str(e.value) and message in str(e.value)
