@@ -14,13 +14,10 @@ embedding: the zoo has none) then keeps its scaled input and its mask, both floa
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from provenance import save
 
 from pase import costmodels, machine
 from pase.frontends.from_jax import trace
@@ -110,12 +107,10 @@ def main() -> None:
         r = rows[-1]
         print(f"{name:26s} measured {measured:6.2f}  predicted {r['predicted_gb']:6.2f} {r['error']:+.1%}  "
               f"unfused {apart or 0:.2f} {r['unfused_error'] or 0:+.1%}  {parts}", flush=True)  # fmt: skip
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     record = {
-        "command": "python bench/dpro_memory.py", "commit": git.stdout.strip(),
-        "machine": f"{platform.machine()}, {platform.python_version()}", "rows": rows,
+        "rows": rows,
     }  # fmt: skip
-    Path(args.o).write_text(json.dumps(record, indent=1) + "\n")
+    save(record, args.o)
 
 
 if __name__ == "__main__":

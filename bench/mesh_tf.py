@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from provenance import save
+from provenance import RESULTS, save
 
 MESH = "4x2"
 DEVICES = 8
@@ -230,7 +230,7 @@ def main() -> None:
 
 
 def write(rows: dict[str, Any]) -> None:
-    save({"devices": DEVICES, "mesh": MESH, "runs": RUNS, "models": rows}, "mesh_tf.json")
+    save({"devices": DEVICES, "mesh": MESH, "runs": RUNS, "models": rows}, RESULTS / "mesh_tf.json")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from provenance import ROOT, save
+from provenance import ROOT, RESULTS, save
 
 CHILD = """
 import json, resource, sys, time
@@ -122,7 +122,7 @@ def main() -> None:
             row = {"varies": what, "nodes_in_file": count, "file_mb": size / 2**20}
             rows.append(row | measured(path, count <= 6_000, 3))
             print(json.dumps(rows[-1]), flush=True)
-    save({"rows": rows}, "onnx_size.json")
+    save({"rows": rows}, RESULTS / "onnx_size.json")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 
-from provenance import save
+from provenance import RESULTS, save
 
 DEVICES = (4, 8, 16, 32, 64)
 PAPER_S = {  # PaSE (IPDPS 2021), Table I, column "Ours"
@@ -88,7 +88,7 @@ def main() -> None:
             rows.append(row)
             print(f"{model:20s} p={p:<3d} tables {row['tables_s']:.3f} s  search {row['search_s']:.3f} s  "
                   f"paper {paper[i]:.3f} s", file=sys.stderr)  # fmt: skip
-    save({"repeats": repeats, "rows": rows}, "paper_table1.json")
+    save({"repeats": repeats, "rows": rows}, RESULTS / "paper_table1.json")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,9 @@ the figure (+-0.01).
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
-from pathlib import Path
 from typing import Any
+
+from provenance import save
 
 from pase import zoo
 from pase.api import Problem
@@ -99,16 +97,14 @@ def main() -> None:
                 print(machine, model, p, {k: v for k, v in measured.items() if k != "data_parallel"}, r["predicted"],
                       f"{right}/{len(pairs)}", flush=True)  # fmt: skip
     errors = [abs(e) for r in rows for e in r["error"].values()]
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     record = {
-        "command": "python bench/pase_fig6.py", "commit": git.stdout.strip(),
-        "machine": f"{platform.machine()}, {platform.python_version()}", "cells": len(rows),
+        "cells": len(rows),
         "cells_with_every_pair_in_order": sum(r["pairs"] == r["pairs_right"] for r in rows),
         "magnitudes": len(errors), "magnitudes_within_15_percent": sum(e <= 0.15 for e in errors),
         "mean_absolute_error": sum(errors) / len(errors), "rows": rows,
     }  # fmt: skip
     print({k: v for k, v in record.items() if k != "rows"})
-    Path(args.o).write_text(json.dumps(record, indent=1) + "\n")
+    save(record, args.o)
 
 
 if __name__ == "__main__":

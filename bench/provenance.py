@@ -44,9 +44,9 @@ BEGAN = provenance()
 def save(result: dict[str, Any], path: str | Path) -> Path:
     """Writes ``result`` under what this run says of itself, as JSON; returns where.
 
-    A bare file name lies in bench/results. The file is replaced whole.
+    The file is replaced whole.
     """
-    out = RESULTS / path if Path(path).parent == Path() else Path(path)
+    out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     partial.write_text(json.dumps(BEGAN | result, indent=1) + "\n")

@@ -11,9 +11,6 @@ schedule (Narayanan et al. 2021, section 2.2.2), with the first and last stage's
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from megatron_gpt import padded_vocabulary
+from provenance import save
 from vtrain import graph_of, strategy
 
 from pase import costmodels, machine
@@ -123,14 +121,12 @@ def main() -> None:
             r = rows[-1]
             print(f"{p.name:5s} {recompute:10s} measured {measured:7.2f} s  predicted {r['predicted_s']:7.2f} s  "
                   f"{r['error']:+.1%}  (compiled {r['predicted_compiled_s']:.2f})", flush=True)  # fmt: skip
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     record = {
-        "command": "python bench/published.py", "commit": git.stdout.strip(),
-        "machine": f"{platform.machine()}, {platform.python_version()}", "rows": rows,
+        "rows": rows,
         "mean_absolute_error": sum(abs(r["error"]) for r in rows) / len(rows),
     }  # fmt: skip
     print(f"mean {record['mean_absolute_error']:.1%}")
-    Path(args.o).write_text(json.dumps(record, indent=1) + "\n")
+    save(record, args.o)
 
 
 if __name__ == "__main__":

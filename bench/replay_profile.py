@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from provenance import save
+from provenance import RESULTS, save
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -87,7 +87,7 @@ def main() -> None:
         "ranks": [{k: r[k] for k in keep} for r in report["ranks"]],
         "problems": report["problems"],
     }
-    print(save(out, "replay_profile.json").read_text())
+    print(save(out, RESULTS / "replay_profile.json").read_text())
 
 
 def run(command: list[str], program: Path, processes: int) -> float:

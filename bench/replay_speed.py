@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from provenance import save
+from provenance import RESULTS, save
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -42,7 +42,7 @@ def main() -> None:
                 "read": {"megabytes": written / 1e6, **part("read", "--file", str(file))},
                 "replay": part("replay"),
             }
-        print(save(out, "replay_speed.json").read_text())
+        print(save(out, RESULTS / "replay_speed.json").read_text())
 
 
 def part(name: str, *more: str) -> dict[str, Any]:

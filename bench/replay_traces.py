@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from provenance import save
+from provenance import RESULTS, save
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -49,7 +49,7 @@ def main() -> None:
     out: dict[str, Any] = {"runs": {name: one_run(folder / path) for name, path in RUNS.items()}}
     out["alignment"] = alignment(folder / RUNS["pax FSDP on 4 A100 (device-bound)"])
     out["synthetic"] = synthetic()
-    print(save(out, "replay_traces.json").read_text())
+    print(save(out, RESULTS / "replay_traces.json").read_text())
 
 
 def one_run(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from provenance import save
+from provenance import RESULTS, save
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -151,7 +151,7 @@ def main() -> None:
         "vgg19_deft": deft,
         "rows": rows,
     }
-    save(out, "schedule_policies.json")
+    save(out, RESULTS / "schedule_policies.json")
     print({k: v for k, v in out.items() if k != "rows"})
 
 

@@ -20,7 +20,7 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from provenance import save
+from provenance import RESULTS, save
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -150,7 +150,7 @@ def main() -> None:
         "final": {name: c["loss"][-1] for name, c in curves.items()},
         "curves": curves,
     }
-    save(out, "schedule_training.json")
+    save(out, RESULTS / "schedule_training.json")
     if given.picture:
         draw(out, given.picture)
 

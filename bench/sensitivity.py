@@ -9,12 +9,10 @@ twice the figure, beside a new search there and beside the other methods.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
+
+from provenance import save
 
 from pase.machine.scale import QUANTITIES
 from pase.sensitivity import sensitivity
@@ -39,17 +37,15 @@ def main() -> None:
                 [f"x{r['factors'][quantity]:g} {r['regret']:.2%} {r['winner']}" for r in mine],
                 flush=True,
             )
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     record = {
-        "command": "python bench/sensitivity.py", "commit": git.stdout.strip(), "devices": DEVICES,
-        "machine": f"{platform.machine()}, {platform.python_version()}",
+        "devices": DEVICES,
         "worst_regret": max(r["regret"] for r in rows),
         "ahead_of_every_method": sum(r["winner"] == "pase" for r in rows), "points": len(rows), "rows": rows,
     }  # fmt: skip
     print(
         f"worst regret {record['worst_regret']:.2%}; ahead at {record['ahead_of_every_method']} of {len(rows)}"
     )
-    Path(args.o).write_text(json.dumps(record, indent=1) + "\n")
+    save(record, args.o)
 
 
 if __name__ == "__main__":

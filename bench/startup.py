@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from provenance import ROOT, save
+from provenance import ROOT, RESULTS, save
 
 RUNS = 21
 CASES = {
@@ -32,7 +32,7 @@ def main() -> None:
         "median_s": {name: round(statistics.median(s), 4) for name, s in seconds.items()},
         "least_s": {name: round(min(s), 4) for name, s in seconds.items()},
     }
-    print(save(result, "startup.json").read_text())
+    print(save(result, RESULTS / "startup.json").read_text())
 
 
 if __name__ == "__main__":
