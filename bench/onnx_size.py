@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from provenance import ROOT, RESULTS, save
+from provenance import RESULTS, ROOT, save
 
 CHILD = """
 import json, resource, sys, time

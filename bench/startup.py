@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from provenance import ROOT, RESULTS, save
+from provenance import RESULTS, ROOT, save
 
 RUNS = 21
 CASES = {
