@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -188,6 +190,19 @@ def load(path: str | Path) -> Plan:
     return load_layout(path)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage waits: Python's full collections go through all that jax holds, a quarter of the tables' time, and
+    what is made here has no cycles."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """The best strategy over the meshes that were searched. bounds: what is proven of each, by its axes' sizes."""
@@ -270,6 +285,7 @@ class Problem:
             self._tables[mesh.sizes] = build(self.graph, mesh, self.model, self.optimizer)
         return self._tables[mesh.sizes]
 
+    @_no_collection()
     def search(
         self, over: Sequence[Mesh], say: Progress, seconds: dict[str, float], so_far: Found | None = None
     ) -> Found:
@@ -336,6 +352,7 @@ class Problem:
         live = [(b.min(), lo, hi) for b, lo, hi in zip(p.bytes, p.start, p.stop, strict=True) if hi > lo]
         return float(max(sum(b for b, lo, hi in live if lo <= t < hi) for t in range(int(p.stop.max()))))
 
+    @_no_collection()
     def baselines(self) -> tuple[list[Baseline], list[Skipped]]:
         """What people do by hand, on this graph, and what does not apply to it."""
         from pase.baselines import Baseline, baselines

@@ -87,14 +87,30 @@ class Pool:
         return got
 
 
-def _axis_classes(
-    matrix: np.ndarray, row_classes: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+def _occurring(cls: np.ndarray, count: int, known: dict[int, np.ndarray]) -> np.ndarray:
+    """The classes that some config is in, of ``count``."""
+    if id(cls) not in known:
+        seen = np.zeros(count, bool)
+        seen[cls] = True
+        known[id(cls)] = np.flatnonzero(seen)
+    return known[id(cls)]
+
+
+def _shrunk(
+    matrix: np.ndarray,
+    some_rows: np.ndarray,
+    some_cols: np.ndarray,
+    row_classes: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(compressed matrix, class of each row, class of each column): equal rows and columns merged."""
-    rows, first = row_classes(np.ascontiguousarray(matrix))
-    small = matrix[first]
-    cols, first = row_classes(np.ascontiguousarray(small.T))
-    return np.ascontiguousarray(small[:, first]), rows, cols
+    """(compressed matrix, class of each row, class of each column): equal rows and columns merged, those that do
+    not occur left out (-1)."""
+    if (len(some_rows), len(some_cols)) != matrix.shape:
+        matrix = matrix[np.ix_(some_rows, some_cols)]
+    rows, cols = (np.full(some[-1] + 1 if some.size else 0, -1, np.int32) for some in (some_rows, some_cols))
+    rows[some_rows], first = row_classes(np.ascontiguousarray(matrix, dtype=np.float64))
+    matrix = matrix[first]
+    cols[some_cols], first = row_classes(np.ascontiguousarray(matrix.T, dtype=np.float64))
+    return np.ascontiguousarray(matrix[:, first], dtype=np.float64), rows, cols
 
 
 def load(tables: CostTables, pool: Pool, kernels: ModuleType) -> list[Factor]:
@@ -105,7 +121,8 @@ def load(tables: CostTables, pool: Pool, kernels: ModuleType) -> list[Factor]:
     """
     factors: list[Factor] = []
     by_id: dict[Hashable, tuple[View, int]] = {}
-    shrunk: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+    shrunk: dict[Hashable, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+    occur: dict[int, np.ndarray] = {}
     for v, costs in enumerate(tables.node_costs):
         got = by_id.get(id(costs))
         if got is None:
@@ -121,9 +138,14 @@ def load(tables: CostTables, pool: Pool, kernels: ModuleType) -> list[Factor]:
         key = (id(e.cost), id(e.src_class), id(e.dst_class))
         parts = parts_by_id.get(key)
         if parts is None:
-            if id(e.cost) not in shrunk:
-                shrunk[id(e.cost)] = _axis_classes(e.cost.astype(np.float64, copy=False), kernels.row_classes)
-            small, rows, cols = shrunk[id(e.cost)]
+            some = [
+                _occurring(c, e.cost.shape[axis], occur) for axis, c in enumerate((e.src_class, e.dst_class))
+            ]
+            whole = all(len(s) == k for s, k in zip(some, e.cost.shape, strict=True))
+            wanted = id(e.cost) if whole else (id(e.cost), some[0].tobytes(), some[1].tobytes())
+            if wanted not in shrunk:
+                shrunk[wanted] = _shrunk(e.cost, some[0], some[1], kernels.row_classes)
+            small, rows, cols = shrunk[wanted]
             src, dst = pool.view(rows[e.src_class]), pool.view(cols[e.dst_class])
             # Reordered to the views' own numbering (and to the classes that occur).
             table = np.ascontiguousarray(

@@ -72,15 +72,22 @@ class CostTables:
 
     def restricted(self, keep: Mapping[int, np.ndarray]) -> CostTables:
         """The same problem with fewer configs: node -> indices of those to keep, in the order to have them in."""
-        costs = tuple(c[keep[v]] if v in keep else c for v, c in enumerate(self.node_costs))
+        made: dict[tuple[int, bytes], np.ndarray] = {}
+
+        def kept(array: np.ndarray, v: int) -> np.ndarray:
+            """Equal arrays of repeated layers stay one object."""
+            if v not in keep:
+                return array
+            key = (id(array), keep[v].tobytes())
+            if key not in made:
+                made[key] = array[keep[v]]
+            return made[key]
+
         edges = tuple(
-            replace(
-                e,
-                src_class=e.src_class[keep[e.src]] if e.src in keep else e.src_class,
-                dst_class=e.dst_class[keep[e.dst]] if e.dst in keep else e.dst_class,
-            )
+            replace(e, src_class=kept(e.src_class, e.src), dst_class=kept(e.dst_class, e.dst))
             for e in self.edges
         )
+        costs = tuple(kept(c, v) for v, c in enumerate(self.node_costs))
         return CostTables(node_costs=costs, edges=edges, names=self.names)
 
     def name(self, v: int) -> str:
