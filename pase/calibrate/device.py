@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pase.calibrate.types import Task
+from pase.calibrate.types import BLOCK_SHAPES, Task
 
 if TYPE_CHECKING:
     from pase.calibrate.here import Here
 
-__all__ = ["Devices", "local_program"]
+__all__ = ["Devices", "block_loss", "local_program"]
 
 _SHARED = 64
 _VECTOR_DEPTH = 64
@@ -74,6 +74,8 @@ def local_program(task: Task) -> tuple[list[tuple[tuple[int, ...], str]], Callab
 
         # A task's work is its bytes: as many FLOPs are done in one of these.
         return [((elements,), "float32")], deep, 2 * _VECTOR_DEPTH * elements // task.nbytes
+    if task.op == "block":
+        return [(shape, "float32") for shape in BLOCK_SHAPES], _block_gradients, 1
     if task.op == "launch":
 
         def chain(x: Any, w: Any) -> Any:
@@ -85,6 +87,32 @@ def local_program(task: Task) -> tuple[list[tuple[tuple[int, ...], str]], Callab
     if task.op == "dispatch":
         return [((8,), "float32")], lambda x: x + 1.0, 1
     raise ValueError(f"no program for {task.key}")
+
+
+def block_loss(x: Any, wq: Any, wk: Any, wv: Any, wo: Any, w1: Any, w2: Any) -> Any:
+    """A transformer's layer on a batch: attention and a feed-forward part, each behind a norm."""
+    import jax
+    import jax.numpy as jnp
+
+    def norm(x: Any) -> Any:
+        centred = x - jnp.mean(x, -1, keepdims=True)
+        return centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)
+
+    y = norm(x)
+    q, k, v = (jnp.einsum("bsd,dhe->bhse", y, w) for w in (wq, wk, wv))
+    a = jax.nn.softmax(jnp.einsum("bhse,bhte->bhst", q, k) * 0.25, axis=-1)
+    x = x + jnp.einsum("bhse,hed->bsd", jnp.einsum("bhst,bhte->bhse", a, v), wo)
+    x = x + jnp.einsum("bsf,fd->bsd", jax.nn.gelu(jnp.einsum("bsd,df->bsf", norm(x), w1)), w2)
+    return jnp.mean(x * x)
+
+
+def _block_gradients(*operands: Any) -> Any:
+    """What comes out depends on every gradient."""
+    import jax
+    import jax.numpy as jnp
+
+    first, *others = jax.grad(block_loss, argnums=tuple(range(len(operands))))(*operands)
+    return first + sum(jnp.sum(g) for g in others)
 
 
 def _collective_program(

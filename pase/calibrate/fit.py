@@ -11,15 +11,16 @@ import numpy as np
 
 from pase.calibrate.smooth import smoothed
 from pase.calibrate.suite import SMALLEST_EXTENT
-from pase.calibrate.types import COLLECTIVE_OPS, FORMS, Level, Sample, Task
+from pase.calibrate.types import BLOCK_LIGHT, BLOCK_PRODUCTS, COLLECTIVE_OPS, FORMS, Level, Sample, Task
 from pase.errors import PaseError
 from pase.machine import CollectiveCurve, Curve, Device, LinkLevel, Machine, MatmulTable
-from pase.machine.tables import matmul_flops_per_s
+from pase.machine.tables import curve_s, matmul_flops_per_s
 
 __all__ = ["Ceilings", "Fitted", "Refused", "fit", "fit_line"]
 
 _FILLED_AT_MOST = 0.25
 _SLACK = 0.15
+_LEAST_LIGHT = 0.02
 _TOO_FAST = 10.0
 _SMALL_PRODUCT_SLACK = 1.0
 """Of matmuls: kernels for thin shapes are a library's own choice, and a larger product may truly be up to
@@ -96,12 +97,12 @@ class _Work:
             if t.op in ops and not t.witness and dtype in (None, t.dtype) and s.seconds > 0
         ]
 
-    def curve(self, what: str, found: Sequence[tuple[Task, Sample]], each: int = 1) -> Curve | None:
-        """A rising curve through the mean of each size's samples, where a size has ``each`` of them."""
+    def curve(self, what: str, found: Sequence[tuple[Task, Sample]], each: int | None) -> Curve | None:
+        """A rising curve through the mean of each size's samples, where a size has ``each`` of them (None: any)."""
         by_size: dict[float, list[Sample]] = {}
         for task, sample in found:
             by_size.setdefault(float(task.nbytes), []).append(sample)
-        points = {n: _mean(s) for n, s in by_size.items() if len(s) == each}
+        points = {n: _mean(s) for n, s in by_size.items() if each is None or len(s) == each}
         sizes = sorted(points)
         if len(sizes) < 2:
             self.problems.append(
@@ -201,13 +202,35 @@ def _memory_curve(work: _Work) -> Curve | None:
     return work.curve("memory-bound ops", work.of("elementwise", "reduction"), each=2)
 
 
-def _collectives(work: _Work) -> tuple[CollectiveCurve, ...]:
+def _light_efficiency(work: _Work, table: MatmulTable, curve: Curve, vector: float | None) -> float | None:
+    """How far light ops between products stay below the memory curve: the block's time less its products', which
+    backward has twice more of. Never above 1."""
+    block = [s.seconds for _, s in work.of("block")]
+    if not block:
+        return None
+    products = 0.0
+    for batch, m, n, k in BLOCK_PRODUCTS:
+        for form in ((m, n, k), (m, k, n), (k, n, m)):
+            rate = matmul_flops_per_s(table, *(np.array([float(x)]) for x in (form[0] * batch, *form[1:])))
+            products += 2.0 * batch * m * n * k / float(rate[0])
+    nbytes, flops = (np.array(x) for x in zip(*BLOCK_LIGHT, strict=True))
+    light = sum(
+        float(np.maximum(curve_s(curve, f * nbytes), f * flops / vector if vector else 0.0).sum())
+        for f in (1.0, 2.0)
+    )
+    left = block[0] - products
+    return min(1.0, max(light / left, _LEAST_LIGHT)) if left > 0 else 1.0
+
+
+def _collectives(work: _Work, joined: bool) -> tuple[CollectiveCurve, ...]:
+    """joined: a reduce-scatter runs as an all-reduce, so that both have the curve through the samples of both."""
     found: dict[tuple[str, tuple[int, ...]], list[tuple[Task, Sample]]] = {}
     for t, s in work.of(*COLLECTIVE_OPS):
         found.setdefault((t.op, t.ways), []).append((t, s))
     out = []
-    for (op, ways), samples in found.items():
-        curve = work.curve(f"{op} over {list(ways)}", samples)
+    for (op, ways), own in found.items():
+        twin = {"all_reduce": "reduce_scatter", "reduce_scatter": "all_reduce"}.get(op) if joined else None
+        curve = work.curve(f"{op} over {list(ways)}", [*own, *found.get((twin or "", ways), [])], each=None)
         if curve is not None:
             out.append(CollectiveCurve(kind=op, ways=ways, curve=curve))  # type: ignore[arg-type]
     return tuple(sorted(out, key=lambda c: (c.kind, c.ways)))
@@ -294,7 +317,8 @@ def fit(
     memory = _memory_curve(work)
     vector = [t.work * s for t, s in ((t, 1 / s.seconds) for t, s in work.of("vector"))]
     launch = [s.seconds for _, s in work.of("launch")]
-    curves = _collectives(work)
+    on_cpu = provenance.get("platform") == "cpu"
+    curves = _collectives(work, joined=on_cpu)
     links = _links(work, levels, curves)
     if not tables:
         work.problems.append("no matmul table: nothing of it was measured; raise --budget and run again")
@@ -336,7 +360,11 @@ def fit(
     if curves:
         sources["collectives"] = measured
     habits: dict[str, Any] = {}
-    if provenance.get("platform") == "cpu":
+    if on_cpu:
+        # Other compilers run light ops inside of kernels; here each passes through memory by itself.
+        light = _light_efficiency(work, tables[0], memory, vector[0] if vector else None)
+        if light is not None:
+            efficiency["memory"] = light
         habits = {"bucket_bytes": 0.0, "sums_readers": False}
         sources["bucket_bytes"] = "XLA's CPU pipeline combines no collectives, as read in what it compiles"
     sources["levels.ways"] = "as the devices lay when measured; the last: any number"

@@ -143,6 +143,7 @@ def find(levels: str | None = None) -> Here:
     }
     provenance = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "platform": first.platform,
         "device": kind,
         "devices": f"{len(ordered)} in {jax.process_count()} processes, all at work at once",
         "links": ", ".join(f"{l.name} x{l.ways}" for l in found),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.calibrate.journal import Journal
-from pase.calibrate.types import Bench, Sample, Task
+from pase.calibrate.types import COLLECTIVE_OPS, Bench, Sample, Task
 
 __all__ = ["Outcome", "Settings", "again", "measure", "session", "spread"]
 
@@ -18,6 +18,7 @@ _AGAIN_AT_ONCE = 60
 
 _SLOWER_THAN_BUDGET, _SLOWER_AT_ALL = 1 / 30, 1 / 6
 _BEYOND_STARTUP = 8.0
+_MESSAGE_THAT_TELLS = 1 << 20
 _LOOKS, _GROWTH, _MOST_TURNS = 3, 100.0, 1 << 20
 
 
@@ -100,6 +101,9 @@ class _Forecast:
             return False
         seconds = [s for _, s in known]
         tells = max(seconds) > _BEYOND_STARTUP * min(seconds)
+        if task.op in COLLECTIVE_OPS:
+            # Stragglers make a small message last as long as a large one: its own size must be large.
+            tells = tells and max(w for w, _ in known) >= _MESSAGE_THAT_TELLS
         share = _SLOWER_THAN_BUDGET if tells else _SLOWER_AT_ALL
         one = min(s / w for w, s in known) * task.work
         return one * (1 + _LOOKS + settings.repeats[0]) > max(settings.budget_s * share, 0.1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pase.calibrate import Level, Target, Task
+from pase.calibrate.types import BLOCK_LIGHT, BLOCK_PRODUCTS
 
 
 @dataclass(kw_only=True)
@@ -23,6 +24,7 @@ class Fake:
     seed: int = 0
     peak: float = 1e12
     memory: float = 1e11
+    light: float = 0.25
     launch: float = 2e-6
     latency: tuple[float, ...] = (5e-6, 5e-5)
     bandwidth: tuple[float, ...] = (1e10, 1e9)
@@ -43,6 +45,12 @@ class Fake:
             return self.launch + t.nbytes / self.memory
         if t.op == "vector":
             return t.work / (self.peak / 10)
+        if (
+            t.op == "block"
+        ):  # three products of each, at the table's own rate for large ones; light ops slower
+            products = 3 * sum(2.0 * math.prod(p) for p in BLOCK_PRODUCTS) / self.peak
+            light = sum(max(n / self.memory, f / (self.peak / 10)) for n, f in BLOCK_LIGHT)
+            return products + 3 * light / self.light
         if t.op in ("launch", "dispatch"):
             return self.launch
         ways = [(l, w) for l, w in enumerate(t.ways) if w > 1]

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pase import costmodels
-from pase.calibrate import Journal, Refused, Settings, fit, session, suite
+from pase.calibrate import Journal, Refused, Settings, Task, fit, session, suite
+from pase.calibrate.device import block_loss
 from pase.calibrate.fit import Ceilings, fit_line
 from pase.calibrate.smooth import smoothed
+from pase.calibrate.types import BLOCK_LIGHT, BLOCK_PRODUCTS
 from pase.machine import Mesh, dumps, parse
 from tests.calibrate.synthetic import ONE, TWO, Fake, target
 
@@ -69,6 +71,60 @@ def test_the_truth_comes_back(levels):
         checked += 1
     assert checked > 50
     assert all(ratio == pytest.approx(1.0, abs=0.1) for ratio in found.checks.values()) and found.checks
+
+
+def test_a_cpu_has_the_habits_of_its_compiler():
+    tasks = suite(target(ONE))
+    bench = Fake(levels=ONE)
+    samples = measured(bench, tasks)
+    plain = fitted(samples, tasks, ONE).machine
+    assert (
+        plain.bucket_bytes == float(25 << 20)
+        and plain.sums_readers
+        and "memory" not in plain.device.efficiency
+    )
+    cpu = fitted(samples, tasks, ONE, provenance={"date": "d", "platform": "cpu"}).machine
+    assert cpu.bucket_bytes == 0.0 and not cpu.sums_readers
+    # Launches, of which the fake's light ops have none, are the rest.
+    assert cpu.device.efficiency["memory"] == pytest.approx(bench.light, rel=0.2)
+    by = {(c.kind, c.ways): c.curve for c in cpu.collectives}
+    truth = {op: [bench.truth(t) for t in tasks if (t.op, t.ways) == (op, (4,))] for op, _ in by}
+    assert by["all_reduce", (4,)] == by["reduce_scatter", (4,)]
+    mean = np.mean([sorted(truth["all_reduce"]), sorted(truth["reduce_scatter"])], axis=0)
+    assert by["all_reduce", (4,)].seconds == pytest.approx(mean)
+    light = costmodels.get("analytic", cpu).compute("memory", "float32", 0.0, 1 << 24)
+    assert float(light) == pytest.approx((1 << 24) / bench.memory / cpu.device.efficiency["memory"], rel=0.05)
+    assert float(light) > 3 * float(
+        costmodels.get("analytic", plain).compute("memory", "float32", 0.0, 1 << 24)
+    )
+
+
+def test_the_block_is_what_the_graph_of_it_says():
+    """Its products, bytes and FLOPs are written down; the frontend and the rule of local work find the same."""
+    import jax
+
+    from pase.calibrate.device import local_program
+    from pase.frontends.from_jax import trace
+    from pase.ir import simplify
+    from pase.tables.derive import node_work
+
+    operands, _, _ = local_program(Task(op="block"))
+    first, *others = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+    bias = jax.ShapeDtypeStruct((first.shape[-1],), "float32")
+    graph = simplify(
+        trace(lambda p, x: block_loss(x + p[0], *p[1]), (bias, others), first, name="block").graph
+    )
+    products, light = [], []
+    for node in graph.nodes:
+        for w in node_work(graph, node, np.full((1, 1), -1, np.int8), Mesh(names=("a",), sizes=(1,))):
+            if w.phase == "forward" and w.kind == "matmul":
+                m, n, k = (int(np.ravel(x)[0]) for x in w.mnk)
+                products.append((round(float(np.ravel(w.flops)[0]) / (2 * m * n * k)), *sorted((m, n)), k))
+            elif w.phase == "forward":
+                light.append((float(np.ravel(w.nbytes)[0]), float(np.ravel(w.flops)[0])))
+    assert sorted(products) == sorted((b, *sorted((m, n)), k) for b, m, n, k in BLOCK_PRODUCTS)
+    assert sum(n for n, _ in light) == pytest.approx(sum(n for n, _ in BLOCK_LIGHT), rel=1e-3)
+    assert sum(f for _, f in light) == pytest.approx(sum(f for _, f in BLOCK_LIGHT), rel=1e-3)
 
 
 def test_the_file_reads_back():
