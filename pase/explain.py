@@ -359,15 +359,17 @@ def _layer(plan: Plan, node: NodePlan, problem: Problem | None, say: Callable[[s
 def _work(plan: Plan, problem: Problem, v: int, chosen: int) -> tuple[WorkItem, ...]:
     import numpy as np
 
+    from pase.tables.build import array_tile, work_price
     from pase.tables.derive import node_work
 
     _, space = problem.tables(plan.mesh)
     cfg = space.configs[v][chosen][None, :]
     device = problem.machine.device
     out = []
-    for w in node_work(problem.graph, problem.graph.nodes[v], cfg, plan.mesh, plan.optimizer):
+    tile = array_tile(problem.model)
+    for w in node_work(problem.graph, problem.graph.nodes[v], cfg, plan.mesh, plan.optimizer, tile):
         flops, nbytes = float(np.ravel(w.flops)[0]), float(np.ravel(w.nbytes)[0])
-        once = float(np.ravel(problem.model.compute(w.kind, w.dtype, w.flops, w.nbytes, mnk=w.mnk))[0])
+        once = float(np.ravel(work_price(w, problem.model))[0])
         timed = plan.unit == "s" and once > 0
         out.append(
             WorkItem(

@@ -9,7 +9,7 @@ import numpy as np
 
 from pase.ir import Graph, Node
 from pase.machine import CollectiveKind, CostModel, Mesh
-from pase.tables.build import charge_price
+from pase.tables.build import array_tile, charge_price, work_price
 from pase.tables.derive import Charge, Phase, edge_charges, node_charges, node_work
 from pase.tables.layouts import read_states, write_states
 
@@ -97,9 +97,9 @@ def node_costs(
     out: dict[str, NodeCost] = {}
     for n in graph.nodes:
         parts = {"compute": 0.0, "update": 0.0}
-        for w in node_work(graph, n, configs[n.name][None, :], mesh, optimizer):
-            price = model.compute(w.kind, w.dtype, w.flops, w.nbytes, mnk=w.mnk)
-            parts["update" if w.phase == "update" else "compute"] += w.times * float(np.ravel(price)[0])
+        for w in node_work(graph, n, configs[n.name][None, :], mesh, optimizer, array_tile(model)):
+            price = float(np.ravel(work_price(w, model))[0])
+            parts["update" if w.phase == "update" else "compute"] += w.times * price
         out[n.name] = NodeCost(communication=communication.get(n.name, 0.0), **parts)
     return out
 

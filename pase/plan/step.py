@@ -16,6 +16,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op
 from pase.machine import CostModel, Mesh
 from pase.plan.itemize import collectives
+from pase.tables.build import array_tile, work_price
 from pase.tables.derive import Phase, Work, node_work
 from pase.tables.layouts import dim_index, number, shards
 
@@ -158,13 +159,12 @@ def step_time(
         cfg = configs[n.name][None, :]
         products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv") for op in n.ops)
         apart = not (executor.fused or products or n.kind == "parameter")
-        work = [w for w in node_work(graph, n, cfg, mesh, optimizer) if not (apart and w.kind == "memory")]
+        work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
+        work = [w for w in work if not (apart and w.kind == "memory")]
         work += _apart(graph, n, cfg, mesh, executor) if apart else []
         work += _accumulated(graph, n, cfg, mesh) if micro_batches > 1 else []
         for w in work:
-            seconds = w.times * float(
-                np.ravel(model.compute(w.kind, w.dtype, w.flops, w.nbytes, mnk=w.mnk))[0]
-            )
+            seconds = w.times * float(np.ravel(work_price(w, model))[0])
             device[w.phase] += seconds
         if n.kind == "parameter" and executor.update_bytes:
             device["update"] += _beside(graph, n, cfg, mesh, model, executor)

@@ -15,7 +15,17 @@ from pase.tables.layouts import LayoutRule, configs
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
 
-__all__ = ["BUCKET_BYTES", "GRANULE_BYTES", "Space", "build", "charge_cost", "charge_price", "work_cost"]
+__all__ = [
+    "BUCKET_BYTES",
+    "GRANULE_BYTES",
+    "Space",
+    "array_tile",
+    "build",
+    "charge_cost",
+    "charge_price",
+    "work_cost",
+    "work_price",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,8 +81,23 @@ def charge_cost(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> np.n
 def work_cost(work: Iterable[Work], model: CostModel) -> np.ndarray | float:
     total: np.ndarray | float = 0.0
     for w in work:
-        total = total + w.times * model.compute(w.kind, w.dtype, w.flops, w.nbytes, mnk=w.mnk)
+        total = total + w.times * work_price(w, model)
     return total
+
+
+def work_price(work: Work, model: CostModel) -> np.ndarray:
+    """Cost of a piece of work, once."""
+    mnk = None if work.mnk is None else (work.mnk[0] * work.padding, *work.mnk[1:])
+    return model.compute(work.kind, work.dtype, work.flops * work.padding, work.nbytes, mnk=mnk)
+
+
+def array_tile(model: CostModel) -> tuple[int, int] | None:
+    """The tiles that the machine which the model prices stores arrays in."""
+    machine = getattr(model, "machine", None)
+    if not isinstance(machine, Machine) or model.unit != "s" or len(machine.device.memory_tile) != 2:
+        return None
+    rows, lanes = machine.device.memory_tile
+    return rows, lanes
 
 
 def build(
@@ -95,7 +120,7 @@ def build(
     costs: dict[int, np.ndarray] = {}
     for n, cfg, number in zip(graph.nodes, space, known.cost, strict=True):
         if number not in costs:
-            work = list(node_work(graph, n, cfg, mesh, optimizer))
+            work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
             cost = work_cost((w for w in work if w.phase != "backward"), model)
             cost = cost + backward * work_cost((w for w in work if w.phase == "backward"), model)
             cost = cost + charge_cost(node_charges(graph, n, cfg, mesh), model, mesh)

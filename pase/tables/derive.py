@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from pase.tables.layouts import (
     state_index,
 )
 from pase.tables.reshard import reshard
+from pase.tables.tiles import padding, rounded
 
 __all__ = [
     "OPTIMIZERS",
@@ -76,7 +77,11 @@ class Charge:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Local work of one op (or of all light ops of a node together), one entry per config; see CostModel.compute."""
+    """Local work of one op (or of all light ops of a node together), one entry per config; see CostModel.compute.
+
+    nbytes: with what the arrays are padded with; padding: of a product, work with the rows that are padded over
+    ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
+    """
 
     kind: Literal["matmul", "conv", "memory"]
     dtype: str
@@ -85,6 +90,11 @@ class Work:
     mnk: tuple[np.ndarray, np.ndarray, np.ndarray] | None
     phase: Phase
     times: float
+    padding: np.ndarray | float = 1.0
+
+
+Tile = tuple[int, int]
+"""Rows and lanes of the tiles that a device stores arrays in."""
 
 
 def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
@@ -101,14 +111,27 @@ def _local_bytes(
     return number(tensor.nbytes, tensor.name) / shards(cfg, dim_index(node, walked), mesh)
 
 
+def _padded(
+    node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh, tile: Tile | None
+) -> Any:
+    """The factor by which tiles pad the local part of a tensor, under each config; 1 where nothing is padded."""
+    if tile is None or len(tensor.shape) < 2:
+        return 1.0
+    extents = [
+        number(extent, tensor.name) / shards(cfg, dim_index(node, walk.dims), mesh)
+        for extent, walk in zip(tensor.shape, access.map.walks, strict=True)
+    ]
+    return padding(extents, tile)
+
+
 def _grad(graph: Graph, op: Op, tensor: str) -> bool:
     return op.differentiable and graph.tensors[tensor].needs_grad
 
 
 def node_work(
-    graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam"
+    graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam", tile: Tile | None = None
 ) -> Iterator[Work]:
-    """The node's local work under each config."""
+    """The node's local work under each config; tile: what the device stores arrays in, if it pads them."""
     if node.kind == "parameter":
         yield from _parameter_work(graph, node, cfg, mesh, optimizer)
         return
@@ -125,7 +148,7 @@ def node_work(
             t = graph.tensors[a.tensor]
             if a.sparse:
                 return t.itemsize * _local_points(node, over, cfg, mesh)
-            return _local_bytes(node, t, a.map.dims, cfg, mesh)
+            return _local_bytes(node, t, a.map.dims, cfg, mesh) * _padded(node, t, a, cfg, mesh, tile)
 
         nbytes, wrote = zero, zero
         for a in op.writes:
@@ -139,7 +162,7 @@ def node_work(
         nbytes = nbytes + wrote
         grads = [a for a in op.reads if _grad(graph, op, a.tensor)]
         if op.kind in ("matmul", "conv"):
-            yield from _products(graph, node, op, flops, nbytes, cfg, mesh)
+            yield from _products(graph, node, op, flops, nbytes, cfg, mesh, tile)
         elif op.kind == "gather":
             light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
             for a in grads:  # a scatter-add into zeros of the table's local size
@@ -173,8 +196,9 @@ def node_work(
 
 
 def _products(
-    graph: Graph, node: Node, op: Op, flops: np.ndarray, nbytes: np.ndarray, cfg: np.ndarray, mesh: Mesh
-) -> Iterator[Work]:
+    graph: Graph, node: Node, op: Op, flops: np.ndarray, nbytes: np.ndarray, cfg: np.ndarray, mesh: Mesh,
+    tile: Tile | None,
+) -> Iterator[Work]:  # fmt: skip
     """A matmul or conv forward, and one product for each operand that has a gradient."""
     x, w = (set(a.map.dims) for a in op.reads)
     out = set(op.writes[0].map.dims)
@@ -187,12 +211,22 @@ def _products(
     kind: Literal["matmul", "conv"] = "conv" if op.kind == "conv" else "matmul"
     dtype = graph.tensors[op.reads[0].tensor].dtype
     runs = times * (2 if op.remat else 1)
-    yield Work(kind=kind, dtype=dtype, flops=flops, nbytes=nbytes, mnk=(m, n, k), phase="forward", times=runs)
+    accesses = (*op.reads, *op.writes)
+    most = np.ones(1)
+    for a in accesses if kind == "matmul" else ():
+        most = np.maximum(most, _padded(node, graph.tensors[a.tensor], a, cfg, mesh, tile))
+
+    def product(mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float) -> Work:
+        known = 1.0 if tile is None else rounded(mnk[1], tile[1]) * rounded(mnk[2], tile[1])
+        return Work(
+            kind=kind, dtype=dtype, flops=flops, nbytes=nbytes, mnk=mnk, phase=phase, times=times,
+            padding=np.maximum(most / known, 1.0),
+        )  # fmt: skip
+
+    yield product((m, n, k), "forward", runs)
     for a, mnk in zip(op.reads, ((m, k, n), (k, n, m)), strict=True):
         if _grad(graph, op, a.tensor):
-            yield Work(
-                kind=kind, dtype=dtype, flops=flops, nbytes=nbytes, mnk=mnk, phase="backward", times=times
-            )
+            yield product(mnk, "backward", times)
 
 
 def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Work]:
