@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.netlab.steps import ALONE
+
 __all__ = ["render"]
 
 _MARK = re.compile(r"(<!-- table: (?P<name>[\w ]+) -->\n).*?(<!-- end -->)", re.S)
@@ -25,24 +27,30 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _about(d: Mapping[str, Any]) -> str:
+    load = d.get("load_1min", d["load_average"][0])
     return (
         f"{d['machine']}; commit {d['commit']}; `{d['command']}`; {d['seconds'] / 60:.0f} minutes; "
-        f"load average at its end {d['load_average'][0]:.0f}.\n\n"
+        f"load average before it {load:.1f}.\n\n"
     )
 
 
-def _strategies(d: Mapping[str, Any]) -> str:
-    groups: dict[tuple[str, str, int], dict[str, Any]] = defaultdict(dict)
+def _cells(d: Mapping[str, Any]) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """(network, model, batch) -> strategy -> row."""
+    out: dict[tuple[str, str, int], dict[str, Any]] = defaultdict(dict)
     for r in d["rows"]:
-        groups[r["network"], r["model"], r["batch"]][r["strategy"]] = r
+        out[r["network"], r["model"], r["batch"]][r["strategy"]] = r
+    return out
+
+
+def _strategies(d: Mapping[str, Any]) -> str:
     rows = []
-    for (network, model, batch), by in groups.items():
+    for (network, model, batch), by in _cells(d).items():
         ran = {s: r for s, r in by.items() if "measured_s" in r}
-        if "ours" not in ran:
-            rows.append([network, model, str(batch), "ours failed", "", "", "", "", ""])
+        others = {s: r for s, r in ran.items() if s not in ("ours", ALONE)}
+        if "ours" not in ran or not others:
+            rows.append([network, model, str(batch), "ours failed" if "ours" not in ran else "", *[""] * 6])
             continue
-        ours = ran["ours"]
-        others = {s: r for s, r in ran.items() if s != "ours"}
+        ours, alone = ran["ours"], ran.get(ALONE)
         best = min(others, key=lambda s: others[s]["measured_s"])
         worst = max(others, key=lambda s: others[s]["measured_s"])
         rows.append(
@@ -51,26 +59,43 @@ def _strategies(d: Mapping[str, Any]) -> str:
                 model,
                 str(batch),
                 f"{_ms(ours['measured_s'])} ({_ms(ours['predicted_s'])})",
+                f"{_ms(alone['measured_s'])} ({_ms(alone['predicted_s'])})" if alone else "",
                 f"{best} {_ms(others[best]['measured_s'])} ({_ms(others[best]['predicted_s'])})",
                 f"{worst} {_ms(others[worst]['measured_s'])} ({_ms(others[worst]['predicted_s'])})",
                 f"{others[best]['measured_s'] / ours['measured_s']:.2f}",
-                f"{min(1.0, ours['predicted_compute_s'] / ours['predicted_s']):.0%}",
+                f"{min(1.0, ours['predicted_compute_s'] / ours['measured_s']):.0%}",
                 next((s for s, r in by.items() if r["same_as"] == "ours"), ours["same_as"] or ""),
             ]
         )
-    head = ["network", "model", "batch", "ours, ms (predicted)", "best other", "worst other",
+    head = ["network", "model", "batch", "ours, ms (predicted)", ALONE, "best other", "worst other",
             "best other / ours", "compute in ours", "ours is"]  # fmt: skip
     return _about(d) + _table(head, rows)
+
+
+def _middle_and_most(xs: Sequence[float]) -> str:
+    return f"{xs[len(xs) // 2]:.2f}; {xs[-1]:.2f} ({len(xs)} cells)" if xs else "in no cell"
+
+
+def _quartiles(xs: Sequence[float]) -> str:
+    return ", ".join(f"{min(1.0, xs[k * (len(xs) - 1) // 4]):.0%}" for k in (1, 2, 3)) if xs else ""
 
 
 def _summary(d: Mapping[str, Any]) -> str:
     s = d["summary"]
     first = f"{s['ours_fastest_or_within_noise']} of {s['groups']} cells"
     still = f"{s['ours_without_communication']} of {s['groups']}"
+    cells = [
+        by for by in _cells(d).values() if {"ours", ALONE} <= {k for k, r in by.items() if "measured_s" in r}
+    ]
+    gains = sorted(by[ALONE]["measured_s"] / by["ours"]["measured_s"] for by in cells if not by[ALONE]["same_as"]
+                   and not by["ours"]["same_as"])  # fmt: skip
+    parts = sorted(by["ours"]["predicted_compute_s"] / by["ours"]["measured_s"] for by in cells)
     rows = [
         ["strategies measured", f"{s['rows']}", ""],
         ["ours the fastest, or within the noise of the fastest", first, "all"],
         ["ours moves nothing: every host does the whole step", still, ""],
+        ["where ours splits: times the speed of no split, median; most", _middle_and_most(gains), ""],
+        ["compute's part of our step, quartiles", _quartiles(parts), ""],
         ["ours beyond the fastest, median; worst", f"{s['ours_median_regret']:.1%}; {s['ours_worst_regret']:.0%}", "0"],
         ["Kendall τ, predicted against measured, all cells", f"{s['kendall_tau_over_all']:.3f}", "≥ 0.9"],
         ["error of the step time, median", f"{s['median_error']:.1%}", "< 15%"],
@@ -141,19 +166,25 @@ def _passes(losses: Sequence[float]) -> list[float]:
 
 
 def _losses(d: Mapping[str, Any]) -> str:
-    """Seconds to the loss that the plain plan has at the end."""
+    """Seconds to the loss that plain DDP has after three quarters of its run: the longer training where there is one,
+    else the iterations that were timed."""
     rows = []
-    for rate in sorted({r["coverage"] for r in d["rows"]}):
-        mine = [r for r in d["rows"] if r["coverage"] == rate and r.get("losses")]
+    trained = d.get("training") or d["rows"]
+    for rate in sorted({r["coverage"] for r in trained}):
+        mine = [r for r in trained if r["coverage"] == rate and r.get("losses")]
         plain = next((r for r in mine if r["policy"] == "ddp"), None)
         if plain is None:
             continue
-        target = _passes(plain["losses"])[-1]
+        passes = _passes(plain["losses"])
+        target = passes[len(passes) * 3 // 4 - 1 if len(passes) > 3 else -1]
         for r in mine:
             at = next((i for i, x in enumerate(_passes(r["losses"]), _PASS) if x <= target), None)
             seconds = f"{at * r['measured_s']:.2f}" if at else "not reached"
-            rows.append([f"{rate:g}", r["policy"], f"{target:.4f}", str(at or ""), seconds])
-    return _table(["coverage", "policy", "loss", "iterations to it", "seconds to it"], rows)
+            count = f"{at or ''}"
+            last = f"{_passes(r['losses'])[-1]:.4f} after {len(r['losses'])}"
+            rows.append([f"{rate:g}", r["policy"], f"{target:.4f}", count, seconds, last])
+    head = ["coverage", "policy", "loss", "iterations to it", "seconds to it", "loss at the end"]
+    return _table(head, rows)
 
 
 def _replay(d: Mapping[str, Any]) -> str:
