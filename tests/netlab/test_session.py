@@ -1,0 +1,130 @@
+"""What a stopped run had done is taken up, by commit and machine; the time given is kept to."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.netlab import jobs, strategies
+from bench.netlab.__main__ import PARTS, _steps
+from bench.netlab.net import LabError, Topology
+from bench.netlab.page import render
+from bench.netlab.session import Session, rows_of
+
+CELLS = [{"key": k} for k in "abc"]
+
+
+class Lab:
+    """Stands for a network; ``ran`` holds what each program was told."""
+
+    topology = Topology(racks=(2,), host_mbit=100)
+
+    def address(self, i):
+        return "10.0.0.1"
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """on_every_host that does what ``does`` says for each cell: True done, False killed, None not even begun."""
+    told, does = [], {}
+
+    def run(network, argv, logs, *, timeout_s, watch):
+        job = json.loads(Path(argv(0)[2]).read_text())
+        told.append([c["key"] for c in job["cells"]])
+        with open(job["results"], "a") as f:
+            for c in job["cells"]:
+                does_it = does.get(c["key"], True)
+                if does_it is None:
+                    return
+                f.write(json.dumps({"at": job["stamp"], "key": c["key"], "begun": time.time()}) + "\n")
+                f.flush()
+                if not does_it:
+                    raise LabError("host 1 ended with status 137")
+                f.write(json.dumps({"at": job["stamp"], "key": c["key"], "steps_s": [1.0]}) + "\n")
+                f.flush()
+                watch()
+
+    monkeypatch.setattr(jobs, "on_every_host", run)
+    return told, does
+
+
+def test_a_cell_that_kills_its_hosts_is_left_behind_and_a_resumed_run_does_the_rest(tmp_path, hosts):
+    told, does = hosts
+    session = Session(folder=tmp_path, results=tmp_path)
+    does["b"] = False
+    seen = []
+    found = jobs.results_of(Lab(), session, "n", CELLS, on_row=lambda rows: seen.append(sorted(rows)))
+    assert told == [["a", "b", "c"], ["c"]]
+    assert "status 137" in found["b"]["failed"] and found["a"]["steps_s"] == [1.0] and "steps_s" in found["c"]
+    assert seen[0] == ["a"] and seen[-1] == ["a", "b", "c"]
+    # Again, with what is there: only the one that failed.
+    does["b"] = True
+    again = jobs.results_of(Lab(), Session(folder=tmp_path, resume=True), "n", CELLS)
+    assert told[-1] == ["b"] and "steps_s" in again["b"]
+    # Of another machine file nothing is taken up; and without resume nothing at all.
+    jobs.results_of(Lab(), Session(folder=tmp_path, resume=True), "n", CELLS, stamp="other")
+    jobs.results_of(Lab(), Session(folder=tmp_path), "n", CELLS)
+    assert told[-2:] == [["a", "b", "c"]] * 2
+
+
+def test_a_cut_line_is_no_result(tmp_path):
+    file = tmp_path / "n.jsonl"
+    file.write_text('{"at": "s", "key": "a", "begun": 5}\n{"at": "s", "key": "a", "x": 1}\n{"at": "s", "ke')
+    assert rows_of(file, "s") == ({"a": {"at": "s", "key": "a", "x": 1}}, "a")
+    assert rows_of(file, "s", since=6.0)[1] is None
+    assert rows_of(file, "t") == ({}, None)
+
+
+def test_nothing_is_begun_after_the_time_is_up(tmp_path, hosts):
+    told, does = hosts
+    late = jobs.results_of(Lab(), Session(folder=tmp_path, until=time.time() - 1), "n", CELLS)
+    assert not told and all(r["left_out"] for r in late.values())
+    does["a"] = None
+    with pytest.raises(LabError, match="ended without a result"):
+        jobs.results_of(Lab(), Session(folder=tmp_path), "n", CELLS)
+
+
+def test_a_cell_without_a_result_yet_has_no_row():
+    cell = {"model": "m", "batch": 8, "strategy": "ours", "same_as": None, "mesh": [2], "predicted_s": 1.0}
+    item = {"cell": cell | {"predicted_compute_s": 0.5}}
+    assert strategies._row(Lab.topology, item, {}) is None
+    got = {"m 8 ours": {"steps_s": [1.0, 2.0, 3.0], "compile_s": 0.1, "cpu_s": 0.2}}
+    row = strategies._row(Lab.topology, item, got)
+    assert row["measured_s"] == 2.0 and row["spread"] == pytest.approx(1.0)
+
+
+def test_every_part_gets_its_turn_before_the_larger_networks(tmp_path):
+    class Args:
+        mbit = hosts = models = rates = None
+        batches, iterations, training = "0,1", 6, 8
+
+    steps = _steps(Args(), Session(folder=tmp_path), list(PARTS))
+    parts = [p for p, _, _ in steps]
+    assert set(parts) == set(PARTS) and len(steps) == 8
+    assert (
+        parts.index("replay")
+        < max(i for i, p in enumerate(parts) if p == "strategies")
+        < parts.index("racks")
+    )
+
+
+def test_the_page_takes_what_a_session_writes(tmp_path):
+    session = Session(folder=tmp_path, results=tmp_path)
+    rows = [
+        {
+            "network": "n", "model": "m", "batch": 8, "strategy": s, "same_as": None, "predicted_s": p,
+            "predicted_compute_s": p / 2, "measured_s": t, "spread": 0.0, "commit": session.commit,
+        }
+        for s, p, t in (("ours", 1.0, 1.0), ("fsdp", 2.0, 2.5), ("no split", 3.0, 4.0))
+    ]  # fmt: skip
+    session.write("strategies", {"summary": strategies.summary(rows), "rows": rows})
+    assert session.kept("strategies", ["other"]) == rows and not session.kept("strategies", ["n"])
+    page = tmp_path / "page.md"
+    page.write_text(
+        "".join(f"<!-- table: {t} -->\nold\n<!-- end -->\n" for t in ("summary", "strategies", "errors"))
+    )
+    render(page, tmp_path)
+    text = page.read_text()
+    assert "old" not in text and "| n | m | 8 | 1000 (1000) | 4000 (3000) | fsdp 2500 (2000) |" in text
+    assert "4.00; 4.00 (1 cells)" in text
