@@ -1,8 +1,8 @@
 """Predicted peak memory against what XLA's buffer assignment says of the compiled step.
 
-One habit of XLA's CPU pipeline is allowed for, in ``on_cpu``: it gathers all sums of gradients of a scope (the whole
+Two habits of XLA's CPU pipeline are allowed for, in ``on_cpu``. It gathers all sums of gradients of a scope (the whole
 step, or one turn of a loop) in one all-reduce at its end, so that all partial gradients and all their sums live at
-once, whole, since it forms no reduce-scatter either.
+once, whole, since it forms no reduce-scatter either. And around convolutions nothing fuses (``_forward``).
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pase.backends.truth import graph_of
+from pase.ir import Access, Node
+from pase.plan.memory import held
 from pase.plan.types import Plan
+from pase.tables.layouts import dim_index, number, shards
 
 __all__ = ["Peak", "compare_memory"]
 
@@ -42,7 +47,7 @@ def compare_memory(plan: Plan, compiled: Any) -> Peak:
         stored=m.parameters + m.optimizer,
         stored_compiled=a.argument_size_in_bytes - batch,
         predicted=m.total,
-        on_cpu=m.total - m.buffers + max(m.buffers, _sums_at_once(plan)),
+        on_cpu=max(m.total - m.buffers + max(m.buffers, _sums_at_once(plan)), _forward(plan)),
         compiled=a.argument_size_in_bytes
         + a.output_size_in_bytes
         - a.alias_size_in_bytes
@@ -82,3 +87,58 @@ def _sums_at_once(plan: Plan) -> int:
     if "" in totals:
         totals[""] -= min(plan.memory.gradients, totals[""] // 2)
     return max(totals.values(), default=0)
+
+
+_INDEX = 4
+"""Bytes of an index: int32."""
+
+
+def _forward(plan: Plan) -> int:
+    """Most bytes at a max-pooling of forward, or at forward's end, as XLA's CPU pipeline holds them: what is kept by
+    then, and of convolutions and poolings what no fusion contains there.
+
+    - A convolution's gradients are convolutions that read its operands transposed: copies, made with the operands and
+      kept as long; of weights, which depend on nothing, from the step's start on.
+    - A max-pooling with a gradient finds indices beside maxima: it reads one array of indices for each dim of its
+      operand (iotas, which depend on nothing, so those of later poolings are there too), writes as many of its
+      result's size, and keeps these, with the zeros of the operand's size into which its gradient is scattered.
+    """
+    graph, mesh, m = graph_of(plan), plan.mesh, plan.memory
+    kept = weights = zeros = indices = 0.0
+    before: list[tuple[float, float]] = []  # at each pooling: kept by then, and what it reads and writes
+    for n in graph.nodes:
+        cfg = _config(plan, n)
+
+        def local(a: Access, n: Node = n, cfg: np.ndarray = cfg) -> float:
+            t = graph.tensors[a.tensor]
+            return float(number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)[0])
+
+        kept += sum(
+            float(h.nbytes[0]) for h in held(graph, n, cfg, mesh) if h.kind == "activations" and not h.region
+        )
+        for op in n.ops:
+            if op.kind == "conv" and op.differentiable:
+                x, w = op.reads[:2]
+                kept += local(x)
+                weights += local(w) * graph.tensors[x.tensor].needs_grad
+            elif op.name == "reduce_window_max" and graph.tensors[op.reads[0].tensor].needs_grad:
+                t = graph.tensors[op.reads[0].tensor]
+                into, out = (
+                    _INDEX / t.itemsize * len(t.shape) * local(a) for a in (op.reads[0], op.writes[0])
+                )
+                zeros += local(op.reads[0])
+                before.append((kept + local(op.reads[0]) + indices + out, into))
+                indices += out
+    stored = m.parameters + m.optimizer + weights + zeros
+    at = [now + sum(into for _, into in before[i:]) for i, (now, _) in enumerate(before)]
+    return round(stored + max([*at, kept + indices])) if weights else 0
+
+
+def _config(plan: Plan, n: Node) -> np.ndarray:
+    """The node's config: int8 [1, axes]."""
+    out = np.full((1, len(plan.mesh.sizes)), -1, np.int8)
+    names = [d.name for d in n.space]
+    for dim, axes in plan.strategy[n.name].items():
+        for axis in axes:
+            out[0, plan.mesh.names.index(axis)] = names.index(dim)
+    return out

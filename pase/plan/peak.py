@@ -172,11 +172,11 @@ def _elements(extents: Sequence[np.ndarray], tile: tuple[int, ...]) -> np.ndarra
     if not tile or not extents:
         return np.asarray(whole)
     rows, columns = tile
-    waste = [
-        np.ceil(minor / columns) * columns / minor * (1.0 if next_ is None else np.ceil(next_ / rows) * rows / next_)
-        for i, minor in enumerate(extents)
-        for next_ in ([e for j, e in enumerate(extents) if j != i] or [None])
-    ]  # fmt: skip
+    waste = []
+    for i, minor in enumerate(extents):
+        across = np.ceil(minor / columns) * columns / minor
+        others = [e for j, e in enumerate(extents) if j != i]
+        waste += [across * np.ceil(e / rows) * rows / e for e in others] or [across]
     return np.asarray(whole * np.min(np.broadcast_arrays(*waste), axis=0))
 
 

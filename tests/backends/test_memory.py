@@ -13,6 +13,8 @@ CASES = [
     ("gpt2", "fsdp", 0.15),
     ("gpt2", "ours@2x4", 0.15),
     ("llama3_8b", "megatron/megatron_2x4", 0.15),
+    ("vgg19", "data_parallel", 0.1),
+    ("vgg19", "ours@2x4", 0.1),
 ]
 
 
