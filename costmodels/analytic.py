@@ -68,7 +68,7 @@ class Analytic:
                 device.memory_curve is not None
             ):  # measured in a chain of one op alone; of light ops in earnest,
                 part = device.efficiency.get("memory", 1.0)  # this is the part that they reach
-                moving, working = moving / part, working / part
+                moving = moving / part
         else:
             working = self._products_s(kind, dtype, flops, mnk)
         busy = (flops > 0) | (nbytes > 0)

@@ -89,20 +89,14 @@ def local_program(task: Task) -> tuple[list[tuple[tuple[int, ...], str]], Callab
     raise ValueError(f"no program for {task.key}")
 
 
-def block_loss(x: Any, wq: Any, wk: Any, wv: Any, wo: Any, w1: Any, w2: Any) -> Any:
-    """A transformer's layer on a batch: attention and a feed-forward part, each behind a norm."""
+def block_loss(x: Any, up: Any, down: Any) -> Any:
+    """A transformer's feed-forward part on a batch, behind a norm."""
     import jax
     import jax.numpy as jnp
 
-    def norm(x: Any) -> Any:
-        centred = x - jnp.mean(x, -1, keepdims=True)
-        return centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)
-
-    y = norm(x)
-    q, k, v = (jnp.einsum("bsd,dhe->bhse", y, w) for w in (wq, wk, wv))
-    a = jax.nn.softmax(jnp.einsum("bhse,bhte->bhst", q, k) * 0.25, axis=-1)
-    x = x + jnp.einsum("bhse,hed->bsd", jnp.einsum("bhst,bhte->bhse", a, v), wo)
-    x = x + jnp.einsum("bsf,fd->bsd", jax.nn.gelu(jnp.einsum("bsd,df->bsf", norm(x), w1)), w2)
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    y = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)
+    x = x + jnp.einsum("bsf,fd->bsd", jax.nn.gelu(jnp.einsum("bsd,df->bsf", y, up)), down)
     return jnp.mean(x * x)
 
 
@@ -134,6 +128,12 @@ def _collective_program(
                 return lax.all_to_all(x, axes, 0, 0, tiled=True)
             case "permute":
                 return lax.ppermute(x, axes, [(i, (i + 1) % total) for i in range(total)])
+            case "broadcast" if (
+                on_cpu
+            ):  # XLA's CPU runtime has none: its partitioner sums one part with zeros
+                return lax.psum(x * (lax.axis_index(axes) == 0), axes)
+            case "broadcast":
+                return lax.pbroadcast(x, axes, 0)
             case "reduce_scatter" if on_cpu:
                 # XLA's CPU partitioner forms none: it is an all-reduce there, of which each keeps its part.
                 return lax.dynamic_slice(
@@ -167,6 +167,32 @@ class Devices:
         rows = np.asarray(multihost_utils.process_allgather(row)).reshape(self.here.processes, _SHARED)
         return [[float(x) for x in r[: len(values)]] for r in rows]
 
+    def _launches(self, task: Task) -> Callable[[int], float]:
+        """What the host needs for a launch while it runs ahead of the device: of a compiled program on all of this
+        process's devices, or of one op outside of any program, as a framework that runs op by op launches it."""
+        import jax
+        import jax.numpy as jnp
+
+        mine = [d for d in self.here.devices if d.process_index == jax.process_index()]
+        if task.op == "host.program":
+            mesh = jax.sharding.Mesh(np.array(mine), ("here",))
+            spread_out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("here"))
+            x = jax.device_put(np.zeros((len(mine), 8), np.float32), spread_out)
+            program = jax.jit(lambda x: x + 1.0).lower(x).compile()
+        else:
+            x, program = jax.device_put(np.zeros(8, np.float32), mine[0]), lambda x: jnp.add(x, x)
+
+        def run(inner: int) -> float:
+            began = time.perf_counter()
+            y = x
+            for _ in range(inner):
+                y = program(y)
+            took = time.perf_counter() - began
+            jax.block_until_ready(y)
+            return took
+
+        return run
+
     def _mesh(self, ways: tuple[int, ...]) -> tuple[Any, tuple[str, ...]]:
         """Axes, outermost level first, each level as (groups side by side, members): (mesh, members' axes)."""
         from jax.sharding import Mesh
@@ -189,6 +215,8 @@ class Devices:
         from jax import lax
         from jax.sharding import NamedSharding, PartitionSpec
 
+        if task.op.startswith("host."):
+            return self._launches(task)
         ways = task.ways or tuple(level.ways for level in self.here.levels)
         mesh, members = self._mesh(ways)
         if task.ways:

@@ -13,14 +13,15 @@ from pase.calibrate.smooth import smoothed
 from pase.calibrate.suite import SMALLEST_EXTENT
 from pase.calibrate.types import BLOCK_LIGHT, BLOCK_PRODUCTS, COLLECTIVE_OPS, FORMS, Level, Sample, Task
 from pase.errors import PaseError
-from pase.machine import CollectiveCurve, Curve, Device, LinkLevel, Machine, MatmulTable
+from pase.machine import CollectiveCurve, Curve, Device, Host, LinkLevel, Machine, MatmulTable
 from pase.machine.tables import curve_s, matmul_flops_per_s
 
 __all__ = ["Ceilings", "Fitted", "Refused", "fit", "fit_line"]
 
 _FILLED_AT_MOST = 0.25
 _SLACK = 0.15
-_LEAST_LIGHT = 0.02
+_LEAST_LIGHT = 0.01
+_SLOWEST_LAUNCH_S = 0.1
 _TOO_FAST = 10.0
 _SMALL_PRODUCT_SLACK = 1.0
 """Of matmuls: kernels for thin shapes are a library's own choice, and a larger product may truly be up to
@@ -202,7 +203,7 @@ def _memory_curve(work: _Work) -> Curve | None:
     return work.curve("memory-bound ops", work.of("elementwise", "reduction"), each=2)
 
 
-def _light_efficiency(work: _Work, table: MatmulTable, curve: Curve, vector: float | None) -> float | None:
+def _light_efficiency(work: _Work, table: MatmulTable, curve: Curve) -> float | None:
     """How far light ops between products stay below the memory curve: the block's time less its products', which
     backward has twice more of. Never above 1."""
     block = [s.seconds for _, s in work.of("block")]
@@ -213,13 +214,27 @@ def _light_efficiency(work: _Work, table: MatmulTable, curve: Curve, vector: flo
         for form in ((m, n, k), (m, k, n), (k, n, m)):
             rate = matmul_flops_per_s(table, *(np.array([float(x)]) for x in (form[0] * batch, *form[1:])))
             products += 2.0 * batch * m * n * k / float(rate[0])
-    nbytes, flops = (np.array(x) for x in zip(*BLOCK_LIGHT, strict=True))
-    light = sum(
-        float(np.maximum(curve_s(curve, f * nbytes), f * flops / vector if vector else 0.0).sum())
-        for f in (1.0, 2.0)
-    )
+    light = sum(float(curve_s(curve, f * np.array(BLOCK_LIGHT)).sum()) for f in (1.0, 2.0))
     left = block[0] - products
     return min(1.0, max(light / left, _LEAST_LIGHT)) if left > 0 else 1.0
+
+
+def _host(work: _Work) -> Host | None:
+    """What a launch takes of the host's time, where both kinds were measured."""
+    program, op = ([s for _, s in work.of(f"host.{kind}")] for kind in ("program", "op"))
+    if not program or not op:
+        work.notes.append(
+            "the host's launches were not measured: step times of eager programs take others' figures"
+        )
+        return None
+    for key, s in (("a program", program[0]), ("an op", op[0])):
+        if s.seconds > _SLOWEST_LAUNCH_S:
+            work.problems.append(
+                f"the host's launch of {key}: {s.seconds:.3g} s, more than any host needs ({_SLOWEST_LAUNCH_S:g} s); "
+                f"run again on a quiet machine with --fresh"
+            )
+            work.doubtful.append(s.key)
+    return Host(program_s=program[0].seconds, op_s=op[0].seconds)
 
 
 def _collectives(work: _Work, joined: bool) -> tuple[CollectiveCurve, ...]:
@@ -320,6 +335,7 @@ def fit(
     on_cpu = provenance.get("platform") == "cpu"
     curves = _collectives(work, joined=on_cpu)
     links = _links(work, levels, curves)
+    host = _host(work)
     if not tables:
         work.problems.append("no matmul table: nothing of it was measured; raise --budget and run again")
     for table in tables:
@@ -362,11 +378,22 @@ def fit(
     habits: dict[str, Any] = {}
     if on_cpu:
         # Other compilers run light ops inside of kernels; here each passes through memory by itself.
-        light = _light_efficiency(work, tables[0], memory, vector[0] if vector else None)
+        light = _light_efficiency(work, tables[0], memory)
         if light is not None:
             efficiency["memory"] = light
         habits = {"bucket_bytes": 0.0, "sums_readers": False}
         sources["bucket_bytes"] = "XLA's CPU pipeline combines no collectives, as read in what it compiles"
+    memory_tile: tuple[int, ...] = ()
+    if provenance.get("platform") == "tpu":
+        habits, memory_tile = {"fuses_products": True}, (8, 128)
+        sources["device.memory_tile"] = (
+            "XLA (openxla.org/xla/tiled_layout), as read in what it compiles for TPU"
+        )
+    if host is not None:
+        habits["host"] = host
+        sources["host"] = (
+            f"{measured}; the host running ahead of its devices, launches from {provenance.get('framework', 'JAX')}"
+        )
     sources["levels.ways"] = "as the devices lay when measured; the last: any number"
     machine = Machine(
         name=name,
@@ -381,6 +408,7 @@ def fit(
             launch_s=launch[0] if launch else 0.0,
             matmul_tables=tuple(tables),
             memory_curve=memory,
+            memory_tile=memory_tile,
         ),
         levels=tuple(links),
         collectives=curves,

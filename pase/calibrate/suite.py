@@ -124,6 +124,8 @@ def suite(target: Target) -> list[Task]:
     tasks = [
         Task(op="launch"),
         Task(op="dispatch"),
+        Task(op="host.program"),
+        Task(op="host.op"),
         Task(op="vector", nbytes=1 << 17),
         Task(op="block"),
         *_memory(target),

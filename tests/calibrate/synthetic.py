@@ -26,6 +26,7 @@ class Fake:
     memory: float = 1e11
     light: float = 0.25
     launch: float = 2e-6
+    host: tuple[float, float] = (2e-5, 5e-5)
     latency: tuple[float, ...] = (5e-6, 5e-5)
     bandwidth: tuple[float, ...] = (1e10, 1e9)
     broken: dict[str, float] = field(default_factory=dict)
@@ -49,10 +50,11 @@ class Fake:
             t.op == "block"
         ):  # three products of each, at the table's own rate for large ones; light ops slower
             products = 3 * sum(2.0 * math.prod(p) for p in BLOCK_PRODUCTS) / self.peak
-            light = sum(max(n / self.memory, f / (self.peak / 10)) for n, f in BLOCK_LIGHT)
-            return products + 3 * light / self.light
+            return products + 3 * sum(BLOCK_LIGHT) / self.memory / self.light
         if t.op in ("launch", "dispatch"):
             return self.launch
+        if t.op.startswith("host."):
+            return self.host[t.op == "host.op"]
         ways = [(l, w) for l, w in enumerate(t.ways) if w > 1]
         steps = sum((w - 1) * self.latency[l] for l, w in ways)
         total = math.prod(t.ways)
