@@ -14,10 +14,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pase.backends.hlo import collectives
+from pase.backends.hlo import HloCollective, collectives
 from pase.errors import PaseError
 from pase.plan.types import Plan
 
@@ -32,6 +32,7 @@ __all__ = [
     "graph_of",
     "sharded_step",
     "total_error",
+    "unmatched",
     "unsharded_step",
     "worst_difference",
 ]
@@ -75,6 +76,41 @@ def compare(plan: Plan, compiled: Any) -> list[Row]:
         Row(kind=k, predicted=predicted.get(k, 0), on_cpu=on_cpu.get(k, 0), compiled=n)
         for k, n in found.items()
     ]
+
+
+def unmatched(
+    plan: Plan, compiled: Any, kinds: Sequence[str]
+) -> tuple[list[Collective], list[HloCollective]]:
+    """What is left, line by line, once collectives of equal kind, bytes and mesh axes are paired: of the plan's, and of
+    the compiled program's. ``times`` and ``count`` are how many of a line have no partner.
+
+    kinds: "all_gather", "all_to_all", "permute"; sums are formed otherwise on a CPU (see the module's text), so that
+    all_reduce and reduce_scatter leave lines in any case.
+    """
+    left: dict[tuple[str, int, int | None], list[HloCollective]] = {}
+    for h in collectives(compiled, plan.mesh):
+        if h.kind in kinds and h.group_size > 1:
+            # Gathers of several tensors are combined into one; an all-to-all's operands are one tensor's parts.
+            for nbytes in (h.bytes,) if h.kind == "all_to_all" else h.parts:
+                left.setdefault((h.kind, nbytes, h.axes), []).append(
+                    replace(h, bytes=nbytes, parts=(nbytes,))
+                )
+    alone = []
+    for c in plan.collectives:
+        if c.kind not in kinds:
+            continue
+        wanted = c.times
+        same = left.get((c.kind, c.nbytes, sum(1 << plan.mesh.names.index(a) for a in c.axes)), [])
+        while wanted and same:
+            paired = min(wanted, same[0].count)
+            wanted -= paired
+            if same[0].count == paired:
+                same.pop(0)
+            else:
+                same[0] = replace(same[0], count=same[0].count - paired)
+        if wanted:
+            alone.append(replace(c, times=wanted))
+    return alone, [h for hs in left.values() for h in hs]
 
 
 def _flow(c: Collective) -> tuple[str, str, str, str]:

@@ -1,8 +1,11 @@
 """Predicted bytes against the compiled program, by kind of collective: a quick part of bench/comm_truth.py."""
 
+from dataclasses import replace
+
+import optax
 import pytest
 
-from pase.backends.truth import Row, total_error
+from pase.backends.truth import Row, total_error, unmatched
 from tests.backends.plans import measured, reduced
 
 EXACT = [
@@ -60,3 +63,21 @@ def test_errors_are_signed_and_relative():
         Row(kind="b", predicted=0, on_cpu=100, compiled=100),
     ]
     assert total_error(rows) == pytest.approx(-0.25)
+
+
+def test_every_line_has_its_partner_or_is_named():
+    """The plan's own gathers and moves are all in the compiled step; one taken out of the plan is named."""
+    plan, kinds = reduced("mlp").plan("ours@2x4"), ("all_gather", "all_to_all", "permute")
+    compiled = plan.jax.lower_train_step(optax.sgd(0.1)).compile()
+    assert unmatched(plan, compiled, kinds) == ([], [])
+    gone = next(c for c in plan.collectives if c.kind == "all_gather")
+    less = replace(plan, collectives=tuple(c for c in plan.collectives if c is not gone))
+    alone, more = unmatched(less, compiled, kinds)
+    assert not alone and [(h.kind, h.bytes, h.count) for h in more] == [
+        ("all_gather", gone.nbytes, gone.times)
+    ]
+    twice = replace(plan, collectives=(*plan.collectives, gone))
+    alone, more = unmatched(twice, compiled, kinds)
+    assert not more and [(c.kind, c.nbytes, c.times) for c in alone] == [
+        ("all_gather", gone.nbytes, gone.times)
+    ]
