@@ -178,9 +178,12 @@ class Devices:
             mesh = jax.sharding.Mesh(np.array(mine), ("here",))
             spread_out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("here"))
             x = jax.device_put(np.zeros((len(mine), 8), np.float32), spread_out)
-            program = jax.jit(lambda x: x + 1.0).lower(x).compile()
+            program: Callable[[Any], Any] = jax.jit(lambda x: x + 1.0).lower(x).compile()
         else:
-            x, program = jax.device_put(np.zeros(8, np.float32), mine[0]), lambda x: jnp.add(x, x)
+            x = jax.device_put(np.zeros(8, np.float32), mine[0])
+
+            def program(x: Any) -> Any:
+                return jnp.add(x, x)
 
         def run(inner: int) -> float:
             began = time.perf_counter()

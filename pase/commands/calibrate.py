@@ -290,6 +290,7 @@ def _outline(machine: Any) -> dict[str, Any]:
         "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
         "vector_flops": device.vector_flops,
         "launch_s": device.launch_s,
+        "host": None if machine.host is None else {"program_s": machine.host.program_s, "op_s": machine.host.op_s},
         "conv_of_matmul": device.efficiency.get("conv"),
         "matmul_tables": {t.dtype: [len(t.m), len(t.n), len(t.k)] for t in device.matmul_tables},
         "memory_points": len(device.memory_curve.nbytes) if device.memory_curve else 0,
@@ -331,6 +332,9 @@ def _print(r: dict[str, Any]) -> None:
     if m["vector_flops"]:
         numbers.add_row("outside of matmuls", _si(m["vector_flops"], "FLOP/s"))
     numbers.add_row("launch", f"{m['launch_s'] * 1e6:.3g} µs an op")
+    if m["host"]:
+        program, op = (f"{1e6 * m['host'][k]:.3g} µs" for k in ("program_s", "op_s"))
+        numbers.add_row("the host's launch", f"{program} a program, {op} an op by itself")
     for l in m["levels"]:
         ways = l["ways"] or "any number"
         rate = _si(l["bandwidth_bytes_per_s"], "B/s")

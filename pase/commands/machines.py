@@ -64,6 +64,9 @@ def _details(m: Any) -> Any:
     for kind, part in device.efficiency.items():
         numbers.add_row(f"efficiency, {kind}", f"{part:.0%}")
     numbers.add_row("launch", f"{device.launch_s * 1e6:g} µs")
+    if m.host is not None:
+        each = f"{m.host.program_s * 1e6:g} µs a program, {m.host.op_s * 1e6:g} µs an op by itself"
+        numbers.add_row("the host's launch", each)
     for level in m.levels:
         ways = "any number" if level.ways == 0 else f"{level.ways} ways"
         rate = f"{_si(level.bandwidth_bytes_per_s, 'B/s')} a device and direction × {level.efficiency:.3g}"

@@ -18,6 +18,7 @@ from pase.machine.types import (
     CollectiveCurve,
     Curve,
     Device,
+    Host,
     LinkLevel,
     Machine,
     MatmulTable,
@@ -250,6 +251,12 @@ def _collective(r: _Reader, levels: int) -> CollectiveCurve:
     return out
 
 
+def _host(r: _Reader) -> Host:
+    host = Host(program_s=r.number("program_s"), op_s=r.number("op_s"))
+    r.done(_keys(Host))
+    return host
+
+
 def _shapes(r: _Reader, levels: int) -> dict[int, tuple[int, ...]]:
     out = {}
     for key in list(r.table):
@@ -327,6 +334,7 @@ def parse(text: str, where: str) -> Machine:
         bucket_bytes=r.number("bucket_bytes", BUCKET_BYTES, open_=False),
         sums_readers=r.truth("sums_readers", True),
         fuses_products=r.truth("fuses_products", False),
+        host=_host(r.sub("host")) if "host" in raw else None,
         sources=sources,
         provenance=provenance,
     )

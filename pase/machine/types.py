@@ -22,6 +22,7 @@ __all__ = [
     "CostModel",
     "Curve",
     "Device",
+    "Host",
     "LinkLevel",
     "Machine",
     "MatmulTable",
@@ -183,6 +184,17 @@ class PaperFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a launch takes of the host's time while it runs ahead of its devices, in seconds.
+
+    program_s: of a compiled program; op_s: of one op, by a framework that runs op by op.
+    """
+
+    program_s: float
+    op_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """Devices joined by link levels, innermost first. ``sources`` names where each number is from.
 
@@ -198,6 +210,7 @@ class Machine:
     fuses_products: whether the compiler runs light ops inside of the products beside them and makes exponentials again
     there (XLA for TPU): memory is then what its course needs (``pase.plan.peak``), else what is kept and what is in
     flight (``pase.plan.memory``).
+    host: of the measured machine; None: not measured.
     """
 
     name: str
@@ -213,6 +226,7 @@ class Machine:
     bucket_bytes: float = BUCKET_BYTES
     sums_readers: bool = True
     fuses_products: bool = False
+    host: Host | None = None
 
     def __hash__(self) -> int:
         return hash(self.digest)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op
-from pase.machine import CostModel, Mesh
+from pase.machine import CostModel, Machine, Mesh
 from pase.plan.itemize import collectives
 from pase.tables.build import array_tile, work_price
 from pase.tables.derive import Phase, Work, node_work
 from pase.tables.layouts import dim_index, number, shards
 
-__all__ = ["COMPILED", "EAGER", "Executor", "PassTime", "StepTime", "launches", "step_time"]
+__all__ = ["COMPILED", "EAGER", "Executor", "PassTime", "StepTime", "launches", "on_host", "step_time"]
 
 _HEAVY = ("matmul", "conv", "gather", "scatter", "window", "sequential", "opaque")
 _LIGHT = ("elementwise", "reduce")
@@ -88,6 +88,15 @@ EAGER = Executor(
     "(aliyun/aicb, visualize/inputs/A100_example.csv). waits: Megatron's timers (megatron/timers.py) "
     "synchronize the device at each pass's ends. reruns_all: torch.utils.checkpoint",
 )
+
+
+def on_host(executor: Executor, machine: Machine) -> Executor:
+    """The executor with the machine's own measured time for a launch, where that is known and the executor launches op
+    by op; else as it is."""
+    if machine.host is None or executor.host_s == (0.0, 0.0):
+        return executor
+    s = machine.host.op_s
+    return replace(executor, host_s=(s, s), source=f"host_s: {machine.sources.get('host', machine.name)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import pytest
 from pase.api import Problem
 from pase.baselines import Baseline, baselines
 from pase.frontends.from_jax import trace
-from pase.machine import Mesh
-from pase.plan.step import COMPILED, EAGER, launches, step_time
+from pase.machine import Host, Mesh, load
+from pase.plan.step import COMPILED, EAGER, launches, on_host, step_time
 from pase.search.check import cost_of
 
 ROOT = Path(__file__).parents[2]
@@ -129,3 +129,11 @@ def test_22_billion_parameters_on_8_a100(recompute, measured_s):
     from pase.machine import load
 
     assert predict(MODELS[0], recompute, load("a100x8")) == pytest.approx(measured_s, rel=0.05)
+
+
+def test_a_measured_host_launches_at_its_own_pace():
+    """Op by op as the machine file says; a compiled program, and a machine whose host is unknown, as before."""
+    known = replace(load("a100x8"), host=Host(program_s=2e-5, op_s=1e-5), sources={"host": "measured here"})
+    own = on_host(EAGER, known)
+    assert own.host_s == (1e-5, 1e-5) and "measured here" in own.source
+    assert on_host(COMPILED, known) is COMPILED and on_host(EAGER, load("a100x8")) is EAGER
