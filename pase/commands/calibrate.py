@@ -290,7 +290,9 @@ def _outline(machine: Any) -> dict[str, Any]:
         "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
         "vector_flops": device.vector_flops,
         "launch_s": device.launch_s,
-        "host": None if machine.host is None else {"program_s": machine.host.program_s, "op_s": machine.host.op_s},
+        "host": None
+        if machine.host is None
+        else {"program_s": machine.host.program_s, "op_s": machine.host.op_s},
         "conv_of_matmul": device.efficiency.get("conv"),
         "matmul_tables": {t.dtype: [len(t.m), len(t.n), len(t.k)] for t in device.matmul_tables},
         "memory_points": len(device.memory_curve.nbytes) if device.memory_curve else 0,
