@@ -19,6 +19,8 @@ __all__ = ["CASES", "measure"]
 CASES = (("mlp", 1024), ("gpt2", 32), ("alexnet", 32))
 METHODS = ("data_parallel", "fsdp", "megatron")
 MBIT = 200.0
+CARRIED = 0.955
+"""Of a link's rate: TCP's and Ethernet's headers in full frames, which tc counts as well."""
 
 
 def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, steps: int) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def _replayed(traces: Path) -> dict[str, Any]:
     from pase.replay.report import replay_report
 
     try:
-        report = replay_report(traces, what_if=["bandwidth=2"])
+        report = replay_report(traces, what_if=["bandwidth=2"], wire_bytes_per_s=MBIT * 1e6 / 8 * CARRIED)
     except PaseError as e:
         return {"refused": str(e)}
     ranks = report["ranks"]

@@ -46,6 +46,13 @@ def replay(
             help="For --what-if bucket-plan=, where the trace lacks sizes: NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s)."
         ),
     ] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            help="For --what-if bandwidth= and ranks=: what a rank's link carries each way, as 25MB/s; it tells bytes "
+            "from startups where the trace cannot."
+        ),
+    ] = None,
     against: Annotated[
         Path | None, typer.Option(help="Traces of the same plan: compare a layout's timeline op by op.")
     ] = None,
@@ -70,8 +77,18 @@ def replay(
     report = replay_report(
         traces, align=align, what_if=what_if or [], output=output, predicted=predicted, timeline=planned,
         rewrites=_rewrites(what_if or [], traces if planned is not None else layout, planned is not None, link or []),
+        wire_bytes_per_s=_rate(wire),
     )  # fmt: skip
     _print(report, as_json, _summary)
+
+
+def _rate(wire: str | None) -> float | None:
+    """Bytes per second."""
+    if wire is None:
+        return None
+    from pase.schedule.load import parse_rate
+
+    return parse_rate(wire, "--wire")
 
 
 def _planned(path: Path) -> Timeline | None:

@@ -73,16 +73,17 @@ def replay_report(
     predicted: Path | None = None,
     timeline: Timeline | None = None,
     rewrites: Mapping[str, Rewrite] | None = None,
+    wire_bytes_per_s: float | None = None,
 ) -> dict[str, Any]:
     """Everything that ``pase replay`` prints. Times in seconds, errors relative to the measured time.
 
     timeline: what to replay in place of what ``source`` holds. rewrites: what some of the ``what_if`` do, by their
-    text, where that is not a knob of ours.
+    text, where that is not a knob of ours. wire_bytes_per_s: what a rank's link carries each way, where known.
     """
     rewrites = rewrites or {}
     # Rewrites first: they read the graph as measured, and what knobs do holds for any.
     texts = sorted(dict.fromkeys(what_if), key=lambda k: k not in rewrites)
-    asked = [(k, rewrites.get(k) or _knob(k)) for k in texts]
+    asked = [(k, rewrites.get(k) or _knob(k, wire_bytes_per_s)) for k in texts]
     t = align_clocks(load_any(source) if timeline is None else timeline, align)
     m = measure(t)
     steady = m.steady()
@@ -154,9 +155,9 @@ def replay_report(
     }
 
 
-def _knob(text: str) -> Rewrite:
+def _knob(text: str, wire_bytes_per_s: float | None) -> Rewrite:
     knob = parse_knob(text)
-    return lambda _, g: (apply(g, [knob]), {})
+    return lambda _, g: (apply(g, [knob], wire_bytes_per_s), {})
 
 
 def _what_ifs(

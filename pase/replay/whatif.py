@@ -54,14 +54,20 @@ def parse_knob(text: str) -> tuple[str, str, float]:
     return name, pattern, number
 
 
-def split_cost(g: DataflowGraph) -> np.ndarray:
+def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> np.ndarray:
     """The fixed part (ns) of each collective's duration, 0 for other tasks; the rest scales with bytes.
 
-    From a line through (bytes, duration) of the smaller collectives of that operation, where bytes are known
-    and differ. Else the trace cannot tell the two parts apart, and the shortest duration stands for the fixed
-    part, but no more than 20 µs, which is what small NCCL messages take. At most the duration itself.
+    wire_bytes_per_s: what a rank's link carries each way, where that is known: the bytes that a collective puts on it,
+    by ring rules, take so long; startups, copies and sums on the CPU are the rest. Collectives of a rank that run at
+    the same time share its link: each scales by the part that the link's bytes have in the time of all of them.
+
+    Else from a line through (bytes, duration) of the smaller collectives of that operation, where bytes are known
+    and differ, and no more than the shortest of them takes. Else the trace cannot tell the two parts apart, and the
+    shortest duration stands for the fixed part, but no more than 20 µs, which is what small NCCL messages take. At
+    most the duration itself.
     """
     fixed = np.zeros(len(g))
+    known_part = _on_the_wire(g, wire_bytes_per_s) if wire_bytes_per_s else np.full(len(g), np.nan)
     for operation in np.unique(g.operation[g.kind == COLLECTIVE]).tolist():
         mine = np.flatnonzero((g.kind == COLLECTIVE) & (g.operation == operation))
         d, b = g.duration_ns[mine], g.nbytes[mine].astype(np.float64)
@@ -71,9 +77,46 @@ def split_cost(g: DataflowGraph) -> np.ndarray:
             small = known & (b <= np.median(b[known]))
             if np.ptp(b[small]) < 0.5 * b[small].max():
                 small = known
-            base = _intercept(b[small], d[small], base)
+            # Noise on sizes that hardly differ can put the line's start above what it was drawn through.
+            base = min(_intercept(b[small], d[small], base), float(d[known].min()))
         fixed[mine] = np.minimum(d, max(base, 0.0))
-    return fixed
+    return np.where(np.isfinite(known_part), g.duration_ns * (1.0 - np.nan_to_num(known_part)), fixed)
+
+
+def _on_the_wire(g: DataflowGraph, bytes_per_s: float) -> np.ndarray:
+    """The part of each collective's time that bytes on its rank's link account for; NaN where sizes or ranks are not
+    known, and for other tasks."""
+    part = np.full(len(g), np.nan)
+    sent = _sent_bytes(g)
+    r = replay_graph(g)
+    for rank in g.ranks:
+        mine = np.flatnonzero((g.kind == COLLECTIVE) & (g.rank == rank) & (g.duration_ns > 0))
+        if not len(mine):
+            continue
+        begin = r.finish_ns[mine] - g.duration_ns[mine]
+        order = np.argsort(begin, kind="stable")
+        mine, begin, end = mine[order], begin[order], r.finish_ns[mine[order]]
+        # A stretch without a moment at which none of them runs.
+        fresh = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])
+        stretch = np.cumsum(fresh) - 1
+        span = np.maximum.reduceat(end, np.flatnonzero(fresh)) - begin[fresh]
+        load = np.bincount(stretch, weights=sent[mine]) / bytes_per_s * 1e9
+        part[mine] = np.minimum(load / span, 1.0)[stretch]
+    return part
+
+
+def _sent_bytes(g: DataflowGraph) -> np.ndarray:
+    """What each collective puts on a rank's link, each way, by ring rules; NaN where its size or ranks are unknown."""
+    n = np.where(g.ways > 1, g.ways, np.nan).astype(np.float64)
+    passes = np.full(len(g), 1.0)
+    for operation, times in (
+        ("all_reduce", 2.0),
+        ("all_gather", 1.0),
+        ("reduce_scatter", 1.0),
+        ("all_to_all", 1.0),
+    ):
+        passes = np.where(g.operation == OPERATIONS.index(operation), times * (n - 1) / n, passes)
+    return np.where(g.nbytes >= 0, g.nbytes * passes, np.nan)
 
 
 def _intercept(b: np.ndarray, d: np.ndarray, default: float) -> float:
@@ -81,14 +124,16 @@ def _intercept(b: np.ndarray, d: np.ndarray, default: float) -> float:
     return float(at0) if slope >= 0 and at0 >= 0 else default
 
 
-def apply(g: DataflowGraph, knobs: Iterable[tuple[str, str, float]]) -> DataflowGraph:
-    """The graph with the knobs turned, one after the other."""
+def apply(
+    g: DataflowGraph, knobs: Iterable[tuple[str, str, float]], wire_bytes_per_s: float | None = None
+) -> DataflowGraph:
+    """The graph with the knobs turned, one after the other. wire_bytes_per_s: see ``split_cost``."""
     for name, pattern, value in knobs:
         duration = g.duration_ns.copy()
         lag = g.lag_ns
         comm = g.kind == COLLECTIVE
         if name in ("bandwidth", "latency", "ranks"):
-            fixed = split_cost(g)
+            fixed = split_cost(g, wire_bytes_per_s)
             moved = duration - fixed
             if name == "bandwidth":
                 moved = moved / value

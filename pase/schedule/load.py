@@ -10,14 +10,14 @@ from pase.schedule.io import PROBLEM_SCHEMA, problem_from_json
 from pase.schedule.pipedream import looks_like_pipedream, read_pipedream
 from pase.schedule.types import Curve, Link, Problem
 
-__all__ = ["load_problem", "parse_link"]
+__all__ = ["load_problem", "parse_link", "parse_rate"]
 
 DEFAULT_LINKS = ("net:50us:5GB/s",)
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _RATE = {"B/s": 1.0, "MB/s": 1e6, "GB/s": 1e9, "Gbit/s": 1e9 / 8}
 
 
-def _number(text: str, units: dict[str, float], what: str) -> float:
+def _number(text: str, units: dict[str, float], what: str, option: str = "--link") -> float:
     for unit in sorted(units, key=len, reverse=True):
         if text.endswith(unit):
             try:
@@ -26,7 +26,19 @@ def _number(text: str, units: dict[str, float], what: str) -> float:
                 break
             if value >= 0:
                 return value * units[unit]
-    raise PaseError(f"--link: '{text}' is no {what}; write it like {'50us' if what == 'time' else '5GB/s'}")
+    raise PaseError(f"{option}: '{text}' is no {what}; write it like {'50us' if what == 'time' else '5GB/s'}")
+
+
+def parse_rate(text: str, option: str) -> float:
+    """Bytes per second, above 0. PaseError, which names the option, where it is none.
+
+    >>> parse_rate("25MB/s", "--wire")
+    25000000.0
+    """
+    rate = _number(text, _RATE, "bandwidth", option)
+    if rate == 0:
+        raise PaseError(f"{option}: '{text}' is no bandwidth")
+    return rate
 
 
 def parse_link(text: str) -> Link:
