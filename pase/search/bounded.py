@@ -18,6 +18,7 @@ import numpy as np
 from pase.errors import Infeasible
 from pase.search.bundle import Bundle, next_prices
 from pase.search.check import cost_of
+from pase.search.clock import Clock
 from pase.search.contract import Contracted, contract, fixed_bytes, restrict
 from pase.search.exact import eliminate_pairwise
 from pase.search.flat import Flat, flatten
@@ -159,13 +160,15 @@ def bounded_search(
     start: a choice to begin with. gap: the relative gap that suffices. Raises Infeasible where it is
     proven that nothing fits.
     """
-    ends_at = began + (DEFAULT_SECONDS if time_limit is None else time_limit)
+    clock = Clock(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
     state = _State(tables, memory, began)
     state.enough = gap
     if start is not None:
         state.offer(start)
     try:
-        method = _rounds(state, contract(tables, memory), seed, ends_at, progress)
+        # Reductions may take most of the time that is left; what they leave is a sound problem at any moment.
+        left = contract(tables, memory, until=time.perf_counter() + 0.75 * max(0.0, clock.left))
+        method = _rounds(state, left, seed, clock, progress)
     except KeyboardInterrupt:
         method = "interrupted"
     return _solution(state, method)
@@ -191,9 +194,9 @@ def _solution(state: _State, method: str) -> Solution:
     )
 
 
-def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress: Progress | None) -> str:
+def _rounds(state: _State, left: Contracted, seed: int, clock: Clock, progress: Progress | None) -> str:
     rng = np.random.default_rng(seed)
-    now = _Residual(left, state.memory)
+    now = clock.run("residual", _Residual, left, state.memory)
     job: IlpJob | None = None
     pairs_tried = np.inf
     turn = 0
@@ -205,18 +208,22 @@ def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress
                 state.offer(now.left.expand(np.zeros(0, np.int64)))
                 state.prove(min(now.left.constant, state.cost), "reductions")
                 return "reductions"
-            if (turn == 0 or job is None) and _eliminate(state, now):
+            narrow = (turn == 0 or job is None) and clock.allows("elimination")
+            if narrow and clock.run("elimination", _eliminate, state, now):
                 return "reductions and elimination"
-            if turn == 0 and _settle_small(state, now, ends_at):
+            if turn == 0 and _settle_small(state, now, clock):
                 return "integer program"
             # The dual and the neighbourhoods run side by side, the latter with the last turn's prices, so
             # that what happens does not depend on which is faster.
             if turn == 0:
-                _raise_bound(state, now)
+                clock.run("bound", _raise_bound, state, now)
             price, rounded = now.price.copy(), now.choice.copy()
-            dual = pool.submit(_raise_bound, state, now)
-            _neighbourhoods(state, now, price, rounded, rng)
-            dual.result()
+            dual = None
+            if clock.allows("bound"):
+                dual = pool.submit(clock.run, "bound", _raise_bound, state, now)
+            _neighbourhoods(state, now, price, rounded, rng, clock)
+            if dual is not None:
+                dual.result()
             turn += 1
             if progress is not None:
                 progress("searching", state.cost, state.bound, time.perf_counter() - state.began)
@@ -228,7 +235,7 @@ def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress
                 return "dual bound and neighbourhood search"
             if state.cost - state.bound <= state.enough * abs(state.cost):
                 return "dual bound and neighbourhood search, to the gap asked for"
-            if time.perf_counter() >= ends_at:
+            if not clock.allows("moves"):
                 return "dual bound and neighbourhood search, stopped by time"
             if job is not None:
                 continue
@@ -237,14 +244,19 @@ def _rounds(state: _State, left: Contracted, seed: int, ends_at: float, progress
                 if pairs <= min(_ILP_PAIRS, 0.7 * pairs_tried):
                     pairs_tried = pairs
                     scale = max(abs(state.cost if np.isfinite(state.cost) else state.bound), 1e-300)
-                    seconds = max(0.1, ends_at - time.perf_counter())
+                    seconds = max(0.1, clock.left)
                     job = IlpJob(ilp_problem(now.flat, now.rows, usable, scale, seconds))
                     continue
-            if turn % 4 == 0 and (keep := _affordable(state, now)) is not None:
+            if turn % 4 == 0 and clock.allows("shrinking") and clock.allows("residual"):
+                keep = clock.run("shrinking", _affordable, state, now)
+                if keep is None:
+                    continue
                 # Whatever is cheaper than the best is still there, so that a bound on what is left,
                 # capped at the best's cost, is a bound on all.
+                until = time.perf_counter() + 0.5 * clock.left
                 try:
-                    smaller = _Residual(restrict(now.left, keep), state.memory)
+                    rest = clock.run("residual", restrict, now.left, keep, until)
+                    smaller = clock.run("residual", _Residual, rest, state.memory)
                 except Infeasible:  # nothing cheaper is left
                     state.prove(state.cost, "dual bound")
                     return "dual bound and neighbourhood search"
@@ -277,13 +289,13 @@ def _eliminate(state: _State, now: _Residual) -> bool:
     return True
 
 
-def _settle_small(state: _State, now: _Residual, ends_at: float) -> bool:
+def _settle_small(state: _State, now: _Residual, clock: Clock) -> bool:
     """A small residual goes to the integer program at once, in this process."""
     usable, pairs = _usable_pairs(state, now)
     if pairs + now.flat.cost.size > _SMALL_ILP:
         return False
     scale = max(1.0, float(np.abs(now.flat.cost).max(initial=0.0)))
-    seconds = max(0.1, ends_at - time.perf_counter())
+    seconds = max(0.1, clock.left)
     return _take(state, now, solve_ilp(ilp_problem(now.flat, now.rows, usable, scale, seconds)))
 
 
@@ -362,9 +374,14 @@ def _cut(now: _Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
 
 
 def _neighbourhoods(
-    state: _State, now: _Residual, price: np.ndarray, rounded: np.ndarray, rng: np.random.Generator
+    state: _State,
+    now: _Residual,
+    price: np.ndarray,
+    rounded: np.ndarray,
+    rng: np.random.Generator,
+    clock: Clock,
 ) -> None:
-    """Search around the dual's rounded choice, then around the best."""
+    """Search around the dual's rounded choice, then around the best; as far as the time goes."""
     from pase.search.kernels_memory import lns, polish
 
     flat = now.flat
@@ -379,19 +396,13 @@ def _neighbourhoods(
         for largest in (30, 100, 1000):
             best = start.copy()
             stats = np.array([np.inf, 0.0])
-            lns(
-                flat.graph,
-                now.row_arrays,
-                flat.cost,
-                price,
-                start,
-                best,
-                stats,
-                steps // 3,
-                largest,
-                0.0,
-                int(rng.integers(2**31)),
-            )
+            seed = int(rng.integers(2**31))
+            if not clock.allows("moves"):
+                return
+            clock.run(
+                "moves", lns, flat.graph, now.row_arrays, flat.cost, price, start, best, stats,
+                steps // 3, largest, 0.0, seed,
+            )  # fmt: skip
             if stats[0] + now.left.constant < state.cost:
                 state.offer(now.left.expand(best))
 

@@ -14,6 +14,7 @@ takes tens of thousands of nodes to hundreds.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -187,10 +188,13 @@ class _Work:
             self.push(u)
         self.gone[v] = True
 
-    def visit(self, v: int) -> None:
+    def visit(self, v: int, quick: bool = False) -> None:
+        """quick: only what has to be done before anything else."""
         self.prune(v)
         if self.costs[v].size == 1:
             self.fold(v)
+            return
+        if quick:
             return
         for u, m in list(self.near[v].items()):
             finite = m < np.inf
@@ -247,12 +251,21 @@ class _Work:
             keep[i] = not (better[:, i] & keep).any()
         self.restrict(v, keep)
 
-    def run(self) -> None:
+    def run(self, until: float) -> None:
+        """Until nothing more can be done, or the time of ``perf_counter`` is ``until``; then forbidden configs go,
+        and the rest of the queue stays as it is."""
+        left: list[int] = []
+        quick = False
         while self.queue:
             v = self.queue.popleft()
             self.queued[v] = False
             if not self.gone[v]:
-                self.visit(v)
+                quick = quick or time.perf_counter() > until
+                self.visit(v, quick)
+                if quick:
+                    left.append(v)
+        for v in left:
+            self.push(v)
 
     def members(self, v: int) -> list[tuple[int, np.ndarray]]:
         out = []
@@ -285,20 +298,23 @@ class _Work:
         return out
 
 
-def contract(tables: CostTables, memory: MemoryProfile | None = None) -> Contracted:
-    """Apply the reductions until none applies. Raises Infeasible where they leave nothing."""
+def contract(
+    tables: CostTables, memory: MemoryProfile | None = None, until: float = float("inf")
+) -> Contracted:
+    """Apply the reductions until none applies, or ``until`` (of ``perf_counter``): what they leave is as good a
+    problem, only larger. Raises Infeasible where they leave nothing."""
     work = _Work(tables, memory)
-    work.run()
+    work.run(until)
     return _snapshot(work)
 
 
-def restrict(contracted: Contracted, keep: list[np.ndarray]) -> Contracted:
+def restrict(contracted: Contracted, keep: list[np.ndarray], until: float = float("inf")) -> Contracted:
     """Keep only the given configs (bool [K] per kept node) and reduce again; ``contracted`` is spent."""
     work = contracted._work
     for v, mask in zip(contracted.nodes, keep, strict=True):
         if not mask.all():
             work.restrict(v, mask)
-    work.run()
+    work.run(until)
     return _snapshot(work)
 
 
