@@ -64,11 +64,6 @@ class Analytic:
             moving = nbytes / rate
         if kind == "memory":
             working = flops / (device.vector_flops or min(device.peak_flops.values()))
-            if (
-                device.memory_curve is not None
-            ):  # measured in a chain of one op alone; of light ops in earnest,
-                part = device.efficiency.get("memory", 1.0)  # this is the part that they reach
-                moving = moving / part
         else:
             working = self._products_s(kind, dtype, flops, mnk)
         busy = (flops > 0) | (nbytes > 0)

@@ -15,6 +15,8 @@ from pase.calibrate.fit import Ceilings, fit_line
 from pase.calibrate.smooth import smoothed
 from pase.calibrate.types import BLOCK_LIGHT, BLOCK_PRODUCTS
 from pase.machine import COLLECTIVES, Mesh, dumps, parse
+from pase.tables.build import work_price
+from pase.tables.derive import Work
 from tests.calibrate.synthetic import ONE, TWO, Fake, target
 
 WITHIN = Settings(budget_s=1e9)
@@ -95,11 +97,16 @@ def test_a_cpu_has_the_habits_of_its_compiler():
     assert by["all_reduce", (4,)] == by["reduce_scatter", (4,)]
     mean = np.mean([sorted(truth["all_reduce"]), sorted(truth["reduce_scatter"])], axis=0)
     assert by["all_reduce", (4,)].seconds == pytest.approx(mean)
-    light = costmodels.get("analytic", cpu).compute("memory", "float32", 0.0, 1 << 24)
-    assert float(light) == pytest.approx((1 << 24) / bench.memory / cpu.device.efficiency["memory"], rel=0.05)
-    assert float(light) > 3 * float(
-        costmodels.get("analytic", plain).compute("memory", "float32", 0.0, 1 << 24)
+    traffic = Work(
+        kind="memory", dtype="float32", flops=np.zeros(1), nbytes=np.array([float(1 << 24)]), mnk=None,
+        phase="forward", times=1.0,
+    )  # fmt: skip
+    light, update = (
+        float(work_price(w, costmodels.get("analytic", cpu))[0])
+        for w in (traffic, dataclasses.replace(traffic, phase="update"))
     )
+    assert update == pytest.approx((1 << 24) / bench.memory, rel=0.05)
+    assert light == pytest.approx(update / cpu.device.efficiency["memory"])
 
 
 def test_the_block_is_what_the_graph_of_it_says():
