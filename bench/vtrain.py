@@ -169,6 +169,24 @@ def by(found: list[tuple[Row, StepTime]], *fields: str) -> dict[str, Any]:
     }
 
 
+def composed(found: list[Row]) -> dict[str, Any]:
+    """Are the rows sums of a few profiles? Per width, tensor parallelism and micro-batch, two unknowns (a layer, and
+    all else of a micro-batch), and per number of layers and data parallelism one for what a step does once:
+    how many rows are left over to contradict that, and by how much the worst does."""
+    worst, left, profiles = 0.0, 0, sorted({(r.d, r.tensor, r.micro_batch) for r in found})
+    for profile in profiles:
+        mine = [r for r in found if (r.d, r.tensor, r.micro_batch) == profile]
+        once = sorted({(r.layers, r.data) for r in mine})
+        a = np.zeros((len(mine), 2 + len(once)))
+        for i, r in enumerate(mine):
+            a[i, :2] = r.micro_batches * r.layers, r.micro_batches
+            a[i, 2 + once.index((r.layers, r.data))] = 1
+        y = np.array([r.measured_s for r in mine])
+        x, _, rank, _ = np.linalg.lstsq(a, y, rcond=None)
+        worst, left = max(worst, float(np.abs(a @ x / y - 1).max())), left + len(mine) - int(rank)
+    return {"rows": len(found), "profiles": len(profiles), "rows_left_over": left, "largest_deviation": worst}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("-o", default="bench/results/vtrain.json")
@@ -177,7 +195,8 @@ def main() -> None:
     base = machine.load("a100x8")
     tables = with_measured_all_reduce(base, "a100")
     measured = [r for r in rows() if r.pipeline == 1]
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = {"composed": composed(measured)}
+    print("composed", json.dumps(out["composed"]))
     for label, m in (("measured all-reduce", tables), ("formulas alone", base)):
         model = costmodels.get("analytic", m)
         found = [(r, predict(r, m, model)) for r in measured]

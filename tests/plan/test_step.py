@@ -137,3 +137,17 @@ def test_a_measured_host_launches_at_its_own_pace():
     own = on_host(EAGER, known)
     assert own.host_s == (1e-5, 1e-5) and "measured here" in own.source
     assert on_host(COMPILED, known) is COMPILED and on_host(EAGER, load("a100x8")) is EAGER
+
+
+def test_vtrains_rows_are_sums_of_a_few_profiles():
+    """What docs/cost-model.md says of the table: to the last digit, and a row that was measured would stand out."""
+    import vtrain
+
+    if not vtrain.DATA.exists():
+        pytest.skip("vTrain's table is beside the repository, and is not here")
+    rows = [r for r in vtrain.rows() if r.pipeline == 1]
+    found = vtrain.composed(rows)
+    assert (found["rows"], found["profiles"], found["rows_left_over"]) == (232, 32, 24)
+    assert found["largest_deviation"] < 1e-12
+    off = [replace(r, measured_s=r.measured_s * (1 + 0.001 * (i % 7))) for i, r in enumerate(rows)]
+    assert vtrain.composed(off)["largest_deviation"] > 1e-5
