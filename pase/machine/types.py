@@ -118,7 +118,7 @@ class Device:
     tiles: tuple[Tile, ...] = ()
     matmul_tables: tuple[MatmulTable, ...] = ()
     memory_curve: Curve | None = None
-    memory_tile: tuple[int, ...] = ()
+    memory_tile: tuple[int, int] | tuple[()] = ()
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for a dtype. One that is not listed runs at the slowest listed rate: never free."""

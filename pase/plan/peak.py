@@ -26,6 +26,7 @@ from pase.plan.memory import Kind, Memory, memory
 from pase.plan.residuals import kept, region_of
 from pase.tables.derive import OPTIMIZERS
 from pase.tables.layouts import dim_index, number, shards, state_index
+from pase.tables.tiles import padding
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
@@ -95,7 +96,7 @@ def _moments(graph: Graph) -> _Moments:
 
 
 def course(
-    graph: Graph, tile: tuple[int, ...] = (), late: Collection[str] = ()
+    graph: Graph, tile: tuple[int, int] | tuple[()] = (), late: Collection[str] = ()
 ) -> Callable[[Node, np.ndarray, Mesh, str], Iterator[Part]]:
     """parts(node, configs int8 [K, axes], mesh, optimizer): what the node holds under each config, and when.
 
@@ -109,10 +110,11 @@ def course(
         def local(a: Access) -> np.ndarray:
             t = graph.tensors[a.tensor]
             extents = [
-                number(size, t.name) / shards(cfg, dim_index(n, walk.dims), mesh)
+                np.asarray(number(size, t.name) / shards(cfg, dim_index(n, walk.dims), mesh))
                 for size, walk in zip(t.shape, a.map.walks, strict=True)
             ]
-            return t.itemsize * _elements(extents, tile) * np.ones(len(cfg))
+            whole = t.itemsize * np.prod(extents, axis=0) * np.ones(len(cfg))
+            return np.asarray(whole * padding(extents, tile) if tile else whole)
 
         def times(op: Op) -> float:
             return float(number(op.times, n.name)) / turns
@@ -159,25 +161,6 @@ def course(
                 yield Part(kind="gradients", nbytes=gradient, at=at)
 
     return parts
-
-
-def _elements(extents: Sequence[np.ndarray], tile: tuple[int, ...]) -> np.ndarray:
-    """Elements that an array takes where its two minor dims lie in whole tiles, in the order of dims that wastes the
-    least.
-
-    >>> float(_elements([np.array(16.0), np.array(197.0), np.array(64.0)], (8, 128)) / (16 * 64 * 256))
-    1.0
-    """
-    whole = np.prod(np.broadcast_arrays(*extents), axis=0) if extents else np.ones(())
-    if not tile or not extents:
-        return np.asarray(whole)
-    rows, columns = tile
-    waste = []
-    for i, minor in enumerate(extents):
-        across = np.ceil(minor / columns) * columns / minor
-        others = [e for j, e in enumerate(extents) if j != i]
-        waste += [across * np.ceil(e / rows) * rows / e for e in others] or [across]
-    return np.asarray(whole * np.min(np.broadcast_arrays(*waste), axis=0))
 
 
 def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
@@ -239,7 +222,7 @@ def peak(
     mesh: Mesh,
     configs: Mapping[str, np.ndarray],
     optimizer: str = "adam",
-    tile: tuple[int, ...] = (),
+    tile: tuple[int, int] | tuple[()] = (),
 ) -> Memory:
     """Predicted bytes on one device at the step's worst moment; configs: node name -> int8 [axes].
 
@@ -273,7 +256,7 @@ def needs(
 
 def profile(
     graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray], limit_bytes: float, optimizer: str = "adam",
-    tile: tuple[int, ...] = (),
+    tile: tuple[int, int] | tuple[()] = (),
 ) -> MemoryProfile:  # fmt: skip
     """A lower bound on the same account, as a limit for the search: of each node what it holds throughout the span of
     moments at which it holds something; what is in flight is left out. configs: per node its int8 [K, axes]."""
