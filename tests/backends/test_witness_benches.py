@@ -1,0 +1,94 @@
+"""The witnesses' benches: their rows survive an interrupt, their pages count right, and a compiler's words are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import comm_truth, tpu_aot, tpu_aot_page
+
+
+def row(model: str, strategy: str, compiled: int, devices: int | None = None) -> dict:
+    out = {
+        "model": model, "strategy": strategy, "mesh": [8],
+        "collectives": {"all_gather": {"predicted": 100, "on_cpu": 100, "compiled": compiled}},
+    }  # fmt: skip
+    return out if devices is None else out | {"devices": devices}
+
+
+def test_each_row_is_kept_as_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row replaces its own forerunner alone, stands in the zoo's order, and is on disk before the next is made."""
+    monkeypatch.setattr(comm_truth, "RESULTS", tmp_path / "rows.json")
+    for made in (
+        row("gpt2", "fsdp", 90), row("mlp", "fsdp", 100), row("mlp", "fsdp", 100, 32), row("gpt2", "fsdp", 100),
+        row("mlp", "data_parallel", 100),
+    ):  # fmt: skip
+        comm_truth._keep(made, {"mlp": "mlp", "gpt2": "gpt2", "gpt2_xl": "gpt2"})
+        assert made in json.loads(comm_truth.RESULTS.read_text())["rows"]
+    kept = json.loads(comm_truth.RESULTS.read_text())
+    assert [(r["model"], r["strategy"], r.get("devices", 8)) for r in kept["rows"]] == [
+        ("mlp", "data_parallel", 8), ("mlp", "fsdp", 8), ("mlp", "fsdp", 32), ("gpt2", "fsdp", 8),
+    ]  # fmt: skip
+    assert kept["rows"][-1]["collectives"]["all_gather"]["compiled"] == 100
+    assert kept["alike"] == {"gpt2_xl": "gpt2"}
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_summary_counts_by_method_and_devices() -> None:
+    rows = [
+        row("mlp", "fsdp", 100),
+        row("gpt2", "fsdp", 125),
+        row("gpt2", "fsdp", 100, 32),
+        row("mlp", "ours@8", 100),
+    ]
+    cells = [(r, k, b) for r in rows for k, b in r["collectives"].items()]
+    lines = comm_truth._summary(cells)
+    assert "| FSDP | 8 | 2 | 2 | 1 | 1 | 20.0% | 20.0% | 11.11% |" in lines
+    assert "| FSDP | 32 | 1 | 1 | 1 | 1 | 0.0% | 0.0% | 0.00% |" in lines
+    assert not any(line.startswith("| ours |") for line in lines)
+
+
+def test_every_row_that_is_off_is_explained() -> None:
+    """Of the committed results: an outlier without a cause is a finding, and fails."""
+    rows = json.loads(comm_truth.RESULTS.read_text())["rows"]
+    off = [
+        (r["model"], r["strategy"], r.get("devices", 8), kind)
+        for r in rows
+        for kind, b in r["collectives"].items()
+        if (b["on_cpu"] or b["compiled"]) and abs(comm_truth.error(b)) > comm_truth.NOTED
+    ]
+    assert off
+    assert [o for o in off if comm_truth.reason(o[0], o[1], o[3]) == "not explained yet"] == []
+
+
+@pytest.mark.parametrize(
+    ("said", "gib"),
+    [
+        (
+            "Ran out of memory in memory space hbm. Used 22.03G of 15.75G hbm. Exceeded by 6.28G.",
+            (22.03, 15.75),
+        ),
+        (
+            "the total memory required for HLO temporaries (66.36G) exceeds available HBM (15.75G).",
+            (66.36, 15.75),
+        ),
+        ("something else", None),
+    ],
+)
+def test_out_of_memory_is_read(said: str, gib: tuple[float, float] | None) -> None:
+    read = tpu_aot.out_of_memory(said)
+    assert read == (None if gib is None else tuple(int(g * 2**30) for g in gib))
+
+
+def test_a_name_with_a_comma_is_one_strategy() -> None:
+    names = ["ours", "Megatron, sequence parallel", "FSDP"]
+    assert tpu_aot.listed(",".join(names)) == names
+
+
+def test_ours_is_first_in_every_model_of_the_tpu_witness() -> None:
+    rows = json.loads(tpu_aot.RESULTS.read_text())["rows"]
+    for model in tpu_aot.MODELS:
+        steps = {r["strategy"]: s for r in rows if r["model"] == model and (s := tpu_aot_page.step_s(r))}
+        assert min(steps, key=steps.__getitem__) == "ours", (model, steps)
