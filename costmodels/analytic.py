@@ -86,9 +86,10 @@ class Analytic:
         if table is not None:
             # A batch fills the device as more rows would.
             measured = matmul_flops_per_s(table, np.maximum(m * batch, 1.0), n, k)
-            # No convolution was measured: as far below a matmul as the machine's file puts it.
+            # No convolution is tabled: as far from a matmul as the machine's file puts it.
             part = device.efficiency.get(kind, 1.0) / device.efficiency.get("matmul", 1.0)
-            return np.maximum(flops / (measured * min(part, 1.0)) - device.launch_s, 0.0)
+            rates = np.minimum(measured * part, max(table.flops_per_s)) if part > 1 else measured * part
+            return np.maximum(flops / rates - device.launch_s, 0.0)
         if not device.compute_units or not device.tiles:
             return flops / rate
         return self._tiled_s(batch, m, n, k, rate)

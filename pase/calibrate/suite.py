@@ -131,7 +131,8 @@ def suite(target: Target) -> list[Task]:
         *_memory(target),
         *_matmuls(target),
         *_collectives(target),
-        *(Task(op=op, extents=c, rank=2) for c in _CONVS for op in ("conv.forward", "conv.input", "conv.filter")),
+        *(Task(op="conv.forward", extents=c, rank=1) for c in _CONVS),
+        *(Task(op=op, extents=c, rank=2) for c in _CONVS for op in ("conv.input", "conv.filter")),
     ]  # fmt: skip
     unique: dict[str, Task] = {}
     for task in sorted(tasks, key=lambda t: t.rank):
