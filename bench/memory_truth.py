@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from provenance import save
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "memory_truth.json"
@@ -56,14 +58,13 @@ def main(models: list[str]) -> None:
                 }
             )  # fmt: skip
             print(rows[-1], flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+        _write(rows, began)
+
+
+def _write(rows: list[dict[str, Any]], began: float) -> None:
+    """After each model: a run that is stopped keeps what it has."""
     errors = [abs(r["error"]) for r in rows]
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", "bench/memory_truth.py", *models]),
         "seconds": round(time.perf_counter() - began),
         "median_error": statistics.median(errors),
         "median_error_without_cpu_habit": statistics.median(
@@ -73,7 +74,7 @@ def main(models: list[str]) -> None:
         "stored_exact": sum(abs(r["stored"] - r["stored_compiled"]) <= 64 for r in rows),
         "rows": sorted(rows, key=lambda r: (r["model"], r["strategy"])),
     }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, RESULTS)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import platform
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,6 +29,7 @@ from scipy.stats import kendalltau
 
 sys.path.insert(0, str(Path(__file__).parent))
 from megatron_gpt import gpt, padded_vocabulary
+from provenance import save
 
 from pase import costmodels, machine
 from pase.baselines import Baseline, baselines
@@ -216,12 +215,7 @@ def main() -> None:
         found = [(r, predict(r, m, model, executor, "full")) for r in rows_of_many_nodes(args.multi)]
         out["many nodes"] = {"all": summary(found), "by_tensor": by(found, "d", "tensor")}
         print("many nodes", json.dumps(out["many nodes"]["all"]))
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    record = {
-        "command": " ".join(["python", "bench/vtrain.py"]), "commit": git.stdout.strip(),
-        "machine": f"{platform.machine()}, {platform.python_version()}", "executor": EAGER.source, **out,
-    }  # fmt: skip
-    Path(args.o).write_text(json.dumps(record, indent=1) + "\n")
+    save({"executor": EAGER.source, **out}, args.o)
 
 
 if __name__ == "__main__":
