@@ -24,6 +24,8 @@ RATES = (0.5, 1.0, 2.0)
 POLICIES = ("fifo", "priority", "ddp", "mg_wfbp", "bytescheduler", "us_byte", "tac", "deft", "ours")
 TRAINED, TRAINED_AT = ("ddp", "deft", "ours"), 2.0
 """Policies whose training is run to a fixed quality, and where: there delays pay most."""
+IN_TORCH = ("fifo", "ddp", "mg_wfbp", "us_byte", "tac", "deft", "ours")
+"""DDP waits for every message before the optimizer's step: orders that only differ beyond it are not run again."""
 HOSTS = 2
 WIDTH, ROWS, DEPTH = 256, 2048, 6
 TAIL = ((256, 1024), (1024, 1024), (1024, 256))

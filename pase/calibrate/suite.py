@@ -163,7 +163,10 @@ def budgeted(
     allowed_s = settings.budget_s / 60
     runs = 2 + settings.repeats[0]
     extent = max(
-        (e for e in (128, 512, 2048, 8192) if 2 * e**3 / rates[0] * runs < allowed_s and 24 * e * e < memory_bytes),
+        (
+            e for e in (128, 512, 1024, 2048, 8192)
+            if 2 * e**3 / rates[0] * runs < allowed_s and 24 * e * e < memory_bytes
+        ),
         default=128,
     )  # fmt: skip
     traffic = max(
