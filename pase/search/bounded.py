@@ -326,7 +326,7 @@ def _raise_bound(state: _State, now: _Residual) -> None:
             sweeps,
         )
         if now.rows.points:
-            now.bundle.add(flat.cost_of(now.choice), now.over(now.choice))
+            _remember(now, now.choice)
             lower = _cut(now, max(2, sweeps // 10 // 2 * 2), _CUTS // 3, now.active[: int(now.dual[2])])
     state.prove(min(lower + now.left.constant, state.cost), "dual bound")
 
@@ -337,8 +337,8 @@ def _cut(now: _Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
 
     flat, bundle, reduced = now.flat, now.bundle, np.zeros(now.flat.cost.size)
     if not bundle.values:
-        bundle.add(flat.cost_of(now.choice), now.over(now.choice))
-    for _ in range(steps):
+        _remember(now, now.choice)
+    for _ in range(steps if bundle.values else 0):
         over = bundle.slopes[-1]
         if over.max() > 0:
             points = np.union1d(points, [int(over.argmax())]).astype(np.int64)
@@ -360,7 +360,7 @@ def _cut(now: _Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
             value = flat.cost_of(rounded, priced)
             if value < least:
                 least, choice = value, rounded
-        bundle.add(flat.cost_of(choice), now.over(choice))
+        _remember(now, choice)
         if bound > now.dual[0]:
             bundle.reach *= 1.5 if bound - now.dual[0] > 0.25 * (promised - now.dual[0]) else 1.0
             now.dual[0], now.price, now.choice = bound, price, choice
@@ -371,6 +371,13 @@ def _cut(now: _Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
     if now.cutting:
         now.cut_points = points
     return float(now.dual[0])
+
+
+def _remember(now: _Residual, choice: np.ndarray) -> None:
+    """A choice without forbidden pairs is a plane of the bundle."""
+    cost = now.flat.cost_of(choice)
+    if np.isfinite(cost):
+        now.bundle.add(cost, now.over(choice))
 
 
 def _neighbourhoods(
@@ -460,8 +467,10 @@ def _take(state: _State, now: _Residual, answer: tuple[str, np.ndarray | None, f
             raise Infeasible("no choice of configs fits the memory limit: the integer program proves it")
         state.prove(state.cost, "integer program (HiGHS)")
         return True
-    if np.isfinite(bound):
-        state.prove(min(bound + now.left.constant, state.cost), "integer program (HiGHS)")
+    bound += now.left.constant
+    # A bound above what is known to be possible is a fault of the solver: it proves nothing.
+    if np.isfinite(bound) and bound <= state.cost + 1e-6 * abs(state.cost):
+        state.prove(min(bound, state.cost), "integer program (HiGHS)")
     return state.done()
 
 

@@ -1,0 +1,93 @@
+"""Answers under a memory limit against an integer program that shares nothing with the search: HiGHS through scipy,
+every memory point a row, every pair of configs a product linearised on its own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from pase.errors import Infeasible
+from pase.search import MemoryProfile, solve, verify
+from pase.tables.types import CostTables, EdgeTable
+
+
+def instance(rng: np.random.Generator) -> tuple[CostTables, MemoryProfile]:
+    """Beyond brute force: 8 to 14 nodes of 3 to 6 configs, costs that trade against bytes."""
+    n = int(rng.integers(8, 15))
+    sizes = [int(k) for k in rng.integers(3, 7, n)]
+    held = tuple(rng.integers(0, 40, k).astype(float) for k in sizes)
+    costs = tuple(np.maximum(0, 60 - b + rng.integers(-20, 20, b.size)).astype(float) for b in held)
+    pairs = {(int(rng.integers(v)), v) for v in range(1, n)}
+    pairs |= {(u, v) for v in range(n) for u in range(v) if rng.random() < 0.15}
+    edges = []
+    for u, v in sorted(pairs):
+        matrix = rng.integers(0, 40, (sizes[u], sizes[v])).astype(float)
+        matrix[rng.random(matrix.shape) < 0.1] = np.inf
+        iota = [np.arange(k, dtype=np.int32) for k in matrix.shape]
+        edges.append(EdgeTable(src=u, dst=v, cost=matrix, src_class=iota[0], dst_class=iota[1]))
+    points = int(rng.choice([1, 1, 2, 5]))
+    start = rng.integers(0, points, n)
+    stop = np.minimum(points, start + rng.integers(1, points + 1, n))
+    low, high = sum(b.min() for b in held), sum(b.max() for b in held)
+    limit = float(np.floor(low + (high - low) * rng.uniform(0.05, 0.5) / min(points, 2)))
+    memory = MemoryProfile(bytes=held, start=start, stop=stop, limit_bytes=limit)
+    return CostTables(node_costs=costs, edges=tuple(edges)), memory
+
+
+def by_ilp(tables: CostTables, memory: MemoryProfile) -> float | None:
+    """The optimum, or None where nothing fits."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    first = np.concatenate([[0], np.cumsum([c.size for c in tables.node_costs])])
+    objective, rows, low, high = [], [], [], []
+    for c in tables.node_costs:
+        objective += c.tolist()
+    width = int(first[-1]) + sum(int(np.isfinite(e.dense()).sum()) for e in tables.edges)
+
+    def row(at: dict[int, float], lo: float, hi: float) -> None:
+        line = np.zeros(width)
+        for i, value in at.items():
+            line[i] = value
+        rows.append(line), low.append(lo), high.append(hi)
+
+    for a, b in pairwise(first):
+        row(dict.fromkeys(range(a, b), 1.0), 1, 1)
+    for e in tables.edges:
+        for (i, j), value in np.ndenumerate(e.dense()):
+            x, y = int(first[e.src] + i), int(first[e.dst] + j)
+            if np.isinf(value):
+                row({x: 1.0, y: 1.0}, 0, 1)
+            else:
+                objective.append(value)
+                row(
+                    {x: 1.0, y: 1.0, len(objective) - 1: -1.0}, -np.inf, 1
+                )  # the product is at least x + y - 1
+    for t in range(int(memory.stop.max())):
+        live = [v for v in range(len(memory.bytes)) if memory.start[v] <= t < memory.stop[v]]
+        at = {int(first[v] + k): float(b) for v in live for k, b in enumerate(memory.bytes[v])}
+        row(at, -np.inf, memory.limit_bytes)
+    whole = np.zeros(width)
+    whole[: first[-1]] = 1
+    answer = milp(
+        np.array(objective), integrality=whole, bounds=Bounds(0, 1),
+        constraints=LinearConstraint(np.array(rows), low, high), options={"mip_rel_gap": 0, "presolve": False},
+    )  # fmt: skip
+    if answer.status == 2:
+        return None
+    assert answer.status == 0, answer.message
+    return float(answer.fun)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_the_optimum_under_a_limit_is_the_integer_programs(block: int) -> None:
+    for seed in range(10 + block * 5, 15 + block * 5):
+        tables, memory = instance(np.random.default_rng(seed))
+        want = by_ilp(tables, memory)
+        if want is None:
+            with pytest.raises(Infeasible):
+                solve(tables, memory, time_limit=30)
+            continue
+        found = solve(tables, memory, time_limit=30)
+        assert found.optimal and verify(tables, found, memory) == pytest.approx(want, rel=1e-6), seed
