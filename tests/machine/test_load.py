@@ -256,7 +256,10 @@ def test_the_examples_of_the_documentation_load():
 
 def test_a_memory_tile_is_rows_and_columns():
     assert load("tpu_v5e").device.memory_tile == (8, 128) and load("h100x8").device.memory_tile == ()
-    for tile, message in (("[8]", "is rows and columns, got [8]"), ("[8, 0]", "must be finite and at least 1")):
+    for tile, message in (
+        ("[8]", "is rows and columns, got [8]"),
+        ("[8, 0]", "must be finite and at least 1"),
+    ):
         text = GOOD.replace("[device]\n", f"[device]\nmemory_tile = {tile}\n", 1)
         with pytest.raises(PaseError) as e:
             parse(text, "f.toml")
