@@ -159,7 +159,9 @@ def _device(r: _Reader) -> Device:
     if not peak_flops:
         raise r.error("peak_flops", "needs at least one dtype, e.g. bfloat16 = 989e12")
     eff = r.sub("efficiency")
-    efficiency = {key: eff.number(key, high=8.0 if key == "conv" else 1.0) for key in _EFFICIENCIES if key in eff.table}
+    efficiency = {
+        key: eff.number(key, high=8.0 if key == "conv" else 1.0) for key in _EFFICIENCIES if key in eff.table
+    }
     eff.done(", ".join(_EFFICIENCIES))
     tiles = []
     for t in r.subs("tiles"):
