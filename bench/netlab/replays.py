@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -19,8 +20,17 @@ __all__ = ["CASES", "measure"]
 CASES = (("mlp", 1024), ("gpt2", 32), ("alexnet", 32))
 METHODS = ("data_parallel", "fsdp", "megatron")
 MBIT = 200.0
-CARRIED = 0.955
-"""Of a link's rate: TCP's and Ethernet's headers in full frames, which tc counts as well."""
+
+
+def wire_bytes_per_s(machine: Path) -> float:
+    """What a host's link carries, as the calibration found it: an all-reduce's bytes beyond its smallest size, over
+    the time that they add. Bubbles between a ring's turns are in it, as they grow with the link too."""
+    from pase.machine import load
+
+    curves = [c for c in load(machine).collectives if c.kind == "all_reduce"]
+    largest = max(curves, key=lambda c: c.curve.nbytes[-1])
+    n, t, ways = largest.curve.nbytes, largest.curve.seconds, math.prod(largest.ways)
+    return 2 * (ways - 1) / ways * (n[-1] - n[0]) / max(t[-1] - t[0], 1e-9)
 
 
 def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, steps: int) -> dict[str, Any]:
@@ -56,6 +66,7 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, s
         faster = ran("faster", plain, False)
         # And traced too: the profiler slows steps down, so like is compared with like.
         faster_traced = ran("faster_traced", again, True)
+    wire = wire_bytes_per_s(machine)
     for c in cells:
         key = c["key"]
         if any("steps_s" not in r[key] for r in (traced, bare, faster, faster_traced)):
@@ -68,7 +79,11 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, s
             "faster_bare_s": statistics.median(faster[key]["steps_s"]),
             "faster_traced_s": statistics.median(faster_traced[key]["steps_s"]),
         }
-        rows.append(row | _replayed(Path(c["traces"])) | {"bytes_mbit": MBIT, "hosts": hosts})
+        rows.append(
+            row
+            | _replayed(Path(c["traces"]), wire)
+            | {"mbit": MBIT, "hosts": hosts, "wire_bytes_per_s": wire}
+        )
     for row in rows:
         if "what_if_s" in row:
             row["what_if_error"] = row["what_if_s"] / row["faster_traced_s"] - 1
@@ -77,12 +92,12 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, s
     return {"summary": _summary(rows), "rows": rows}
 
 
-def _replayed(traces: Path) -> dict[str, Any]:
+def _replayed(traces: Path, wire: float) -> dict[str, Any]:
     from pase.errors import PaseError
     from pase.replay.report import replay_report
 
     try:
-        report = replay_report(traces, what_if=["bandwidth=2"], wire_bytes_per_s=MBIT * 1e6 / 8 * CARRIED)
+        report = replay_report(traces, what_if=["bandwidth=2"], wire_bytes_per_s=wire)
     except PaseError as e:
         return {"refused": str(e)}
     ranks = report["ranks"]
