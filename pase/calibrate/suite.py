@@ -164,7 +164,7 @@ def budgeted(
     runs = 2 + settings.repeats[0]
     extent = max(
         (
-            e for e in (128, 512, 1024, 2048, 8192)
+            e for e in (128, 512, 2048, 8192)
             if 2 * e**3 / rates[0] * runs < allowed_s and 24 * e * e < memory_bytes
         ),
         default=128,
