@@ -152,19 +152,20 @@ def bounded_search(
     seed: int,
     began: float,
     progress: Progress | None = None,
-    start: np.ndarray | None = None,
+    known: tuple[np.ndarray, float] | None = None,
     gap: float = 0.0,
 ) -> Solution:
     """The best choice found within ``time_limit`` seconds (60 if None) of ``began``, and a lower bound.
 
-    start: a choice to begin with. gap: the relative gap that suffices. Raises Infeasible where it is
-    proven that nothing fits.
+    known: a choice to begin with, and a bound that elimination proved. gap: the relative gap that suffices.
+    Raises Infeasible where it is proven that nothing fits.
     """
     clock = Clock(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
     state = _State(tables, memory, began)
     state.enough = gap
-    if start is not None:
-        state.offer(start)
+    if known is not None:
+        state.offer(known[0])
+        state.prove(min(known[1], state.cost), "elimination at the best price per byte")
     try:
         # Reductions may take most of the time that is left; what they leave is a sound problem at any moment.
         left = contract(tables, memory, until=time.perf_counter() + 0.75 * max(0.0, clock.left))
@@ -177,9 +178,8 @@ def bounded_search(
 def _solution(state: _State, method: str) -> Solution:
     seconds = time.perf_counter() - state.began
     feasible = state.choice is not None
-    choice = state.choice
-    if choice is None:
-        choice = np.array([int(c.argmin()) for c in state.tables.node_costs], np.int64)
+    cheapest = [int(c.argmin()) for c in state.tables.node_costs]
+    choice = np.array(cheapest, np.int64) if state.choice is None else state.choice
     cost = cost_of(state.tables, choice)
     optimal = feasible and state.done()
     return Solution(

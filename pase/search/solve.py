@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from pase.search import kernels_numpy
-from pase.search.bounded import Progress, bounded_search
+from pase.search.bounded import DEFAULT_SECONDS, Progress, bounded_search
 from pase.search.check import cost_of
+from pase.search.clock import Clock
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import Kernel, best_plan, kernels_for
 from pase.search.factors import Pool, load
+from pase.search.hull import hull
 from pase.search.plan import Plan, generate_seq, plan_elimination
 from pase.search.repeat import fold
 from pase.search.types import MemoryProfile, Solution
@@ -96,7 +98,16 @@ def solve(
             free = _finish(tables, plan, pool, kernel, threads, began)
             if memory is None or not (memory.usage(free.choice) > memory.limit_bytes).any():
                 return free
-    found = bounded_search(tables, memory, time_limit, seed, began, progress, gap=gap)
+    known = None
+    if memory is not None and free is not None:
+        clock = Clock(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
+
+        def best(priced: CostTables) -> tuple[np.ndarray, float]:
+            at = solve(priced, kernel=kernel, threads=threads, seed=seed)
+            return at.choice, at.bound
+
+        known = hull(tables, memory, free.choice, best, clock)
+    found = bounded_search(tables, memory, time_limit, seed, began, progress, known=known, gap=gap)
     if free is not None and free.bound > found.bound:
         found = replace(found, bound=min(free.bound, found.cost), certificate="elimination without the limit")
     return found
