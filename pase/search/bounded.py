@@ -395,9 +395,9 @@ def _neighbourhoods(
     steps = int(np.clip(4e8 / max(1, flat.entries.size), 200, 2000))
     starts = [rounded]
     polish(flat.graph, now.priced(price), starts[0], 20, int(rng.integers(2**31)))
-    if state.choice is None:
+    if state.choice is None or "moves" not in clock.longest:  # the first time
         starts.append(_press(now, price, starts[0], rng))
-    else:
+    if state.choice is not None:
         starts.append(now.left.narrow(state.choice))
     for start in starts:
         for largest in (30, 100, 1000):
