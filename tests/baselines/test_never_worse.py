@@ -60,5 +60,5 @@ def test_priced_alike_from_scratch(where):
 
 
 def test_unknown_method():
-    with pytest.raises(ValueError, match=r"no baseline named ddp; known: data_parallel, fsdp"):
+    with pytest.raises(ValueError, match=r"no baseline named ddp; known: data_parallel, expert, fsdp"):
         baselines(graph_of("mlp"), 8, H100, costmodels.get("analytic", H100), only=("ddp",))
