@@ -140,12 +140,12 @@ def as_strategy(names: Any, space: Any, rules: Mapping[str, str], axes: list[str
 
 
 def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
-    from pase.api import Problem
     from pase.backends import to_mesh_tf
     from pase.backends.mtf_names import Names
     from pase.backends.mtf_rules import parse_pairs
     from pase.backends.mtf_shim import mesh_tensorflow
     from pase.frontends import from_tf
+    from pase.problem import Problem
 
     mtf, _ = mesh_tensorflow()
     from mesh_tensorflow.auto_mtf import layout_optimizer, memory_estimator

@@ -17,9 +17,9 @@ from typing import Any
 from provenance import save
 
 from pase import zoo
-from pase.api import Problem
 from pase.baselines import Baseline, baselines
 from pase.frontends.from_jax import trace
+from pase.problem import Problem
 from pase.search.check import cost_of
 
 DEVICES = (4, 8, 16, 32, 64)

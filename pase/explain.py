@@ -13,8 +13,8 @@ from pase.plan.itemize import Collective
 from pase.plan.types import NodePlan, Plan
 
 if TYPE_CHECKING:
-    from pase.api import Problem
     from pase.frontends.registry import Traced
+    from pase.problem import Problem
 
 __all__ = ["Alternative", "Cause", "Explanation", "LayerReport", "WorkItem", "causes", "explain", "why"]
 
@@ -236,9 +236,9 @@ def _model_of(plan: Plan, model: str | None, say: Callable[[str], None]) -> Trac
 
 
 def _problem(plan: Plan, traced: Traced, machine: str | None) -> tuple[Problem | None, str]:
-    from pase.api import Problem
-    from pase.fit import Variant
     from pase.machine import load
+    from pase.problem import Problem
+    from pase.variants import Variant
 
     try:
         there = load(machine if machine is not None else plan.machine)

@@ -1,6 +1,6 @@
-"""Variants of a step that need less memory: micro-batches with summed gradients, repeated blocks computed again.
+"""The cheapest strategy within a memory limit, over the variants of a step that need less memory.
 
-They are searched as an outer loop, cheapest first. A variant whose unconstrained optimum is no better than what has
+Variants are searched as an outer loop, cheapest first. A variant whose unconstrained optimum is no better than what has
 been found within the limit cannot help and is not searched further.
 """
 
@@ -8,112 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pase.errors import Infeasible, PaseError
-from pase.ir.blocks import Block, accumulated, mixes_examples, rematerialised
+from pase.errors import Infeasible
+from pase.variants import Variant
 
 if TYPE_CHECKING:
-    from pase.api import Found, Problem
     from pase.frontends.registry import Traced
-    from pase.ir import Graph
     from pase.machine import Mesh
-    from pase.search import MemoryProfile, Solution
+    from pase.problem import Found, Problem
+    from pase.search import Solution
+    from pase.search.types import MemoryProfile
     from pase.tables import CostTables
     from pase.tables.build import Space
 
-__all__ = ["REMAT", "Remat", "Variant", "fit", "fitted", "graph_of", "variants"]
-
-Remat = Literal["auto", "none", "all"]
-REMAT = ("auto", "none", "all")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A way to run the model's step. blocks: computed again in backward."""
-
-    accumulate: int = 1
-    blocks: tuple[Block, ...] = ()
-
-    def __str__(self) -> str:
-        parts = [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
-        parts += [f"{len(self.blocks)} blocks computed again"] if self.blocks else []
-        return " and ".join(parts) or "as written"
-
-
-def graph_of(traced: Traced, variant: Variant) -> Graph:
-    """The graph to search of a variant. PaseError where the batch does not divide."""
-    from pase.ir import named, simplify
-
-    raw = traced.graph
-    if variant.accumulate > 1:
-        from pase.frontends.jax_blocks import micro
-
-        raw = micro(_jax(traced), variant.accumulate).graph
-    return accumulated(named(simplify(rematerialised(raw, variant.blocks))), variant.accumulate)
-
-
-def _jax(traced: Traced):  # type: ignore[no-untyped-def]
-    from pase.frontends import from_jax
-
-    if not isinstance(traced, from_jax.Traced):
-        raise PaseError(
-            f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches and recomputation need a "
-            f"JAX model"
-        )
-    return traced
-
-
-def variants(
-    traced: Traced, graph: Graph, accumulate: int | None, remat: Remat, limited: bool
-) -> Iterator[list[Variant]]:
-    """Those to try, first to last, in groups of one number of micro-batches; the first of all is what holds where
-    memory does not bind. graph: the simplified one. accumulate, remat: what the user fixed (None, "auto": nothing).
-    """
-    if remat not in REMAT:
-        raise PaseError(f"remat is 'auto', 'none' or 'all', not {remat!r}")
-    if accumulate is not None and (isinstance(accumulate, bool) or accumulate < 1):
-        raise PaseError(f"accumulate is a positive number of micro-batches, not {accumulate!r}")
-    free = limited and traced.frontend == "jax"
-    blocks: tuple[Block, ...] = ()
-    if remat == "all" or (remat == "auto" and free):
-        from pase.frontends.jax_blocks import blocks_of
-
-        blocks = blocks_of(_jax(traced))
-    if remat == "all" and not blocks and not any(op.remat for n in graph.nodes for op in n.ops):
-        raise PaseError(
-            f"'{graph.name}' has no repeated block to compute again: no loop over layers, no three equal layers; "
-            f"mark regions with jax.checkpoint"
-        )
-    mixed = mixes_examples(graph)
-    if accumulate not in (None, 1) and mixed:
-        raise PaseError(
-            f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}"
-        )
-    sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
-    for k in sizes:
-        group = [blocks] if remat == "all" else [()]
-        if remat == "auto" and blocks:
-            half = blocks[: len(blocks) // 2]
-            group += [half, blocks] if len(blocks) > 3 else [blocks]
-        yield [Variant(accumulate=k, blocks=b) for b in group]
-
-
-def _powers(traced: Traced) -> Iterator[int]:
-    from pase.frontends.jax_blocks import batch_size
-
-    yield 1
-    try:
-        size = batch_size(_jax(traced))
-    except PaseError:
-        return
-    k = 2
-    while size % k == 0:
-        yield k
-        k *= 2
+__all__ = ["fit", "fitted"]
 
 
 def fitted(

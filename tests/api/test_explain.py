@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import pase
-from pase.api import Problem
 from pase.cli import main
 from pase.errors import PaseError
 from pase.explain import causes, explain
 from pase.plan.types import Plan
+from pase.problem import Problem
 from pase.search import brute_force
 
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import pase
-from pase.api import Problem
 from pase.baselines import Baseline, baselines
 from pase.errors import Infeasible, PaseError
-from pase.fit import Variant, variants
 from pase.frontends.from_jax import trace
 from pase.frontends.jax_blocks import blocks_of, micro
 from pase.ir.blocks import mixes_examples
 from pase.machine import mesh_from
 from pase.models import resolve
+from pase.problem import Problem
 from pase.tables.layouts import configs
+from pase.variants import Variant, variants
 
 S = jax.ShapeDtypeStruct
 WIDE = (S((8, 16), "float32"), S((4096, 8), "float32"))

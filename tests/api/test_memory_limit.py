@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 import pase
-from pase.api import Problem
 from pase.commands.options import parse_bytes
 from pase.errors import Infeasible, PaseError
 from pase.machine import mesh_from
 from pase.models import resolve
 from pase.plan.itemize import collectives
 from pase.plan.memory import memory, profile
+from pase.problem import Problem
 
 MODEL = "zoo:gpt2?layers=2&batch=32&vocab=4096"
 

@@ -200,10 +200,10 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
     """A step of gradient descent by the generated program, and by TensorFlow on one device."""
     import tensorflow as tf
 
-    from pase.api import Problem
     from pase.backends import to_mesh_tf
     from pase.backends.mtf_run import run
     from pase.frontends import from_tf
+    from pase.problem import Problem
     from tests.backends.plans import Case
 
     traced = from_tf.trace(loss, *specs)
@@ -249,10 +249,10 @@ def refused() -> dict[str, str]:
     """What comes of models that Mesh-TensorFlow cannot express."""
     import tensorflow as tf
 
-    from pase.api import Problem
     from pase.backends import to_mesh_tf
     from pase.errors import PaseError
     from pase.frontends import from_tf
+    from pase.problem import Problem
     from tests.backends.plans import Case
 
     w = tf.Variable(tf.ones((8, 8)), name="w")

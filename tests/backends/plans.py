@@ -11,12 +11,12 @@ from unittest.mock import patch
 import numpy as np
 
 from pase import costmodels, machine, zoo
-from pase.api import Problem
 from pase.backends.truth import Row, Step, compare, sharded_step, unsharded_step
 from pase.baselines import Baseline, baselines, masks
 from pase.frontends.from_jax import Traced, trace
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.plan.types import Plan
+from pase.problem import Problem
 from pase.tables.layouts import configs
 
 DEVICES = 8

@@ -11,11 +11,11 @@ import pytest
 
 import pase
 from pase import machine, zoo
-from pase.api import Problem
-from pase.fit import Variant
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
 from pase.plan.peak import peak
+from pase.problem import Problem
+from pase.variants import Variant
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "tpu_aot.json"
 

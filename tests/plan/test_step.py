@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pase.api import Problem
 from pase.baselines import Baseline, baselines
 from pase.frontends.from_jax import trace
 from pase.machine import Host, Mesh, load
 from pase.plan.step import COMPILED, EAGER, launches, on_host, step_time
+from pase.problem import Problem
 from pase.search.check import cost_of
 
 ROOT = Path(__file__).parents[2]
