@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,8 +20,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "comm_truth.json"
+sys.path.insert(0, str(Path(__file__).parent))
+from provenance import RESULTS, ROOT, save
+
+FILE = RESULTS / "comm_truth.json"
 PAGE = ROOT / "docs" / "communication-truth.md"
 STRATEGIES = (
     "data_parallel", "fsdp", "owt", "megatron/megatron_2x4", "megatron/megatron_sp_2x4", "ours",
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> None:
             lines(*names, wide=wide)
             return
         measure(names, wide=wide)
-    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+    PAGE.write_text(page(json.loads(FILE.read_text())))
     print(f"wrote {PAGE}", file=sys.stderr)
 
 
@@ -134,7 +134,7 @@ def measure(models: list[str], *, wide: bool) -> None:
 
 
 def _rows() -> list[dict[str, Any]]:
-    return json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    return json.loads(FILE.read_text())["rows"] if FILE.exists() else []
 
 
 def _keep(row: dict[str, Any], alike: dict[str, str]) -> None:
@@ -147,12 +147,8 @@ def _keep(row: dict[str, Any], alike: dict[str, str]) -> None:
     key = ("model", "strategy", "devices")
     rows = [r for r in _rows() if any(r.get(k) != row.get(k) for k in key)] + [row]
     models, strategies = list(zoo.names()), [*STRATEGIES, *WIDE]
-    git = ["git", "rev-parse", "--short", "HEAD"]
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "jax": jax.__version__,
-        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
-        "command": "python bench/comm_truth.py",
         "devices": 8,
         "alike": {n: same for n, same in alike.items() if n != same},
         "rows": sorted(
@@ -160,9 +156,7 @@ def _keep(row: dict[str, Any], alike: dict[str, str]) -> None:
             key=lambda r: (models.index(r["model"]), r.get("devices", 8), strategies.index(r["strategy"])),
         ),
     }
-    whole = RESULTS.with_suffix(".part")
-    whole.write_text(json.dumps(result, indent=1) + "\n")
-    whole.replace(RESULTS)
+    save(result, FILE)
 
 
 def rows_of(name: str) -> Iterator[dict[str, Any]]:

@@ -44,11 +44,11 @@ BEGAN = provenance()
 def save(result: dict[str, Any], path: str | Path) -> Path:
     """Writes ``result`` under what this run says of itself, as JSON; returns where.
 
-    The file is replaced whole.
+    The file is replaced whole. A ``result`` read from such a file takes this run's word in place of its own.
     """
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
-    partial.write_text(json.dumps(BEGAN | result, indent=1) + "\n")
+    partial.write_text(json.dumps(BEGAN | result | BEGAN, indent=1) + "\n")
     partial.replace(out)
     return out

@@ -5,18 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from provenance import RESULTS, ROOT, save
 
 from pase.errors import Infeasible
 from pase.search import MemoryProfile, solve, verify
@@ -26,7 +22,6 @@ from pase.search.ilp import ilp_problem, solve_ilp
 from pase.search.rows import Rows, memory_rows
 from pase.tables.types import CostTables
 
-ROOT = Path(__file__).parents[1]
 MOST_PAIRS = {"highs": 4_000_000, "cpsat": 2_000_000}  # more would take the machine's memory
 TOO_LARGE: dict[str, Any] = {"cost": None, "bound": None, "optimal": False, "note": "too many pairs to state"}
 DATA = ROOT.parent / "shared" / "data"
@@ -245,22 +240,8 @@ def _plain(value: Any) -> Any:
 
 
 def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]], **more: Any) -> None:
-    """bench/results/<name>.json: machine, load, commit, command, rows."""
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "load_1min": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
-        "command": "python " + " ".join(["bench/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "settings": vars(args),
-        **more,
-        "rows": rows,
-    }
-    out = ROOT / "bench" / "results" / f"{name}.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {out}")
+    """bench/results/<name>.json: what the run was, its settings, its rows."""
+    print("written to", save({"settings": vars(args), **more, "rows": rows}, RESULTS / f"{name}.json"))
 
 
 def contracted_size(tables: CostTables, memory: MemoryProfile | None) -> dict[str, int]:

@@ -10,13 +10,11 @@ of one process, so that a busy machine does not tell.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
+
+from provenance import save
 
 from pase import costmodels, machine, zoo
 from pase.frontends.from_jax import trace
@@ -64,16 +62,7 @@ def main() -> None:
                 row["before_cpu_s"] = BEFORE_S[name]
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    result = {
-        "machine": f"{platform.machine()} {platform.processor()} {platform.system()}",
-        "commit": commit,
-        "command": " ".join(["python", *sys.argv]),
-        "rows": rows,
-    }
-    Path(args.o).write_text(json.dumps(result, indent=1) + "\n")
+    save({"rows": rows}, args.o)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,17 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "tpu_aot.json"
+sys.path.insert(0, str(Path(__file__).parent))
+from provenance import RESULTS, ROOT, save
+
+FILE = RESULTS / "tpu_aot.json"
 PAGE = ROOT / "docs" / "tpu-witness.md"
 MACHINE = "tpu_v5e"
 MODELS = {
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> None:
     from bench.tpu_aot_page import tables
 
     head, _, _ = PAGE.read_text().partition("<!-- tables -->")
-    PAGE.write_text(head + "<!-- tables -->\n\n" + tables(json.loads(RESULTS.read_text())))
+    PAGE.write_text(head + "<!-- tables -->\n\n" + tables(json.loads(FILE.read_text())))
 
 
 def listed(names: str) -> list[str]:
@@ -106,7 +106,7 @@ def measure(name: str, *, again: bool, only: list[str]) -> None:
             continue
         lowered = lower()
         digest = _digest(lowered)
-        result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
+        result = json.loads(FILE.read_text()) if FILE.exists() else {"rows": []}
         mine = [r for r in result["rows"] if (r["model"], r["strategy"]) == (name, strategy)]
         if any(r["digest"] == digest for r in mine) and not again:
             # What was compiled has not changed; what is predicted of it may have.
@@ -122,7 +122,7 @@ def measure(name: str, *, again: bool, only: list[str]) -> None:
             row |= facts | compiled(lowered, facts["mesh"])
             print(json.dumps(row), file=sys.stderr, flush=True)
             # Read again: this took a while, and another process may have added rows.
-            result = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": []}
+            result = json.loads(FILE.read_text()) if FILE.exists() else {"rows": []}
             mine = [r for r in result["rows"] if (r["model"], r["strategy"]) == (name, strategy)]
             rows = [r for r in result["rows"] if r not in mine] + [row]
         _write(rows)
@@ -133,7 +133,7 @@ def predict(name: str) -> None:
     bytes of every kind of collective. Says which are not."""
     zoo_name, _, devices = MODELS[name]
     facts = {strategy: f for strategy, f, _ in strategies(zoo_name, devices, [])}
-    result = json.loads(RESULTS.read_text())
+    result = json.loads(FILE.read_text())
     for row in result["rows"]:
         now = facts.get(row["strategy"], {})
         if row["model"] != name or "predicted_s" not in row:
@@ -143,22 +143,19 @@ def predict(name: str) -> None:
             continue
         row.pop("account", None)
         row.update(now)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, FILE)
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    git = ["git", "rev-parse", "--short", "HEAD"]
     order = list(MODELS)
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}; no TPU",
+        "target": "TPU, ahead of time: nothing ran on one",
         "jax": importlib.metadata.version("jax"),
         "libtpu": importlib.metadata.version("libtpu"),
-        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
-        "command": "python bench/tpu_aot.py",
         "recorded": RECORDED,
         "rows": sorted(rows, key=lambda r: order.index(r["model"])),
     }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, FILE)
 
 
 def _topology(name: str) -> list[Any]:

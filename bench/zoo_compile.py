@@ -8,18 +8,13 @@ Costs are predictions of the cost model. Seconds are of this process on this mac
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import resource
-import subprocess
 import time
-from pathlib import Path
+
+from provenance import RESULTS, save
 
 import pase
 from pase import zoo
-
-ROOT = Path(__file__).parents[1]
 
 
 def measured(name: str, devices: int) -> dict[str, object]:
@@ -63,19 +58,12 @@ def main() -> None:
                 f"×{(row['best_baseline_s'] or 0) / row['step_s']:.3f}  {row['seconds']}",
                 flush=True,
             )
-    git = ["git", "rev-parse", "--short", "HEAD"]
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "target": "h100x8 (predicted)",
-        "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip(),
-        "command": "python bench/zoo_compile.py",
-        "load_1min": round(os.getloadavg()[0], 2),
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "rows": rows,
     }
-    out = ROOT / "bench" / "results" / "zoo_compile.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, RESULTS / "zoo_compile.json")
 
 
 if __name__ == "__main__":

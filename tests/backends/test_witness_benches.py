@@ -20,14 +20,14 @@ def row(model: str, strategy: str, compiled: int, devices: int | None = None) ->
 
 def test_each_row_is_kept_as_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row replaces its own forerunner alone, stands in the zoo's order, and is on disk before the next is made."""
-    monkeypatch.setattr(comm_truth, "RESULTS", tmp_path / "rows.json")
+    monkeypatch.setattr(comm_truth, "FILE", tmp_path / "rows.json")
     for made in (
         row("gpt2", "fsdp", 90), row("mlp", "fsdp", 100), row("mlp", "fsdp", 100, 32), row("gpt2", "fsdp", 100),
         row("mlp", "data_parallel", 100),
     ):  # fmt: skip
         comm_truth._keep(made, {"mlp": "mlp", "gpt2": "gpt2", "gpt2_xl": "gpt2"})
-        assert made in json.loads(comm_truth.RESULTS.read_text())["rows"]
-    kept = json.loads(comm_truth.RESULTS.read_text())
+        assert made in json.loads(comm_truth.FILE.read_text())["rows"]
+    kept = json.loads(comm_truth.FILE.read_text())
     assert [(r["model"], r["strategy"], r.get("devices", 8)) for r in kept["rows"]] == [
         ("mlp", "data_parallel", 8), ("mlp", "fsdp", 8), ("mlp", "fsdp", 32), ("gpt2", "fsdp", 8),
     ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_the_summary_counts_by_method_and_devices() -> None:
 
 def test_every_row_that_is_off_is_explained() -> None:
     """Of the committed results: an outlier without a cause is a finding, and fails."""
-    rows = json.loads(comm_truth.RESULTS.read_text())["rows"]
+    rows = json.loads(comm_truth.FILE.read_text())["rows"]
     off = [
         (r["model"], r["strategy"], r.get("devices", 8), kind)
         for r in rows
