@@ -89,15 +89,15 @@ def local_program(task: Task) -> tuple[list[tuple[tuple[int, ...], str]], Callab
     raise ValueError(f"no program for {task.key}")
 
 
-def block_loss(x: Any, up: Any, down: Any) -> Any:
-    """A transformer's feed-forward part on a batch, behind a norm."""
+def block_loss(x: Any, up: Any, down: Any, out: Any) -> Any:
+    """A transformer's feed-forward part on a batch, behind a norm, and the cross entropy of what it reads out."""
     import jax
     import jax.numpy as jnp
 
     centred = x - jnp.mean(x, -1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)
     x = x + jnp.einsum("bsf,fd->bsd", jax.nn.gelu(jnp.einsum("bsd,df->bsf", y, up)), down)
-    return jnp.mean(x * x)
+    return -jnp.mean(jax.nn.log_softmax(jnp.einsum("bsd,dv->bsv", x, out))[..., 0])
 
 
 def _block_gradients(*operands: Any) -> Any:

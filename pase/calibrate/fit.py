@@ -11,10 +11,19 @@ import numpy as np
 
 from pase.calibrate.smooth import smoothed
 from pase.calibrate.suite import SMALLEST_EXTENT
-from pase.calibrate.types import BLOCK_LIGHT, BLOCK_PRODUCTS, COLLECTIVE_OPS, FORMS, Level, Op, Sample, Task
+from pase.calibrate.types import (
+    BLOCK_LIGHT_BYTES,
+    BLOCK_PRODUCTS,
+    COLLECTIVE_OPS,
+    FORMS,
+    Level,
+    Op,
+    Sample,
+    Task,
+)
 from pase.errors import PaseError
 from pase.machine import CollectiveCurve, Curve, Device, Host, LinkLevel, Machine, MatmulTable
-from pase.machine.tables import curve_s, matmul_flops_per_s
+from pase.machine.tables import matmul_flops_per_s
 
 __all__ = ["Ceilings", "Fitted", "Refused", "fit", "fit_line"]
 
@@ -205,9 +214,9 @@ def _memory_curve(work: _Work) -> Curve | None:
     return work.curve("memory-bound ops", work.of("elementwise", "reduction"), each=2)
 
 
-def _light_efficiency(work: _Work, table: MatmulTable, curve: Curve) -> float | None:
-    """How far light ops between products stay below the memory curve: the block's time less its products', which
-    backward has twice more of. Never above 1."""
+def _light_efficiency(work: _Work, table: MatmulTable, bytes_per_s: float) -> float | None:
+    """What light ops between products reach of the memory's rate: their bytes over the block's time less its products',
+    both of which backward has twice more of. Never above 1."""
     block = [s.seconds for _, s in work.of("block")]
     if not block:
         return None
@@ -216,9 +225,9 @@ def _light_efficiency(work: _Work, table: MatmulTable, curve: Curve) -> float | 
         for form in ((m, n, k), (m, k, n), (k, n, m)):
             rate = matmul_flops_per_s(table, *(np.array([float(x)]) for x in (form[0] * batch, *form[1:])))
             products += 2.0 * batch * m * n * k / float(rate[0])
-    light = sum(float(curve_s(curve, f * np.array(BLOCK_LIGHT)).sum()) for f in (1.0, 2.0))
+    least_s = 3.0 * BLOCK_LIGHT_BYTES / bytes_per_s
     left = block[0] - products
-    return min(1.0, max(light / left, _LEAST_LIGHT)) if left > 0 else 1.0
+    return min(1.0, max(least_s / left, _LEAST_LIGHT)) if left > 0 else 1.0
 
 
 def _host(work: _Work) -> Host | None:
@@ -384,7 +393,7 @@ def fit(
     habits: dict[str, Any] = {}
     if on_cpu:
         # Other compilers run light ops inside of kernels; here each passes through memory by itself.
-        light = _light_efficiency(work, tables[0], memory)
+        light = _light_efficiency(work, tables[0], memory.nbytes[-1] / memory.seconds[-1])
         if light is not None:
             efficiency["memory"] = light
         habits = {"bucket_bytes": 0.0, "sums_readers": False}

@@ -89,19 +89,22 @@ def work_price(work: Work, model: CostModel) -> np.ndarray:
     """Cost of a piece of work, once."""
     mnk = None if work.mnk is None else (work.mnk[0] * work.padding, *work.mnk[1:])
     price = model.compute(work.kind, work.dtype, work.flops * work.padding, work.nbytes, mnk=mnk)
-    part = _light_part(model) if work.kind == "memory" and work.phase != "update" else 1.0
-    if part < 1.0:
-        price = np.maximum(price, model.compute("memory", work.dtype, np.zeros(1), work.nbytes) / part)
+    if work.kind == "memory" and work.phase != "update":
+        price = np.maximum(price, work.nbytes / _light_bytes_per_s(model))
     return price
 
 
-def _light_part(model: CostModel) -> float:
-    """What light ops between products reach of a measured memory curve, which is that of one op in a chain, everything
-    warm; 1 where nothing was measured. An optimizer's update is such a chain."""
+def _light_bytes_per_s(model: CostModel) -> float:
+    """The most that light ops between products move, where it was measured beside a memory curve.
+
+    The curve is of one op in a chain, everything warm; such ops compute more than they move. An optimizer's update is
+    such a chain.
+    """
     machine = getattr(model, "machine", None)
     if not isinstance(machine, Machine) or model.unit != "s" or machine.device.memory_curve is None:
-        return 1.0
-    return machine.device.efficiency.get("memory", 1.0)
+        return np.inf
+    part = machine.device.efficiency.get("memory")
+    return np.inf if part is None else part * machine.device.memory_bandwidth_bytes_per_s
 
 
 def array_tile(model: CostModel) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pase.calibrate import Level, Target, Task
-from pase.calibrate.types import BLOCK_LIGHT, BLOCK_PRODUCTS
+from pase.calibrate.types import BLOCK_LIGHT_BYTES, BLOCK_PRODUCTS
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,7 @@ class Fake:
             t.op == "block"
         ):  # three products of each, at the table's own rate for large ones; light ops slower
             products = 3 * sum(2.0 * math.prod(p) for p in BLOCK_PRODUCTS) / self.peak
-            return products + 3 * sum(BLOCK_LIGHT) / self.memory / self.light
+            return products + 3 * BLOCK_LIGHT_BYTES / self.memory / self.light
         if t.op in ("launch", "dispatch"):
             return self.launch
         if t.op.startswith("host."):
