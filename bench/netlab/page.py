@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.netlab.steps import ALONE
+from bench.netlab.strategies import summary
 
 __all__ = ["render"]
 
@@ -81,28 +82,56 @@ def _quartiles(xs: Sequence[float]) -> str:
 
 
 def _summary(d: Mapping[str, Any]) -> str:
-    s = d["summary"]
-    first = f"{s['ours_fastest_or_within_noise']} of {s['groups']} cells"
-    still = f"{s['ours_without_communication']} of {s['groups']}"
+    """All cells, and those of each number of hosts: beyond two, hosts share this machine's two cores."""
+    sizes = sorted({r["hosts"] for r in d["rows"]})
+    parts = [(f"{n} hosts", [r for r in d["rows"] if r["hosts"] == n]) for n in sizes]
+    parts = [*parts, ("all", d["rows"])] if len(parts) > 1 else parts
+    columns = [_outcome(rows) for _, rows in parts]
+    rows = [[name, *(c[name] for c in columns), goal] for name, goal in _GOALS]
+    return _table(["", *(name for name, _ in parts), "goal"], rows)
+
+
+_GOALS = (
+    ("strategies measured", ""),
+    ("ours the fastest, or within the noise of the fastest", "all"),
+    ("ours moves nothing: every host does the whole step", ""),
+    ("where ours splits: times the speed of no split, median; most", ""),
+    ("compute's part of our step, quartiles", ""),
+    ("ours beyond the fastest, median; worst", "0"),
+    ("Kendall τ, predicted against measured", "≥ 0.9"),
+    ("error of the step time, median", "< 15%"),
+    ("errors below 15%", "100%"),
+    ("predicted / measured, median", "1"),
+)
+
+
+def _outcome(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What ``_GOALS`` lists, of these rows."""
+    s = summary(rows)
     cells = [
-        by for by in _cells(d).values() if {"ours", ALONE} <= {k for k, r in by.items() if "measured_s" in r}
+        by
+        for by in _cells({"rows": rows}).values()
+        if {"ours", ALONE} <= {k for k, r in by.items() if "measured_s" in r}
     ]
-    gains = sorted(by[ALONE]["measured_s"] / by["ours"]["measured_s"] for by in cells if not by[ALONE]["same_as"]
-                   and not by["ours"]["same_as"])  # fmt: skip
-    parts = sorted(by["ours"]["predicted_compute_s"] / by["ours"]["measured_s"] for by in cells)
-    rows = [
-        ["strategies measured", f"{s['rows']}", ""],
-        ["ours the fastest, or within the noise of the fastest", first, "all"],
-        ["ours moves nothing: every host does the whole step", still, ""],
-        ["where ours splits: times the speed of no split, median; most", _middle_and_most(gains), ""],
-        ["compute's part of our step, quartiles", _quartiles(parts), ""],
-        ["ours beyond the fastest, median; worst", f"{s['ours_median_regret']:.1%}; {s['ours_worst_regret']:.0%}", "0"],
-        ["Kendall τ, predicted against measured, all cells", f"{s['kendall_tau_over_all']:.3f}", "≥ 0.9"],
-        ["error of the step time, median", f"{s['median_error']:.1%}", "< 15%"],
-        ["errors below 15%", f"{s['errors_below_15_percent']:.0%}", "100%"],
-        ["predicted / measured, median", f"{s['median_predicted_over_measured']:.2f}", "1"],
-    ]  # fmt: skip
-    return _table(["", "measured", "goal"], rows)
+    gains = sorted(
+        by[ALONE]["measured_s"] / by["ours"]["measured_s"]
+        for by in cells
+        if not by[ALONE]["same_as"] and not by["ours"]["same_as"]
+    )
+    compute = sorted(by["ours"]["predicted_compute_s"] / by["ours"]["measured_s"] for by in cells)
+    found = (
+        f"{s['rows']}",
+        f"{s['ours_fastest_or_within_noise']} of {s['groups']} cells",
+        f"{s['ours_without_communication']} of {s['groups']}",
+        _middle_and_most(gains),
+        _quartiles(compute),
+        f"{s['ours_median_regret']:.1%}; {s['ours_worst_regret']:.0%}",
+        f"{s['kendall_tau_over_all']:.3f}",
+        f"{s['median_error']:.1%}",
+        f"{s['errors_below_15_percent']:.0%}",
+        f"{s['median_predicted_over_measured']:.2f}",
+    )
+    return dict(zip((name for name, _ in _GOALS), found, strict=True))
 
 
 def _by_strategy(d: Mapping[str, Any]) -> str:

@@ -126,11 +126,17 @@ class Running:
         self.cpu_s = 0.0
 
     def run(self, steps: int, traces: Path | None = None) -> None:
-        """Steps, each waited for; under the profiler where a folder is given."""
+        """Steps, each waited for; under the profiler where a folder is given.
+
+        All hosts begin together: a step that sends nothing would else run while the others are elsewhere, and have this
+        machine's cores for itself.
+        """
         import jax
+        from jax.experimental import multihost_utils
 
         from pase.replay import profile
 
+        multihost_utils.sync_global_devices("steps")
         worked = time.process_time()
         with profile(traces) if traces else nullcontext() as run:
             for i in range(steps):
@@ -144,9 +150,13 @@ class Running:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """cpu_s: of this process a step, its sending and receiving included."""
+        """steps_s: each until it was done on the last host. cpu_s: of this process a step, its sending included."""
+        import numpy as np
+        from jax.experimental import multihost_utils
+
+        of_all = np.asarray(multihost_utils.process_allgather(np.array(self.times)))
         return {
-            "steps_s": self.times,
+            "steps_s": of_all.reshape(-1, len(self.times)).max(axis=0).tolist(),
             "compile_s": self.compile_s,
             "cpu_s": self.cpu_s / max(len(self.times), 1),
         }

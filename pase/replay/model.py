@@ -231,7 +231,8 @@ def _lags(
 
     launch: from the begin of the call to the start of the op on an idle stream. stream: the gap between two
     ops back to back. wait: the cost of an event. An edge that never bound gets the typical lag of its kind,
-    but no more than it was seen to leave.
+    but no more than it was seen to leave. An iteration that lacks one of an op's predecessors (an op that ran on
+    another lane there) cannot tell which edge bound it, and is no sample.
     """
     delay = start[:, dst] - end[:, src]
     into = np.isin(kind, _INTO_OP)
@@ -258,7 +259,10 @@ def _lags(
     bound = np.full((len(start), start.shape[1]), -np.inf)
     for k in range(len(start)):
         np.maximum.at(bound[k], dst, predicted[k])
-    binding = into & np.isfinite(delay) & (predicted >= bound[:, dst]) & np.isfinite(predicted)
+    lacking = np.zeros(start.shape, dtype=bool)
+    for k in range(len(start)):
+        np.logical_or.at(lacking[k], dst, into & ~np.isfinite(delay[k]))
+    binding = into & ~lacking[:, dst] & (predicted >= bound[:, dst]) & np.isfinite(predicted)
     sample = np.where(binding, np.maximum(delay, 0.0), np.nan)
     seen = binding.any(axis=0)
     at_most = np.where(np.isfinite(delay), np.maximum(delay, 0.0), np.inf).min(axis=0)
