@@ -1,6 +1,7 @@
 """Every zoo model compiled for 8, 32 and 64 devices: predicted step, best baseline, and what compiling took.
 
-.venv/bin/python bench/zoo_compile.py [--devices 8,32,64] [MODEL…]     # writes bench/results/zoo_compile.json
+.venv/bin/python bench/zoo_compile.py [--devices 8,32,64] [-o FILE] [MODEL…]     # writes bench/results/zoo_compile.json
+.venv/bin/python bench/zoo_compile.py llama3_405b --devices 1024,16384 -o bench/results/zoo_compile_405b.json
 
 Costs are predictions of the cost model. Seconds are of this process on this machine, kernels warm.
 """
@@ -46,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=None)
     parser.add_argument("--devices", default="8,32,64")
+    parser.add_argument("-o", default=str(RESULTS / "zoo_compile.json"))
     arguments = parser.parse_args()
     pase.compile("zoo:mlp", devices=8)  # kernels, imports
     rows = []
@@ -63,7 +65,7 @@ def main() -> None:
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "rows": rows,
     }
-    save(result, RESULTS / "zoo_compile.json")
+    save(result, arguments.o)
 
 
 if __name__ == "__main__":
