@@ -174,7 +174,8 @@ class BucketHook:
             future.set_result(bucket.buffer())
         else:
             wanted = {i for t in tensors for i in self._covers[t]}
-            self._buckets.append(_Bucket(future=future, buffer=bucket.buffer(), waiting=wanted))
+            with self._lock:  # a message that arrives meanwhile replaces the list
+                self._buckets.append(_Bucket(future=future, buffer=bucket.buffer(), waiting=wanted))
         self._issue()
         if bucket.is_last() and not self.delays:
             self._open.clear()
