@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,41 @@ def test_what_it_cannot_run_is_said() -> None:
     delayed = hook(plan=replace(plan, updates=(Update(first=0, last=0, at=1),)))
     with pytest.raises(PaseError, match="call backward first"):
         delayed.step(torch.optim.SGD(m.parameters(), lr=0.1))
+
+
+class Bucket:
+    """As much of DDP's bucket as the hook looks at: one parameter's gradient."""
+
+    def __init__(self, parameter: Any) -> None:
+        self.parameter, self.gradient = parameter, torch.ones(parameter.numel())
+
+    def parameters(self) -> list[Any]:
+        return [self.parameter]
+
+    def gradients(self) -> list[Any]:
+        return [self.gradient]
+
+    def buffer(self) -> Any:
+        return self.gradient
+
+    def is_last(self) -> bool:
+        return False
+
+
+def test_a_bucket_waits_for_messages_that_arrive_meanwhile() -> None:
+    """Messages come back on a thread of their own, which replaces the list of buckets under a lock. A bucket handed over
+    beside it was lost now and then, and backward waited for ever."""
+    m = module()
+    problem = gradient_problem(m, (link("net"),), forward_s=1.0, backward_s=2.0)
+    plan = get_policy("fifo").make(
+        problem, Options()
+    )  # the last layer's gradients go first: nothing is sent here
+    hook = BucketHook(module=m, problem=problem, plan=plan, group=Group(2), groups={})
+    handing = threading.Thread(target=hook.on_bucket, args=(Bucket(m[0].weight),))
+    with hook._lock:  # as while a message arrives
+        handing.start()
+        handing.join(0.2)
+        assert handing.is_alive()
+        assert not hook._buckets
+    handing.join(10)
+    assert len(hook._buckets) == 1
