@@ -146,8 +146,8 @@ class Bucket:
 
 
 def test_a_bucket_waits_for_messages_that_arrive_meanwhile() -> None:
-    """Messages come back on a thread of their own, which replaces the list of buckets under a lock. A bucket handed over
-    beside it was lost now and then, and backward waited for ever."""
+    """Messages come back on a thread of their own, which replaces the list of buckets under a lock. A bucket handed
+    over beside it was lost now and then, and backward waited for ever."""
     m = module()
     problem = gradient_problem(m, (link("net"),), forward_s=1.0, backward_s=2.0)
     plan = get_policy("fifo").make(
