@@ -46,9 +46,9 @@ def save(result: dict[str, Any], path: str | Path) -> Path:
 
     The file is replaced whole. A ``result`` read from such a file takes this run's word in place of its own.
     """
+    from pase.plan.layout import write_atomically
+
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    partial.write_text(json.dumps(BEGAN | result | BEGAN, indent=1) + "\n")
-    partial.replace(out)
+    write_atomically(out, json.dumps(BEGAN | result | BEGAN, indent=1) + "\n")
     return out

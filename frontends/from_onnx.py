@@ -12,11 +12,9 @@ trained; others are constants. Loss and optimizer are not in an ONNX file: gradi
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from pase.frontends.onnx_rules import RULES
 from pase.frontends.onnx_values import MOST_KNOWN, Call, Value
 from pase.frontends.registry import Dims, Unknown, UnknownOp, by_nest, type_names
 from pase.ir import Tensor
+from pase.ir.garbage import uncollected
 from pase.ops import GraphBuilder, nests
 
 __all__ = ["Lowering", "Traced", "coverage", "lowered", "reads", "trace"]
@@ -88,21 +87,8 @@ def trace(
         raise PaseError("reading an ONNX model needs the onnx package: pip install 'pase[onnx]'") from None
     if args:
         raise PaseError("an ONNX model brings its inputs along: give no arguments with it")
-    with _uncollected():
+    with uncollected():
         return _trace(load(model, dims, name), unknown)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector: nothing made here is garbage yet, and looking at all of it time and again takes
-    twice as long as the lowering itself (bench/onnx_size.py)."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def lowered(m: Model, unknown: Unknown = "error") -> Lowering:

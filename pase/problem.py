@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible, PaseError
+from pase.ir.garbage import uncollected
 from pase.variants import Variant, graph_of
 
 if TYPE_CHECKING:
@@ -34,19 +33,6 @@ Progress = Callable[[str], None]
 
 _MOST_PRIME_AXES = 4
 """The mesh of prime factors is searched too where it has at most this many axes."""
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage waits: Python's full collections go through all that jax holds, a quarter of the tables' time, and
-    what is made here has no cycles."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +114,7 @@ class Problem:
             self._tables[mesh.sizes] = build(self.graph, mesh, self.model, self.optimizer)
         return self._tables[mesh.sizes]
 
-    @_no_collection()
+    @uncollected()
     def search(
         self, over: Sequence[Mesh], say: Progress, seconds: dict[str, float], so_far: Found | None = None
     ) -> Found:
@@ -195,7 +181,7 @@ class Problem:
         live = [(b.min(), lo, hi) for b, lo, hi in zip(p.bytes, p.start, p.stop, strict=True) if hi > lo]
         return float(max(sum(b for b, lo, hi in live if lo <= t < hi) for t in range(int(p.stop.max()))))
 
-    @_no_collection()
+    @uncollected()
     def baselines(self) -> tuple[list[Baseline], list[Skipped]]:
         """What people do by hand, on this graph, and what does not apply to it."""
         from pase.baselines import Baseline, baselines
