@@ -14,7 +14,7 @@ import numpy as np
 
 from pase.backends.truth import graph_of
 from pase.ir import Access, Node
-from pase.plan.memory import held
+from pase.memory.account import held
 from pase.plan.types import Plan
 from pase.tables.layouts import dim_index, number, shards
 

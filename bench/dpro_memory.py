@@ -24,8 +24,8 @@ from pase.frontends.from_jax import trace
 from pase.ir import named, simplify
 from pase.ir.recompute import needs
 from pase.machine import Mesh
+from pase.memory.account import Memory, memory
 from pase.plan.itemize import collectives
-from pase.plan.memory import Memory, memory
 from pase.tables.derive import OPTIMIZERS
 from pase.tables.layouts import number
 from pase.zoo.cnn import resnet, vgg

@@ -144,8 +144,8 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
     from pase.backends.mtf_names import Names
     from pase.backends.mtf_rules import parse_pairs
     from pase.backends.mtf_shim import mesh_tensorflow
+    from pase.compiler.problem import Problem
     from pase.frontends import from_tf
-    from pase.problem import Problem
 
     mtf, _ = mesh_tensorflow()
     from mesh_tensorflow.auto_mtf import layout_optimizer, memory_estimator

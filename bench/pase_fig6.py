@@ -18,8 +18,8 @@ from provenance import save
 
 from pase import zoo
 from pase.baselines import Baseline, baselines
+from pase.compiler.problem import Problem
 from pase.frontends.from_jax import trace
-from pase.problem import Problem
 from pase.search.check import cost_of
 
 DEVICES = (4, 8, 16, 32, 64)

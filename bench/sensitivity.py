@@ -15,7 +15,7 @@ from typing import Any
 from provenance import save
 
 from pase.machine.scale import QUANTITIES
-from pase.sensitivity import sensitivity
+from pase.questions.sensitivity import sensitivity
 
 MODELS = ("zoo:gpt2", "zoo:gpt_1_3b", "zoo:llama3_8b", "zoo:bert_base", "zoo:alexnet", "zoo:transformer")
 DEVICES = 32

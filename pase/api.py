@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pase.compiler.resolve import resolve, traced_model
 from pase.errors import PaseError
-from pase.models import resolve, traced_model
 
 if TYPE_CHECKING:
     from pase.baselines import Baseline
+    from pase.compiler.problem import Problem, Progress
+    from pase.compiler.variants import Remat
     from pase.frontends.registry import Traced
     from pase.machine import Machine
     from pase.plan.types import Plan
-    from pase.problem import Problem, Progress
-    from pase.variants import Remat
 
 __all__ = ["compare", "compile", "load", "resolve"]
 
@@ -60,7 +60,7 @@ def compile(
     remat: compute repeated blocks (a loop's body, equal layers) again in backward: "all" of them, "none" but those that
         the model itself marks, or "auto": as the memory limit asks for.
     overlap: "gradients" prices of their synchronisation only what backward's compute cannot hide (see
-        ``pase.overlap``), as machines with asynchronous collectives have it.
+        ``pase.compiler.overlap``), as machines with asynchronous collectives have it.
     time_limit: seconds for the searches under a memory limit, which need not be exact; the plan says so.
     progress: called with a line of text at each step of the way.
 
@@ -104,11 +104,11 @@ def _compiled(
     progress: Progress | None = None,
 ) -> _Compiled:
     """What ``compile`` does."""
-    from pase.fit import fitted
-    from pase.overlap import OVERLAP
-    from pase.problem import Problem
+    from pase.compiler.fit import fitted
+    from pase.compiler.overlap import OVERLAP
+    from pase.compiler.problem import Problem
+    from pase.compiler.variants import Variant, variants
     from pase.tables.derive import OPTIMIZERS
-    from pase.variants import Variant, variants
 
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise PaseError(f"devices must be a positive whole number, got {devices!r}")

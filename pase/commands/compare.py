@@ -22,7 +22,7 @@ from pase.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from pase.sensitivity import Point
+    from pase.questions.sensitivity import Point
 
 __all__ = ["compare"]
 
@@ -56,7 +56,7 @@ def compare(
       pase compare zoo:gpt2 --devices 32 --vary bandwidth=0.5..2
     """
     if vary:
-        from pase.sensitivity import sensitivity
+        from pase.questions.sensitivity import sensitivity
 
         with progress() as say:
             points = sensitivity(

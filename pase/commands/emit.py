@@ -39,7 +39,7 @@ def emit(
     """
     import pase
     from pase.backends import registry
-    from pase.models import resolve
+    from pase.compiler.resolve import resolve
 
     plan = pase.load(layout)
     if registry.needs_model(to):

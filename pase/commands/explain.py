@@ -18,7 +18,7 @@ from pase.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from pase.explain import Alternative, Explanation, LayerReport
+    from pase.questions.explain import Alternative, Explanation, LayerReport
 
 __all__ = ["explain", "summary"]
 
@@ -50,7 +50,7 @@ def explain(
       pase explain layout.json --layer blocks.ff.w1:dot
     """
     from pase.api import load
-    from pase.explain import explain as explained
+    from pase.questions.explain import explain as explained
 
     with progress() as say:
         e = explained(load(layout), layer, model=model, machine=machine, time_limit=time_limit, progress=say)

@@ -117,12 +117,12 @@ def _rewrites(
     for text in what_if:
         name, _, value = text.partition("=")
         if name == "bucket-plan":
-            from pase.replan import by_policy
+            from pase.bridges.replan import by_policy
             from pase.schedule.load import parse_link
 
             out[text] = by_policy(value, [parse_link(x) for x in link])
         elif name == "strategy":
-            from pase.restrategy import by_prediction, by_ratio
+            from pase.bridges.restrategy import by_prediction, by_ratio
 
             if layout is None:
                 raise PaseError(

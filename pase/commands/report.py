@@ -38,9 +38,9 @@ def report(
       pase report layout.json -o report.html
     """
     from pase.api import load
-    from pase.explain import explain
     from pase.plan.layout import write_atomically
-    from pase.report import report_page
+    from pase.questions.explain import explain
+    from pase.questions.report import report_page
 
     with progress() as say:
         e = explain(load(layout), model=model, machine=machine, time_limit=time_limit, progress=say)

@@ -82,13 +82,13 @@ def _host_devices(devices: int) -> None:
 def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
     """The plan for the model and the devices at hand."""
     from pase import zoo
+    from pase.compiler.problem import Problem
+    from pase.compiler.resolve import resolve
+    from pase.compiler.variants import Variant
     from pase.errors import PaseError
     from pase.frontends.from_jax import trace
     from pase.frontends.jax_blocks import batch_size, blocks_of
-    from pase.models import resolve
     from pase.plan.transfer import shrunk_mesh, transferred
-    from pase.problem import Problem
-    from pase.variants import Variant
 
     if not plan.model.startswith("zoo:"):
         raise PaseError(

@@ -125,9 +125,9 @@ def _problem(
     source: Path, links: tuple[Link, ...], dataflow: bool, rank: int | None
 ) -> tuple[Plan | None, Problem]:
     """(the plan, where the file is a layout; the problem)."""
+    from pase.bridges.trace_profile import is_trace, problem_from_traces
     from pase.replay.report import is_layout
     from pase.schedule.load import load_problem
-    from pase.trace_profile import is_trace, problem_from_traces
 
     if is_layout(source):
         from pase.api import load

@@ -208,8 +208,8 @@ class Machine:
     sums_readers: whether the compiler adds up the partial gradients of a tensor's readers before it reduces them;
     XLA's CPU pipeline reduces each.
     fuses_products: whether the compiler runs light ops inside of the products beside them and makes exponentials again
-    there (XLA for TPU): memory is then what its course needs (``pase.plan.peak``), else what is kept and what is in
-    flight (``pase.plan.memory``).
+    there (XLA for TPU): memory is then what its course needs (``pase.memory.course``), else what is kept and what is in
+    flight (``pase.memory.account``).
     host: of the measured machine; None: not measured.
     """
 

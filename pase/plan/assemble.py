@@ -12,9 +12,9 @@ import numpy as np
 from pase.ir import Graph
 from pase.ir.blocks import Block
 from pase.machine import CostModel, Machine, Mesh
+from pase.memory.course import needs
 from pase.plan.constraints import constraints, raw_name, stages
 from pase.plan.itemize import collectives, node_costs, split_of
-from pase.plan.peak import needs
 from pase.plan.types import NodePlan, Plan, TensorPlan, Tried
 from pase.tables.layouts import number
 

@@ -16,8 +16,8 @@ from typing import Any
 from pase.errors import PaseError
 from pase.ir.blocks import Block
 from pase.machine import Mesh
+from pase.memory.account import Memory
 from pase.plan.itemize import Collective, NodeCost
-from pase.plan.memory import Memory
 from pase.plan.types import NodePlan, Plan, TensorPlan, Tried
 
 __all__ = ["SCHEMA", "diff", "from_json", "load", "save", "schema", "to_json", "write_atomically"]

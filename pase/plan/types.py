@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from pase.errors import PaseError
 from pase.ir.blocks import Block
 from pase.machine import Mesh
+from pase.memory.account import Memory
 from pase.plan.itemize import Collective, NodeCost
-from pase.plan.memory import Memory
 
 if TYPE_CHECKING:
     from pase.backends.to_jax import JaxPlan
@@ -203,7 +203,7 @@ class Plan:
         from pase.plan.constraints import Constraints
 
         if self.traced is None and self.model.startswith("zoo:"):
-            from pase.models import resolve
+            from pase.compiler.resolve import resolve
 
             return self.with_model(resolve(self.model)).jax
         if self.traced is None:

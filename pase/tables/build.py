@@ -128,8 +128,8 @@ def build(
     """Price every config of every node and every pair of layouts of every edge.
 
     Equal nodes and edges of repeated layers are priced once and share their arrays. sync, backward: weights of the
-    gradients' synchronisation and of backward's compute (see ``pase.overlap``); tables of other weights have the
-    same nodes, edges and classes.
+    gradients' synchronisation and of backward's compute (see ``pase.compiler.overlap``); tables of other weights have
+    the same nodes, edges and classes.
     """
     known = facts(graph)
     space = _configs(graph, mesh, model)

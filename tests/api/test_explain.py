@@ -13,10 +13,10 @@ import pytest
 
 import pase
 from pase.cli import main
+from pase.compiler.problem import Problem
 from pase.errors import PaseError
-from pase.explain import causes, explain
 from pase.plan.types import Plan
-from pase.problem import Problem
+from pase.questions.explain import causes, explain
 from pase.search import brute_force
 
 

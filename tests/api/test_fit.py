@@ -10,15 +10,15 @@ import pytest
 
 import pase
 from pase.baselines import Baseline, baselines
+from pase.compiler.problem import Problem
+from pase.compiler.resolve import resolve
+from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
 from pase.frontends.from_jax import trace
 from pase.frontends.jax_blocks import blocks_of, micro
 from pase.ir.blocks import mixes_examples
 from pase.machine import mesh_from
-from pase.models import resolve
-from pase.problem import Problem
 from pase.tables.layouts import configs
-from pase.variants import Variant, variants
 
 S = jax.ShapeDtypeStruct
 WIDE = (S((8, 16), "float32"), S((4096, 8), "float32"))

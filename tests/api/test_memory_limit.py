@@ -5,12 +5,12 @@ import pytest
 
 import pase
 from pase.commands.options import parse_bytes
+from pase.compiler.problem import Problem
+from pase.compiler.resolve import resolve
 from pase.errors import Infeasible, PaseError
 from pase.machine import mesh_from
-from pase.models import resolve
+from pase.memory.account import memory, profile
 from pase.plan.itemize import collectives
-from pase.plan.memory import memory, profile
-from pase.problem import Problem
 
 MODEL = "zoo:gpt2?layers=2&batch=32&vocab=4096"
 

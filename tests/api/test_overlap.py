@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import pase
+from pase.compiler.problem import Problem
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
-from pase.problem import Problem
 from pase.tables.derive import node_work
 from pase.tables.layouts import configs
 

@@ -9,7 +9,7 @@ from pase.commands.compare import compare
 from pase.errors import PaseError
 from pase.machine import load
 from pase.machine.scale import scaled
-from pase.sensitivity import parse_range, sensitivity
+from pase.questions.sensitivity import parse_range, sensitivity
 
 MODEL, DEVICES = "zoo:mlp", 8
 

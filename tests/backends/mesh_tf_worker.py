@@ -202,8 +202,8 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
 
     from pase.backends import to_mesh_tf
     from pase.backends.mtf_run import run
+    from pase.compiler.problem import Problem
     from pase.frontends import from_tf
-    from pase.problem import Problem
     from tests.backends.plans import Case
 
     traced = from_tf.trace(loss, *specs)
@@ -250,9 +250,9 @@ def refused() -> dict[str, str]:
     import tensorflow as tf
 
     from pase.backends import to_mesh_tf
+    from pase.compiler.problem import Problem
     from pase.errors import PaseError
     from pase.frontends import from_tf
-    from pase.problem import Problem
     from tests.backends.plans import Case
 
     w = tf.Variable(tf.ones((8, 8)), name="w")

@@ -13,10 +13,10 @@ import numpy as np
 from pase import costmodels, machine, zoo
 from pase.backends.truth import Row, Step, compare, sharded_step, unsharded_step
 from pase.baselines import Baseline, baselines, masks
+from pase.compiler.problem import Problem
 from pase.frontends.from_jax import Traced, trace
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.plan.types import Plan
-from pase.problem import Problem
 from pase.tables.layouts import configs
 
 DEVICES = 8

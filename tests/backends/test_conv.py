@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pase.compiler.problem import Problem
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
-from pase.problem import Problem
 from pase.tables.layouts import configs
 
 DIMENSIONS = ("NHWC", "HWIO", "NHWC")

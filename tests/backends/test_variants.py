@@ -10,9 +10,9 @@ import pytest
 import pase
 from pase.backends.truth import compare as compare_bytes
 from pase.backends.truth import sharded_step, total_error, unsharded_step
+from pase.compiler.variants import Variant
 from pase.frontends.jax_blocks import blocks_of
 from pase.machine import mesh_from
-from pase.variants import Variant
 from tests.backends.plans import DearCompute, case_of, reduced
 
 KEYS = jax.random.split(jax.random.key(0), 4)

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.ops",
         "pase.machine",
         "pase.plan",
+        "pase.memory",
         "pase.frontends",
         "pase.tables",
         "pase.schedule",

@@ -11,11 +11,11 @@ import pytest
 
 import pase
 from pase import machine, zoo
+from pase.compiler.problem import Problem
+from pase.compiler.variants import Variant
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
-from pase.plan.peak import peak
-from pase.problem import Problem
-from pase.variants import Variant
+from pase.memory.course import peak
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "tpu_aot.json"
 

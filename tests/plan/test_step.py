@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from pase.baselines import Baseline, baselines
+from pase.compiler.problem import Problem
 from pase.frontends.from_jax import trace
 from pase.machine import Host, Mesh, load
 from pase.plan.step import COMPILED, EAGER, launches, on_host, step_time
-from pase.problem import Problem
 from pase.search.check import cost_of
 
 ROOT = Path(__file__).parents[2]

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pase.bridges.replan import as_measured, replan, what_if_bucket_plan
+from pase.bridges.trace_profile import problem_from_timeline
 from pase.errors import PaseError
-from pase.replan import as_measured, replan, what_if_bucket_plan
 from pase.replay import align, estimate, load, measure, replay_graph
 from pase.replay.graph import build_graph
 from pase.replay.types import COLLECTIVE, OPERATIONS
 from pase.replay.whatif import evaluate
 from pase.schedule import Block, BucketPlan, Curve, Link, Message, Piece, Problem, Tensor, whole
 from pase.schedule.load import parse_link
-from pase.trace_profile import problem_from_timeline
 from tests.replay.synthetic import Run, simulate, write
 
 GROWTH = 0.2

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import pase
+from pase.bridges.restrategy import _scaled, by_ratio, predicted
 from pase.cli import main
 from pase.errors import PaseError
 from pase.replay.graph import build_graph
 from pase.replay.types import COLLECTIVE, OPERATIONS
 from pase.replay.whatif import evaluate
-from pase.restrategy import _scaled, by_ratio, predicted
 from tests.replay.synthetic import Run, simulate, write
 
 

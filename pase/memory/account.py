@@ -1,7 +1,7 @@
 """Memory per device under a strategy: one definition, for the plan's account and for a search under a limit.
 
 Parameters are kept in their storage layout, gradients and optimizer state so too or split further (ZeRO-2).
-Activations are what backward needs (``pase.plan.residuals``), each once, in the layout it was written in, times the
+Activations are what backward needs (``pase.memory.residuals``), each once, in the layout it was written in, times the
 loop turns that make it; inside a rematerialised region only what enters it is kept, and while a region is
 recomputed, one turn of its inner tensors. Weights that a product reads gathered or cast are activations too, until
 its backward, except in a rematerialised region, which gathers them again. Buffers: what one op reads and makes,
@@ -19,8 +19,8 @@ import numpy as np
 from pase.ir import Graph, Node
 from pase.ir.blocks import turns_of
 from pase.machine import Mesh
+from pase.memory.residuals import kept, region_of
 from pase.plan.itemize import Collective
-from pase.plan.residuals import kept, region_of
 from pase.tables.derive import OPTIMIZERS
 from pase.tables.layouts import (
     PARTIAL,

@@ -1,7 +1,7 @@
 """What if a traced run sent its gradients under another bucket plan: the measured graph with other collectives in it.
 
-The collectives that `pase schedule TRACES` may move (see ``pase.trace_profile``) leave the graph; the plan's messages
-come in. Compute, launching threads, waits and all other collectives stay as they were measured.
+The collectives that `pase schedule TRACES` may move (see ``pase.bridges.trace_profile``) leave the graph; the plan's
+messages come in. Compute, launching threads, waits and all other collectives stay as they were measured.
 
 - A message waits for whatever the collectives that its pieces come from waited for, and for its launch: that of the
   piece that is ready last. The launches of the others cost nothing any more; each further part costs one more.
@@ -49,9 +49,9 @@ def what_if_bucket_plan(
     what the plan gains from what the fitted curve is off by. PaseError where a size is unknown, the policy delays
     updates, or ranks disagree; Infeasible where no collective leaves a choice.
     """
+    from pase.bridges.trace_profile import problem_from_timeline
     from pase.schedule.registry import Options, get_policy
     from pase.schedule.simulate import as_sequence, evaluate
-    from pase.trace_profile import problem_from_timeline
 
     chosen = get_policy(policy)
     problem = problem_from_timeline(t, links=links)

@@ -13,8 +13,8 @@ from pase.plan.itemize import Collective
 from pase.plan.types import NodePlan, Plan
 
 if TYPE_CHECKING:
+    from pase.compiler.problem import Problem
     from pase.frontends.registry import Traced
-    from pase.problem import Problem
 
 __all__ = ["Alternative", "Cause", "Explanation", "LayerReport", "WorkItem", "causes", "explain", "why"]
 
@@ -229,16 +229,16 @@ def _model_of(plan: Plan, model: str | None, say: Callable[[str], None]) -> Trac
     name = model if model is not None else plan.model if plan.model.startswith("zoo:") else None
     if name is None:
         return None
-    from pase.models import resolve
+    from pase.compiler.resolve import resolve
 
     say("tracing the model")
     return plan.with_model(resolve(name)).traced
 
 
 def _problem(plan: Plan, traced: Traced, machine: str | None) -> tuple[Problem | None, str]:
+    from pase.compiler.problem import Problem
+    from pase.compiler.variants import Variant
     from pase.machine import load
-    from pase.problem import Problem
-    from pase.variants import Variant
 
     try:
         there = load(machine if machine is not None else plan.machine)
@@ -383,7 +383,7 @@ def _work(plan: Plan, problem: Problem, v: int, chosen: int) -> tuple[WorkItem, 
 
 
 def _holds(plan: Plan, problem: Problem, v: int, chosen: int) -> dict[str, int]:
-    from pase.plan.memory import held
+    from pase.memory.account import held
 
     _, space = problem.tables(plan.mesh)
     out: dict[str, int] = {}

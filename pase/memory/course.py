@@ -1,6 +1,6 @@
 """Peak memory over the step's course, as a compiler that fuses light ops into products arrives at it (XLA for TPU).
 
-``pase.plan.memory`` sums what is kept and what is in flight, whenever it lives. Here a step has moments: the end of
+``pase.memory.account`` sums what is kept and what is in flight, whenever it lives. Here a step has moments: the end of
 forward, when all that is kept is there and the gradients of the last ops are made; the backward of each
 rematerialised region, when what was kept behind that region is gone, gradients are there, and one turn of the region
 is made again; and the end of backward. Results of exponentials that a fusion can make again from a kept operand are
@@ -21,9 +21,9 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op
 from pase.ir.blocks import turns_of
 from pase.machine import Machine, Mesh
+from pase.memory.account import Kind, Memory, memory
+from pase.memory.residuals import kept, region_of
 from pase.plan.itemize import Collective
-from pase.plan.memory import Kind, Memory, memory
-from pase.plan.residuals import kept, region_of
 from pase.tables.derive import OPTIMIZERS
 from pase.tables.layouts import dim_index, number, shards, state_index
 from pase.tables.tiles import padding

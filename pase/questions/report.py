@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from pase.explain import Explanation
 from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import Plan, TensorPlan
+from pase.questions.explain import Explanation
 
 __all__ = ["report_page"]
 

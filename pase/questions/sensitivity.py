@@ -14,8 +14,8 @@ from pase.errors import PaseError
 from pase.machine.scale import QUANTITIES, scaled
 
 if TYPE_CHECKING:
+    from pase.compiler.problem import Problem
     from pase.machine import CostModel, Machine, Mesh
-    from pase.problem import Problem
 
 __all__ = ["Point", "Range", "parse_range", "sensitivity"]
 

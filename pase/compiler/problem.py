@@ -9,19 +9,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pase.compiler.variants import Variant, graph_of
 from pase.errors import Infeasible, PaseError
 from pase.ir.garbage import uncollected
-from pase.variants import Variant, graph_of
 
 if TYPE_CHECKING:
     import numpy as np
 
     from pase.baselines import Baseline, Skipped
+    from pase.compiler.overlap import Hiding
     from pase.frontends.registry import Traced
     from pase.ir import Graph, Node
     from pase.machine import CostModel, Machine, Mesh
-    from pase.overlap import Hiding
-    from pase.plan.memory import Memory
+    from pase.memory.account import Memory
     from pase.plan.types import Plan
     from pase.search import MemoryProfile, Solution
     from pase.tables import CostTables
@@ -119,7 +119,7 @@ class Problem:
         self, over: Sequence[Mesh], say: Progress, seconds: dict[str, float], so_far: Found | None = None
     ) -> Found:
         """The best strategy over these meshes (and over those that ``so_far`` is the best of)."""
-        from pase.overlap import solve_hiding
+        from pase.compiler.overlap import solve_hiding
         from pase.search import solve
 
         best = so_far
@@ -158,20 +158,20 @@ class Problem:
 
     def memory_of(self, configs: Mapping[str, np.ndarray], mesh: Mesh) -> Memory:
         """What a strategy needs on a device: node name -> int8 [axes]."""
+        from pase.memory.course import needs
         from pase.plan.itemize import collectives
-        from pase.plan.peak import needs
 
         moved = collectives(self.graph, mesh, configs, self.model)
         return needs(self.graph, mesh, configs, moved, self.optimizer, self.machine)
 
     def profile(self, mesh: Mesh, spaces: Sequence[np.ndarray], limit_bytes: float) -> MemoryProfile:
         """The limit as the search takes it, by the account that holds for the machine; buffers left out."""
-        from pase.plan import memory, peak
+        from pase.memory import account, course
 
         if self.machine.fuses_products:
             tile = self.machine.device.memory_tile
-            return peak.profile(self.graph, mesh, spaces, limit_bytes, self.optimizer, tile)
-        return memory.profile(self.graph, mesh, spaces, limit_bytes, self.optimizer)
+            return course.profile(self.graph, mesh, spaces, limit_bytes, self.optimizer, tile)
+        return account.profile(self.graph, mesh, spaces, limit_bytes, self.optimizer)
 
     def least_memory(self, mesh: Mesh) -> float:
         """A lower bound on what any strategy on this mesh needs, buffers left out."""
@@ -185,7 +185,7 @@ class Problem:
     def baselines(self) -> tuple[list[Baseline], list[Skipped]]:
         """What people do by hand, on this graph, and what does not apply to it."""
         from pase.baselines import Baseline, baselines
-        from pase.overlap import exposed
+        from pase.compiler.overlap import exposed
 
         made = baselines(self.graph, self.devices, self.machine, self.model, tables_of=self.tables)
         given = [b for b in made if isinstance(b, Baseline)]
@@ -195,7 +195,7 @@ class Problem:
 
     def hiding(self, mesh: Mesh) -> Hiding:
         """Tables in which gradients hide behind backward, built once per mesh."""
-        from pase.overlap import hiding
+        from pase.compiler.overlap import hiding
 
         if mesh.sizes not in self._hiding:
             self._hiding[mesh.sizes] = hiding(self.graph, mesh, self.model, self.optimizer)
@@ -260,8 +260,8 @@ class Problem:
 
     def plan_of(self, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced) -> Plan:
         """The plan of a strategy that was not searched for (a baseline, a transferred one), priced alike."""
+        from pase.compiler.overlap import exposed
         from pase.ir import digest
-        from pase.overlap import exposed
         from pase.plan.assemble import assemble
         from pase.plan.itemize import collectives, node_costs
 

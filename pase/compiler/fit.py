@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pase.compiler.variants import Variant
 from pase.errors import Infeasible
-from pase.variants import Variant
 
 if TYPE_CHECKING:
+    from pase.compiler.problem import Found, Problem
     from pase.frontends.registry import Traced
     from pase.machine import Mesh
-    from pase.problem import Found, Problem
     from pase.search import Solution
     from pase.search.types import MemoryProfile
     from pase.tables import CostTables
@@ -83,7 +83,7 @@ def fit(
     any strategy has in flight set aside, the search gives a bound; where its answer has more in flight, that much, and
     parts of it, are set aside in turn, and configs of nodes that alone have more are left out.
     """
-    from pase.plan.memory import in_flight_at_least
+    from pase.memory.account import in_flight_at_least
 
     start = time.perf_counter()
     bound_of = free.bounds
@@ -141,7 +141,7 @@ def _solved(
     time_limit: float,
 ) -> Solution:  # fmt: skip
     """The mesh's tables solved under the limit; without: bytes in flight by config, and how many are too many."""
-    from pase.overlap import solve_hiding
+    from pase.compiler.overlap import solve_hiding
     from pase.search import solve
 
     def one(tables: CostTables, seconds: float) -> Solution:

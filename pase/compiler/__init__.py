@@ -1,0 +1,1 @@
+"""From a model and its options to the cheapest plan: resolve, options, problem, variants, fit, overlap."""
