@@ -22,14 +22,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
-from pase.frontends import (  # the rules register themselves
-    onnx_rules_index,  # noqa: F401
-    onnx_rules_math,  # noqa: F401
-    onnx_rules_nn,  # noqa: F401
-    onnx_rules_recurrent,  # noqa: F401
-    onnx_rules_shape,  # noqa: F401
-    registry,
-)
+from pase.frontends import registry
 from pase.frontends.onnx_control import CONTROL, apart_value, captures
 from pase.frontends.onnx_fold import fold
 from pase.frontends.onnx_model import Model, dtype_name, load, ordered
@@ -380,3 +373,6 @@ def _source(n: Any) -> str:
             own = [f for f in frames if "/torch/" not in f[0]] or frames
             return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
     return ""
+
+
+registry.FRONTENDS.add("onnx", registry.Frontend(reads=reads, trace=trace, coverage=coverage))

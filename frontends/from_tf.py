@@ -51,7 +51,7 @@ class Traced(registry.Traced):
 
 def coverage() -> dict[str, list[str]]:
     """loop nest -> ops, for ``pase ops``."""
-    out = registry.by_nest(RULES | LISTS)
+    out = registry.by_nest({**RULES, **LISTS})
     out["elementwise"] = sorted({*out.get("elementwise", ()), *ELEMENTWISE} - PASSED_ON)
     out["no work"] = sorted({*out.get("no work", ()), *PASSED_ON})
     return out | {"call, inlined": sorted(CALLS), "loop": sorted(k for k in REGIONS if "While" in k),
@@ -155,3 +155,6 @@ def _whole(spec: Spec) -> tuple[int, ...]:
     if any(s is None for s in spec.shape):
         raise PaseError(f"'{spec.name}' has shape {spec.shape}: pase needs static shapes")
     return tuple(s for s in spec.shape if s is not None)
+
+
+registry.FRONTENDS.add("tensorflow", registry.Frontend(reads=reads, trace=trace, coverage=coverage))

@@ -9,11 +9,15 @@ from typing import Any
 from pase.ir import Size, Tensor, parse_size
 from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests
+from pase.registry import Registry
 
 __all__ = ["ELEMENTWISE", "RULES", "lowers"]
 
 Rule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]]
-RULES: dict[str, Rule] = {}
+"""Of an equation and its operands' tensors (None: a literal) makes one tensor per result."""
+
+RULES: Registry[Rule] = Registry("rule for JAX primitive")
+lowers = RULES.register
 
 # FLOPs a point. Transcendentals are counted as on a GPU's special-function path, about ten simple operations.
 _SIMPLE = "neg abs sign not add sub mul max min and or xor add_any square real imag conj complex"
@@ -44,17 +48,6 @@ ELEMENTWISE: dict[str, tuple[float, bool]] = {
     "stop_gradient": (0.0, False),
 }
 """primitive -> (FLOPs a point, differentiable)."""
-
-
-def lowers(*primitives: str) -> Callable[[Rule], Rule]:
-    """Register the rule for these primitives. A rule returns one tensor per result of the equation."""
-
-    def register(rule: Rule) -> Rule:
-        for p in primitives:
-            RULES[p] = rule
-        return rule
-
-    return register
 
 
 def _shape(var: Any) -> tuple[Size, ...]:

@@ -13,12 +13,14 @@ from dataclasses import replace
 import numpy as np
 
 from pase.frontends.onnx_values import Call, Value, known
+from pase.registry import Registry
 
 __all__ = ["ELEMENTWISE", "RULES", "Result", "Rule", "lowers", "nothing"]
 
 Result = "Value | Sequence[Value | None]"
 Rule = Callable[[Call], "Value | Sequence[Value | None]"]
-RULES: dict[str, Rule] = {}
+RULES: Registry[Rule] = Registry("rule for ONNX op", package="pase.frontends", prefix="onnx_rules")
+lowers = RULES.register
 """Op (with "domain:" before it where that is not ai.onnx) -> rule."""
 
 _SIMPLE = "Abs Neg Add Sub Mul Max Min Sum Relu"
@@ -56,17 +58,6 @@ _BOOL = {
     "IsNaN",
     "IsInf",
 }
-
-
-def lowers(*ops: str) -> Callable[[Rule], Rule]:
-    """Register the rule for these ops."""
-
-    def register(rule: Rule) -> Rule:
-        for op in ops:
-            RULES[op] = rule
-        return rule
-
-    return register
 
 
 def nothing(shape: Sequence[int], dtype: str) -> Value:
@@ -111,7 +102,7 @@ def _aligned(c: Call, x: Value, y: Value) -> Value:
 
 
 for _op in ELEMENTWISE:
-    RULES[_op] = _elementwise
+    RULES.add(_op, _elementwise)
 
 
 @lowers("Identity", "Optional", "OptionalGetElement", "com.microsoft:Identity")

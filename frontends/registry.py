@@ -1,32 +1,26 @@
-"""The frontends: which of them reads a model, and what each hands on. A new one is one line of ``MODULES``.
+"""The frontends: which of them reads a model, and what each hands on.
 
-A frontend is a module ``frontends/from_<name>.py`` with three functions, and imports its framework inside of
-functions only:
-
-- ``reads(model) -> bool``: is the model of this kind? Asked often, so cheap: by suffix, by the name of the
-  object's type or of its module (``type_names``), never by importing the framework;
-- ``trace(model, *args, name, unknown, dims) -> Traced``: lower it. ``args`` is what the user gave after the
-  model (example arguments, for JAX). ``dims`` binds symbolic sizes by name; a name that the model does not have
-  is an error (``check_dims``);
-- ``coverage() -> {loop nest: [the framework's ops]}`` for ``pase ops``; ``by_nest`` derives it from the rules.
+A frontend is a module ``frontends/from_<name>.py``, found by itself, that registers one ``Frontend`` in ``FRONTENDS``
+and imports its framework inside of functions only.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pase.errors import PaseError
+from pase.registry import Registry
 
 if TYPE_CHECKING:
     from pase.ir import Graph
 
 __all__ = [
-    "MODULES",
+    "FRONTENDS",
     "Dims",
+    "Frontend",
     "Traced",
     "Unknown",
     "UnknownOp",
@@ -40,13 +34,6 @@ __all__ = [
 
 Unknown = Literal["error", "replicate"]
 Dims = Mapping[str, int]
-
-MODULES: dict[str, str] = {
-    "onnx": "pase.frontends.from_onnx",
-    "tensorflow": "pase.frontends.from_tf",
-    "jax": "pase.frontends.from_jax",  # any callable: asked last
-}
-"""name -> module, in the order in which they are asked. One whose file is not there is left out."""
 
 
 class UnknownOp(PaseError):
@@ -67,18 +54,30 @@ class Traced:
         return self.graph.meta["frontend"]
 
 
-def _modules() -> Iterable[tuple[str, ModuleType]]:
-    for name, module in MODULES.items():
-        try:
-            yield name, importlib.import_module(module)
-        except ModuleNotFoundError as e:
-            if e.name != module:
-                raise
+@dataclass(frozen=True, kw_only=True)
+class Frontend:
+    """How the models of one framework are read.
+
+    reads: is the model of this kind? Asked often, so cheap: by suffix, by the name of the object's type or of its
+        module (``type_names``), never by importing the framework.
+    trace: lower it; called as ``trace(model, *args, name=, unknown=, dims=)``. args: what the user gave after the
+        model (example arguments, for JAX). dims: integers for symbolic sizes by name; a name that the model does not
+        have is an error (``check_dims``).
+    coverage: loop nest -> the framework's ops, for ``pase ops``; ``by_nest`` derives it from the rules.
+    """
+
+    reads: Callable[[Any], bool]
+    trace: Callable[..., Traced]
+    coverage: Callable[[], dict[str, list[str]]]
 
 
-def frontend_of(model: Any) -> ModuleType | None:
+FRONTENDS: Registry[Frontend] = Registry("frontend", package="pase.frontends", prefix="from_")
+"""In the order in which they are asked: one that reads any callable has a higher rank than those that look closer."""
+
+
+def frontend_of(model: Any) -> Frontend | None:
     """The frontend that reads this model; None where none does."""
-    return next((module for _, module in _modules() if module.reads(model)), None)
+    return next((f for f in FRONTENDS.values() if f.reads(model)), None)
 
 
 def trace(
@@ -89,14 +88,13 @@ def trace(
     unknown: at an op without a rule: "error", or "replicate" (it may not be split).
     dims: integers for symbolic sizes.
     """
-    module = frontend_of(model)
-    if module is None:
-        kinds = ", ".join(n for n, _ in _modules())
+    frontend = frontend_of(model)
+    if frontend is None:
+        kinds = ", ".join(FRONTENDS)
         raise PaseError(
             f"no frontend reads a {type(model).__module__}.{type(model).__name__}; there are frontends for {kinds}"
         )
-    traced: Traced = module.trace(model, *args, name=name, unknown=unknown, dims=dims)
-    return traced
+    return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims)
 
 
 def check_dims(dims: Dims | None, known: Iterable[str], model: str) -> dict[str, int]:
@@ -119,7 +117,7 @@ def type_names(model: Any) -> set[str]:
 
 def coverage() -> dict[str, dict[str, list[str]]]:
     """frontend -> loop nest -> the framework's ops that become it."""
-    return {name: module.coverage() for name, module in _modules()}
+    return {name: frontend.coverage() for name, frontend in FRONTENDS.items()}
 
 
 def by_nest(rules: Mapping[str, Callable[..., Any]]) -> dict[str, list[str]]:

@@ -11,19 +11,12 @@ from pase.frontends.tf_rules_shape import pack, take
 from pase.frontends.tf_values import Call, Known, TensorList, Value
 from pase.ir import Tensor
 from pase.ops import loops, nests
+from pase.registry import Registry
 
 __all__ = ["LISTS"]
 
-LISTS: dict[str, Callable[[Call], Sequence[Value]]] = {}
-
-
-def _list(*ops: str) -> Callable[[Callable[[Call], Sequence[Value]]], Callable[[Call], Sequence[Value]]]:
-    def register(f: Callable[[Call], Sequence[Value]]) -> Callable[[Call], Sequence[Value]]:
-        for op in ops:
-            LISTS[op] = f
-        return f
-
-    return register
+LISTS: Registry[Callable[[Call], Sequence[Value]]] = Registry("rule for TensorFlow list op")
+_list = LISTS.register
 
 
 def _operand(c: Call, i: int = 0) -> TensorList:

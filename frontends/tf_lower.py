@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
-from pase.frontends import tf_rules_nn, tf_rules_rnn, tf_rules_shape
 from pase.frontends.registry import Unknown, UnknownOp
 from pase.frontends.tf_graph import CALLS, TfBody, TfGraph, TfNode, dtype_name, static_shape
 from pase.frontends.tf_known import constant, evaluate
@@ -33,10 +32,6 @@ from pase.ir import Tensor
 from pase.ops import GraphBuilder
 
 __all__ = ["PASSED_ON", "Lower"]
-
-_RULE_MODULES = (tf_rules_nn, tf_rules_rnn, tf_rules_shape)
-"""Imported for the rules that they register."""
-
 
 _LOOKS_BEHIND = frozenset(
     {

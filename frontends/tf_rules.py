@@ -13,22 +13,15 @@ import numpy as np
 from pase.frontends.tf_values import Call, Known, Reshaped, Value, elements
 from pase.ir import Tensor
 from pase.ops import nests
+from pase.registry import Registry
 
 __all__ = ["ELEMENTWISE", "RULES", "Rule", "broadcast_shape", "elementwise", "lowers", "opaque", "product_of"]
 
 Rule = Callable[[Call], Sequence[Value]]
-RULES: dict[str, Rule] = {}
+"""Returns one value per output of the node."""
 
-
-def lowers(*ops: str) -> Callable[[Rule], Rule]:
-    """Register the rule for these ops. A rule returns one value per output of the node."""
-
-    def register(rule: Rule) -> Rule:
-        for op in ops:
-            RULES[op] = rule
-        return rule
-
-    return register
+RULES: Registry[Rule] = Registry("rule for TensorFlow op", package="pase.frontends", prefix="tf_rules")
+lowers = RULES.register
 
 
 _SIMPLE = (

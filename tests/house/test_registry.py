@@ -1,0 +1,77 @@
+"""The one registry class: what it refuses, in which order it answers, and how it finds a package's modules."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pase.errors import PaseError
+from pase.registry import Registry
+
+
+def test_a_name_is_given_once() -> None:
+    registry: Registry[int] = Registry("thing")
+    registry.add("a", 1)
+    with pytest.raises(ValueError, match="thing 'a' is registered twice"):
+        registry.register("b", "a")(2)
+    assert (
+        registry["a"] == 1 and "c" not in registry and registry.get("c") is None and registry.get("c", 3) == 3
+    )
+
+
+def test_an_unknown_name_is_told_what_there_is() -> None:
+    registry: Registry[int] = Registry("machine")
+    with pytest.raises(PaseError, match=r"no machine 'h200'; there are: none$"):
+        registry["h200"]
+    registry.add("h100", 1)
+    registry.add("tpu", 2)
+    with pytest.raises(PaseError, match=r"no machine 'h10'; there are: h100, tpu \(did you mean 'h100'\?\)"):
+        registry["h10"]
+
+
+def test_members_come_by_rank_then_in_order() -> None:
+    registry: Registry[int] = Registry("thing")
+    registry.add("last", 0, rank=1)
+    registry.add("b", 1)
+    registry.add("a", 2)
+    assert list(registry.items()) == [("b", 1), ("a", 2), ("last", 0)] and len(registry) == 3
+    registry.remove("b")
+    assert list(registry) == ["a", "last"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package with a registry, two modules that register and one that is none of its business."""
+    folder = tmp_path / "things_of_a_test"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        "from pase.registry import Registry\n"
+        "THINGS = Registry('thing', package='things_of_a_test', prefix='of_')\n"
+    )
+    for name in ("z", "a"):
+        (folder / f"of_{name}.py").write_text(
+            f"from things_of_a_test import THINGS\nTHINGS.add('{name}', '{name}')\n"
+        )
+    (folder / "other.py").write_text("raise AssertionError('not asked for')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "things_of_a_test"
+    for module in [m for m in sys.modules if m.startswith("things_of_a_test")]:
+        del sys.modules[module]
+
+
+def test_a_new_file_is_all_that_a_new_member_takes(package: str, tmp_path: Path) -> None:
+    (tmp_path / package / "of_new.py").write_text(f"from {package} import THINGS\nTHINGS.add('new', 'new')\n")
+    from things_of_a_test import THINGS, of_z  # noqa: F401
+
+    assert list(THINGS) == ["a", "new", "z"]  # although z came first
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_each_time(package: str, tmp_path: Path) -> None:
+    (tmp_path / package / "of_broken.py").write_text("import a_module_that_is_nowhere\n")
+    from things_of_a_test import THINGS
+
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="a_module_that_is_nowhere"):
+            THINGS["a"]
