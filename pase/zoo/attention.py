@@ -6,7 +6,8 @@ annotation and no reshape stands in its way. Parameters are float32 and cast whe
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pase.errors import PaseError
 from pase.zoo.layers import bias, ones, weight
 
 __all__ = [
+    "Attend",
     "attend",
     "attention",
     "attention_leaves",
@@ -22,11 +24,16 @@ __all__ = [
     "causal_mask",
     "feed_forward",
     "feed_forward_leaves",
+    "fused_attend",
     "norm_leaves",
+    "the_attend",
 ]
 
+Attend = Callable[..., jax.Array]
+"""(q, k, v, *, causal) -> y: queries [b, q, heads, k]; keys and values [b, s, kv heads, k]; y like q."""
 
-def attention(x: jax.Array, memory: jax.Array, p: Any, *, causal: bool = False) -> jax.Array:
+
+def attention(x: jax.Array, memory: jax.Array, p: Any, attend: Attend, *, causal: bool = False) -> jax.Array:
     """Queries from x [b, q, d], keys and values from memory [b, s, d] (x itself: self-attention)."""
     q = _project(x, p, "q")
     k = _project(memory, p, "k")
@@ -46,6 +53,17 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Arr
     if causal:
         scores = jnp.where(causal_mask(scores.shape[-2:]), scores, -1e30)
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
+
+
+def fused_attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """The same by JAX's own attention: on a GPU the fused kernel of cuDNN, elsewhere what XLA makes of it."""
+    kernel: Literal["cudnn"] | None = "cudnn" if jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=kernel)
+
+
+def the_attend(name: str) -> Attend:
+    """The attention that a model's setting names: ``plain`` or ``fused``."""
+    return {"plain": attend, "fused": fused_attend}[name]
 
 
 def causal_mask(shape: tuple[int, ...]) -> jax.Array:

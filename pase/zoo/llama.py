@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.attention import causal_mask
+from pase.zoo.attention import Attend, causal_mask, fused_attend
 from pase.zoo.layers import (
     Built,
     cross_entropy,
@@ -51,15 +51,27 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def grouped_attention(x: jax.Array, p: Any, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def grouped_attention(x: jax.Array, p: Any, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
     """Causal self-attention of x [b, s, d]; letters: h key-value head, g query of its group, k head_dim."""
     q = rotate(jnp.einsum("bsd,dhgk->bshgk", x, p["wq"].astype(x.dtype)), cos, sin)
     k = rotate(jnp.einsum("bsd,dhk->bshk", x, p["wk"].astype(x.dtype)), cos, sin)
     v = jnp.einsum("bsd,dhk->bshk", x, p["wv"].astype(x.dtype))
-    scores = jnp.einsum("bqhgk,bshk->bhgqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    scores = jnp.where(causal_mask(scores.shape[-2:]), scores, -1e30)
-    y = jnp.einsum("bhgqs,bshk->bqhgk", jax.nn.softmax(scores, axis=-1).astype(x.dtype), v)
+    y = attend(q, k, v, causal=True)
     return jnp.einsum("bqhgk,hgkd->bqd", y, p["wo"].astype(x.dtype))
+
+
+def attend_grouped(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """softmax(q kᵀ / √head_dim) v for q [b, q, h, g, k] and k, v [b, s, h, k]; the softmax is in float32."""
+    scores = jnp.einsum("bqhgk,bshk->bhgqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    if causal:
+        scores = jnp.where(causal_mask(scores.shape[-2:]), scores, -1e30)
+    return jnp.einsum("bhgqs,bshk->bqhgk", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
+
+
+def fused_grouped(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """The same by JAX's own attention, which finds a query's group by its head's number."""
+    b, s, h, g, d = q.shape
+    return fused_attend(q.reshape(b, s, h * g, d), k, v, causal=causal).reshape(q.shape)
 
 
 def gated_forward(x: jax.Array, p: Any) -> jax.Array:
@@ -87,6 +99,7 @@ def _language_model(
     layers: int,
     vocab: int,
     dtype: str,
+    attention: str,
     scan: int,
     remat: int,
     d: int,
@@ -96,13 +109,14 @@ def _language_model(
     theta: float,
 ) -> Built:
     """The decoder around a feed-forward layer; embedding and output are two tables."""
+    attend = {"plain": attend_grouped, "fused": fused_grouped}[attention]
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         tokens = batch["tokens"]
         cos, sin = rotary(tokens.shape[1], head_dim, theta)
 
         def block(x: jax.Array, p: Any) -> jax.Array:
-            x = x + grouped_attention(rms_norm(x, p["norm1"]), p["attention"], cos, sin)
+            x = x + grouped_attention(rms_norm(x, p["norm1"]), p["attention"], cos, sin, attend)
             return x + forward(rms_norm(x, p["norm2"]), p["ff"])
 
         x = lookup(params["embedding"], tokens, dtype)

@@ -15,7 +15,8 @@ from pase.zoo.catalog import ENTRIES, Entry, Setting
 
 __all__ = ["ZooModel", "entry", "get", "names", "reduced"]
 
-_DTYPES = ("bfloat16", "float16", "float32")
+_WORDS = {"dtype": ("bfloat16", "float16", "float32"), "attention": ("plain", "fused")}
+"""Settings that are words, with those that each may be."""
 _FLAGS = ("remat", "scan")
 _LARGEST = 2**31 - 1
 
@@ -142,7 +143,7 @@ def _parse(model: str, keywords: Mapping[str, Setting]) -> tuple[Entry, dict[str
 
 
 def _value(found: Entry, key: str, raw: Setting) -> Setting:
-    """One setting, checked: an integer of at least 1 (a flag: 0 or 1), or a dtype's name."""
+    """One setting, checked: an integer of at least 1 (a flag: 0 or 1), or one of a few words."""
     if key not in found.settings:
         have = ", ".join(f"{name}={default}" for name, default in found.settings.items())
         raise PaseError(
@@ -150,9 +151,9 @@ def _value(found: Entry, key: str, raw: Setting) -> Setting:
             f"{_suggest(key, found.settings)} It has: {have}."
         )
     where = f"{found.name}: {key}={raw}"
-    if key == "dtype":
-        if raw not in _DTYPES:
-            raise PaseError(f"{where} is no compute dtype of the zoo; choose one of {', '.join(_DTYPES)}.")
+    if key in _WORDS:
+        if raw not in _WORDS[key]:
+            raise PaseError(f"{where} is not a setting of the zoo; choose one of {', '.join(_WORDS[key])}.")
         return raw
     try:
         value = int(raw) if isinstance(raw, str | bool) else raw.__index__()

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.attention import attention, attention_leaves, feed_forward, feed_forward_leaves, norm_leaves
+from pase.zoo.attention import attention as multi_head
+from pase.zoo.attention import attention_leaves, feed_forward, feed_forward_leaves, norm_leaves, the_attend
 from pase.zoo.layers import Built, cross_entropy, integers, layer_norm, lookup, normal, repeat, run_layers
 
 __all__ = ["positions", "seq2seq"]
@@ -28,6 +29,7 @@ def seq2seq(
     layers: int,
     vocab: int,
     dtype: str,
+    attention: str,
     scan: int,
     remat: int,
     d: int,
@@ -39,8 +41,10 @@ def seq2seq(
     One table serves both embeddings and the output (section 3.4 of the paper).
     """
 
+    attend = the_attend(attention)
+
     def encode(x: jax.Array, p: Any) -> jax.Array:
-        x = layer_norm(x + attention(x, x, p["attention"]), p["norm1"])
+        x = layer_norm(x + multi_head(x, x, p["attention"], attend), p["norm1"])
         return layer_norm(x + feed_forward(x, p["ff"], jax.nn.relu), p["norm2"])
 
     def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -51,8 +55,8 @@ def seq2seq(
         memory = run_layers(encode, embed(table, batch["source"]), params["encoder"], scan=scan, remat=remat)
 
         def decode(x: jax.Array, p: Any) -> jax.Array:
-            x = layer_norm(x + attention(x, x, p["attention"], causal=True), p["norm1"])
-            x = layer_norm(x + attention(x, memory, p["cross"]), p["norm3"])
+            x = layer_norm(x + multi_head(x, x, p["attention"], attend, causal=True), p["norm1"])
+            x = layer_norm(x + multi_head(x, memory, p["cross"], attend), p["norm3"])
             return layer_norm(x + feed_forward(x, p["ff"], jax.nn.relu), p["norm2"])
 
         x = run_layers(decode, embed(table, batch["target"]), params["decoder"], scan=scan, remat=remat)

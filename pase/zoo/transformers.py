@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pase.errors import PaseError
-from pase.zoo.attention import attention, block_leaves, feed_forward, norm_leaves
+from pase.zoo.attention import attention as self_attention
+from pase.zoo.attention import block_leaves, feed_forward, norm_leaves, the_attend
 from pase.zoo.layers import (
     Built,
     bias,
@@ -37,6 +38,7 @@ def gpt(
     layers: int,
     vocab: int,
     dtype: str,
+    attention: str,
     scan: int,
     remat: int,
     d: int,
@@ -48,9 +50,11 @@ def gpt(
     ``context`` positions are stored; a longer ``seq`` stores as many as it needs.
     """
 
+    attend = the_attend(attention)
+
     def block(x: jax.Array, p: Any) -> jax.Array:
         y = layer_norm(x, p["norm1"])
-        x = x + attention(y, y, p["attention"], causal=True)
+        x = x + self_attention(y, y, p["attention"], attend, causal=True)
         return x + feed_forward(layer_norm(x, p["norm2"]), p["ff"], jax.nn.gelu)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -79,6 +83,7 @@ def bert(
     layers: int,
     vocab: int,
     dtype: str,
+    attention: str,
     scan: int,
     remat: int,
     d: int,
@@ -90,8 +95,10 @@ def bert(
     ``batch["mask"]`` is 1 where a token is to be predicted; logits are tied to the token embedding.
     """
 
+    attend = the_attend(attention)
+
     def block(x: jax.Array, p: Any) -> jax.Array:
-        x = layer_norm(x + attention(x, x, p["attention"]), p["norm1"], eps=1e-12)
+        x = layer_norm(x + self_attention(x, x, p["attention"], attend), p["norm1"], eps=1e-12)
         return layer_norm(x + feed_forward(x, p["ff"], _gelu), p["norm2"], eps=1e-12)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -147,6 +154,7 @@ def vit(
     layers: int,
     classes: int,
     dtype: str,
+    attention: str,
     scan: int,
     remat: int,
     d: int,
@@ -158,9 +166,11 @@ def vit(
         raise PaseError(f"image={image} is no multiple of the model's patches of {patch} pixels.")
     patches = (image // patch) ** 2
 
+    attend = the_attend(attention)
+
     def block(x: jax.Array, p: Any) -> jax.Array:
         y = layer_norm(x, p["norm1"], eps=1e-6)
-        x = x + attention(y, y, p["attention"])
+        x = x + self_attention(y, y, p["attention"], attend)
         return x + feed_forward(layer_norm(x, p["norm2"], eps=1e-6), p["ff"], _gelu)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:

@@ -14,7 +14,7 @@ import pytest
 from pase.zoo.attention import attend
 from pase.zoo.convolution import average_pool, batch_norm, conv, max_pool
 from pase.zoo.layers import arrays, cross_entropy, layer_norm, lookup, normal, token_loss
-from pase.zoo.llama import grouped_attention, rms_norm, rotary, rotate
+from pase.zoo.llama import attend_grouped, fused_grouped, grouped_attention, rms_norm, rotary, rotate
 from pase.zoo.moe import expert_leaves, experts_forward, slots
 from pase.zoo.rnn import lstm
 from pase.zoo.seq2seq import positions
@@ -51,7 +51,8 @@ def test_grouped_attention_is_dot_product_attention_with_shared_heads() -> None:
         y = jax.nn.dot_product_attention(rotate(q, cos, sin), rotate(keys, cos, sin), values, is_causal=True)
         return jnp.einsum("bshk,hkd->bsd", y, p["wo"].reshape(heads * group, k, d))
 
-    close(jax.jit(grouped_attention)(x, p, cos, sin), reference(x), 1e-4)
+    for function in (attend_grouped, fused_grouped):
+        close(jax.jit(partial(grouped_attention, attend=function))(x, p, cos, sin), reference(x), 1e-4)
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:

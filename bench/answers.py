@@ -1,0 +1,197 @@
+"""Every answer that a change of the code's structure must leave alone, written down; and two such files compared.
+
+    python bench/answers.py write FILE [--parts zoo,search,schedule,replay] [--data ../shared/data]
+    python bench/answers.py compare BEFORE AFTER     # exit status 1 where they differ
+
+``write`` puts into FILE, through the public commands alone, so that one script serves two versions: each zoo model's
+layout for 8, 32 and 64 devices (cost, bound, memory by kind, strategy, collectives, baselines), the cost of each
+instance that ``--data`` has, the bucket plans of all policies on three layouts, and replays of the traces. Numbers are
+compared to a relative 1e-9. Seconds spent are kept beside the answers and never compared, but their sums are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from provenance import ROOT, save
+
+DEVICES = (8, 32, 64)
+SCHEDULED = ("gpt2", "vgg19", "resnet101")
+REPLAYED = (
+    "jaxtoolbox_pax_fsdp4",
+    "hta/nccl_parser_config_nccl_data.json.gz",
+    "hta/trace_diff_control_control.json.gz",
+)
+
+
+def digest(value: object) -> str:
+    """Twelve letters that stand for a value of JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def pase(*arguments: object) -> dict[str, Any]:
+    """What a command prints with --json, and the seconds of CPU it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    command = [sys.executable, "-m", "pase.cli", *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        return {"exit": done.returncode, "error": done.stderr.strip()[-300:]}
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    return {**json.loads(done.stdout), "cpu_s": seconds}
+
+
+def layout_answer(layout: dict[str, Any]) -> dict[str, Any]:
+    """What of a layout must not change; names of nodes and tensors may."""
+    cost = layout["cost"]
+    strategy = sorted(
+        [n["einsum"], sorted(map(str, n["sizes"].values())), sorted(n["split"].items()), n["times"]]
+        for n in layout["strategy"]
+    )
+    moved = sorted([c["kind"], c["axes"], c["bytes"], c["times"], c["phase"]] for c in layout["collectives"])
+    return {
+        "cost": cost["total"],
+        "bound": cost["bound"],
+        "optimal": cost["optimal"],
+        "mesh": layout["mesh"],
+        "memory": layout["memory"],
+        "baselines": cost["baselines"],
+        "nodes": len(strategy),
+        "strategy": digest([[s[1], [v for _, v in s[2]], s[3]] for s in strategy]),
+        "collectives": digest(moved),
+        "bytes": sum(c["bytes"] * c["times"] for c in layout["collectives"]),
+    }
+
+
+def zoo_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pase as package
+    from pase import zoo
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in zoo.names():
+            for devices in DEVICES:
+                plan = package.compile(f"zoo:{name}", devices=devices)
+                file = Path(folder) / f"{name}.{devices}.json"
+                plan.save(file)
+                layout = json.loads(file.read_text())
+                seconds = {f"{k}_s": v for k, v in layout["seconds"].items()}
+                yield f"{name} {devices}", layout_answer(layout) | {"seconds": seconds}
+
+
+def search_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in sorted((data / "pase_instances").glob("*.json")):
+        found = pase("solve", file)
+        yield (
+            file.stem,
+            {k: found.get(k) for k in ("cost", "bound", "optimal", "error")}
+            | {"seconds": {"cpu_s": found.get("cpu_s", 0.0)}},
+        )
+
+
+def schedule_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in SCHEDULED:
+            file = Path(folder) / f"{name}.json"
+            pase("compile", f"zoo:{name}", "--devices", 32, "-o", file)
+            found = pase("schedule", file, "--policy", "all")
+            yield name, {"seconds": {"cpu_s": found.pop("cpu_s", 0.0)}, "answer": numbers(found)}
+
+
+def replay_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in REPLAYED:
+        found = pase("replay", data / "traces" / name)
+        yield name, {"seconds": {"cpu_s": found.pop("cpu_s", 0.0)}, "answer": numbers(found)}
+
+
+def numbers(value: Any) -> Any:
+    """A JSON value without what tells only of this run."""
+    if isinstance(value, dict):
+        return {
+            k: numbers(v) for k, v in value.items() if not k.startswith(("seconds", "cpu", "path", "file"))
+        }
+    return [numbers(v) for v in value] if isinstance(value, list) else value
+
+
+PARTS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]] = {
+    "zoo": zoo_answers,
+    "search": search_answers,
+    "schedule": schedule_answers,
+    "replay": replay_answers,
+}
+
+
+def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
+    """A line for each place where two answers differ; ``seconds`` are left out."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys([*before, *after]):
+            if key != "seconds":
+                yield from differences(before.get(key), after.get(key), f"{where} {key}")
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for i, (b, a) in enumerate(zip(before, after, strict=True)):
+            yield from differences(b, a, f"{where}[{i}]")
+    elif isinstance(before, float) and isinstance(after, float | int):
+        if not math.isclose(before, after, rel_tol=1e-9):
+            yield f"{where}: {before!r} -> {after!r}"
+    elif before != after:
+        yield f"{where}: {before!r} -> {after!r}"
+
+
+def total_seconds(part: dict[str, Any]) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for row in part.values():
+        for key, value in row["seconds"].items():
+            out[key] = out.get(key, 0.0) + value
+    return out
+
+
+def compare(before: Path, after: Path) -> int:
+    """Prints what differs and what each took; returns the number of differences."""
+    b, a = (json.loads(p.read_text())["answers"] for p in (before, after))
+    found = 0
+    for part in dict.fromkeys([*b, *a]):
+        lines = list(differences(b.get(part), a.get(part), part))
+        found += len(lines)
+        rows = len(b.get(part) or ())
+        print(f"{part}: {rows} answers, {len(lines)} differences")
+        print(*(f"  {line}" for line in lines[:60]), sep="\n")
+        if part in b and part in a:
+            old, new = total_seconds(b[part]), total_seconds(a[part])
+            print("  " + ", ".join(f"{k} {v:.2f} -> {new.get(k, math.nan):.2f}" for k, v in old.items()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    w = commands.add_parser("write")
+    w.add_argument("file", type=Path)
+    w.add_argument("--parts", default=",".join(PARTS))
+    w.add_argument("--data", type=Path, default=ROOT / ".." / "shared" / "data")
+    c = commands.add_parser("compare")
+    c.add_argument("before", type=Path)
+    c.add_argument("after", type=Path)
+    a = parser.parse_args()
+    if a.command == "compare":
+        sys.exit(1 if compare(a.before, a.after) else 0)
+    answers: dict[str, Any] = {}
+    for part in a.parts.split(","):
+        answers[part] = {}
+        for name, answer in PARTS[part](a.data):
+            answers[part][name] = answer
+            print(part, name, flush=True)
+    save({"answers": answers}, a.file)
+
+
+if __name__ == "__main__":
+    main()
