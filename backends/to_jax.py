@@ -1,9 +1,6 @@
 """A plan as JAX shardings: the user's function with the plan's constraints in it, and a train step.
 
-The function is not rewritten by hand: its jaxpr is walked again, equation by equation, exactly as the
-frontend walked it, and ``with_sharding_constraint`` is applied where ``constraints`` says so. Calls with a
-derivative rule of their own are kept whole; loops and rematerialised regions are rebuilt around their
-constrained bodies.
+The constrained function is the user's own, walked again equation by equation: ``jax_walk``.
 """
 
 from __future__ import annotations
@@ -13,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pase.backends.jax_equations import boundary, evaluate
+from pase.backends.jax_walk import Walk
 from pase.errors import PaseError
-from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
+from pase.frontends.from_jax import Traced
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.plan.constraints import Constraints, Placement, raw_name
@@ -138,7 +135,7 @@ class JaxPlan:
                 for what, is_, was in zip(("shape", "dtype"), got, (aval.shape, aval.dtype), strict=True):
                     if is_ != was:
                         raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
-            walk = _Walk(plan=self, mesh=mesh)
+            walk = Walk(plan=self, mesh=mesh)
             leaves = [walk.defined(x, t) for x, t in zip(leaves, self._leaf_names(), strict=True)]
             outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
             return outs[0] if len(outs) == 1 else (outs[0], tuple(outs[1:]))
@@ -308,159 +305,6 @@ class JaxPlan:
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
         return tuple(jax.tree.map(put, x, s) for x, s in zip((params, *batch), shardings, strict=True))
-
-
-Copies = dict[str, Any]
-"""Copy -> its value."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Walk:
-    """One walk over the jaxpr, with constraints applied; run under a JAX trace."""
-
-    plan: JaxPlan
-    mesh: Any
-
-    def _through(self, value: Any, placements: Sequence[Placement]) -> Any:
-        import jax
-
-        for placement in placements:
-            value = jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
-        return value
-
-    def defined(self, value: Any, tensor: str | None) -> Any:
-        through = self.plan.constraints.define.get(tensor or "", ())
-        straight = self.plan.constraints.gradient.get(tensor or "")
-        return self._through(value, through) if straight is None else self._gathered(value, through, straight)
-
-    def _read(self, value: Any, path: str, tensor: str | None, copies: Copies) -> Any:
-        """The value as the equation reads it: of the copy that it shares with others, if it does."""
-        if tensor in self.plan.slices:
-            value = self.defined(value, tensor)
-        key = f"{path}|{tensor}"
-        copy = self.plan.copies.get(key)
-        if copy is not None:
-            if copy not in copies:
-                copies[copy] = self.defined(value, copy)
-            value, key = copies[copy], f"{path}|{copy}"
-        through = self.plan.constraints.read.get(key, ())
-        straight = self.plan.constraints.gradient.get(key)
-        return self._through(value, through) if straight is None else self._gathered(value, through, straight)
-
-    def _gathered(self, value: Any, through: Sequence[Placement], straight: Placement) -> Any:
-        """Led through the layouts; its gradient goes at once into the layout that it is kept in, not back the way."""
-        import jax
-
-        @jax.custom_vjp
-        def gathered(x: Any) -> Any:
-            return self._through(x, through)
-
-        gathered.defvjp(lambda x: (gathered(x), None), lambda _, g: (self._through(g, (straight,)),))
-        return gathered(value)
-
-    def run(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str, copies: Copies
-    ) -> list[Any]:
-        """copies: those made so far in this loop's or rematerialised region's body."""
-        import jax
-        from jax.extend.core import Literal
-
-        traced = self.plan.traced
-        info = traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        def value(var: Any) -> Any:
-            return var.val if isinstance(var, Literal) else env[var]
-
-        def one(i: int, copies: Copies) -> None:
-            eqn, path = jaxpr.eqns[i], f"{prefix}{i}"
-            names = traced.operands[path]
-            name = eqn.primitive.name
-            ins = [value(v) for v in eqn.invars]
-            if name in INLINED and name not in KEPT_WHOLE:
-                outs = self._call(eqn, ins, f"{path}.", copies)
-            elif name == "scan":
-                outs = self._scan(eqn, ins, path, copies)
-            else:
-                ins = [self._read(x, path, t, copies) for x, t in zip(ins, names, strict=True)]
-                outs = evaluate(eqn, ins, info)
-                outs = [self.defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
-            env.update(zip(eqn.outvars, outs, strict=True))
-
-        i = 0
-        while i < len(jaxpr.eqns):
-            block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
-            if block is None:
-                one(i, copies)
-                i += 1
-                continue
-            reads, makes = boundary(jaxpr, block)
-
-            def body(*args: Any, block: Block = block, reads: Any = reads, makes: Any = makes) -> list[Any]:
-                outside = dict(env)
-                env.update(zip(reads, args, strict=True))
-                inside: Copies = {}
-                for j in range(block.start, block.stop):
-                    one(j, inside)
-                out = [env[v] for v in makes]
-                env.clear()
-                env.update(outside)
-                return out
-
-            alone = (
-                block.stop - block.start == len(jaxpr.eqns) and prefix != ""
-            )  # a loop's body: nothing to merge with
-            made = jax.checkpoint(body, prevent_cse=not alone)(*[env[v] for v in reads])
-            env.update(zip(makes, made, strict=True))
-            i = block.stop
-        return [value(v) for v in jaxpr.outvars]
-
-    def _call(self, eqn: Any, ins: Sequence[Any], prefix: str, copies: Copies) -> Sequence[Any]:
-        import jax
-
-        jaxpr, consts = inner_jaxpr(eqn)
-        if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
-            return self.run(jaxpr, consts, ins, prefix, copies)
-
-        def body(*args: Any) -> list[Any]:
-            return self.run(jaxpr, consts, args, prefix, {})
-
-        p = eqn.params
-        return jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
-
-    def _scan(self, eqn: Any, ins: Sequence[Any], path: str, copies: Copies) -> Sequence[Any]:
-        import jax
-
-        p, results = eqn.params, self.plan.traced.results
-        nc, nk = p["num_consts"], p["num_carry"]
-        closed = p["jaxpr"]
-
-        def settled(
-            kind: str, values: Sequence[Any], names: Sequence[str | None], copies: Copies
-        ) -> list[Any]:
-            """Values brought into the layouts of the loop's tensors of this kind (const, xs, carry, y)."""
-            out = []
-            for k, (x, name) in enumerate(zip(values, names, strict=True)):
-                key = f"{path}:{kind}{k}"
-                x = self._read(x, key, name, copies)
-                out.append(self.defined(x, results[key][0]) if key in results else x)
-            return out
-
-        names, outs = self.plan.traced.operands[path], results[f"{path}:outs"]
-        consts = settled("const", ins[:nc], names[:nc], copies)
-        init = settled("carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
-        xs = settled("xs", ins[nc + nk :], names[nc + nk :], copies)
-
-        def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            inside: Copies = {}
-            carry = settled("carry", carry, [None] * nk, inside)
-            made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{path}.", inside)
-            carried = settled("carry", made[:nk], outs[:nk], inside)
-            return carried, settled("y", made[nk:], outs[nk:], inside)
-
-        carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
-        return [self.defined(x, t) for x, t in zip([*carry, *ys], results[path], strict=True)]
 
 
 def _as_linked(devices: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,8 @@
 """JAX callables to graphs, by way of their jaxpr. Shapes suffice: nothing is run.
 
-The rules for single primitives are in ``jax_rules``; here are the traversal, calls and loops. Every equation
-gets a stable path (its index in each enclosing jaxpr), by which ``backends/to_jax`` finds it again.
+The rules for single primitives are in ``jax_rules``, loops and branches in ``jax_control``; here are the traversal
+and calls. Every equation gets a stable path (its index in each enclosing jaxpr), by which ``backends/jax_walk`` finds
+it again.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends import registry
+from pase.frontends.jax_control import CONTROL, Trips
 from pase.frontends.jax_rules import ELEMENTWISE, RULES
 from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Size, Tensor, parse_size
-from pase.ir.sizes import bind_size, free_symbols, is_one
-from pase.ops import GraphBuilder, loops, nests
+from pase.ir.sizes import bind_size, free_symbols
+from pase.ops import GraphBuilder, nests
 
 __all__ = [
     "INLINED",
@@ -79,8 +81,8 @@ def coverage() -> dict[str, list[str]]:
     """loop nest -> primitives, for ``pase ops``."""
     out = registry.by_nest(RULES)
     out["elementwise"] = sorted({*out.get("elementwise", ()), *ELEMENTWISE})
-    out["opaque"] = sorted({*out["opaque"], "cond", "while", "custom_linear_solve"})
-    return out | {"call, inlined": sorted(INLINED), "loop": ["scan"]}
+    out["opaque"] = sorted({*out["opaque"], "custom_linear_solve"})
+    return out | {"call, inlined": sorted(INLINED), "loop": ["scan", "while"], "branches": ["cond"]}
 
 
 def inner_jaxpr(eqn: Any) -> Any:
@@ -121,10 +123,10 @@ def trace(
     _check_leaves(params, "params")
     _check_leaves(batch, "batch")
     as_shapes = jax.tree.map(_shape_struct, (params, *batch))
-    if dims:
-        leaves = jax.tree.leaves(as_shapes)
-        symbols = free_symbols(s for t in leaves for s in shape_of(t))
-        bound = check_dims(dims, symbols, name or _name_of(fn))
+    symbols = free_symbols(s for t in jax.tree.leaves(as_shapes) for s in shape_of(t))
+    turns = {k: v for k, v in (dims or {}).items() if k not in symbols}
+    if bound := {k: v for k, v in (dims or {}).items() if k in symbols}:
+        check_dims(bound, symbols, name or _name_of(fn))
         as_shapes = jax.tree.map(lambda t: _bound(t, bound), as_shapes)
     try:
         closed = jax.make_jaxpr(fn)(*as_shapes)
@@ -144,7 +146,7 @@ def trace(
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
         raise PaseError(f"two parameters have the path '{twice[0]}': give the pytree's keys distinct names")
     b = GraphBuilder(name=name or _name_of(fn))
-    lower = _Lower(b=b, unknown=unknown)
+    lower = _Lower(b=b, unknown=unknown, trips=Trips(given=turns))
     invars = closed.jaxpr.invars
     n = len(param_paths)
     for var, path in zip(invars[:n], param_paths, strict=True):
@@ -154,16 +156,22 @@ def trace(
     for var in closed.jaxpr.constvars:
         lower.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
     lower.eqns(closed.jaxpr.eqns, "")
+    check_dims(turns, {*symbols, *lower.trips.seen}, b.name)
     outs = [t for v in closed.jaxpr.outvars[:1] if (t := lower.read(v)) is not None]
     if not outs or not b.tensors[outs[0].name].needs_grad:
         raise PaseError(
             f"{_name_of(fn)}'s loss does not depend on any parameter: params come first, fn(params, *batch), and "
             f"at least one must be floating-point and reach the loss"
+            + (
+                "; JAX cannot differentiate a while loop in reverse: use lax.scan, or fori_loop with numbers for bounds"
+                if lower.trips.seen
+                else ""
+            )
         )
     for t in outs:
         b.output(t)
     return Traced(
-        graph=b.finish(outs, frontend="jax"),
+        graph=b.finish(outs, frontend="jax", **lower.trips.meta()),
         jaxpr=closed,
         param_paths=param_paths,
         input_paths=input_paths,
@@ -246,6 +254,8 @@ class _Lower:
     results: dict[str, tuple[str, ...]] = field(default_factory=dict)
     inside: str = ""
     """Path of the enclosing custom-derivative call, which a backend keeps whole."""
+    trips: Trips = field(default_factory=lambda: Trips())
+    """Turns of the while loops, as far as they are known."""
     policy: Any = None
     """The enclosing rematerialised region's policy: which results are saved."""
 
@@ -273,16 +283,14 @@ class _Lower:
             self.b.saved = self.policy is not None and _saves(self.policy, eqn)
             if name in INLINED:
                 self._call(eqn, f"{prefix}{i}.")
-            elif name == "scan":
-                self._scan(eqn, f"{prefix}{i}.")
+            elif name in CONTROL:
+                CONTROL[name](self, eqn, f"{prefix}{i}.")
             elif name == "dim_as_value" or self._known(eqn):
                 self.env.update(dict.fromkeys(eqn.outvars))
-            elif name in ("while", "cond", "custom_linear_solve"):
-                self._opaque_region(eqn)
             elif name in ELEMENTWISE or name in RULES:
                 self._primitive(eqn)
             elif self.unknown == "replicate":
-                self._replicate(eqn, 0.0)
+                self.replicate(eqn, 0.0)
             else:
                 raise UnknownOp(
                     f"no lowering for JAX primitive '{name}' at {self.b.source or 'an unknown line'}.\n"
@@ -324,7 +332,7 @@ class _Lower:
         inner = self.inner()
         for var in jaxpr.constvars:
             inner.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
-        self._bind(inner, jaxpr.invars, eqn.invars)
+        self.bind(inner, jaxpr.invars, eqn.invars)
         if eqn.primitive.name in KEPT_WHOLE and not self.inside:
             inner.inside = self.b.eqn
         if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
@@ -335,110 +343,24 @@ class _Lower:
             inner.eqns(jaxpr.eqns, prefix)
         self._return(inner, jaxpr.outvars, eqn.outvars)
 
-    def _bind(self, inner: _Lower, names: Sequence[Any], values: Sequence[Any]) -> None:
+    def bind(self, inner: _Lower, names: Sequence[Any], values: Sequence[Any]) -> None:
         for var, value in zip(names, values, strict=True):
-            tensor = self.read(value)
-            inner.env[var] = (
-                tensor if tensor is not None else self.b.constant(shape_of(var.aval), dtype_of(var.aval))
-            )
+            inner.env[var] = self.of(value)
 
     def _return(self, inner: _Lower, names: Sequence[Any], outs: Sequence[Any]) -> None:
         for name, out in zip(names, outs, strict=True):
-            tensor = inner.read(name)
-            if tensor is None:
-                tensor = self.b.constant(shape_of(out.aval), dtype_of(out.aval))
-            self.env[out] = tensor
+            self.env[out] = inner.of(name)
 
-    def _scan(self, eqn: Any, prefix: str) -> None:
-        """The body once, times the trip count; the carry's layout is one node, so it is equal in and out."""
-        from jax.extend.core import Literal as JaxLiteral
+    def alone(self, trips: Trips) -> _Lower:
+        """To lower a body by itself, for its price."""
+        return _Lower(b=GraphBuilder(name="body"), unknown=self.unknown, trips=trips)
 
-        b, p = self.b, eqn.params
-        jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
-        nc, nk = p["num_consts"], p["num_carry"]
-        inner = self.inner()
-        for var in jaxpr.constvars:
-            inner.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
-        consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
-        eqn_path, source = b.eqn, b.source
-        for k, (var, value) in enumerate(zip(consts, eqn.invars[:nc], strict=True)):
-            tensor = None if isinstance(value, JaxLiteral) else self.env[value]
-            if tensor is None:
-                inner.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
-            elif tensor.role == "constant" or all(map(is_one, tensor.shape)):
-                inner.env[var] = tensor
-            else:
-                b.eqn = f"{eqn_path}:const{k}"
-                settled = inner.env[var] = loops.settle(b, tensor, "loop_const")
-                self.results[b.eqn] = (settled.name,)
-        carried: list[Tensor] = []
-        for k, (var, value) in enumerate(zip(carry, eqn.invars[nc : nc + nk], strict=True)):
-            init = self.read(value)
-            if init is None:
-                init = b.constant(shape_of(var.aval), dtype_of(var.aval))
-            inside = inner.env[var] = b.carry(init, f"{eqn_path}:carry{k}")
-            self.results[b.eqn] = (inside.name,)
-            carried.append(inside)
-        stacks: list[Tensor] = []
-        for k, value in enumerate(eqn.invars[nc + nk :]):
-            b.eqn = f"{eqn_path}:xs{k}"
-            stacked = self.read(value)
-            if stacked is None:
-                stacked = b.constant(shape_of(value.aval), dtype_of(value.aval))
-            elif stacked.role == "activation":  # settle its layout once, before the loop
-                stacked = loops.settle(b, stacked, "loop_xs")
-                self.results[b.eqn] = (stacked.name,)
-            stacks.append(stacked)
-        with b.region(f"loop{prefix}", times=length):
-            for k, (var, stacked) in enumerate(zip(xs, stacks, strict=True)):
-                b.eqn = f"{eqn_path}:x{k}"
-                layer = inner.env[var] = loops.unstack(b, stacked)
-                self.results[b.eqn] = (layer.name,)
-            inner.eqns(jaxpr.eqns, prefix)
-            b.source = source
-            outs = [inner.read(v) for v in jaxpr.outvars]
-            self.results[f"{eqn_path}:outs"] = tuple("" if t is None else t.name for t in outs)
-            ys = []
-            for k, (name, out) in enumerate(zip(jaxpr.outvars[nk:], eqn.outvars[nk:], strict=True)):
-                b.eqn = f"{eqn_path}:y{k}"
-                tensor = inner.read(name)
-                if tensor is None:
-                    tensor = b.constant(shape_of(name.aval), dtype_of(name.aval))
-                ys.append(loops.stack(b, tensor, length, shape_of(out.aval)))
-            for name, t in zip(jaxpr.outvars[:nk], carried, strict=True):
-                tensor = inner.read(name)
-                if tensor is not None and tensor.name != t.name:
-                    b.close_carry(t, tensor)
-        self.write(eqn.outvars, carried + ys)
+    def of(self, var: Any) -> Tensor:
+        """The tensor of a variable; a literal becomes a constant."""
+        tensor = self.read(var)
+        return tensor if tensor is not None else self.b.constant(shape_of(var.aval), dtype_of(var.aval))
 
-    def _opaque_region(self, eqn: Any) -> None:
-        """while, cond and custom solves, conservatively: not split; the work of their bodies, priced once (the trip
-        count of a while is unknown), the dearest branch of a cond."""
-        p = eqn.params
-        match eqn.primitive.name:
-            case "while":
-                bodies = [p["body_jaxpr"]]
-            case "cond":
-                bodies = list(p["branches"])
-            case _:
-                bodies = [p["jaxprs"].solve]
-        self._replicate(eqn, max(self._flops(body) for body in bodies))
-
-    def _flops(self, closed: Any) -> float:
-        inner = _Lower(b=GraphBuilder(name="body"), unknown=self.unknown)
-        for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars):
-            inner.env[var] = inner.b.constant(shape_of(var.aval), dtype_of(var.aval))
-        inner.eqns(closed.jaxpr.eqns, "")
-        total = 0.0
-        for node in inner.b.nodes:
-            for op in node.ops:
-                points: Any = op.times
-                for d in op.dims if op.over is None else op.over:
-                    points = points * node.space[d].size
-                total += op.flops_per_point * float(points)
-        return total
-
-    def _replicate(self, eqn: Any, flops: float) -> None:
+    def replicate(self, eqn: Any, flops: float) -> None:
         inputs = [t for v in eqn.invars if (t := self.read(v)) is not None]
         outs = [(shape_of(v.aval), dtype_of(v.aval)) for v in eqn.outvars]
         self.write(eqn.outvars, nests.opaque(self.b, eqn.primitive.name, inputs, outs, flops=flops))
@@ -446,14 +368,10 @@ class _Lower:
 
 def _saves(policy: Any, eqn: Any) -> bool:
     """Does a jax.checkpoint policy save this equation's results? (It is asked as JAX asks it.)"""
-    if eqn.primitive.name in INLINED or eqn.primitive.name == "scan":
+    if eqn.primitive.name in INLINED or eqn.primitive.name in CONTROL:
         return False  # asked of the equations inside
     answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
     return answer if isinstance(answer, bool) else type(answer).__name__ != "RecomputeType"
-
-
-def _size(x: Any) -> Size:
-    return int(x) if isinstance(x, int) else parse_size(str(x))
 
 
 def _source(eqn: Any) -> str:

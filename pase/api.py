@@ -51,7 +51,7 @@ def compile(
     machine: a name (``pase machines``), a TOML file, or a Machine.
     optimizer: whose state is counted and whose update is priced: see ``pase.tables.derive.OPTIMIZERS``.
     unknown: what to do at an op without a rule: "error", or "replicate" (it may not be split).
-    dims: integers for the model's symbolic sizes: {"batch": 64}.
+    dims: integers for the model's symbolic sizes, {"batch": 64}, and for the turns of while loops, {"while0": 100}.
     baselines: also price data parallelism, FSDP, Megatron, … ; the answer is then never worse than any of them.
     memory_limit: bytes a device may hold; the search then finds the cheapest strategy whose predicted memory
         fits, or raises Infeasible. None: memory is reported, and does not constrain.

@@ -99,7 +99,9 @@ JsonOption = Annotated[
 DimOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--dim", help="Bind a symbolic size of the model: --dim batch=64. May be given several times.",
+        "--dim", "--trips",
+        help="Bind a symbolic size of the model, --dim batch=64, or say how often a while loop turns, "
+        "--trips while0=100. May be given several times.",
         metavar="NAME=SIZE",
     ),
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from string import ascii_letters
 
 from pase.ir.names import dim_classes
 from pase.ir.sizes import is_one
@@ -46,7 +47,7 @@ def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
         block = next((b for b in blocks if b.holds(op.eqn)), None)
         if block is None or any(s.startswith("remat") for s in op.scope):
             return op
-        around = [s for s in op.scope if block.prefix.startswith(s.removeprefix("loop"))]
+        around = [s for s in op.scope if block.prefix.startswith(s.lstrip(ascii_letters))]
         scope = (*around, block.region, *op.scope[len(around) :])
         return replace(op, scope=scope, remat=True)
 

@@ -354,8 +354,8 @@ class _Groups:
 
 
 def _loops(op: Op) -> tuple[str, ...]:
-    """The loops around an op; a rematerialised region is no bound to joining."""
-    return tuple(s for s in op.scope if s.startswith("loop"))
+    """The loops and branches around an op; a rematerialised region is no bound to joining."""
+    return tuple(s for s in op.scope if s.startswith(("loop", "branch")))
 
 
 def _ordered(nodes: list[Node]) -> tuple[Node, ...]:
@@ -421,7 +421,7 @@ def _with_copies(graph: Graph) -> Graph:
         copy = Op(
             name="copy", kind="copy", reads=(Access(t, m, again=(t, scope) in again),), writes=(Access(new, m),),
             flops_per_point=0, over=(), source=op.source or inside.source, eqn=op.eqn, scope=scope, times=inside.times,
-            remat=inside.remat,
+            chance=inside.chance, remat=inside.remat,
         )  # fmt: skip
         pending = [Dim(name="pending", size=0, kind="pending")] if tensor.needs_grad else []
         copies[producer.name].append(

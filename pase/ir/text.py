@@ -12,9 +12,9 @@
 One line a tensor, one a node, one an op under it. An op's line: kind, name, reads ``->`` writes, each a tensor
 and its access map (``sparse`` before it where few elements are touched, ``again`` where backward reads it
 anew), then what differs from the default:
-``flops`` (per point), ``over`` (dims), ``times``, ``scope`` (once per enclosing loop), ``remat``, ``nodiff``,
-``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with other characters
-than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
+``flops`` (per point), ``over`` (dims), ``times``, ``chance``, ``scope`` (once per enclosing loop), ``remat``,
+``nodiff``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with other
+characters than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def _op(op: Op, sources: bool) -> str:
         more.append(f"over=({' '.join(op.over)})")
     if op.times != 1:
         more.append(f"times={_size(op.times)}")
+    if op.chance != 1:
+        more.append(f"chance={float(op.chance)!r}")
     more += [f"scope={_word(s)}" for s in op.scope]
     more += ["remat"] * op.remat + ["nodiff"] * (not op.differentiable)
     if op.eqn:
@@ -330,7 +332,7 @@ def _read_op(line: _Line) -> Op:
                 case "scope":
                     line.expect("=")
                     scope.append(line.word("a loop"))
-                case "flops":
+                case "flops" | "chance":
                     line.expect("=")
                     found = line.match(_FLOAT)
                     if found is None:
@@ -347,7 +349,7 @@ def _read_op(line: _Line) -> Op:
                     more[key] = line.word("a value")
                 case _:
                     line.fail(
-                        f"expected flops=, over=, times=, scope=, eqn=, source=, remat or nodiff, "
+                        f"expected flops=, over=, times=, chance=, scope=, eqn=, source=, remat or nodiff, "
                         f"found '{line.text[start:][:20]}'",
                         start,
                     )

@@ -198,6 +198,7 @@ class Op:
     eqn: where the frontend found it, so that a backend finds it again.
     scope: the loops and rematerialised regions that enclose it, outermost first.
     times: how often it runs in a step (the product of the trip counts of its scope).
+    chance: of the conditional branches around it to be taken, by which its time is weighted; memory is not.
     remat: its forward runs again during backward.
     """
 
@@ -212,6 +213,7 @@ class Op:
     eqn: str = ""
     scope: tuple[str, ...] = ()
     times: Size = 1
+    chance: float = 1.0
     remat: bool = False
 
     @cached_property

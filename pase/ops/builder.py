@@ -64,24 +64,40 @@ class GraphBuilder:
     """Where the frontend found the next nests."""
     saved: bool = False
     """The next nests' results are kept although the region around them is rematerialised."""
+    frozen: bool = False
+    """The next nests have no gradient: inside of a while loop, or of a program that is not trained."""
     _scope: tuple[str, ...] = ()
     _times: Size = 1
+    _chance: float = 1.0
     _remat: bool = False
     _count: int = 0
 
     @contextmanager
-    def region(self, name: str, *, times: Size = 1, remat: bool = False) -> Iterator[None]:
-        """A loop body (times = its trip count) or a rematerialised region."""
-        saved = self._scope, self._times, self._remat
+    def region(
+        self, name: str, *, times: Size = 1, remat: bool = False, chance: float = 1.0
+    ) -> Iterator[None]:
+        """A loop body (times = its trip count), a rematerialised region, or a conditional's branch (chance: that it
+        is taken)."""
+        saved = self._scope, self._times, self._remat, self._chance
         self._scope, self._times, self._remat = (*saved[0], name), saved[1] * times, saved[2] or remat
+        self._chance = saved[3] * chance
         try:
             yield
         finally:
-            self._scope, self._times, self._remat = saved
+            self._scope, self._times, self._remat, self._chance = saved
+
+    @contextmanager
+    def without_gradient(self) -> Iterator[None]:
+        """Nothing that is added here has a gradient."""
+        before, self.frozen = self.frozen, True
+        try:
+            yield
+        finally:
+            self.frozen = before
 
     def parameter(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
         """A parameter: a node whose config is the layout it is stored in."""
-        return self._leaf("parameter", path, shape, dtype, needs_grad=_is_float(dtype))
+        return self._leaf("parameter", path, shape, dtype, needs_grad=_is_float(dtype) and not self.frozen)
 
     def input(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
         """A batch input: it arrives in whatever layout suits."""
@@ -119,6 +135,7 @@ class GraphBuilder:
             raise PaseError(
                 f"graph '{self.name}' has more than {_MAX_NODES} ops: roll its loops (scan) instead"
             )
+        differentiable = differentiable and not self.frozen
         grad = differentiable and any(r.tensor.needs_grad for r in reads)
         out = tuple(
             self._tensor(
@@ -143,6 +160,7 @@ class GraphBuilder:
             eqn=self.eqn,
             scope=self._scope,
             times=self._times,
+            chance=self._chance,
             remat=self._remat and not self.saved,
         )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=k) for n, (s, k) in dims.items()))
@@ -154,7 +172,7 @@ class GraphBuilder:
         self.eqn = eqn
         dims, m = {n: (s, "parallel") for n, s in _dims(init.shape)}, _map(init.shape)
         (t,) = self.nest("carry", "carry", [Read(init, m)], [Write(init.shape, init.dtype, m)], dims, flops=0)  # type: ignore[arg-type]
-        if _is_float(t.dtype):  # the body may add a gradient that the initial value lacks
+        if _is_float(t.dtype) and not self.frozen:  # the body may add a gradient that the initial value lacks
             t = self.tensors[t.name] = replace(t, needs_grad=True)
         return t
 
@@ -164,7 +182,8 @@ class GraphBuilder:
         node = self.nodes[at]
         back = Op(
             name="carry", kind="carry", reads=(Access(value.name, _map(value.shape)),), writes=(), flops_per_point=0,
-            source=node.ops[0].source, eqn=node.ops[0].eqn, scope=self._scope, times=self._times, remat=self._remat,
+            source=node.ops[0].source, eqn=node.ops[0].eqn, scope=self._scope, times=self._times,
+            chance=self._chance, remat=self._remat, differentiable=not self.frozen,
         )  # fmt: skip
         self.nodes[at] = replace(node, ops=(*node.ops, back))
 

@@ -21,7 +21,7 @@ def body_flops(b: GraphBuilder) -> float:
     total = 0.0
     for node in b.nodes:
         for op in node.ops:
-            points = float(op.times)  # type: ignore[arg-type]
+            points = float(op.times) * op.chance  # type: ignore[arg-type]
             for d in op.dims if op.over is None else op.over:
                 points *= float(node.space[d].size)  # type: ignore[arg-type]
             total += op.flops_per_point * points

@@ -93,13 +93,13 @@ def headline(plan: Plan) -> list[str]:
             f"WARNING it does not fit: {bytes_text(m.total)} predicted, {bytes_text(plan.device_memory)} there. "
             f"--memory-limit machine searches for what does"
         )
+    lines += [f"note   {remark}" for remark in plan.remarks]
     proof = "optimal (certified)" if plan.optimal else f"best found; bound {cost_text(plan.bound, plan.unit)}"
     s = plan.seconds
     times = ", ".join(f"{k} {s[k]:.2f} s" for k in ("trace", "tables", "search") if k in s)
     edges = plan.provenance.get("edges", "?")
-    lines.append(
-        f"{proof} under cost model '{plan.cost_model}' · {len(plan.nodes)} nodes, {edges} edges · {times}"
-    )
+    under = f"under cost model '{plan.cost_model}'" + (" and the notes above" if plan.remarks else "")
+    lines.append(f"{proof} {under} · {len(plan.nodes)} nodes, {edges} edges · {times}")
     return lines
 
 

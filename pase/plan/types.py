@@ -115,6 +115,11 @@ class Plan:
         return self.memory.total <= self.device_memory
 
     @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the price takes for granted: turns of while loops, branches taken."""
+        return tuple(self.provenance.get("remarks", "").splitlines())
+
+    @property
     def compute(self) -> float:
         return sum(n.cost.compute + n.cost.update for n in self.nodes)
 

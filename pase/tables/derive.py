@@ -97,6 +97,11 @@ Tile = tuple[int, int]
 """Rows and lanes of the tiles that a device stores arrays in."""
 
 
+def _runs(op: Op, what: str) -> float:
+    """How often the op runs in a step, on average."""
+    return float(number(op.times, what)) * op.chance
+
+
 def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
     index = dim_index(node, dims)
     points = 1.0
@@ -176,7 +181,7 @@ def node_work(
             if grads:
                 back_flops, back_bytes = back_flops + 2 * flops, back_bytes + 2 * nbytes
     main = node.main
-    times = float(number(main.times, node.name))
+    times = _runs(main, node.name)
     if light_flops.any() or light_bytes.any():
         dtype = graph.tensors[(main.writes or main.reads)[0].tensor].dtype
         yield Work(
@@ -207,7 +212,7 @@ def _products(
         return _local_points(node, tuple(dims), cfg, mesh)
 
     m, n, k = extent(out - w), extent(out - x), extent(set(op.dims) - out)
-    times = float(number(op.times, node.name))
+    times = _runs(op, node.name)
     kind: Literal["matmul", "conv"] = "conv" if op.kind == "conv" else "matmul"
     dtype = graph.tensors[op.reads[0].tensor].dtype
     runs = times * (2 if op.remat else 1)
@@ -240,7 +245,7 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
             yield Work(
                 kind="memory", dtype=graph.tensors[op.writes[0].tensor].dtype, flops=np.zeros(len(cfg)),
                 nbytes=np.asarray(moved), mnk=None, phase="forward",
-                times=float(number(op.times, node.name)) * (2 if op.remat else 1),
+                times=_runs(op, node.name) * (2 if op.remat else 1),
             )  # fmt: skip
     write = node.ops[0].writes[0]
     tensor = graph.tensors[write.tensor]
@@ -271,7 +276,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
             nbytes=_local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh), bucketed=True,
         )  # fmt: skip
     for op in node.ops:
-        times = float(number(op.times, node.name))
+        times = _runs(op, node.name)
         runs = times * (2 if op.remat else 1)
         for a in op.writes:
             summed = [d for d in op.dims if d not in set(a.map.dims)]
@@ -326,7 +331,7 @@ class Flow:
 def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     """The tensor forward, and where it has a gradient, that one back."""
     tensor = graph.tensors[edge.tensor]
-    nbytes, times = number(tensor.nbytes, tensor.name), float(number(edge.op.times, edge.dst))
+    nbytes, times = number(tensor.nbytes, tensor.name), _runs(edge.op, edge.dst)
     bucketed = graph.producer[edge.tensor].kind == "parameter"
     again = 2 if edge.access.again else 1
     forward = Flow(phase="forward", nbytes=nbytes, times=times * again, bucketed=bucketed)

@@ -95,7 +95,8 @@ def _cost_key(graph: Graph, n: Node) -> object:
     ops = tuple(
         (
             op.kind, op.flops_per_point, None if op.over is None else tuple(place[d] for d in op.over),
-            op.differentiable, op.times, op.remat, tuple(map(access, op.reads)), tuple(map(access, op.writes)),
+            op.differentiable, op.times, op.chance, op.remat, tuple(map(access, op.reads)),
+            tuple(map(access, op.writes)),
         )
         for op in n.ops
     )  # fmt: skip

@@ -281,7 +281,9 @@ def _random(p: Any, x: Any, k: Any) -> Any:
 
 
 def _while(p: Any, x: Any) -> Any:
-    return jnp.sum(lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ p)), (0, x))[1])
+    q = lax.stop_gradient(p)
+    turned = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ q)), (0, x))[1]
+    return jnp.sum(turned @ p)
 
 
 def _linalg(p: Any, x: Any) -> Any:

@@ -72,16 +72,6 @@ def test_names(name: str, nodes: set[str]) -> None:
     assert nodes <= set(graphs(name)[1].node)
 
 
-def test_conservative_where_it_must_be() -> None:
-    """The body of a while is priced; its dims may not be split."""
-    graph = graphs("while")[1]
-    (node,) = [n for n in graph.nodes if n.kind == "opaque"]
-    assert {d.kind for d in node.space} == {"replicated"}
-    assert node.main.flops_per_point >= 2 * ROWS * 32 * 32
-    (cond,) = [n for n in graphs("cond")[1].nodes if n.kind == "opaque"]
-    assert cond.main.flops_per_point >= 2 * ROWS * 32 * 32  # the dearer branch
-
-
 def test_batches_of_matrices_may_be_split() -> None:
     raw, _ = graphs("fft")
     (fft,) = [n for n in raw.nodes if n.main.name == "fft"]

@@ -148,6 +148,7 @@ def graphs(draw: Callable[..., Any]) -> Graph:
             eqn=st.just("") | names,
             scope=st.lists(names, max_size=2).map(tuple),
             times=sizes,
+            chance=st.sampled_from([1.0, 0.25, 0.001]),
             remat=st.booleans(),
         )
         nodes.append(Node(name=name, space=space, ops=tuple(draw(st.lists(op, max_size=3)))))

@@ -1,0 +1,225 @@
+"""The user's function with a plan's constraints in it.
+
+The function is not rewritten by hand: its jaxpr is walked again, equation by equation, exactly as the
+frontend walked it, and ``with_sharding_constraint`` is applied where ``constraints`` says so. Calls with a
+derivative rule of their own are kept whole; loops, branches and rematerialised regions are rebuilt around their
+constrained bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.jax_equations import boundary, evaluate
+from pase.frontends.from_jax import INLINED, KEPT_WHOLE, inner_jaxpr
+from pase.frontends.jax_control import by_platform
+from pase.ir.blocks import Block
+from pase.plan.constraints import Placement
+
+if TYPE_CHECKING:
+    from pase.backends.to_jax import JaxPlan
+
+__all__ = ["Walk"]
+
+Copies = dict[str, Any]
+"""Copy -> its value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """One walk over the jaxpr, with constraints applied; run under a JAX trace."""
+
+    plan: JaxPlan
+    mesh: Any
+
+    def _through(self, value: Any, placements: Sequence[Placement]) -> Any:
+        import jax
+
+        for placement in placements:
+            value = jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
+        return value
+
+    def defined(self, value: Any, tensor: str | None) -> Any:
+        through = self.plan.constraints.define.get(tensor or "", ())
+        straight = self.plan.constraints.gradient.get(tensor or "")
+        return self._through(value, through) if straight is None else self._gathered(value, through, straight)
+
+    def _read(self, value: Any, path: str, tensor: str | None, copies: Copies) -> Any:
+        """The value as the equation reads it: of the copy that it shares with others, if it does."""
+        if tensor in self.plan.slices:
+            value = self.defined(value, tensor)
+        key = f"{path}|{tensor}"
+        copy = self.plan.copies.get(key)
+        if copy is not None:
+            if copy not in copies:
+                copies[copy] = self.defined(value, copy)
+            value, key = copies[copy], f"{path}|{copy}"
+        through = self.plan.constraints.read.get(key, ())
+        straight = self.plan.constraints.gradient.get(key)
+        return self._through(value, through) if straight is None else self._gathered(value, through, straight)
+
+    def _gathered(self, value: Any, through: Sequence[Placement], straight: Placement) -> Any:
+        """Led through the layouts; its gradient goes at once into the layout that it is kept in, not back the way."""
+        import jax
+
+        @jax.custom_vjp
+        def gathered(x: Any) -> Any:
+            return self._through(x, through)
+
+        gathered.defvjp(lambda x: (gathered(x), None), lambda _, g: (self._through(g, (straight,)),))
+        return gathered(value)
+
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str, copies: Copies
+    ) -> list[Any]:
+        """copies: those made so far in this loop's or rematerialised region's body."""
+        import jax
+        from jax.extend.core import Literal
+
+        traced = self.plan.traced
+        info = traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def value(var: Any) -> Any:
+            return var.val if isinstance(var, Literal) else env[var]
+
+        def one(i: int, copies: Copies) -> None:
+            eqn, path = jaxpr.eqns[i], f"{prefix}{i}"
+            names = traced.operands[path]
+            name = eqn.primitive.name
+            ins = [value(v) for v in eqn.invars]
+            if name in INLINED and name not in KEPT_WHOLE:
+                outs = self._call(eqn, ins, f"{path}.", copies)
+            elif name == "scan":
+                outs = self._scan(eqn, ins, path, copies)
+            elif name == "while":
+                outs = self._while(eqn, ins, path, copies)
+            elif name == "cond" and not by_platform(eqn):
+                outs = self._cond(eqn, ins, path, copies)
+            else:
+                ins = [self._read(x, path, t, copies) for x, t in zip(ins, names, strict=True)]
+                outs = evaluate(eqn, ins, info)
+                outs = [self.defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
+            env.update(zip(eqn.outvars, outs, strict=True))
+
+        i = 0
+        while i < len(jaxpr.eqns):
+            block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
+            if block is None:
+                one(i, copies)
+                i += 1
+                continue
+            reads, makes = boundary(jaxpr, block)
+
+            def body(*args: Any, block: Block = block, reads: Any = reads, makes: Any = makes) -> list[Any]:
+                outside = dict(env)
+                env.update(zip(reads, args, strict=True))
+                inside: Copies = {}
+                for j in range(block.start, block.stop):
+                    one(j, inside)
+                out = [env[v] for v in makes]
+                env.clear()
+                env.update(outside)
+                return out
+
+            alone = (
+                block.stop - block.start == len(jaxpr.eqns) and prefix != ""
+            )  # a loop's body: nothing to merge with
+            made = jax.checkpoint(body, prevent_cse=not alone)(*[env[v] for v in reads])
+            env.update(zip(makes, made, strict=True))
+            i = block.stop
+        return [value(v) for v in jaxpr.outvars]
+
+    def _call(self, eqn: Any, ins: Sequence[Any], prefix: str, copies: Copies) -> Sequence[Any]:
+        import jax
+
+        jaxpr, consts = inner_jaxpr(eqn)
+        if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
+            return self.run(jaxpr, consts, ins, prefix, copies)
+
+        def body(*args: Any) -> list[Any]:
+            return self.run(jaxpr, consts, args, prefix, {})
+
+        p = eqn.params
+        return jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
+
+    def _settled(
+        self, path: str, kind: str, values: Sequence[Any], names: Sequence[str | None], copies: Copies
+    ) -> list[Any]:
+        """Values brought into the layouts of a loop's tensors of this kind (const, ask, xs, carry, y), or of what a
+        branch returns."""
+        out, results = [], self.plan.traced.results
+        for k, (x, name) in enumerate(zip(values, names, strict=True)):
+            key = f"{path}:{kind}{k}"
+            x = self._read(x, key, name, copies)
+            out.append(self.defined(x, results[key][0]) if key in results else x)
+        return out
+
+    def _scan(self, eqn: Any, ins: Sequence[Any], path: str, copies: Copies) -> Sequence[Any]:
+        import jax
+
+        p, results = eqn.params, self.plan.traced.results
+        nc, nk = p["num_consts"], p["num_carry"]
+        closed = p["jaxpr"]
+        names, outs = self.plan.traced.operands[path], results[f"{path}:outs"]
+        consts = self._settled(path, "const", ins[:nc], names[:nc], copies)
+        init = self._settled(path, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
+        xs = self._settled(path, "xs", ins[nc + nk :], names[nc + nk :], copies)
+
+        def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            inside: Copies = {}
+            carry = self._settled(path, "carry", carry, [None] * nk, inside)
+            made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{path}.", inside)
+            carried = self._settled(path, "carry", made[:nk], outs[:nk], inside)
+            return carried, self._settled(path, "y", made[nk:], outs[nk:], inside)
+
+        carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+        return [self.defined(x, t) for x, t in zip([*carry, *ys], results[path], strict=True)]
+
+    def _while(self, eqn: Any, ins: Sequence[Any], path: str, copies: Copies) -> Sequence[Any]:
+        import jax
+
+        p, results = eqn.params, self.plan.traced.results
+        nc, nb = p["cond_nconsts"], p["body_nconsts"]
+        cond, body = p["cond_jaxpr"], p["body_jaxpr"]
+        names, outs = self.plan.traced.operands[path], results[f"{path}:outs"]
+        asks = self._settled(path, "ask", ins[:nc], names[:nc], copies)
+        consts = self._settled(path, "const", ins[nc : nc + nb], names[nc : nc + nb], copies)
+        init = self._settled(path, "carry", ins[nc + nb :], names[nc + nb :], copies)
+
+        def goes_on(carry: Sequence[Any]) -> Any:
+            return self.run(cond.jaxpr, cond.consts, [*asks, *carry], f"{path}.c.", {})[0]
+
+        def turn(carry: Sequence[Any]) -> list[Any]:
+            inside: Copies = {}
+            carry = self._settled(path, "carry", carry, [None] * len(carry), inside)
+            made = self.run(body.jaxpr, body.consts, [*consts, *carry], f"{path}.b.", inside)
+            return self._settled(path, "carry", made, outs, inside)
+
+        carry = jax.lax.while_loop(goes_on, turn, init)
+        return [self.defined(x, t) for x, t in zip(carry, results[path], strict=True)]
+
+    def _cond(self, eqn: Any, ins: Sequence[Any], path: str, copies: Copies) -> Sequence[Any]:
+        import jax
+
+        traced = self.plan.traced
+        index, *operands = ins
+
+        def branch(k: int, closed: Any) -> Callable[..., Any]:
+            def run(*args: Any) -> list[Any]:
+                inside: Copies = {}
+                outs = self.run(closed.jaxpr, closed.consts, args, f"{path}.{k}.", inside)
+                keys = [f"{path}:branch{k}:out{j}" for j in range(len(outs))]
+                names = [traced.operands[key][0] for key in keys]
+                outs = self._settled(path, f"branch{k}:out", outs, names, inside)
+                left = [traced.results[key][0] for key in keys]
+                return [self._read(x, path, t, inside) for x, t in zip(outs, left, strict=True)]
+
+            return run
+
+        branches = [branch(k, closed) for k, closed in enumerate(eqn.params["branches"])]
+        made = jax.lax.switch(index, branches, *operands)
+        return [self.defined(x, t) for x, t in zip(made, traced.results[path], strict=True)]

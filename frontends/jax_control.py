@@ -1,0 +1,260 @@
+"""Loops and branches of a jaxpr: bodies lowered once, times their trip counts; branches weighted by their chance.
+
+What each makes on the way gets a name in ``results``, under its equation's path, by which ``backends/jax_walk``
+finds it again: "PATH:const0", "PATH:carry1", "PATH:xs0", "PATH:x0", "PATH:y2" of loops, "PATH:branch1:out0" of
+branches, "PATH:outs" what a scan's body returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pase.frontends.jax_rules import _dtype, _shape, _size
+from pase.ir import Tensor
+from pase.ir.sizes import is_one
+from pase.ops import branches, loops
+
+if TYPE_CHECKING:
+    from pase.frontends.from_jax import _Lower
+
+__all__ = ["CONTROL", "Trips", "by_platform"]
+
+
+@dataclass
+class Trips:
+    """How often while loops turn. Their names are while0, while1, … in the order of the program."""
+
+    given: dict[str, int] = field(default_factory=dict)
+    seen: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """What the price of the step takes for granted."""
+
+    def meta(self) -> dict[str, str]:
+        """For the graph: what its price takes for granted, a line each."""
+        return {"remarks": "\n".join(dict.fromkeys(self.remarks))} if self.remarks else {}
+
+    def copy(self) -> Trips:
+        """To price a body that is lowered later: its loops are not counted twice."""
+        return Trips(given=self.given, seen=[*self.seen])
+
+    def of(self, eqn: Any, where: str) -> int:
+        """Given by the user, found in the program, or one with a remark."""
+        name = f"while{len(self.seen)}"
+        self.seen.append(name)
+        if name in self.given:
+            return self.given[name]
+        known = _turns(eqn)
+        if known is None:
+            self.remarks.append(
+                f"the while loop '{name}' at {where or 'an unknown line'} is priced as one turn: how often it turns is "
+                f"not known before it runs; say so with dims={{'{name}': N}}, or --trips {name}=N"
+            )
+        return 1 if known is None else known
+
+
+def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
+    """The body once, times the trip count; the carry's layout is one node, so it is equal in and out."""
+    b, p = lower.b, eqn.params
+    jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
+    nc, nk = p["num_consts"], p["num_carry"]
+    inner = lower.inner()
+    _constants(lower, inner, jaxpr)
+    path, source = b.eqn, b.source
+    consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
+    _settled(lower, inner, consts, eqn.invars[:nc], f"{path}:const")
+    carried = _carried(lower, inner, carry, eqn.invars[nc : nc + nk], path)
+    stacks: list[Tensor] = []
+    for k, value in enumerate(eqn.invars[nc + nk :]):
+        b.eqn = f"{path}:xs{k}"
+        stacked = lower.of(value)
+        if stacked.role == "activation":  # settle its layout once, before the loop
+            stacked = loops.settle(b, stacked, "loop_xs")
+            lower.results[b.eqn] = (stacked.name,)
+        stacks.append(stacked)
+    with b.region(f"loop{prefix}", times=length):
+        for k, (var, stacked) in enumerate(zip(xs, stacks, strict=True)):
+            b.eqn = f"{path}:x{k}"
+            layer = inner.env[var] = loops.unstack(b, stacked)
+            lower.results[b.eqn] = (layer.name,)
+        inner.eqns(jaxpr.eqns, prefix)
+        b.source = source
+        outs = [inner.read(v) for v in jaxpr.outvars]
+        lower.results[f"{path}:outs"] = tuple("" if t is None else t.name for t in outs)
+        ys = []
+        for k, (name, out) in enumerate(zip(jaxpr.outvars[nk:], eqn.outvars[nk:], strict=True)):
+            b.eqn = f"{path}:y{k}"
+            ys.append(loops.stack(b, inner.of(name), length, _shape(out)))
+        _close(lower, inner, jaxpr.outvars[:nk], carried)
+    lower.write(eqn.outvars, carried + ys)
+
+
+def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
+    """Condition and body, times the turns (``Trips``). JAX has no backward of it, so nothing in it has a gradient."""
+    b, p = lower.b, eqn.params
+    path, source = b.eqn, b.source
+    nc, nb = p["cond_nconsts"], p["body_nconsts"]
+    cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
+    turns = lower.trips.of(eqn, b.source)
+    asks, inner = lower.inner(), lower.inner()
+    with b.without_gradient():
+        _constants(lower, asks, cond)
+        _constants(lower, inner, body)
+        _settled(lower, asks, cond.invars[:nc], eqn.invars[:nc], f"{path}:ask")
+        _settled(lower, inner, body.invars[:nb], eqn.invars[nc : nc + nb], f"{path}:const")
+        carried = _carried(lower, inner, body.invars[nb:], eqn.invars[nc + nb :], path)
+        asks.write(cond.invars[nc:], carried)
+        with b.region(f"loop{prefix}", times=turns):
+            asks.eqns(cond.eqns, f"{prefix}c.")
+            inner.eqns(body.eqns, f"{prefix}b.")
+            b.source = source
+            lower.results[f"{path}:outs"] = tuple(
+                "" if (t := inner.read(v)) is None else t.name for v in body.outvars
+            )
+            _close(lower, inner, body.outvars, carried)
+    lower.write(eqn.outvars, carried)
+
+
+def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
+    """Every branch is lowered; the most expensive one is priced as taken, the others next to nothing."""
+    b = lower.b
+    if by_platform(eqn):
+        _one_platform(lower, eqn, prefix)
+        return
+    path, source = b.eqn, b.source
+    bodies = [c.jaxpr for c in eqn.params["branches"]]
+    trips = lower.trips.copy()
+    likely = branches.chances([_flops(lower, body, trips) for body in bodies])
+    made: list[list[Tensor]] = []
+    for k, (body, chance) in enumerate(zip(bodies, likely, strict=True)):
+        inner = lower.inner()
+        _constants(lower, inner, body)
+        lower.bind(inner, body.invars, eqn.invars[1:])
+        with b.region(f"branch{prefix}{k}.", chance=chance):
+            inner.eqns(body.eqns, f"{prefix}{k}.")
+            b.source = source
+            results = []
+            for j, v in enumerate(body.outvars):
+                b.eqn = f"{path}:branch{k}:out{j}"
+                before = inner.of(v)
+                results.append(branches.leave(b, before))
+                lower.operands[b.eqn], lower.results[b.eqn] = (before.name,), (results[-1].name,)
+            made.append(results)
+    if len(bodies) > 1 and eqn.outvars:
+        lower.trips.remarks.append(
+            f"of the {len(bodies)} branches at {source or 'an unknown line'}, number {likely.index(1.0)} (from 0), the "
+            f"most expensive, is priced as taken every time"
+        )
+    b.eqn, index = path, lower.read(eqn.invars[0])
+    lower.write(eqn.outvars, [branches.meet(b, index, same) for same in zip(*made, strict=True)])
+
+
+def by_platform(eqn: Any) -> bool:
+    """Does the platform choose the branch (jax.lax.platform_dependent)?"""
+    return eqn.params.get("branches_platforms") is not None
+
+
+def _one_platform(lower: _Lower, eqn: Any, prefix: str) -> None:
+    """Of code written for each platform, the first branch that can be lowered is priced; a backend keeps it whole."""
+    inner = lower.inner()
+    body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.trips.copy()))
+    _constants(lower, inner, body)
+    lower.bind(inner, body.invars, eqn.invars[1:])
+    inner.inside = lower.inside or lower.b.eqn
+    inner.eqns(body.eqns, prefix)
+    lower.write(eqn.outvars, [inner.of(v) for v in body.outvars])
+
+
+def custom_linear_solve(lower: _Lower, eqn: Any, prefix: str) -> None:
+    """Not split; the work of its solver, which a backend keeps whole."""
+    lower.replicate(eqn, _flops(lower, eqn.params["jaxprs"].solve.jaxpr, lower.trips))
+
+
+CONTROL: dict[str, Callable[[_Lower, Any, str], None]] = {
+    "scan": scan,
+    "while": while_,
+    "cond": cond,
+    "custom_linear_solve": custom_linear_solve,
+}
+"""Primitive -> how its equation is lowered: (lowering, equation, prefix of the paths inside)."""
+
+
+def _constants(lower: _Lower, inner: _Lower, jaxpr: Any) -> None:
+    for var in jaxpr.constvars:
+        inner.env[var] = lower.b.constant(_shape(var), _dtype(var))
+
+
+def _settled(lower: _Lower, inner: _Lower, names: Sequence[Any], values: Sequence[Any], where: str) -> None:
+    """What a loop's body reads from outside: its layout is settled once, before the loop."""
+    for k, (var, value) in enumerate(zip(names, values, strict=True)):
+        tensor = inner.env[var] = lower.of(value)
+        if tensor.role != "constant" and not all(map(is_one, tensor.shape)):
+            lower.b.eqn = f"{where}{k}"
+            tensor = inner.env[var] = loops.settle(lower.b, tensor, "loop_const")
+            lower.results[lower.b.eqn] = (tensor.name,)
+
+
+def _carried(
+    lower: _Lower, inner: _Lower, names: Sequence[Any], values: Sequence[Any], path: str
+) -> list[Tensor]:
+    out: list[Tensor] = []
+    for k, (var, value) in enumerate(zip(names, values, strict=True)):
+        inside = inner.env[var] = lower.b.carry(lower.of(value), f"{path}:carry{k}")
+        lower.results[lower.b.eqn] = (inside.name,)
+        out.append(inside)
+    return out
+
+
+def _close(lower: _Lower, inner: _Lower, names: Sequence[Any], carried: Sequence[Tensor]) -> None:
+    for name, t in zip(names, carried, strict=True):
+        tensor = inner.read(name)
+        if tensor is not None and tensor.name != t.name:
+            lower.b.close_carry(t, tensor)
+
+
+def _flops(lower: _Lower, jaxpr: Any, trips: Trips) -> float:
+    """FLOPs of a body by itself."""
+    inner = lower.alone(trips)
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        inner.env[var] = inner.b.constant(_shape(var), _dtype(var))
+    inner.eqns(jaxpr.eqns, "")
+    return loops.body_flops(inner.b)
+
+
+def _turns(eqn: Any) -> int | None:
+    """The turns of ``for i in range(LOW, HIGH)`` with numbers for both, written as a while loop; else None."""
+    from jax.extend.core import Literal
+
+    p = eqn.params
+    nc, nb = p["cond_nconsts"], p["body_nconsts"]
+    cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
+    init = eqn.invars[nc + nb :]
+    if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != "lt" or cond.outvars != cond.eqns[0].outvars:
+        return None
+
+    def before(var: Any) -> Any:
+        """What the condition reads, before the loop, where the body does not change it; else None."""
+        if isinstance(var, Literal):
+            return var
+        k = cond.invars.index(var)
+        return (
+            eqn.invars[k]
+            if k < nc
+            else init[k - nc]
+            if body.outvars[k - nc] is body.invars[nb + k - nc]
+            else None
+        )
+
+    counter, limit = cond.eqns[0].invars
+    k = -1 if isinstance(counter, Literal) else cond.invars.index(counter) - nc
+    high = before(limit)
+    if k < 0 or not isinstance(init[k], Literal) or not isinstance(high, Literal):
+        return None
+    step = next((e for e in body.eqns if body.outvars[k] in e.outvars), None)
+    if step is None or step.primitive.name != "add" or step.invars[0] is not body.invars[nb + k]:
+        return None
+    by = step.invars[1]
+    if not isinstance(by, Literal) or by.val != 1:
+        return None
+    return max(int(high.val) - int(init[k].val), 1)

@@ -1,0 +1,42 @@
+"""Branches of a conditional: each lowered like any body, their results met in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pase.ir import AccessMap, Tensor
+from pase.ir.sizes import is_one
+from pase.ops.builder import GraphBuilder, Read, Write, _map
+from pase.ops.loops import settle
+
+__all__ = ["SELDOM", "chances", "leave", "meet"]
+
+SELDOM = 1e-3
+"""The chance given to a branch that is not the most expensive one: it adds next to nothing to the step, and is still
+laid out by the search."""
+
+
+def chances(flops: Sequence[float]) -> tuple[float, ...]:
+    """How likely each branch is priced to be, from the FLOPs of each: the most expensive one is taken.
+
+    >>> chances([10.0, 500.0, 500.0])
+    (0.001, 1.0, 0.001)
+    """
+    dearest = max(range(len(flops)), key=lambda k: flops[k])
+    return tuple(1.0 if k == dearest else SELDOM for k in range(len(flops)))
+
+
+def leave(b: GraphBuilder, x: Tensor) -> Tensor:
+    """A branch's result, within the branch: what moves it into the layout that all branches return is paid there."""
+    return settle(b, x, "branch_result")
+
+
+def meet(b: GraphBuilder, index: Tensor | None, results: Sequence[Tensor]) -> Tensor:
+    """One of the branches' results, all of one shape. No data moves: the branch writes it where it is read."""
+    shape, m = results[0].shape, _map(results[0].shape)
+    dims = {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}
+    reads = [Read(t, m, sparse=True) for t in results]
+    if index is not None:
+        reads.append(Read(index, AccessMap(())))
+    write = Write(shape, results[0].dtype, m, sparse=True)
+    return b.nest("cond", "view", reads, [write], dims, flops=0, over=())[0]  # type: ignore[arg-type]
