@@ -77,7 +77,7 @@ def _joined(plan: Plan, tensors: Any) -> dict[str, str]:
 
 def emit(plan: Plan, path: Path, *, model: Any) -> str:
     """Write the layouts, whole or not at all."""
-    from pase.plan.layout import write_atomically
+    from pase.files.atomic import write_atomically
 
     data = to_json(plan)
     write_atomically(path, json.dumps(data, indent=1) + "\n")

@@ -45,7 +45,7 @@ class Layout:
 
 def emit(plan: Plan, path: Path, *, model: Any) -> str:
     """Write the program; see ``backends.registry``."""
-    from pase.plan.layout import write_atomically
+    from pase.files.atomic import write_atomically
 
     text, found = program(_with_model(plan, model))
     write_atomically(path, text)

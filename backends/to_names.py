@@ -116,7 +116,7 @@ def _named(plan: Plan) -> Iterator[tuple[str, Any]]:
 
 def emit(plan: Plan, path: Path, *, model: Any) -> str:
     """Write the file, whole or not at all."""
-    from pase.plan.layout import write_atomically
+    from pase.files.atomic import write_atomically
 
     data = to_json(plan)
     write_atomically(path, json.dumps(data, indent=1) + "\n")

@@ -18,10 +18,10 @@ from typing import Any
 
 from pase.backends.onnx_sharding import Digits, check, from_spec, restated, to_spec
 from pase.errors import PaseError
+from pase.files.atomic import write_atomically
 from pase.frontends import from_onnx
 from pase.frontends.onnx_wire import Buffer, Malformed, fields, varint
 from pase.machine import Mesh
-from pase.plan.layout import write_atomically
 from pase.plan.types import Plan
 
 __all__ = ["Annotated", "emit", "layouts", "read"]

@@ -46,7 +46,7 @@ def save(result: dict[str, Any], path: str | Path) -> Path:
 
     The file is replaced whole. A ``result`` read from such a file takes this run's word in place of its own.
     """
-    from pase.plan.layout import write_atomically
+    from pase.files.atomic import write_atomically
 
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)

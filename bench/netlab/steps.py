@@ -40,14 +40,16 @@ class Cell:
 def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, stamp: str = "") -> list[Cell]:
     """Ours, every method's cheapest and no split at all, priced on the machine file, as layouts in a folder;
     cheapest first. stamp: what was planned under the same one is read again."""
-    from pase.api import _compiled
+    from pase.compiler.compilation import compile_model
+    from pase.compiler.options import CompileOptions
     from pase.machine import load as load_machine
 
     kept = folder / f"{name}_{batch}.cells.json"
     if stamp and kept.exists() and (before := json.loads(kept.read_text()))["stamp"] == stamp:
         return [Cell(**{**c, "mesh": tuple(c["mesh"])}) for c in before["cells"]]
     m = model(name, batch)
-    c = _compiled(m.loss_fn, m.params, m.batch, devices=devices, machine=load_machine(machine))
+    options = CompileOptions(devices=devices, machine=load_machine(machine))
+    c = compile_model(m.loss_fn, m.params, (m.batch,), options)
     whole = {n.name: np.full(len(c.plan.mesh.sizes), -1, dtype=np.int8) for n in c.problem.graph.nodes}
     made = [(b.name, b.strategy, b.mesh) for b in c.given or c.problem.baselines()[0]]
     made.append((ALONE, whole, c.plan.mesh))

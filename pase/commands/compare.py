@@ -6,20 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import (
-    CostModelOption,
-    Devices,
-    DimOption,
-    JsonOption,
-    MachineOption,
-    Model,
-    Optimizer,
-    Unknown,
-    console,
-    parse_dims,
-    print_json,
-    progress,
-)
+from pase.commands.options import JsonOption, Model, compile_options, console, print_json, progress
+from pase.compiler.options import CompileOptions
 
 if TYPE_CHECKING:
     from pase.questions.sensitivity import Point
@@ -27,14 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 
+@compile_options("devices", "machine", "cost_model", "optimizer", "unknown", "dims")
 def compare(
     model: Model,
-    devices: Devices,
-    machine: MachineOption = None,
-    cost_model: CostModelOption = "analytic",
-    optimizer: Optimizer = "adam",
-    unknown: Unknown = "error",
-    dim: DimOption = None,
+    options: CompileOptions,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,22 +40,16 @@ def compare(
       pase compare zoo:gpt2 --devices 32 --vary bandwidth=0.5..2
     """
     if vary:
-        from pase.questions.sensitivity import sensitivity
+        from pase.questions.sensitivity import vary_machine
 
         with progress() as say:
-            points = sensitivity(
-                model, devices=devices, vary=vary, machine=machine, cost_model=cost_model, optimizer=optimizer,
-                unknown=unknown, dims=parse_dims(dim), progress=say,
-            )  # fmt: skip
-        _show(points, model, devices, machine, cost_model, json)
+            points = vary_machine(model, None, (), options, vary, say)
+        _show(points, model, options, json)
         return
-    from pase.api import compare as all_plans
+    from pase.compiler.compilation import compare_model
 
     with progress() as say:
-        rows = all_plans(
-            model, devices=devices, machine=machine, cost_model=cost_model, optimizer=optimizer, unknown=unknown,
-            dims=parse_dims(dim), progress=say,
-        )  # fmt: skip
+        rows = compare_model(model, None, (), options, say)
     ours = next(plan for name, plan in rows if name == "pase")
     table = [
         {
@@ -84,7 +62,7 @@ def compare(
     ]  # fmt: skip
     if json:
         print_json(
-            {"model": ours.model, "devices": devices, "machine": ours.machine, "unit": ours.unit,
+            {"model": ours.model, "devices": ours.devices, "machine": ours.machine, "unit": ours.unit,
              "strategies": table, "skipped": dict(ours.skipped)}
         )  # fmt: skip
         return
@@ -114,7 +92,7 @@ def compare(
         )  # fmt: skip
     c = console()
     c.print(
-        f"{ours.model} on {devices} devices of {ours.machine}, cost model '{ours.cost_model}': predictions",
+        f"{ours.model} on {ours.devices} devices of {ours.machine}, cost model '{ours.cost_model}': predictions",
         highlight=False,
     )
     c.print(out)
@@ -122,13 +100,11 @@ def compare(
         c.print(f"without {name}: {why}", highlight=False)
 
 
-def _show(
-    points: list[Point], model: str, devices: int, machine: str | None, cost_model: str, json: bool
-) -> None:
+def _show(points: list[Point], model: str, options: CompileOptions, json: bool) -> None:
     """What holds at each factor: table or JSON."""
     from pase.machine import DEFAULT
 
-    name = machine or DEFAULT
+    name, devices = options.machine or DEFAULT, options.devices
     if json:
         rows = [
             {
@@ -138,14 +114,20 @@ def _show(
             for p in points
         ]  # fmt: skip
         print_json(
-            {"model": model, "devices": devices, "machine": name, "cost_model": cost_model, "vary": rows}
+            {
+                "model": model,
+                "devices": devices,
+                "machine": name,
+                "cost_model": options.cost_model,
+                "vary": rows,
+            }
         )
         return
     from rich.table import Table
 
     from pase.plan.table import cost_text
 
-    unit = "FLOP" if cost_model == "paper" else "s"
+    unit = "FLOP" if options.cost_model == "paper" else "s"
     out = Table(box=None, header_style="bold", pad_edge=False)
     columns = ("ours", "best, searched anew", "regret", "its mesh", "cheapest of the methods", "next method")
     for column in (*points[0].factors, *columns):

@@ -7,26 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import (
-    Accumulate,
-    CostModelOption,
-    Devices,
-    DimOption,
-    JsonOption,
-    MachineOption,
-    MemoryLimit,
-    MeshOption,
-    Model,
-    Optimizer,
-    Overlap,
-    Remat,
-    Unknown,
-    console,
-    parse_bytes,
-    parse_dims,
-    print_json,
-    progress,
-)
+from pase.commands.options import JsonOption, Model, compile_options, console, print_json, progress
+from pase.compiler.options import CompileOptions
 
 if TYPE_CHECKING:
     from pase.plan.types import Plan
@@ -34,19 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["compile", "summary"]
 
 
+@compile_options()
 def compile(
     model: Model,
-    devices: Devices,
-    mesh: MeshOption = None,
-    machine: MachineOption = None,
-    cost_model: CostModelOption = "analytic",
-    optimizer: Optimizer = "adam",
-    unknown: Unknown = "error",
-    dim: DimOption = None,
-    memory_limit: MemoryLimit = None,
-    accumulate: Accumulate = None,
-    remat: Remat = "auto",
-    overlap: Overlap = "none",
+    options: CompileOptions,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -73,15 +46,10 @@ def compile(
       pase compile model.onnx --devices 32 --dim batch=64 -o layout.json
       pase compile mypackage.train:model --devices 8 --mesh data=4,model=2 --json
     """
-    import pase
+    from pase.compiler.compilation import compile_model
 
     with progress() as say:
-        plan = pase.compile(
-            model, devices=devices, mesh=mesh, machine=machine, cost_model=cost_model, optimizer=optimizer,
-            unknown=unknown, dims=parse_dims(dim), progress=say,  # type: ignore[arg-type]
-            memory_limit=None if memory_limit is None else parse_bytes(memory_limit, machine),
-            accumulate=accumulate, remat=remat, overlap=overlap,  # type: ignore[arg-type]
-        )  # fmt: skip
+        plan = compile_model(model, None, (), options, say).plan
     if schedule is not None:
         plan = plan.scheduled(schedule)
     if output is not None:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 __all__ = ["optimize"]
-
-_SIZE = re.compile(r"^\s*([0-9.]+)\s*([KMGT]i?B|B)\s*$", re.IGNORECASE)
-_UNITS = {
-    "b": 1,
-    **{f"{u}b": 1000**k for k, u in enumerate("kmgt", 1)},
-    **{f"{u}ib": 1024**k for k, u in enumerate("kmgt", 1)},
-}
 
 
 def optimize(
@@ -35,6 +27,7 @@ def optimize(
 ) -> None:
     """What would make a traced run faster: tensor fusion and partition, op fusion, memory passes."""
     from pase.errors import PaseError
+    from pase.files.quantities import parse_bytes
     from pase.replay.clocks import align as align_clocks
     from pase.replay.memory import memory_use
     from pase.replay.model import estimate, measure
@@ -54,7 +47,7 @@ def optimize(
         passes=[p.strip() for p in passes.split(",") if p.strip()],
         scheme=scheme,
         memory=memory_use(m),
-        memory_limit_bytes=_bytes(memory_limit) if memory_limit else None,
+        memory_limit_bytes=int(parse_bytes(memory_limit, "--memory-limit")) if memory_limit else None,
     )
     report = optimize_report(str(traces), outcome, [str(p) for p in m.timeline.problems])
     if output is not None:
@@ -63,15 +56,6 @@ def optimize(
         typer.echo(json.dumps(report, allow_nan=False))
     else:
         _show(report)
-
-
-def _bytes(text: str) -> int:
-    from pase.errors import PaseError
-
-    m = _SIZE.match(text)
-    if not m:
-        raise PaseError(f"--memory-limit {text}: expected a size such as 16GiB or 80GB")
-    return int(float(m.group(1)) * _UNITS[m.group(2).lower()])
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
+from pase.compiler.options import CompileOptions
+from pase.errors import PaseError
+
 __all__ = [
-    "Accumulate",
     "ChoicesTimeLimit",
-    "CostModelOption",
-    "Devices",
-    "DimOption",
     "JsonOption",
     "Layout",
     "LayoutMachine",
     "LayoutModel",
-    "MachineOption",
-    "MemoryLimit",
-    "MeshOption",
     "Model",
-    "Optimizer",
-    "Overlap",
-    "Remat",
-    "Unknown",
+    "compile_options",
     "console",
-    "parse_bytes",
-    "parse_dims",
+    "parse_sizes",
     "print_json",
     "progress",
 ]
@@ -63,138 +58,68 @@ LayoutMachine = Annotated[
 ChoicesTimeLimit = Annotated[
     float, typer.Option("--time-limit", help="Seconds for the next-best choices of all layers.", min=0.0)
 ]
-Devices = Annotated[
-    int, typer.Option("--devices", "-n", help="How many devices to split the model over.", min=1)
-]
-MeshOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mesh", help="Fix the mesh: 4x8, or with names data=4,model=8. Default: every mesh is searched."
-    ),
-]
-MachineOption = Annotated[
-    str | None, typer.Option("--machine", help="A name ('pase machines') or a .toml file. Default: h100x8.")
-]
-CostModelOption = Annotated[
-    str,
-    typer.Option("--cost-model", help="analytic: seconds on the machine; paper: PaSE's FLOP-equivalents."),
-]
-Optimizer = Annotated[
-    str,
-    typer.Option(
-        "--optimizer", help="Whose state is counted and whose update is priced: sgd, momentum, adam, …"
-    ),
-]
-Unknown = Annotated[
-    str,
-    typer.Option(
-        "--unknown", help="At an op without a rule: 'error', or 'replicate' (it is then not split)."
-    ),
-]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
 ]
 
 
-DimOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dim", "--trips",
-        help="Bind a symbolic size of the model, --dim batch=64, or say how often a while loop turns, "
-        "--trips while0=100. May be given several times.",
-        metavar="NAME=SIZE",
-    ),
-]  # fmt: skip
+def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes ``options: CompileOptions`` these of its fields as flags (none named: all that have
+    one), between the command's arguments and its own flags."""
 
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-limit",
-        help="What a device may hold: 80GiB, 16e9, or 'machine'. Default: reported, not enforced.",
-    ),
-]
+    def taken(command: Callable[..., None]) -> Callable[..., None]:
+        chosen = [
+            f for f in fields(CompileOptions) if f.metadata["flag"].names and (f.name in names or not names)
+        ]
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.name != "options"]
+        first = [p for p in own if p.default is p.empty]
+        order = [*first, *map(_as_flag, chosen), *(p for p in own if p not in first)]
+        listed = signature.replace(parameters=[p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in order])
 
+        @functools.wraps(command)
+        def run(*args: Any, **keywords: Any) -> None:
+            given = listed.bind(*args, **keywords).arguments
+            read = {f.name: given.pop(f.name) for f in chosen if f.name in given}
+            many = {f.name: parse_sizes(read.get(f.name)) for f in chosen if f.metadata["flag"].many}
+            command(**given, options=CompileOptions(**read | many))
 
-Accumulate = Annotated[
-    int | None,
-    typer.Option(
-        "--accumulate",
-        help="Micro-batches of a step, gradients summed over them. Default: 1, or what the memory limit asks for.",
-        min=1,
-    ),
-]
-Overlap = Annotated[
-    str,
-    typer.Option(
-        "--overlap",
-        help="'gradients': price of their sums only what backward cannot hide. Default 'none': all.",
-    ),
-]
-Remat = Annotated[
-    str,
-    typer.Option(
-        "--remat",
-        help="Compute repeated blocks again in backward: 'all', 'none', or 'auto': as the memory limit asks for.",
-    ),
-]
+        run.__signature__ = listed  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in order}
+        return run
+
+    return taken
 
 
-def parse_dims(given: list[str] | None) -> dict[str, int]:
+def _as_flag(f: Field[Any]) -> inspect.Parameter:
+    """The typer parameter of an option: whole numbers are read as such, all else as text that the options read."""
+    flag = f.metadata["flag"]
+    whole = int in (f.type, *get_args(f.type))
+    plain: Any = list[str] if flag.many else int if whole else str
+    if f.default is None:
+        plain = plain | None
+    info = typer.Option(
+        *flag.names, help=f.metadata["help"] + (" May be given several times." if flag.many else ""),
+        metavar=flag.metavar, min=flag.minimum,
+    )  # fmt: skip
+    default = inspect.Parameter.empty if f.default is MISSING else f.default
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[plain, info])
+
+
+def parse_sizes(given: list[str] | None) -> dict[str, int]:
     """
-    >>> parse_dims(["batch=64", "seq=128"])
+    >>> parse_sizes(["batch=64", "seq=128"])
     {'batch': 64, 'seq': 128}
     """
-    from pase.errors import PaseError
-
     out: dict[str, int] = {}
     for text in given or ():
         name, equals, size = text.rpartition("=")
-        if (
-            not equals
-            or not name.strip()
-            or not (size.strip().isdecimal() and size.isascii())
-            or len(size) > 18
-        ):
+        digits = size.strip().isdecimal() and size.isascii() and len(size) <= 18
+        if not equals or not name.strip() or not digits:
             raise PaseError(f"--dim '{text}': write NAME=SIZE, for example --dim batch=64")
         out[name.strip()] = int(size)
     return out
-
-
-def parse_bytes(text: str, machine: str | None) -> float:
-    """Bytes of '80GiB', '16GB', '16e9', or of the machine's memory for 'machine'.
-
-    >>> parse_bytes("80GiB", None) == 80 * 2**30, parse_bytes("16e9", None)
-    (True, 16000000000.0)
-    """
-    from pase.errors import PaseError
-
-    if text == "machine":
-        from pase.machine import DEFAULT, load
-
-        return float(load(machine or DEFAULT).device.memory_bytes)
-    scales = {
-        "KiB": 2**10,
-        "MiB": 2**20,
-        "GiB": 2**30,
-        "TiB": 2**40,
-        "KB": 1e3,
-        "MB": 1e6,
-        "GB": 1e9,
-        "TB": 1e12,
-        "B": 1,
-    }
-    number, scale = text.strip(), 1.0
-    for unit, factor in scales.items():
-        if number.lower().endswith(unit.lower()):
-            number, scale = number[: -len(unit)], float(factor)
-            break
-    try:
-        value = float(number) * scale
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise PaseError(f"--memory-limit '{text}': write 80GiB, 16e9, or machine")
-    return value
 
 
 def console(*, err: bool = False) -> Any:

@@ -86,7 +86,7 @@ def _rate(wire: str | None) -> float | None:
     """Bytes per second."""
     if wire is None:
         return None
-    from pase.schedule.load import parse_rate
+    from pase.files.quantities import parse_rate
 
     return parse_rate(wire, "--wire")
 

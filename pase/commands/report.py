@@ -38,7 +38,7 @@ def report(
       pase report layout.json -o report.html
     """
     from pase.api import load
-    from pase.plan.layout import write_atomically
+    from pase.files.atomic import write_atomically
     from pase.questions.explain import explain
     from pase.questions.report import report_page
 

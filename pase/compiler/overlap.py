@@ -28,9 +28,8 @@ from pase.search.check import cost_of
 from pase.tables import CostTables
 from pase.tables.build import Space, build
 
-__all__ = ["OVERLAP", "Hiding", "exposed", "hiding", "solve_hiding"]
+__all__ = ["Hiding", "exposed", "hiding", "solve_hiding"]
 
-OVERLAP = ("none", "gradients")
 _MOST_WEIGHTS = 12
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.ir.blocks import Block, accumulated, mixes_examples, rematerialised
@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
-__all__ = ["REMAT", "Remat", "Variant", "graph_of", "variants"]
-
-Remat = Literal["auto", "none", "all"]
-REMAT = ("auto", "none", "all")
+__all__ = ["Variant", "graph_of", "variants"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +54,11 @@ def _jax(traced: Traced):  # type: ignore[no-untyped-def]
 
 
 def variants(
-    traced: Traced, graph: Graph, accumulate: int | None, remat: Remat, limited: bool
+    traced: Traced, graph: Graph, accumulate: int | None, remat: str, limited: bool
 ) -> Iterator[list[Variant]]:
     """Those to try, first to last, in groups of one number of micro-batches; the first of all is what holds where
     memory does not bind. graph: the simplified one. accumulate, remat: what the user fixed (None, "auto": nothing).
     """
-    if remat not in REMAT:
-        raise PaseError(f"remat is 'auto', 'none' or 'all', not {remat!r}")
-    if accumulate is not None and (isinstance(accumulate, bool) or accumulate < 1):
-        raise PaseError(f"accumulate is a positive number of micro-batches, not {accumulate!r}")
     free = limited and traced.frontend == "jax"
     blocks: tuple[Block, ...] = ()
     if remat == "all" or (remat == "auto" and free):

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib import resources
-from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
+from pase.files.atomic import write_atomically
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.plan.itemize import Collective, NodeCost
 from pase.plan.types import NodePlan, Plan, TensorPlan, Tried
 
-__all__ = ["SCHEMA", "diff", "from_json", "load", "save", "schema", "to_json", "write_atomically"]
+__all__ = ["SCHEMA", "diff", "from_json", "load", "save", "schema", "to_json"]
 
 SCHEMA = "pase.layout/1"
 _MAX_BYTES = 512 << 20
@@ -206,28 +204,6 @@ def _check(plan: Plan, where: str) -> None:
     for key, layouts in plan.read.items():
         for layout in (*layouts, *([plan.gradient[key]] if key in plan.gradient else [])):
             check(f"reshards/{key}", layout)
-
-
-def write_atomically(path: str | Path, content: str | Iterable[bytes | memoryview | mmap]) -> None:
-    """Write a file whole, a text or the pieces of a binary file: into a neighbour, synced, then renamed over."""
-    pieces = [content.encode("utf-8")] if isinstance(content, str) else content
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise PaseError(f"cannot write {path}: the folder {path.parent} does not exist")
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            for piece in pieces:
-                f.write(piece)
-            f.flush()
-            os.fsync(f.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def save(plan: Plan, path: str | Path) -> None:

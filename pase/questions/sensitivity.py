@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pase.compiler.options import CompileOptions, takes_options
 from pase.errors import PaseError
+from pase.files.quantities import parse_factors
 from pase.machine.scale import QUANTITIES, scaled
 
 if TYPE_CHECKING:
     from pase.compiler.problem import Problem
     from pase.machine import CostModel, Machine, Mesh
 
-__all__ = ["Point", "Range", "parse_range", "sensitivity"]
-
-_POINTS = 5
+__all__ = ["Point", "Range", "parse_range", "sensitivity", "vary_machine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,62 +58,57 @@ class Point:
 
 
 def parse_range(text: str) -> Range:
-    """Reads "bandwidth=0.5..2" (five factors, even in the logarithm, 1 among them), "…:9" (so many), or
-    "latency=0.5,1,4" (these). PaseError where it cannot.
+    """Reads a quantity and its factors, as ``pase.files.quantities.parse_factors`` has them. PaseError where it cannot.
 
     >>> parse_range("bandwidth=0.25..4").factors
     (0.25, 0.5, 1.0, 2.0, 4.0)
-    >>> parse_range("flops=0.8,1.1").factors
-    (0.8, 1.0, 1.1)
     """
-    number = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?"
-    span, several = rf"({number})\s*\.\.\s*({number})\s*(?::\s*(\d+))?", rf"({number}(?:\s*,\s*{number})*)"
-    read = re.fullmatch(rf"\s*(\w+)\s*=\s*(?:{span}|{several})\s*", text)
-    if read is None:
+    quantity, equals, factors = text.partition("=")
+    if not equals:
         raise PaseError(
             f"cannot read --vary '{text}': write bandwidth=0.5..2, bandwidth=0.5..2:9 or bandwidth=0.5,1,2"
         )
-    quantity, low, high, points, listed = read.groups()
-    if quantity not in QUANTITIES:
-        raise PaseError(f"cannot vary '{quantity}'; known: {', '.join(QUANTITIES)}")
-    if listed is not None:
-        factors = [float(x) for x in re.findall(number, listed)]
-    else:
-        ends = sorted((float(low), float(high)))
-        count = int(points or _POINTS)
-        if count < 2:
-            raise PaseError(f"--vary '{text}': a range takes 2 factors or more")
-        factors = [float(f) for f in np.geomspace(ends[0], ends[1], count)] if ends[0] > 0 else ends
-    if min(factors) <= 0:
-        raise PaseError(f"--vary '{text}': factors must be above 0")
-    return Range(quantity=quantity, factors=tuple(sorted({float(f"{f:.6g}") for f in (*factors, 1.0)})))
+    if quantity.strip() not in QUANTITIES:
+        raise PaseError(f"cannot vary '{quantity.strip()}'; known: {', '.join(QUANTITIES)}")
+    return Range(quantity=quantity.strip(), factors=parse_factors(factors, f"--vary '{text}'"))
 
 
+@takes_options
 def sensitivity(
-    model: Any, params: Any = None, *batch: Any, devices: int, vary: Sequence[str | Range],
-    progress: Callable[[str], None] | None = None, **options: Any,
+    model: Any, params: Any = None, *batch: Any, options: CompileOptions, vary: Sequence[str | Range],
+    progress: Callable[[str], None] | None = None,
 ) -> list[Point]:  # fmt: skip
     """Finds the best strategy on the machine as it is, then prices it, the other methods' and a new search's on
-    every combination of the factors. Arguments as for ``pase.compile``; ``vary``: see ``parse_range``.
+    every combination of the factors.
+
+    model, params, batch: as for ``pase.compile``.
+    vary: what to vary and by which factors; text as ``parse_range`` reads it.
+    {options}
     """
-    from pase.api import _compiled
+    return vary_machine(model, params, batch, options, vary, progress)
+
+
+def vary_machine(
+    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, vary: Sequence[str | Range],
+    progress: Callable[[str], None] | None,
+) -> list[Point]:  # fmt: skip
+    """What ``sensitivity`` does."""
+    from pase.compiler.compilation import compile_model
     from pase.plan.itemize import config_of
 
-    if options.get("memory_limit") is not None:
+    if options.memory_limit is not None:
         raise PaseError("the machine cannot be varied under a memory limit; leave one of the two out")
     ranges = [v if isinstance(v, Range) else parse_range(v) for v in vary]
     if len({r.quantity for r in ranges}) < len(ranges):
         raise PaseError(
             "--vary names a quantity twice; give all of its factors at once, as bandwidth=0.5,1,2"
         )
-    done = _compiled(model, params, *batch, devices=devices, progress=progress, **options)
+    done = compile_model(model, params, batch, options, progress)
     ours = {
         n.name: config_of(done.problem.graph.node[n.name], n.split, done.plan.mesh) for n in done.plan.nodes
     }
     strategies = {"pase": (done.plan.mesh, ours)} | {b.name: (b.mesh, b.strategy) for b in done.given}
-    return _points(
-        done.problem, strategies, ranges, options.get("mesh"), options.get("max_axes", 3), progress
-    )
+    return _points(done.problem, strategies, ranges, options.mesh, options.max_axes, progress)
 
 
 def _points(

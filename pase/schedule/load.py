@@ -6,39 +6,14 @@ import json
 from pathlib import Path
 
 from pase.errors import PaseError
+from pase.files.quantities import parse_rate, parse_seconds
 from pase.schedule.io import PROBLEM_SCHEMA, problem_from_json
 from pase.schedule.pipedream import looks_like_pipedream, read_pipedream
 from pase.schedule.types import Curve, Link, Problem
 
-__all__ = ["load_problem", "parse_link", "parse_rate"]
+__all__ = ["load_problem", "parse_link"]
 
 DEFAULT_LINKS = ("net:50us:5GB/s",)
-_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_RATE = {"B/s": 1.0, "MB/s": 1e6, "GB/s": 1e9, "Gbit/s": 1e9 / 8}
-
-
-def _number(text: str, units: dict[str, float], what: str, option: str = "--link") -> float:
-    for unit in sorted(units, key=len, reverse=True):
-        if text.endswith(unit):
-            try:
-                value = float(text.removesuffix(unit))
-            except ValueError:
-                break
-            if value >= 0:
-                return value * units[unit]
-    raise PaseError(f"{option}: '{text}' is no {what}; write it like {'50us' if what == 'time' else '5GB/s'}")
-
-
-def parse_rate(text: str, option: str) -> float:
-    """Bytes per second, above 0. PaseError, which names the option, where it is none.
-
-    >>> parse_rate("25MB/s", "--wire")
-    25000000.0
-    """
-    rate = _number(text, _RATE, "bandwidth", option)
-    if rate == 0:
-        raise PaseError(f"{option}: '{text}' is no bandwidth")
-    return rate
 
 
 def parse_link(text: str) -> Link:
@@ -54,13 +29,8 @@ def parse_link(text: str) -> Link:
         raise PaseError(
             f"--link: '{text}' is neither NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) nor NAME:FILE.csv"
         )
-    rate = _number(parts[2], _RATE, "bandwidth")
-    if rate == 0:
-        raise PaseError(f"--link: '{text}' has no bandwidth")
-    return Link(
-        name=parts[0],
-        curve=Curve.alpha_beta(alpha_s=_number(parts[1], _TIME, "time"), beta_s_per_byte=1.0 / rate),
-    )
+    startup_s, rate = parse_seconds(parts[1], "--link"), parse_rate(parts[2], "--link")
+    return Link(name=parts[0], curve=Curve.alpha_beta(alpha_s=startup_s, beta_s_per_byte=1.0 / rate))
 
 
 def _curve_from_csv(path: Path) -> Curve:

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import pase
-from pase.commands.options import parse_bytes
+from pase.compiler.options import CompileOptions
 from pase.compiler.problem import Problem
 from pase.compiler.resolve import resolve
 from pase.errors import Infeasible, PaseError
-from pase.machine import mesh_from
+from pase.machine import load, mesh_from
 from pase.memory.account import memory, profile
 from pase.plan.itemize import collectives
 
@@ -60,9 +60,15 @@ def test_what_cannot_fit_says_what_would():
 
 
 def test_bytes_are_read_as_people_write_them():
-    assert parse_bytes("80GiB", None) == 80 * 2**30
-    assert parse_bytes("1.5 gb", None) == 1.5e9
-    assert parse_bytes("machine", "v100x8") < parse_bytes("machine", "h200x8")
-    for text in ("much", "-3GiB", "nan", "inf", "0"):
-        with pytest.raises(PaseError, match="write 80GiB, 16e9, or machine"):
-            parse_bytes(text, None)
+    def limit(text, machine="h100x8"):
+        return CompileOptions(devices=1, memory_limit=text).limit_bytes(load(machine))
+
+    assert limit("80GiB") == 80 * 2**30
+    assert limit("1.5 gb") == 1.5e9
+    assert limit(2**30) == limit("1GiB")
+    assert limit("machine", "v100x8") < limit("machine", "h200x8")
+    for text in ("much", "-3GiB", "nan", "inf", "0", "3 PB", ""):
+        with pytest.raises(
+            PaseError, match=f"memory limit '{text}': expected a size such as 80GiB, 16e9, or machine"
+        ):
+            limit(text)

@@ -8,7 +8,8 @@ import pytest
 
 import pase
 from pase.errors import PaseError
-from pase.plan.layout import SCHEMA, from_json, schema, to_json, write_atomically
+from pase.files.atomic import write_atomically
+from pase.plan.layout import SCHEMA, from_json, schema, to_json
 
 
 @pytest.fixture(scope="module")

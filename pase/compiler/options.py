@@ -1,0 +1,179 @@
+"""What may be asked of a compilation: each option stated once, for the API's signature and help and for the program."""
+
+# Annotations are evaluated here: the options' types are read. Nothing heavy is imported, so that help comes at once.
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+
+from pase.errors import PaseError
+from pase.files.quantities import parse_bytes
+
+if TYPE_CHECKING:
+    from pase.machine import Machine
+
+__all__ = ["CompileOptions", "Flag", "takes_options"]
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """How the program takes an option. names: its flags; none: the API alone has it.
+
+    minimum: of a number. many: it may be given several times, NAME=VALUE each.
+    """
+
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    minimum: int | None = None
+    many: bool = False
+
+
+def _option(default: Any, says: str, *names: str, **flag: Any) -> Any:
+    """A field of ``CompileOptions``; says: its help, one sentence or several."""
+    return field(default=default, metadata={"help": says, "flag": Flag(names=names, **flag)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """What ``pase.compile`` takes beside the model. Made from what the user wrote; PaseError where it is unsound."""
+
+    devices: int = _option(MISSING, "How many devices to split the model over.", "--devices", "-n", minimum=1)
+    mesh: str | None = _option(
+        None,
+        "Fix the mesh: 4x8, or with names data=4,model=8. Default: every mesh of at most max_axes axes is searched.",
+        "--mesh",
+    )
+    machine: "str | Path | Machine | None" = _option(  # noqa: RUF009 it is a field
+        None,
+        "A name ('pase machines') or a .toml file (in Python also a Machine). Default: h100x8.",
+        "--machine",
+    )
+    cost_model: str = _option(
+        "analytic", "analytic: seconds on the machine; paper: PaSE's FLOP-equivalents.", "--cost-model"
+    )
+    optimizer: str = _option(
+        "adam", "Whose state is counted and whose update is priced: sgd, momentum, adam, …", "--optimizer"
+    )
+    unknown: Literal["error", "replicate"] = _option(
+        "error", "At an op without a rule: 'error', or 'replicate' (it is then not split).", "--unknown"
+    )
+    dims: Mapping[str, int] | None = _option(
+        None,
+        "Bind a symbolic size of the model, batch=64, or say how often a while loop turns, while0=100.",
+        "--dim",
+        "--trips",
+        metavar="NAME=SIZE",
+        many=True,
+    )
+    max_axes: int = _option(3, "Search meshes of at most so many axes.", minimum=1)
+    baselines: bool = _option(
+        True,
+        "Also price data parallelism, FSDP, Megatron, …: the answer is then never worse than any of them.",
+    )
+    memory_limit: float | str | None = _option(
+        None,
+        "What a device may hold: bytes, 80GiB, 16e9, or 'machine'. The cheapest strategy whose predicted memory fits "
+        "is searched. Default: memory is reported, not limited.",
+        "--memory-limit",
+    )
+    accumulate: int | None = _option(
+        None,
+        "Micro-batches of a step, gradients summed over them; the loss must be a mean over the batch. Default: 1, or "
+        "what the memory limit asks for.",
+        "--accumulate",
+        minimum=1,
+    )
+    remat: Literal["auto", "none", "all"] = _option(
+        "auto",
+        "Compute repeated blocks (a loop's body, equal layers) again in backward: 'all', 'none' but those that the "
+        "model marks, or 'auto': as the memory limit asks for.",
+        "--remat",
+    )
+    overlap: Literal["none", "gradients"] = _option(
+        "none",
+        "'gradients': of their synchronisation only what backward's compute cannot hide is priced. Default 'none': "
+        "all of it.",
+        "--overlap",
+    )
+    time_limit: float = _option(
+        60.0, "Seconds for the searches under a memory limit, which need not be exact; the plan says so."
+    )
+
+    def __post_init__(self) -> None:
+        from pase.tables.derive import OPTIMIZERS
+
+        if not _whole(self.devices):
+            raise PaseError(f"devices must be a positive whole number, got {self.devices!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise PaseError(f"no optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZERS)}")
+        if self.accumulate is not None and not _whole(self.accumulate):
+            raise PaseError(f"accumulate is a positive number of micro-batches, not {self.accumulate!r}")
+        for name, choices in _choices().items():
+            if getattr(self, name) not in choices:
+                *most, last = map(repr, choices)
+                raise PaseError(f"{name} is {', '.join(most)} or {last}, not {getattr(self, name)!r}")
+
+    def limit_bytes(self, machine: "Machine") -> float | None:
+        """The memory limit in bytes, on this machine. PaseError where it is no size."""
+        if self.memory_limit == "machine":
+            return float(machine.device.memory_bytes)
+        if isinstance(self.memory_limit, str):
+            return parse_bytes(self.memory_limit, "memory limit", "80GiB, 16e9, or machine")
+        return None if self.memory_limit is None else float(self.memory_limit)
+
+
+def _whole(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= 1
+
+
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The options with a closed set of words."""
+    return {f.name: get_args(f.type) for f in fields(CompileOptions) if get_origin(f.type) is Literal}
+
+
+def takes_options(function: Callable[..., R]) -> Callable[..., R]:
+    """Let the function, which takes ``options: CompileOptions``, be called with each option as a keyword instead.
+
+    Its signature and its docstring (at the line ``{options}``) then list them.
+    """
+    taken = fields(CompileOptions)
+    given = inspect.signature(function)
+    plain = [p for p in given.parameters.values() if p.name != "options"]
+    listed = [_parameter(f) for f in taken]
+    order = sorted([*plain, *listed], key=lambda p: p.kind)  # a stable sort: keywords stay where they are
+    signature = given.replace(parameters=order)
+
+    @functools.wraps(function)
+    def called(*args: Any, **keywords: Any) -> R:
+        try:
+            signature.bind(*args, **keywords)
+        except TypeError as e:
+            raise TypeError(f"{function.__name__}(): {e}") from None
+        chosen = {f.name: keywords.pop(f.name) for f in taken if f.name in keywords}
+        return function(*args, options=CompileOptions(**chosen), **keywords)
+
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    if function.__doc__ is not None:  # python -OO has none
+        called.__doc__ = function.__doc__.replace("{options}", _help(taken))
+    return called
+
+
+def _parameter(f: Field[Any]) -> inspect.Parameter:
+    default = inspect.Parameter.empty if f.default is MISSING else f.default
+    return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=f.type)
+
+
+def _help(taken: tuple[Field[Any], ...]) -> str:
+    lines = (
+        textwrap.fill(
+            f"{f.name}: {f.metadata['help']}", 110, subsequent_indent=" " * 8, initial_indent=" " * 4
+        )
+        for f in taken
+    )
+    return "\n".join(lines).lstrip()

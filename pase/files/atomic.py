@@ -1,0 +1,38 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from mmap import mmap
+from pathlib import Path
+
+from pase.errors import PaseError
+
+__all__ = ["write_atomically"]
+
+
+def write_atomically(path: str | Path, content: str | Iterable[bytes | memoryview | mmap]) -> None:
+    """Write a text, or the pieces of a binary file, into a neighbour, sync it, and rename it over ``path``.
+
+    PaseError where the folder does not exist; where writing fails, the old file stays as it was.
+    """
+    pieces = [content.encode("utf-8")] if isinstance(content, str) else content
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise PaseError(f"cannot write {path}: the folder {path.parent} does not exist")
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(fd, "wb") as f:
+            for piece in pieces:
+                f.write(piece)
+            f.flush()
+            os.fsync(f.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,81 @@
+"""Quantities as people write them: "80GiB", "50us", "25MB/s", and factors, "0.5..2"."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from pase.errors import PaseError
+
+__all__ = ["parse_bytes", "parse_factors", "parse_rate", "parse_seconds"]
+
+_NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?"
+_BYTES = {"": 1.0, "b": 1.0} | {
+    f"{letter}{kind}": float(base**power)
+    for power, letter in enumerate("kmgt", 1)
+    for kind, base in (("ib", 1024), ("b", 1000))
+}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_BYTES_PER_S = {"b/s": 1.0, "mb/s": 1e6, "gb/s": 1e9, "gbit/s": 1e9 / 8}
+_POINTS = 5
+
+
+def _parse(text: str, units: Mapping[str, float], refusal: str, *, zero: bool = False) -> float:
+    """The number times its unit (upper or lower case); PaseError(refusal) where it is none, or not above 0."""
+    read = re.fullmatch(r"\s*([-+.\de]*\d\.?)\s*([a-z/]*)\s*", text.lower())
+    try:
+        value = float(read[1]) * units[read[2]] if read else math.nan
+    except (ValueError, KeyError):
+        value = math.nan
+    if not (0 < value < math.inf or (zero and value == 0)):
+        raise PaseError(refusal)
+    return value
+
+
+def parse_bytes(text: str, where: str, such_as: str = "80GiB or 16e9") -> float:
+    """Bytes above 0. where, such_as: the option, and what may be written there, for the message.
+
+    >>> parse_bytes("80GiB", "memory_limit") == 80 * 2**30, parse_bytes("16e9", "memory_limit")
+    (True, 16000000000.0)
+    """
+    return _parse(text, _BYTES, f"{where} '{text}': expected a size such as {such_as}")
+
+
+def parse_seconds(text: str, where: str) -> float:
+    """Seconds, 0 or more, with their unit: "50us"."""
+    return _parse(text, _SECONDS, f"{where}: '{text}' is no time; write it like 50us", zero=True)
+
+
+def parse_rate(text: str, where: str) -> float:
+    """Bytes per second, above 0.
+
+    >>> parse_rate("25MB/s", "--wire")
+    25000000.0
+    """
+    return _parse(text, _BYTES_PER_S, f"{where}: '{text}' is no bandwidth; write it like 5GB/s")
+
+
+def parse_factors(text: str, where: str) -> tuple[float, ...]:
+    """Factors above 0, with 1 among them: "0.5..2" (five, even in the logarithm), "0.5..2:9" (so many), "0.5,1,4".
+
+    >>> parse_factors("0.25..4", "--vary")
+    (0.25, 0.5, 1.0, 2.0, 4.0)
+    >>> parse_factors("0.8,1.1", "--vary")
+    (0.8, 1.0, 1.1)
+    """
+    span = re.fullmatch(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(?::\s*(\d+))?\s*", text)
+    if span is not None:
+        low, high = sorted((float(span[1]), float(span[2])))
+        count = int(span[3] or _POINTS)
+        if count < 2:
+            raise PaseError(f"{where}: a range takes 2 factors or more")
+        ratio = high / low if low > 0 else math.nan
+        factors = [low * ratio ** (i / (count - 1)) for i in range(count)]
+    elif re.fullmatch(rf"\s*{_NUMBER}(?:\s*,\s*{_NUMBER})*\s*", text):
+        factors = [float(x) for x in re.findall(_NUMBER, text)]
+    else:
+        raise PaseError(f"cannot read {where}: write 0.5..2, 0.5..2:9 or 0.5,1,2")
+    if not all(f > 0 for f in factors):
+        raise PaseError(f"{where}: factors must be above 0")
+    return tuple(sorted({float(f"{f:.6g}") for f in (*factors, 1.0)}))
