@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from pase.backends.hlo_text import (
     parse_pairs,
     type_bytes,
 )
-from pase.errors import PaseError
+from pase.frontends.jax_versions import Compiled, program_text
 from pase.machine.types import Mesh
 
 __all__ = ["HloCollective", "HloKind", "axes_of_groups", "axes_of_pairs", "collectives", "summary"]
@@ -51,12 +51,6 @@ _KINDS: dict[str, HloKind] = {
     "collective-permute": "permute",
     "collective-broadcast": "broadcast",
 }
-
-
-class Compiled(Protocol):
-    """``jax.jit(f).lower(*args).compile()``, or whatever else can print its HLO."""
-
-    def as_text(self) -> str | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +96,7 @@ def collectives(compiled: str | Compiled, mesh: Mesh | None = None) -> list[HloC
     Of the branches of a conditional, the one that sends most bytes counts. Raises PaseError on text
     that is no compiled HLO.
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    if text is None:
-        raise PaseError("the compiled program cannot print its HLO; give its text")
+    text = program_text(compiled)
     found = [c for module in parse_modules(text) for c in _of_module(module)]
     if mesh is None:
         return found

@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pase.backends import hlo_loops
-from pase.backends.hlo import Compiled, HloCollective, collectives
+from pase.backends.hlo import HloCollective, collectives
 from pase.backends.hlo_text import Computation, Instruction, Module, parse_modules
 from pase.errors import PaseError
+from pase.frontends.jax_versions import Compiled, program_text
 from pase.machine.types import Mesh
 
 __all__ = ["Cycles", "Estimated", "cycles"]
@@ -62,9 +63,7 @@ def cycles(compiled: str | Compiled, mesh: Mesh | None = None) -> Cycles:
 
     Raises PaseError on text that is no compiled HLO, or that holds no estimates (another platform's, say).
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    if text is None:
-        raise PaseError("the compiled program cannot print its HLO; give its text")
+    text = program_text(compiled)
     ops: list[Estimated] = []
     alone: set[tuple[str, str]] = set()
     known = True

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pase.backends.jax_equations import boundary, evaluate
+from pase.backends.jax_equations import boundary
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, inner_jaxpr
 from pase.frontends.jax_control import by_platform
+from pase.frontends.jax_versions import evaluate, is_literal, scan_groups
 from pase.ir.blocks import Block
 from pase.plan.constraints import Placement
 
@@ -76,7 +77,6 @@ class Walk:
     ) -> list[Any]:
         """copies: those made so far in this loop's or rematerialised region's body."""
         import jax
-        from jax.extend.core import Literal
 
         traced = self.plan.traced
         info = traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
@@ -84,7 +84,7 @@ class Walk:
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def value(var: Any) -> Any:
-            return var.val if isinstance(var, Literal) else env[var]
+            return var.val if is_literal(var) else env[var]
 
         def one(i: int, copies: Copies) -> None:
             eqn, path = jaxpr.eqns[i], f"{prefix}{i}"
@@ -162,7 +162,7 @@ class Walk:
         import jax
 
         p, results = eqn.params, self.plan.traced.results
-        nc, nk = p["num_consts"], p["num_carry"]
+        nc, nk = scan_groups(eqn)
         closed = p["jaxpr"]
         names, outs = self.plan.traced.operands[path], results[f"{path}:outs"]
         consts = self._settled(path, "const", ins[:nc], names[:nc], copies)

@@ -12,6 +12,7 @@ from pase.backends import mtf_lower as lower
 from pase.backends.mtf_lower import Rules, refuse
 from pase.backends.mtf_program import Input, Program, SourceOp, Value
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
+from pase.frontends.jax_versions import is_literal, source_line
 
 __all__ = ["RULES", "source_ops"]
 
@@ -162,19 +163,14 @@ class _Walk:
     def eqns(
         self, eqns: Sequence[Any], env: dict[Any, Input], prefix: str, inside: str = ""
     ) -> Iterator[SourceOp]:
-        from jax.extend.core import Literal
-        from jax.extend.source_info_util import summarize
-
         def read(var: Any) -> Input:
             return (
-                _value(np.asarray(var.val, getattr(var.aval, "dtype", None)))
-                if isinstance(var, Literal)
-                else env[var]
+                _value(np.asarray(var.val, getattr(var.aval, "dtype", None))) if is_literal(var) else env[var]
             )
 
         for i, eqn in enumerate(eqns):
             path = inside or f"{prefix}{i}"
-            self.line = summarize(eqn.source_info) or self.line  # a cached inner jaxpr has lost its lines
+            self.line = source_line(eqn) or self.line  # a cached inner jaxpr has lost its lines
             name = eqn.primitive.name
             ins = [read(v) for v in eqn.invars]
             if name in INLINED:
@@ -184,9 +180,7 @@ class _Walk:
                 yield from self.eqns(
                     jaxpr.eqns, inner, f"{prefix}{i}.", inside or (path if name in KEPT_WHOLE else "")
                 )
-                made = [
-                    _value(np.asarray(v.val)) if isinstance(v, Literal) else inner[v] for v in jaxpr.outvars
-                ]
+                made = [_value(np.asarray(v.val)) if is_literal(v) else inner[v] for v in jaxpr.outvars]
                 if name in KEPT_WHOLE and not inside:
                     yield from self._returned(eqn, made, path)
                     made = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pase.errors import PaseError
-from pase.frontends import registry
+from pase.frontends import jax_versions, registry
 from pase.frontends.jax_control import CONTROL, Trips
 from pase.frontends.jax_rules import ELEMENTWISE, RULES
 from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
@@ -87,10 +87,7 @@ def coverage() -> dict[str, list[str]]:
 
 def inner_jaxpr(eqn: Any) -> Any:
     """The jaxpr that a call equation calls: (jaxpr, consts)."""
-    from jax.extend.core import ClosedJaxpr
-
-    inner = eqn.params[INLINED[eqn.primitive.name]]
-    return (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
+    return jax_versions.opened(eqn.params[INLINED[eqn.primitive.name]])
 
 
 def _path(keys: Any, alone: str = "params") -> str:
@@ -120,6 +117,7 @@ def trace(
         )
     import jax
 
+    jax_versions.check()
     _check_leaves(params, "params")
     _check_leaves(batch, "batch")
     as_shapes = jax.tree.map(_shape_struct, (params, *batch))
@@ -264,16 +262,15 @@ class _Lower:
 
     def read(self, var: Any) -> Tensor | None:
         """The tensor of a variable; None for a literal, which is part of the op."""
-        from jax.extend.core import Literal as JaxLiteral
-
-        return None if isinstance(var, JaxLiteral) else self.env[var]
+        return None if jax_versions.is_literal(var) else self.env[var]
 
     def write(self, variables: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         self.env.update(zip(variables, tensors, strict=True))
 
     def eqns(self, eqns: Sequence[Any], prefix: str) -> None:
         for i, eqn in enumerate(eqns):
-            self.b.source = _source(eqn) or self.b.source  # a cached inner jaxpr has lost its lines
+            # A cached inner jaxpr has lost its lines.
+            self.b.source = jax_versions.source_line(eqn) or self.b.source
             path = self.b.eqn = self.inside or f"{prefix}{i}"
             if not self.inside:
                 self.operands[path] = tuple(
@@ -303,9 +300,7 @@ class _Lower:
 
     def _known(self, eqn: Any) -> bool:
         """Arithmetic on symbolic sizes (a mean divides by b): where b is a number, JAX makes it a literal."""
-        from jax.extend.core import Literal as JaxLiteral
-
-        variables = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
+        variables = [v for v in eqn.invars if not jax_versions.is_literal(v)]
         return (
             bool(variables)
             and eqn.primitive.name in ELEMENTWISE
@@ -372,16 +367,6 @@ def _saves(policy: Any, eqn: Any) -> bool:
         return False  # asked of the equations inside
     answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
     return answer if isinstance(answer, bool) else type(answer).__name__ != "RecomputeType"
-
-
-def _source(eqn: Any) -> str:
-    """The user's line: the innermost frame that is not JAX's own."""
-    from jax.extend import source_info_util
-
-    try:
-        return source_info_util.summarize(eqn.source_info)
-    except AttributeError:
-        return ""
 
 
 # Any callable is its: it is asked last.

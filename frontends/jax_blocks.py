@@ -10,6 +10,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr, trace
+from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
 
 __all__ = ["blocks_of", "micro"]
@@ -86,15 +87,13 @@ def _token(eqn: Any) -> object:
 
 def _crossing(jaxpr: Any) -> np.ndarray:
     """Bytes made before equation i and used from there on: int64 [equations + 1]."""
-    from jax.extend.core import Literal
-
     made: dict[Any, int] = {}
     last: dict[Any, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
-        last.update({v: i for v in eqn.invars if not isinstance(v, Literal)})
+        last.update({v: i for v in eqn.invars if not is_literal(v)})
         made.update({v: i for v in eqn.outvars})
     n = len(jaxpr.eqns)
-    last.update({v: n for v in jaxpr.outvars if not isinstance(v, Literal)})
+    last.update({v: n for v in jaxpr.outvars if not is_literal(v)})
     out = np.zeros(n + 2, dtype=np.int64)
     for v, i in made.items():
         if v in last:

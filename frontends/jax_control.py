@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pase.frontends.jax_rules import _dtype, _shape, _size
+from pase.frontends.jax_versions import is_literal, scan_groups
 from pase.ir import Tensor
 from pase.ir.sizes import is_one
 from pase.ops import branches, loops
@@ -58,7 +59,7 @@ def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
     """The body once, times the trip count; the carry's layout is one node, so it is equal in and out."""
     b, p = lower.b, eqn.params
     jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
-    nc, nk = p["num_consts"], p["num_carry"]
+    nc, nk = scan_groups(eqn)
     inner = lower.inner()
     _constants(lower, inner, jaxpr)
     path, source = b.eqn, b.source
@@ -224,8 +225,6 @@ def _flops(lower: _Lower, jaxpr: Any, trips: Trips) -> float:
 
 def _turns(eqn: Any) -> int | None:
     """The turns of ``for i in range(LOW, HIGH)`` with numbers for both, written as a while loop; else None."""
-    from jax.extend.core import Literal
-
     p = eqn.params
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
@@ -235,7 +234,7 @@ def _turns(eqn: Any) -> int | None:
 
     def before(var: Any) -> Any:
         """What the condition reads, before the loop, where the body does not change it; else None."""
-        if isinstance(var, Literal):
+        if is_literal(var):
             return var
         k = cond.invars.index(var)
         return (
@@ -247,14 +246,14 @@ def _turns(eqn: Any) -> int | None:
         )
 
     counter, limit = cond.eqns[0].invars
-    k = -1 if isinstance(counter, Literal) else cond.invars.index(counter) - nc
+    k = -1 if is_literal(counter) else cond.invars.index(counter) - nc
     high = before(limit)
-    if k < 0 or not isinstance(init[k], Literal) or not isinstance(high, Literal):
+    if k < 0 or not is_literal(init[k]) or not is_literal(high):
         return None
     step = next((e for e in body.eqns if body.outvars[k] in e.outvars), None)
     if step is None or step.primitive.name != "add" or step.invars[0] is not body.invars[nb + k]:
         return None
     by = step.invars[1]
-    if not isinstance(by, Literal) or by.val != 1:
+    if not is_literal(by) or by.val != 1:
         return None
     return max(int(high.val) - int(init[k].val), 1)

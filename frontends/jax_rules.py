@@ -24,12 +24,12 @@ _SIMPLE = "neg abs sign not add sub mul max min and or xor add_any square real i
 _COMPARE = "eq ne lt le gt ge is_finite floor ceil round eq_to le_to lt_to nextafter"
 _MOVE = (
     "convert_element_type copy copy_p reduce_precision sharding_constraint name pvary pcast reshard mesh_cast "
-    "layout_constraint"
+    "layout_constraint relayout reduced_vary_cast vary_unreduced_cast"
 )
 _BITS = "shift_left shift_right_logical shift_right_arithmetic population_count clz mulhi"
 _DIVIDE = "div rem sqrt rsqrt cbrt integer_pow"
 _SPECIAL = (
-    "exp exp2 log log1p expm1 sin cos tan tanh sinh cosh asin acos atan asinh acosh atanh logistic "
+    "exp exp2 log log2 log1p expm1 sin cos tan tanh sinh cosh asin acos atan asinh acosh atanh logistic "
     "erf erfc erf_inv pow atan2"
 )
 _HEAVY = (
@@ -45,6 +45,7 @@ ELEMENTWISE: dict[str, tuple[float, bool]] = {
     **{p: (40.0, True) for p in _HEAVY.split()},
     "select_n": (1.0, True),
     "clamp": (2.0, True),
+    "one_minus_square": (2.0, True),
     "stop_gradient": (0.0, False),
 }
 """primitive -> (FLOPs a point, differentiable)."""
@@ -74,6 +75,15 @@ def _dot_general(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seq
     contracting, batch = eqn.params["dimension_numbers"]
     x, y = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
     return [nests.contract(b, x, y, contracting, batch, _dtype(eqn.outvars[0]))]
+
+
+@lowers("polynomial")
+def _polynomial(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Horner's rule: a product and a sum for each coefficient but the highest."""
+    out, terms = eqn.outvars[0], len(ins) - 2
+    return nests.elementwise(
+        b, "polynomial", _tensors(ins), [_dtype(out)], flops=2.0 * terms, shape=_shape(out)
+    )
 
 
 @lowers("conv_general_dilated")
