@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pase.backends.hlo import HloCollective, collectives
 from pase.errors import PaseError
+from pase.hlo.collectives import HloCollective, collectives
 from pase.plan.types import Plan
 
 if TYPE_CHECKING:

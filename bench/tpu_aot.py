@@ -237,7 +237,7 @@ def compiled(lowered: Any, mesh_sizes: list[int]) -> dict[str, Any]:
     import jax
 
     from pase import costmodels, machine
-    from pase.backends.hlo_cycles import cycles
+    from pase.hlo.cycles import cycles
     from pase.machine import Mesh
 
     began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""The versions of JAX that pase reads, and all that differs between them: jaxprs, and the text of compiled programs.
+"""The versions of JAX that pase reads, and all that differs between their jaxprs.
 
-Whatever looks into a jaxpr or prints a compiled program asks here, so that a new version of JAX is one file's work:
+Whatever looks into a jaxpr asks here, so that a new version of JAX is one file's work:
 run the tests with it, mend what differs below, and add it to ``KNOWN`` and to the bounds in ``pyproject.toml``.
 
 - Up to 0.10 a ClosedJaxpr holds an open Jaxpr and its constants; from 0.11 on there is one class for both.
@@ -13,31 +13,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from pase.errors import PaseError
 
 __all__ = [
     "KNOWN",
-    "Compiled",
     "check",
     "evaluate",
     "is_dropped",
     "is_literal",
     "opened",
-    "program_text",
     "scan_groups",
     "source_line",
 ]
 
 KNOWN = ((0, 10), (0, 11), (0, 12))
 """Minor versions that the tests were run with, oldest first."""
-
-
-class Compiled(Protocol):
-    """``jax.jit(f).lower(*args).compile()``, or whatever else can print its HLO."""
-
-    def as_text(self) -> str | None: ...
 
 
 @cache
@@ -115,14 +107,3 @@ def evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:
     alone = Jaxpr((), list(args), kept, [eqn], eqn.effects, info)
     outs = iter(jaxpr_as_fun(ClosedJaxpr(alone, ()))(*args.values()))
     return [None if is_dropped(v) else next(outs) for v in eqn.outvars]
-
-
-def program_text(compiled: str | Compiled) -> str:
-    """The HLO text of a compiled program, or the text itself. PaseError where the backend keeps none."""
-    if isinstance(compiled, str):
-        return compiled
-    check()
-    text = compiled.as_text()
-    if text is None:
-        raise PaseError("the compiled program cannot print its HLO; give its text")
-    return text

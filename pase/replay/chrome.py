@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pase.errors import PaseError
+from pase.errors import PaseError, needed
 from pase.replay.builder import Builder, split_devices
 from pase.replay.gloo import tie_gloo
-from pase.replay.reader import LIMITS, BoundedReader, Limits, needed, open_stream
+from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
 from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Mark, Problem, Timeline
 from pase.replay.xla import Executions, untangle
 

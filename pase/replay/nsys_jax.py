@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from pase.errors import PaseError
+from pase.errors import PaseError, needed
 from pase.replay.builder import Builder
 from pase.replay.chrome import collective_operation
 from pase.replay.hlo import HloFacts, read_hlo
-from pase.replay.reader import LIMITS, Limits, needed, read_member
+from pase.replay.reader import LIMITS, Limits, read_member
 from pase.replay.types import COLLECTIVE, KINDS, Mark, Timeline
 
 __all__ = ["is_nsys_jax", "read_nsys_jax"]

@@ -14,7 +14,7 @@ import numpy as np
 
 from pase.errors import PaseError
 
-__all__ = ["LIMITS", "BoundedReader", "Limits", "needed", "open_stream", "read_member", "read_small_json"]
+__all__ = ["LIMITS", "BoundedReader", "Limits", "open_stream", "read_member", "read_small_json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,18 +203,6 @@ def read_small_json(path: Path, limit: int = 1 << 30) -> Any:
         raise PaseError(f"{path}: not JSON at line {e.lineno} column {e.colno}: {e.msg}") from e
     except (RecursionError, UnicodeDecodeError) as e:
         raise PaseError(f"{path}: not usable JSON ({type(e).__name__})") from e
-
-
-def needed(module: str, where: str) -> Any:
-    """An optional package that a format needs. PaseError says how to get it."""
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as e:
-        raise PaseError(
-            f"{where}: reading it needs {module.partition('.')[0]}: pip install 'pase[traces]'"
-        ) from e
 
 
 def read_member(archive: zipfile.ZipFile, name: str, limit: int = 512 << 20) -> bytes:

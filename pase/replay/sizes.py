@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pase.errors import PaseError
+from pase.errors import PaseError, needed
 from pase.replay.chrome import collective_operation
-from pase.replay.reader import LIMITS, BoundedReader, Limits, needed, open_stream
+from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
 from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Problem, Timeline
 
 __all__ = ["from_annotations", "from_execution_trace", "is_execution_trace", "read_execution_trace"]

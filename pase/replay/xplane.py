@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
+from pase.hlo.protos import parse
 from pase.replay.builder import Builder, split_devices
 from pase.replay.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
 from pase.replay.hlo import HloFacts, read_hlo
-from pase.replay.protos import parse
 from pase.replay.reader import LIMITS, Limits
 from pase.replay.types import COLLECTIVE, KINDS, Timeline
 from pase.replay.xla import Executions, describe, untangle

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pase import compile as pase_compile
 from pase import machine, zoo
-from pase.backends.hlo import collectives
 from pase.backends.to_jax import _as_linked
+from pase.hlo.collectives import collectives
 from pase.machine import Mesh, mesh_from
 from pase.plan.constraints import WIDEST_GATHER, _staged, stages
 from pase.tables.layouts import REPLICATED

@@ -15,20 +15,16 @@ just as well: ``waiting`` lists them, to be priced by who knows the links. (Seen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pase.backends import hlo_loops
-from pase.backends.hlo import HloCollective, collectives
-from pase.backends.hlo_text import Computation, Instruction, Module, parse_modules
 from pase.errors import PaseError
-from pase.frontends.jax_versions import Compiled, program_text
+from pase.hlo.collectives import HloCollective, collectives
+from pase.hlo.loops import trip_count
+from pase.hlo.module import Compiled, Computation, Instruction, Module, modules
 from pase.machine.types import Mesh
 
 __all__ = ["Cycles", "Estimated", "cycles"]
-
-_NOTED = re.compile(r'"estimated_cycles":\s*"?(\d+)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +59,22 @@ def cycles(compiled: str | Compiled, mesh: Mesh | None = None) -> Cycles:
 
     Raises PaseError on text that is no compiled HLO, or that holds no estimates (another platform's, say).
     """
-    text = program_text(compiled)
     ops: list[Estimated] = []
     alone: set[tuple[str, str]] = set()
     known = True
-    for module in parse_modules(text):
+    for module in modules(compiled):
         for computation, times, sure in _scheduled(module, module.entry, 1, True):
             known = known and sure
             for i in computation.instructions.values():
-                noted = _NOTED.search(i.attributes)
-                if noted is not None and i.opcode != "while":
+                noted = None if i.opcode == "while" else i.noted("estimated_cycles")
+                if noted is not None:
                     ops.append(
-                        Estimated(
-                            name=i.name, computation=computation.name, cycles=int(noted[1]), times=times
-                        )
+                        Estimated(name=i.name, computation=computation.name, cycles=int(noted), times=times)
                     )
                 alone |= set(_standing(module, computation, i))
     if not ops:
         raise PaseError("no op of this program bears estimated_cycles: only XLA for TPU notes them")
-    found = collectives(text, mesh)
+    found = collectives(compiled, mesh)
     return Cycles(
         ops=tuple(ops),
         waiting=tuple(c for c in found if (c.computation, c.name) in alone),
@@ -90,31 +83,31 @@ def cycles(compiled: str | Compiled, mesh: Mesh | None = None) -> Cycles:
     )
 
 
-def _scheduled(module: Module, name: str, times: int, known: bool) -> Iterator[tuple[Computation, int, bool]]:
+def _scheduled(
+    module: Module, computation: Computation, times: int, known: bool
+) -> Iterator[tuple[Computation, int, bool]]:
     """The computations whose instructions run one after another, and how often; of branches, all of them."""
-    computation = module.computations[name]
     yield computation, times, known
     for i in computation.instructions.values():
-        if i.opcode == "while":
-            trips = hlo_loops.trip_count(module, name, i)
-            turns = times * (1 if trips is None else trips)
-            for callee in (i.attribute("body"), i.attribute("condition")):
-                yield from _scheduled(module, (callee or "").lstrip("%"), turns, known and trips is not None)
-        elif i.opcode in ("call", "conditional"):
-            callees = [i.attribute(a) for a in ("to_apply", "branch_computations", "true_computation")]
-            callees.append(i.attribute("false_computation"))
-            for listed in callees:
-                for callee in (listed or "").strip("{}").split(","):
-                    if callee.strip():
-                        yield from _scheduled(module, callee.strip().lstrip("%"), times, known)
+        if i.opcode not in ("while", "call", "conditional"):
+            continue
+        trips = trip_count(module, computation, i) if i.opcode == "while" else 1
+        for callee in module.called(i):
+            yield from _scheduled(
+                module, callee, times * (1 if trips is None else trips), known and trips is not None
+            )
 
 
 def _standing(module: Module, computation: Computation, i: Instruction) -> Iterator[tuple[str, str]]:
     """(computation, name) of the collectives that this instruction is, or holds, with nothing beside them."""
     if i.opcode == "fusion":
-        callee = (i.attribute("calls") or "").lstrip("%")
-        inside = module.computations[callee].instructions
-        if not any("AsyncCollective" in other.attributes for other in inside.values()):
-            yield from ((callee, name) for name in inside)
+        (callee,) = module.called(i)
+        inside = callee.instructions.values()
+        if not any(_overlaps(other) for other in inside):
+            yield from ((callee.name, other.name) for other in inside)
     elif not i.opcode.endswith(("-start", "-done")):
         yield computation.name, i.name
+
+
+def _overlaps(i: Instruction) -> bool:
+    return i.custom_call_target.startswith("AsyncCollective")

@@ -1,4 +1,4 @@
-"""The few protobuf messages of XLA that traces come in, declared by field number; other fields are skipped.
+"""The few protobuf messages of XLA that programs and traces come in, declared by field number; others are skipped.
 
 Field numbers: openxla/xla, xla/service/hlo.proto, xla/xla_data.proto, xla/tsl/profiler/protobuf/xplane.proto.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from pase.errors import PaseError
-from pase.replay.reader import needed
+from pase.errors import PaseError, needed
 
 __all__ = ["parse"]
 
@@ -26,17 +25,58 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "name": (1, "string"),
         "instructions": (2, "*HloInstructionProto"),
         "id": (5, "int64"),
+        "root_id": (6, "int64"),
     },
     "HloInstructionProto": {
         "name": (1, "string"),
         "opcode": (2, "string"),
         "shape": (3, "ShapeProto"),
+        "metadata": (7, "OpMetadata"),
+        "literal": (8, "LiteralProto"),
+        "parameter_number": (9, "int64"),
+        "tuple_index": (13, "int64"),
+        "dynamic_slice_sizes": (20, "*int64"),
+        "custom_call_target": (28, "string"),
         "id": (35, "int64"),
         "operand_ids": (36, "*int64"),
         "control_predecessor_ids": (37, "*int64"),
         "called_computation_ids": (38, "*int64"),
-        "replica_groups": (49, "*ReplicaGroup"),
+        "backend_config": (43, "bytes"),
+        "replica_groups": (49, "*ReplicaGroup"),  # until 2024, later in one of the three lists below
+        "source_target_pairs": (52, "*SourceTarget"),
+        "comparison_direction": (63, "string"),
+        "collective_device_list": (87, "CollectiveDeviceList"),
+        "iota_collective_device_list": (92, "IotaGroups"),
+        "mesh_axes_replica_group_list": (93, "MeshGroups"),
     },
+    "OpMetadata": {"op_name": (2, "string")},
+    "LiteralProto": {
+        "s32s": (4, "*int32"),
+        "s64s": (5, "*int64"),
+        "u32s": (6, "*uint32"),
+        "u64s": (7, "*uint64"),
+    },
+    "SourceTarget": {"source": (1, "int64"), "target": (2, "int64")},
+    "CollectiveDeviceList": {
+        "replica_groups": (1, "*ReplicaGroup"),
+        "iota_replica_group_list": (2, "IotaGroups"),
+    },
+    "IotaGroups": {
+        "num_replica_groups": (1, "int64"),
+        "num_devices_per_group": (2, "int64"),
+        "iota_reshape_dims": (3, "*int64"),
+        "iota_transpose_perm": (4, "*int64"),
+    },
+    "MeshGroups": {"mesh": (1, "MeshOfDevices"), "axes": (2, "*AxisRef")},
+    "MeshOfDevices": {
+        "axes": (1, "*MeshAxis"),
+        "device_ids": (2, "*int64"),
+        "iota_device_ids": (3, "IotaDevices"),
+    },
+    "MeshAxis": {"name": (1, "string"), "size": (2, "int64")},
+    "IotaDevices": {"dims": (1, "*int64"), "perm": (2, "*int64")},
+    "AxisRef": {"mesh_axis_index": (1, "int64"), "sub_axis_info": (2, "SubAxis")},
+    "SubAxis": {"pre_size": (1, "int64"), "size": (2, "int64")},
     "ReplicaGroup": {"replica_ids": (1, "*int64")},
     "ShapeProto": {
         "element_type": (2, "int64"),
@@ -87,7 +127,9 @@ def _classes() -> dict[str, Any]:
     fd = descriptor_pb2.FieldDescriptorProto
     types = {
         "string": fd.TYPE_STRING,
+        "int32": fd.TYPE_INT32,
         "int64": fd.TYPE_INT64,
+        "uint32": fd.TYPE_UINT32,
         "uint64": fd.TYPE_UINT64,
         "double": fd.TYPE_DOUBLE,
         "bytes": fd.TYPE_BYTES,

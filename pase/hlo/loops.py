@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from pase.backends.hlo_text import Instruction, Module
+from pase.hlo.module import Computation, Instruction, Module
 
 __all__ = ["trip_count"]
 
@@ -16,47 +16,44 @@ __all__ = ["trip_count"]
 Value: TypeAlias = "int | _State | _Compare | _Tuple | None"
 
 
+@dataclass(frozen=True)
 class _State:
     """Element ``index`` of the loop's state (-1: the whole state), plus ``added``."""
 
-    def __init__(self, index: int, added: int = 0) -> None:
-        self.index = index
-        self.added = added
+    index: int
+    added: int = 0
 
 
+@dataclass(frozen=True)
 class _Compare:
-    def __init__(self, direction: str, left: Value, right: Value) -> None:
-        self.direction = direction
-        self.left = left
-        self.right = right
+    direction: str
+    left: Value
+    right: Value
 
 
+@dataclass(frozen=True)
 class _Tuple:
     """A tuple whose elements are looked at one by one: a loop's state is wide, its counter one element."""
 
-    def __init__(self, element: Callable[[int], Value]) -> None:
-        self.element = element
+    element: Callable[[int], Value]
 
 
 # The value goes through unchanged.
 _PLAIN = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "opt-barrier"}
 
-# A counter, a test, or a tuple that may hold them; arrays are never looked into.
-_COUNTS = re.compile(r"[su]\d+\[\]|pred\[\]|\(")
-
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 
 
-def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Trips of a while loop: what the compiler noted, else counted from its start, step and bound.
 
     None where neither is to be had (a loop that runs until data says stop).
     """
-    noted = re.search(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)', loop.attributes)
+    noted = loop.noted("known_trip_count")
     if noted is not None:
-        return int(noted[1])
-    condition, body = (_callee(loop, a) for a in ("condition", "body"))
-    test = _returned(module, condition, [_State(-1)])
+        return int(noted["n"])
+    body, condition = module.called(loop)
+    test = _value(module, condition, condition.root, [_State(-1)])
     if not isinstance(test, _Compare):
         return None
     left, right, direction = test.left, test.right, test.direction
@@ -64,8 +61,9 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
         left, right, direction = right, left, _MIRRORED[direction]
     if not (isinstance(left, _State) and isinstance(right, int)):
         return None
-    stepped = _element(_returned(module, body, [_State(-1)]), left.index)
-    started = _element(_value(module, computation, loop.operands[0], []), left.index)
+    (initial,) = computation.operands(loop)
+    stepped = _element(_value(module, body, body.root, [_State(-1)]), left.index)
+    started = _element(_value(module, computation, initial, []), left.index)
     if not (isinstance(stepped, _State) and stepped.index == left.index and isinstance(started, int)):
         return None
     return _trips(started + left.added, stepped.added, right, direction)
@@ -92,15 +90,6 @@ def _trips(start: int, step: int, bound: int, direction: str) -> int | None:
     return math.ceil((end - start) / step) if step > 0 else None
 
 
-def _callee(i: Instruction, attribute: str) -> str:
-    return (i.attribute(attribute) or "").strip("{}% ")
-
-
-def _returned(module: Module, name: str, arguments: list[Value]) -> Value:
-    """What a computation returns for these arguments."""
-    return _value(module, name, module.computations[name].root.name, arguments)
-
-
 def _element(value: Value, index: int) -> Value:
     if index == -1:
         return value
@@ -111,22 +100,20 @@ def _element(value: Value, index: int) -> Value:
     return None
 
 
-def _value(module: Module, computation: str, name: str, arguments: list[Value]) -> Value:
-    i = module.computations[computation].instructions.get(name)
-    if i is None or not _COUNTS.match(i.type):
+def _value(module: Module, computation: Computation, i: Instruction, arguments: list[Value]) -> Value:
+    # A counter, a test, or a tuple that may hold them; arrays are never looked into.
+    if i.shape.dims or not (i.shape.dtype in ("tuple", "pred") or i.shape.dtype[0] in "su"):
         return None
 
     def operand(k: int) -> Value:
-        return _value(module, computation, i.operands[k], arguments)
+        return _value(module, computation, computation.instructions[i.operands[k]], arguments)
 
     if i.opcode == "constant":
-        whole = re.fullmatch(r"\s*(-?\d+)\s*", i.literal)
-        return int(whole[1]) if whole else None
+        return i.constant
     if i.opcode == "parameter":
-        number = int(i.literal)
-        return arguments[number] if number < len(arguments) else None
+        return arguments[i.index] if i.index < len(arguments) else None
     if i.opcode == "get-tuple-element":
-        return _element(operand(0), int(i.attribute("index") or 0))
+        return _element(operand(0), i.index)
     if i.opcode == "tuple":
         return _Tuple(operand)
     if i.opcode in _PLAIN:
@@ -134,10 +121,10 @@ def _value(module: Module, computation: str, name: str, arguments: list[Value]) 
     if i.opcode in ("add", "subtract"):
         return _sum(operand(0), operand(1), 1 if i.opcode == "add" else -1)
     if i.opcode == "compare":
-        return _Compare(i.attribute("direction") or "", operand(0), operand(1))
+        return _Compare(i.direction, operand(0), operand(1))
     if i.opcode in ("fusion", "call"):
-        callee = _callee(i, "calls") or _callee(i, "to_apply")
-        return _returned(module, callee, [operand(k) for k in range(len(i.operands))])
+        (callee,) = module.called(i)
+        return _value(module, callee, callee.root, [operand(k) for k in range(len(i.operands))])
     return None
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pase.backends.hlo_cycles import cycles
 from pase.errors import PaseError
+from pase.hlo.cycles import cycles
 from pase.machine import Mesh
 
 MESH = Mesh(names=("x", "y"), sizes=(4, 2))
@@ -31,7 +31,7 @@ def program(*, outer: int, inner: int, body: int, deep: int, entry: int) -> str:
   %i = bf16[64,8]{{1,0}} parameter(0)
   %sum = bf16[64,8]{{1,0}} all-reduce(%i), replica_groups=[1,8]<=[8], to_apply=%add
   %at = u32[] partition-id()
-  ROOT %mine = bf16[8,8]{{1,0}} dynamic-slice(%sum, %at), dynamic_slice_sizes={{8,8}}
+  ROOT %mine = bf16[8,8]{{1,0}} dynamic-slice(%sum, %at, %at), dynamic_slice_sizes={{8,8}}
 }}
 
 %async_collective_fusion.1 (w: bf16[4,8]) -> (bf16[4,8], bf16[8,8], u32[]) {{
@@ -40,11 +40,18 @@ def program(*, outer: int, inner: int, body: int, deep: int, entry: int) -> str:
   ROOT %go = (bf16[4,8], bf16[8,8], u32[]) custom-call(%begun), custom_call_target="AsyncCollectiveStart"
 }}
 
+%product (v: bf16[64,8]) -> bf16[64,8] {{
+  %v = bf16[64,8]{{1,0}} parameter(0)
+  ROOT %vv = bf16[64,8]{{1,0}} multiply(%v, %v)
+}}
+
 %deep (p: (s32[], bf16[64,8])) -> (s32[], bf16[64,8]) {{
   %p = (s32[], bf16[64,8]) parameter(0)
-  %work = bf16[64,8]{{1,0}} fusion(%p), kind=kOutput, calls=%add, {noted(deep)}
+  %x = bf16[64,8]{{1,0}} get-tuple-element(%p), index=1
+  %n = s32[] get-tuple-element(%p), index=0
+  %work = bf16[64,8]{{1,0}} fusion(%x), kind=kOutput, calls=%product, {noted(deep)}
   %rs = bf16[8,8]{{1,0}} fusion(%work), kind=kCustom, calls=%all-reduce-scatter.1
-  ROOT %r = (s32[], bf16[64,8]) tuple(%p, %work)
+  ROOT %r = (s32[], bf16[64,8]) tuple(%n, %work)
 }}
 
 %never (p: (s32[], bf16[64,8])) -> pred[] {{
@@ -54,18 +61,22 @@ def program(*, outer: int, inner: int, body: int, deep: int, entry: int) -> str:
 
 %body (p: (s32[], bf16[64,8])) -> (s32[], bf16[64,8]) {{
   %p = (s32[], bf16[64,8]) parameter(0)
-  %w = bf16[4,8]{{1,0}} get-tuple-element(%p), index=1
+  %all = bf16[64,8]{{1,0}} get-tuple-element(%p), index=1
+  %n = s32[] get-tuple-element(%p), index=0
+  %w = bf16[4,8]{{1,0}} slice(%all), slice={{[0:4], [0:8]}}
   %start = (bf16[4,8], bf16[8,8], u32[]) fusion(%w), kind=kCustom, calls=%async_collective_fusion.1, {noted(body)}
   %ag = bf16[16,8]{{1,0}} all-gather(%w), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={{0}}
   %loop2 = (s32[], bf16[64,8]) while(%p), condition=%never, body=%deep, {loop(inner)}
-  ROOT %r = (s32[], bf16[64,8]) tuple(%p, %w)
+  ROOT %r = (s32[], bf16[64,8]) tuple(%n, %all)
 }}
 
 ENTRY %main (x: bf16[64,8]) -> bf16[64,8] {{
   %x = bf16[64,8]{{1,0}} parameter(0)
   %made = bf16[64,8]{{1,0}} copy(%x), {noted(entry)}
-  %ar = f32[32]{{0}} all-reduce(%made), replica_groups=[1,8]<=[8], to_apply=%add
-  %loop1 = (s32[], bf16[64,8]) while(%made), condition=%never, body=%body, {loop(outer)}
+  %ar = bf16[64,8]{{1,0}} all-reduce(%made), replica_groups=[1,8]<=[8], to_apply=%add
+  %zero = s32[] constant(0)
+  %begin = (s32[], bf16[64,8]) tuple(%zero, %made)
+  %loop1 = (s32[], bf16[64,8]) while(%begin), condition=%never, body=%body, {loop(outer)}
   ROOT %out = bf16[64,8]{{1,0}} get-tuple-element(%loop1), index=1
 }}
 """
