@@ -13,17 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from pase.errors import PaseError
 from pase.machine import Mesh
+from pase.plan.accesses import Digit, Digits
 
 __all__ = ["Digit", "Digits", "check", "factors", "from_spec", "restated", "to_spec"]
-
-Digit: TypeAlias = "tuple[int, int] | None"
-"""What a mesh axis selects of a tensor: (dim, blocks), as in ``pase.tables.layouts``; None: nothing."""
-Digits: TypeAlias = tuple[Digit, ...]
-"""One digit for each mesh axis: a layout."""
 
 
 def factors(shape: Sequence[int], digits: Digits, mesh: Mesh) -> dict[int, list[tuple[int, tuple[int, ...]]]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
 
 __all__ = ["MODULES", "emit", "names", "needs_model"]
 
@@ -40,7 +40,7 @@ def needs_model(to: str) -> bool:
     return to in names() and bool(getattr(importlib.import_module(MODULES[to][0]), "NEEDS_MODEL", False))
 
 
-def emit(plan: Plan, to: str, path: str | Path, model: Any = None) -> str:
+def emit(plan: PlanData, to: str, path: str | Path, model: Any = None) -> str:
     """Write the plan for another program; see the module's docstring."""
     if to not in names():
         raise PaseError(f"no backend '{to}' writes files; there are: {', '.join(names()) or 'none'}")

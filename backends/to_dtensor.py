@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
 
 __all__ = ["emit", "layouts", "to_json"]
 
@@ -24,7 +24,7 @@ UNSHARDED = "unsharded"
 """DTensor's own word for a dim that is not split."""
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def to_json(plan: PlanData) -> dict[str, Any]:
     """{"schema", "model", "mesh": {dim: size}, "variables": {path: [mesh dim or "unsharded"]}, "inputs": {…}}.
 
     PaseError where DTensor has no layout for a tensor: it names the tensor, and what to do.
@@ -50,7 +50,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _joined(plan: Plan, tensors: Any) -> dict[str, str]:
+def _joined(plan: PlanData, tensors: Any) -> dict[str, str]:
     """Mesh axis -> the dim of DTensor's mesh that it is (a part of)."""
     names = list(plan.mesh.names)
     groups = {axes for _, placement in tensors for axes in placement if axes}
@@ -75,7 +75,7 @@ def _joined(plan: Plan, tensors: Any) -> dict[str, str]:
     return {a: "_".join(owner.get(a, (a,))) for a in names}
 
 
-def emit(plan: Plan, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     """Write the layouts, whole or not at all."""
     from pase.files.atomic import write_atomically
 

@@ -16,8 +16,9 @@ from pase.frontends.from_jax import Traced
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.plan.constraints import Constraints, Placement, raw_name
+from pase.plan.types import PlanData
 
-__all__ = ["JaxPlan"]
+__all__ = ["JaxPlan", "jax_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +306,36 @@ class JaxPlan:
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
         return tuple(jax.tree.map(put, x, s) for x, s in zip((params, *batch), shardings, strict=True))
+
+
+def jax_plan(plan: PlanData) -> JaxPlan:
+    """The plan in JAX's terms; PaseError where it was loaded without its model, or that is not a JAX program."""
+    from pase.frontends.jax_blocks import micro
+
+    traced = plan.traced
+    if traced is None:
+        raise PaseError(
+            f"the plan for '{plan.model}' was loaded without its model: call plan.bind(loss_fn, params, batch)"
+        )
+    if not isinstance(traced, Traced):
+        raise PaseError(
+            f"'{plan.model}' was read by the {traced.frontend} frontend, so there is no JAX program of it to "
+            f"constrain: 'pase emit' writes the plan for other frameworks"
+        )
+    names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
+    return JaxPlan(
+        traced=micro(traced, plan.accumulate),
+        accumulate=plan.accumulate,
+        blocks=plan.remat,
+        logical_mesh=plan.mesh,
+        constraints=Constraints(
+            storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},
+            state={names[p]: t.state for p, t in plan.parameters.items() if t.state is not None},
+            define=plan.define,
+            read=plan.read,
+            gradient=plan.gradient,
+        ),
+    )
 
 
 def _as_linked(devices: Sequence[Any]) -> list[Any]:

@@ -25,13 +25,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from pase.backends.to_jax import jax_plan
 from pase.backends.to_jax_buckets_moves import Moves, Region, moves_of, path_of, placement_of
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, check_plan
 from pase.schedule.types import Problem
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
 
 __all__ = ["BucketRunner", "RunState", "gradient_problem", "step_from_plan"]
 
@@ -72,7 +73,7 @@ def gradient_problem(
 
 
 def step_from_plan(
-    plan: Plan,
+    plan: PlanData,
     loss_fn: Callable[..., Any],
     optimizer: Any,
     *,
@@ -102,7 +103,7 @@ def step_from_plan(
             f"the plan for '{plan.model}' moves no parameter: plan.jax.train_step is all it needs"
         )
     axes = data_axes_of(plan)
-    jp = plan.jax
+    jp = jax_plan(plan)
     return BucketRunner(
         loss_fn=local_loss(plan, loss_fn, axes),
         problem=made[0],

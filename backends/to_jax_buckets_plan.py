@@ -7,20 +7,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.to_jax import jax_plan
 from pase.backends.to_jax_buckets_moves import Placement, placement_of
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
 
 __all__ = ["batch_specs", "data_axes_of", "inputs_split", "local_loss"]
 
 
-def inputs_split(plan: Plan) -> dict[str, Placement]:
+def inputs_split(plan: PlanData) -> dict[str, Placement]:
     """Input -> how the batch is to be split: as it arrives or, over axes where it arrives whole, as its readers take
     their parts of it (which moves nothing). An axis on which readers disagree is left out.
     """
-    names = {t.path: t.name for t in plan.jax.traced.graph.tensors.values() if t.role == "input"}
+    names = {t.path: t.name for t in jax_plan(plan).traced.graph.tensors.values() if t.role == "input"}
     out = {}
     for path, t in plan.inputs.items():
         reads = [
@@ -37,12 +38,12 @@ def inputs_split(plan: Plan) -> dict[str, Placement]:
     return out
 
 
-def batch_specs(plan: Plan, axes: tuple[str, ...]) -> tuple[Any, ...]:
+def batch_specs(plan: PlanData, axes: tuple[str, ...]) -> tuple[Any, ...]:
     """PartitionSpecs of the batch arguments, of these axes alone."""
     import jax
     from jax.sharding import PartitionSpec as P
 
-    jp, split = plan.jax, inputs_split(plan)
+    jp, split = jax_plan(plan), inputs_split(plan)
     n = len(jp.traced.param_paths)
     flat = [P() for _ in range(n)]
     for path in jp.traced.input_paths:
@@ -50,7 +51,7 @@ def batch_specs(plan: Plan, axes: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(jax.tree.unflatten(jp.traced.in_tree, flat))[1:]
 
 
-def data_axes_of(plan: Plan) -> tuple[str, ...]:
+def data_axes_of(plan: PlanData) -> tuple[str, ...]:
     """The axes along which devices hold other samples and do the same: they split some input, and nothing crosses
     them but parameters, their gradients, and the loss.
 
@@ -80,7 +81,7 @@ def data_axes_of(plan: Plan) -> tuple[str, ...]:
     return tuple(out)
 
 
-def local_loss(plan: Plan, loss_fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+def local_loss(plan: PlanData, loss_fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
     """The loss of one shard of the batch, constrained over the other axes as the plan says: to be called where the
     data axes are manual.
 
@@ -92,7 +93,7 @@ def local_loss(plan: Plan, loss_fn: Callable[..., Any], axes: tuple[str, ...]) -
 
     from pase.frontends.from_jax import trace
 
-    jp = plan.jax
+    jp = jax_plan(plan)
     size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jp.traced.jaxpr.in_avals]
     params, *batch = jax.tree.unflatten(jp.traced.in_tree, shapes)

@@ -26,7 +26,7 @@ from pase.errors import PaseError
 from pase.ir import Graph, named, simplify
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
 
 __all__ = ["NEEDS_MODEL", "Layout", "emit", "layout", "program"]
 
@@ -43,7 +43,7 @@ class Layout:
     """Parameter or input -> (name, size) of its Mesh-TF dims."""
 
 
-def emit(plan: Plan, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     """Write the program; see ``backends.registry``."""
     from pase.files.atomic import write_atomically
 
@@ -52,12 +52,12 @@ def emit(plan: Plan, path: Path, *, model: Any) -> str:
     return f'{path}: a Mesh-TensorFlow program; mesh_shape "{found.mesh_shape}", layout_rules "{found.layout_rules}"'
 
 
-def layout(plan: Plan) -> Layout:
+def layout(plan: PlanData) -> Layout:
     """The strings alone, and what they give the leaves. ``plan`` must have its model."""
     return program(plan)[1]
 
 
-def program(plan: Plan) -> tuple[str, Layout]:
+def program(plan: PlanData) -> tuple[str, Layout]:
     """(the program's text, its layout). PaseError where Mesh-TensorFlow cannot express the model or the plan."""
     if plan.traced is None:
         raise PaseError(
@@ -91,7 +91,7 @@ def _loss(p: Program, outputs: Sequence[Value]) -> Value:
     return p.let(" + ".join(terms), (), (), outputs[0].dtype, "loss")
 
 
-def _with_model(plan: Plan, model: Any) -> Plan:
+def _with_model(plan: PlanData, model: Any) -> PlanData:
     if plan.traced is not None:
         return plan
     from pase.frontends import registry
@@ -209,7 +209,7 @@ if __name__ == "__main__":
 '''
 
 
-def _text(plan: Plan, p: Program, leaves: Mapping[str, Value], loss: Value, found: Layout) -> str:
+def _text(plan: PlanData, p: Program, leaves: Mapping[str, Value], loss: Value, found: Layout) -> str:
     import pase
 
     def table(tensors: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
 
 __all__ = ["SCHEMA", "emit", "jax_shardings", "load", "to_json"]
 
@@ -67,7 +67,7 @@ SCHEMA: dict[str, Any] = {
 """The JSON Schema of the file."""
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def to_json(plan: PlanData) -> dict[str, Any]:
     """The plan's shardings as the object that ``load`` reads. Activations need the model's trace: a plan that was
     loaded from a file has none, and its ``activations`` are empty."""
 
@@ -92,7 +92,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return plain
 
 
-def _named(plan: Plan) -> Iterator[tuple[str, Any]]:
+def _named(plan: PlanData) -> Iterator[tuple[str, Any]]:
     """(the framework's name, tensor) of each activation: NODE:OUTPUT; the first name of one that has several."""
     results: Mapping[str, tuple[str, ...]] = getattr(plan.traced, "results", None) or {}
     tensors = plan.traced.graph.tensors if plan.traced is not None else {}
@@ -114,7 +114,7 @@ def _named(plan: Plan) -> Iterator[tuple[str, Any]]:
                 yield f"{where}:{k}", tensors[name]
 
 
-def emit(plan: Plan, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     """Write the file, whole or not at all."""
     from pase.files.atomic import write_atomically
 

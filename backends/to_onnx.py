@@ -22,7 +22,8 @@ from pase.files.atomic import write_atomically
 from pase.frontends import from_onnx
 from pase.frontends.onnx_wire import Buffer, Malformed, fields, varint
 from pase.machine import Mesh
-from pase.plan.types import Plan
+from pase.plan.accesses import EquationLayouts, access_states, equation_layouts
+from pase.plan.types import PlanData
 
 __all__ = ["Annotated", "emit", "layouts", "read"]
 
@@ -42,46 +43,45 @@ class Annotated:
     stored: Mapping[str, tuple[tuple[str, ...], ...]]
 
 
-def layouts(plan: Plan, traced: from_onnx.Traced) -> dict[tuple[int, str], tuple[tuple[int, ...], Digits]]:
+def layouts(
+    plan: PlanData, traced: from_onnx.Traced
+) -> dict[tuple[int, str], tuple[tuple[int, ...], Digits]]:
     """(index of the node, value) -> (shape, layout), of all that the model's own nodes read and write."""
-    import numpy as np
-
-    from pase.ir import named, simplify
-    from pase.plan.itemize import config_of
-    from pase.tables.layouts import blocks_of, forward_states, read_states, tensor_dim, write_states
-
-    graph = named(simplify(traced.graph))
     names: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for value, (name, shape) in traced.values.items():
         names.setdefault(name, []).append((value, shape))
     out: dict[tuple[int, str], tuple[tuple[int, ...], Digits]] = {}
-    for n in graph.nodes:
-        if n.name not in plan.strategy:
-            raise PaseError(f"the plan for '{plan.model}' has no node '{n.name}': it is of another model")
-        config = config_of(n, plan.strategy[n.name], plan.mesh)[None, :]
-        for op in n.ops:
-            index = op.eqn.partition(":")[0].partition(".")[0]
-            if not index.isdecimal() or op.kind in ("output", "copy", "parameter", "input", "constant"):
+    for at, equation in (plan.accesses or _derived(plan, traced)).items():
+        index = at.partition(":")[0].partition(".")[0]
+        if not index.isdecimal():
+            continue
+        for name, digits in (*equation.reads.items(), *equation.writes.items()):
+            tensor = traced.graph.tensors[name]
+            if any(not isinstance(s, int) for s in tensor.shape):
                 continue
-            for accesses, states_of in ((op.reads, read_states), (op.writes, write_states)):
-                for a in accesses:
-                    tensor = graph.tensors[a.tensor]
-                    if any(not isinstance(s, int) for s in tensor.shape):
-                        continue
-                    states = forward_states(np.asarray(states_of(n, op, a, tensor, config, plan.mesh)[0]))
-                    digits: Digits = tuple(
-                        (tensor_dim(int(s)), blocks_of(int(s))) if s >= 0 else None for s in states
-                    )
-                    for value, shape in names.get(a.tensor.partition("c")[0], ()):
-                        if value not in traced.operands[int(index)]:
-                            continue
-                        same = restated(digits, tensor.shape, shape, plan.mesh)  # type: ignore[arg-type]
-                        if same is not None:
-                            out.setdefault((int(index), value), (shape, same))
+            for value, shape in names.get(name, ()):
+                if value not in traced.operands[int(index)]:
+                    continue
+                same = restated(digits, tensor.shape, shape, plan.mesh)  # type: ignore[arg-type]
+                if same is not None:
+                    out.setdefault((int(index), value), (shape, same))
     return out
 
 
-def emit(plan: Plan, path: Path, *, model: Any) -> str:
+def _derived(plan: PlanData, traced: from_onnx.Traced) -> dict[str, EquationLayouts]:
+    """The layouts of the equations from the plan's strategy, for plans of before these were kept."""
+    from pase.ir import named, simplify
+    from pase.plan.itemize import config_of
+
+    graph = named(simplify(traced.graph))
+    for n in graph.nodes:
+        if n.name not in plan.strategy:
+            raise PaseError(f"the plan for '{plan.model}' has no node '{n.name}': it is of another model")
+    configs = {n.name: config_of(n, plan.strategy[n.name], plan.mesh) for n in graph.nodes}
+    return equation_layouts(graph, access_states(graph, plan.mesh, configs))
+
+
+def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     """Write the annotated model; see the module's text. PaseError where the plan is not of this model."""
     traced = plan.traced
     if not isinstance(traced, from_onnx.Traced):
@@ -110,7 +110,7 @@ def emit(plan: Plan, path: Path, *, model: Any) -> str:
 
 
 def _write(
-    plan: Plan, found: Mapping[tuple[int, str], tuple[tuple[int, ...], Digits]], buf: Buffer, path: Path
+    plan: PlanData, found: Mapping[tuple[int, str], tuple[tuple[int, ...], Digits]], buf: Buffer, path: Path
 ) -> bool:
     """Copy the model with annotations; True where it refers to external data."""
     name = f"pase.{plan.devices}"
@@ -139,7 +139,7 @@ def _write(
     return external
 
 
-def _about(plan: Plan, name: str) -> list[bytes]:
+def _about(plan: PlanData, name: str) -> list[bytes]:
     """The device configuration, and what ONNX has no place for."""
     import onnx
 

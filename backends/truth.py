@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.to_jax import jax_plan
 from pase.errors import PaseError
 from pase.hlo.collectives import HloCollective, collectives
-from pase.plan.types import Plan
+from pase.plan.types import PlanData
 
 if TYPE_CHECKING:
     from pase.ir import Access, Graph, Op
@@ -53,7 +54,7 @@ class Row:
         return (self.on_cpu - self.compiled) / self.compiled if self.compiled else float(self.on_cpu > 0)
 
 
-def compare(plan: Plan, compiled: Any) -> list[Row]:
+def compare(plan: PlanData, compiled: Any) -> list[Row]:
     """compiled: what ``plan.jax.lower_train_step(optimizer).compile()`` gave, on host devices."""
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
     predicted = dict.fromkeys(kinds, 0)
@@ -79,7 +80,7 @@ def compare(plan: Plan, compiled: Any) -> list[Row]:
 
 
 def unmatched(
-    plan: Plan, compiled: Any, kinds: Sequence[str]
+    plan: PlanData, compiled: Any, kinds: Sequence[str]
 ) -> tuple[list[Collective], list[HloCollective]]:
     """What is left, line by line, once collectives of equal kind, bytes and mesh axes are paired: of the plan's, and of
     the compiled program's. ``times`` and ``count`` are how many of a line have no partner.
@@ -121,13 +122,13 @@ def _flow(c: Collective) -> tuple[str, str, str, str]:
 class _Sums:
     """How many all-reduces the CPU pipeline makes of one that the plan has."""
 
-    plan: Plan
+    plan: PlanData
     graph: Graph
     readers: Mapping[str, Sequence[str]]
     """Copy node -> the nodes that read it."""
 
     @classmethod
-    def of(cls, plan: Plan) -> _Sums:
+    def of(cls, plan: PlanData) -> _Sums:
         graph = graph_of(plan)
         readers: dict[str, list[str]] = {}
         for e in graph.edges:
@@ -163,7 +164,7 @@ class _Sums:
         return sum(bool(set(c.axes) & set(split.get(d, ()))) for d in op.dims if d not in access.map.dims)
 
 
-def graph_of(plan: Plan) -> Graph:
+def graph_of(plan: PlanData) -> Graph:
     from pase.ir import named, simplify
 
     if plan.traced is None:
@@ -226,11 +227,11 @@ def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *ba
     return Step(loss=float(loss), gradients=grads, parameters=updated)
 
 
-def sharded_step(plan: Plan, optimizer: Any, params: Any, *batch: Any) -> Step:
+def sharded_step(plan: PlanData, optimizer: Any, params: Any, *batch: Any) -> Step:
     """The same step as ``plan.jax.train_step`` does it, on the plan's devices; compiled once."""
     import jax
 
-    kept, jp = _keeping_gradients(optimizer), plan.jax
+    kept, jp = _keeping_gradients(optimizer), jax_plan(plan)
     mesh = jp.mesh()
     with _stderr() as said:
         compiled = jp.lower_train_step(kept, mesh).compile()

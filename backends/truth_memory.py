@@ -15,7 +15,7 @@ import numpy as np
 from pase.backends.truth import graph_of
 from pase.ir import Access, Node
 from pase.memory.account import held
-from pase.plan.types import Plan
+from pase.plan.types import PlanData
 from pase.tables.layouts import dim_index, number, shards
 
 __all__ = ["Peak", "compare_memory"]
@@ -38,7 +38,7 @@ class Peak:
         return (self.on_cpu - self.compiled) / self.compiled
 
 
-def compare_memory(plan: Plan, compiled: Any) -> Peak:
+def compare_memory(plan: PlanData, compiled: Any) -> Peak:
     """compiled: what ``plan.jax.lower_train_step(optimizer).compile()`` gave, on host devices, with the plan's
     optimizer."""
     a, m = compiled.memory_analysis(), plan.memory
@@ -55,7 +55,7 @@ def compare_memory(plan: Plan, compiled: Any) -> Peak:
     )
 
 
-def _local(plan: Plan, t: Any) -> int:
+def _local(plan: PlanData, t: Any) -> int:
     from pase.ir.types import itemsize
 
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
@@ -67,7 +67,7 @@ def _local(plan: Plan, t: Any) -> int:
     return n
 
 
-def _sums_at_once(plan: Plan) -> int:
+def _sums_at_once(plan: PlanData) -> int:
     """Partial gradients and their sums in the scope that has most of them, less the summed gradients that the plan
     counts already."""
     graph = graph_of(plan)
@@ -93,7 +93,7 @@ _INDEX = 4
 """Bytes of an index: int32."""
 
 
-def _forward(plan: Plan) -> int:
+def _forward(plan: PlanData) -> int:
     """Most bytes at a max-pooling of forward, or at forward's end, as XLA's CPU pipeline holds them: what is kept by
     then, and of convolutions and poolings what no fusion contains there.
 
@@ -134,7 +134,7 @@ def _forward(plan: Plan) -> int:
     return round(stored + max([*at, kept + indices])) if weights else 0
 
 
-def _config(plan: Plan, n: Node) -> np.ndarray:
+def _config(plan: PlanData, n: Node) -> np.ndarray:
     """The node's config: int8 [1, axes]."""
     out = np.full((1, len(plan.mesh.sizes)), -1, np.int8)
     names = [d.name for d in n.space]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pase.api import compare, compile, load
-    from pase.plan.types import Plan
+    from pase.api import Plan, compare, compile, load
     from pase.replay.profiling import profile
 
 __version__ = "0.1.0"
@@ -14,7 +13,7 @@ __version__ = "0.1.0"
 __all__ = ["Plan", "compare", "compile", "load", "profile"]
 
 _WHERE = {
-    "Plan": "pase.plan.types",
+    "Plan": "pase.api",
     "compare": "pase.api",
     "compile": "pase.api",
     "load": "pase.api",

@@ -1,18 +1,103 @@
-"""compile, compare, load: what people call."""
+"""compile, compare, load, and the Plan that they return: what people call."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pase.compiler.options import CompileOptions, takes_options
 from pase.compiler.resolve import resolve
+from pase.plan.types import PlanData
 
 if TYPE_CHECKING:
+    from pase.backends.to_jax import JaxPlan
     from pase.compiler.problem import Progress
-    from pase.plan.types import Plan
+    from pase.replay.types import Timeline
+    from pase.schedule.plan import BucketPlan
+    from pase.schedule.registry import Options
+    from pase.schedule.types import Problem
 
-__all__ = ["compare", "compile", "load", "resolve"]
+__all__ = ["Plan", "compare", "compile", "load", "resolve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlanData):
+    """What ``pase.compile`` returns and ``layout.json`` holds. Costs are in ``unit``: predicted, not measured."""
+
+    @classmethod
+    def of(cls, data: PlanData) -> Plan:
+        """The plan with this data."""
+        return cls(**{f.name: getattr(data, f.name) for f in fields(PlanData)})
+
+    def __str__(self) -> str:
+        from pase.plan.table import as_text
+
+        return as_text(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write layout.json, whole or not at all."""
+        from pase.plan.layout import save
+
+        save(self, path)
+
+    def diff(self, other: PlanData) -> list[str]:
+        """What differs, one line each; empty where both lay everything out alike."""
+        from pase.plan.layout import diff
+
+        return diff(self, other)
+
+    def bind(self, fn: Callable[..., Any], params: Any, *batch: Any) -> Plan:
+        """Give a loaded plan its model again, traced anew; PaseError where it is not the model of the plan."""
+        from pase.frontends.from_jax import trace
+
+        return self.with_model(trace(fn, params, *batch, name=self.model))
+
+    @cached_property
+    def bucket_plan(self) -> BucketPlan | None:
+        """Which of a step's collectives travel together, in which order, on which link; None where nothing moves.
+
+        The one that ``scheduled`` chose or the layout holds, else ours with plain updates.
+        """
+        return None if self._schedule is None else self._schedule[1]
+
+    @cached_property
+    def bucket_problem(self) -> Problem | None:
+        """What ``bucket_plan`` solves: the step's blocks of compute, its tensors to send, and its links."""
+        return None if self._schedule is None else self._schedule[0]
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The predicted step under the bucket plan, as `pase replay` reads it; None where nothing moves."""
+        from pase.plan.buckets import timeline_of
+
+        return None if self._schedule is None else timeline_of(*self._schedule)
+
+    @cached_property
+    def _schedule(self) -> tuple[Problem, BucketPlan] | None:
+        from pase.plan.buckets import schedule_of
+
+        return schedule_of(self)
+
+    def scheduled(self, policy: str = "ours", options: Options | None = None) -> Plan:
+        """This plan with the policy's bucket plan in it, for ``save`` and ``bucket_plan``; as it is where nothing
+        moves. ``options`` allow delayed updates, and more: `pase.schedule.Options`.
+        """
+        from pase.plan.buckets import with_buckets
+
+        return with_buckets(self, policy=policy, options=options)
+
+    @cached_property
+    def jax(self) -> JaxPlan:
+        """Shardings, the constrained loss and a train step in JAX. A loaded plan of a zoo model finds its model by
+        itself; others need ``plan.bind(fn, params, batch)`` first."""
+        from pase.backends.to_jax import jax_plan
+
+        if self.traced is None and self.model.startswith("zoo:"):
+            return self.with_model(resolve(self.model)).jax
+        return jax_plan(self)
 
 
 @takes_options
@@ -31,7 +116,7 @@ def compile(
     """
     from pase.compiler.compilation import compile_model
 
-    return compile_model(model, params, batch, options, progress).plan
+    return Plan.of(compile_model(model, params, batch, options, progress).plan)
 
 
 @takes_options
@@ -46,11 +131,12 @@ def compare(
     """
     from pase.compiler.compilation import compare_model
 
-    return compare_model(model, params, batch, options, progress)
+    plans = compare_model(model, params, batch, options, progress)
+    return [(name, Plan.of(plan)) for name, plan in plans]
 
 
 def load(path: str | Path) -> Plan:
     """Read a layout.json. PaseError where it is corrupt, cut off, or of another version."""
     from pase.plan.layout import load as load_layout
 
-    return load_layout(path)
+    return Plan.of(load_layout(path))

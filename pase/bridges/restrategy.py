@@ -19,7 +19,7 @@ import numpy as np
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.api import Plan
     from pase.replay.graph import DataflowGraph
     from pase.replay.report import Rewrite
     from pase.replay.types import Timeline

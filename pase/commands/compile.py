@@ -11,7 +11,7 @@ from pase.commands.options import JsonOption, Model, compile_options, console, p
 from pase.compiler.options import CompileOptions
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
 
 __all__ = ["compile", "summary"]
 
@@ -46,10 +46,11 @@ def compile(
       pase compile model.onnx --devices 32 --dim batch=64 -o layout.json
       pase compile mypackage.train:model --devices 8 --mesh data=4,model=2 --json
     """
+    from pase.api import Plan
     from pase.compiler.compilation import compile_model
 
     with progress() as say:
-        plan = compile_model(model, None, (), options, say).plan
+        plan = Plan.of(compile_model(model, None, (), options, say).plan)
     if schedule is not None:
         plan = plan.scheduled(schedule)
     if output is not None:
@@ -71,7 +72,7 @@ def compile(
         console(err=True).print(f"wrote {output}", highlight=False)
 
 
-def summary(plan: Plan) -> dict[str, object]:
+def summary(plan: PlanData) -> dict[str, object]:
     """What --json prints."""
     return {
         "model": plan.model,

@@ -12,7 +12,7 @@ import typer
 from pase.commands.options import JsonOption, Layout, console, print_json, progress
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
 
 __all__ = ["run"]
 
@@ -79,7 +79,7 @@ def _host_devices(devices: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
+def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
     """The plan for the model and the devices at hand."""
     from pase import zoo
     from pase.compiler.problem import Problem
@@ -116,7 +116,9 @@ def _placed(plan: Plan, devices: int, reduced: bool) -> dict[str, Any]:
     }
 
 
-def step_against_unsharded(plan: Plan, model: Any, seed: int, say: Any = lambda _: None) -> dict[str, Any]:
+def step_against_unsharded(
+    plan: PlanData, model: Any, seed: int, say: Any = lambda _: None
+) -> dict[str, Any]:
     """One Adam step both ways: losses, the largest differences, and bytes predicted and compiled."""
     import jax
     import numpy as np

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.api import Plan
     from pase.schedule.compare import Outcome
     from pase.schedule.types import Link, Problem
 

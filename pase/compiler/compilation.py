@@ -16,7 +16,7 @@ from pase.compiler.variants import Variant, variants
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
 
 __all__ = ["Compiled", "compare_model", "compile_model"]
 
@@ -25,7 +25,7 @@ __all__ = ["Compiled", "compare_model", "compile_model"]
 class Compiled:
     """A plan, and what it was made of. given: the strategies people write by hand, on the same problem."""
 
-    plan: Plan
+    plan: PlanData
     problem: Problem
     traced: Traced
     given: tuple[Baseline, ...]
@@ -72,7 +72,7 @@ def compile_model(
 
 def compare_model(
     model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, progress: Progress | None = None
-) -> list[tuple[str, Plan]]:
+) -> list[tuple[str, PlanData]]:
     """What ``pase.compare`` does."""
     c = compile_model(model, params, batch, options, progress)
     given = c.given or c.problem.baselines()[0]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pase.ir import Graph, Node
     from pase.machine import CostModel, Machine, Mesh
     from pase.memory.account import Memory
-    from pase.plan.types import Plan
+    from pase.plan.types import PlanData
     from pase.search import MemoryProfile, Solution
     from pase.tables import CostTables
     from pase.tables.build import Space
@@ -226,7 +226,7 @@ class Problem:
     def plan(
         self, found: Found, name: str, traced: Traced, seconds: Mapping[str, float],
         given: Sequence[Baseline] = (), skipped: Sequence[Skipped] = (),
-    ) -> Plan:  # fmt: skip
+    ) -> PlanData:  # fmt: skip
         """The plan of what the search found."""
         from pase.ir import digest
         from pase.plan.assemble import assemble, axes_by_use
@@ -258,7 +258,7 @@ class Problem:
             raise Infeasible(found.reason)
         return dict(found.strategy)
 
-    def plan_of(self, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced) -> Plan:
+    def plan_of(self, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced) -> PlanData:
         """The plan of a strategy that was not searched for (a baseline, a transferred one), priced alike."""
         from pase.compiler.overlap import exposed
         from pase.ir import digest

@@ -1,4 +1,4 @@
-"""From the search's answer to a Plan."""
+"""From the search's answer to a plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pase.ir import Graph
 from pase.ir.blocks import Block
 from pase.machine import CostModel, Machine, Mesh
 from pase.memory.course import needs
-from pase.plan.constraints import constraints, raw_name, stages
+from pase.plan.accesses import access_states, equation_layouts, raw_name
+from pase.plan.constraints import constraints, stages
 from pase.plan.itemize import collectives, node_costs, split_of
-from pase.plan.types import NodePlan, Plan, TensorPlan, Tried
+from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
 from pase.tables.layouts import number
 
 if TYPE_CHECKING:
@@ -50,11 +51,12 @@ def assemble(
     skipped: Mapping[str, str], tried: Sequence[Tried], seconds: Mapping[str, float],
     provenance: Mapping[str, str], traced: Traced | None, graph_digest: str,
     accumulate: int = 1, remat: Sequence[Block] = (),
-) -> Plan:  # fmt: skip
+) -> PlanData:  # fmt: skip
     """Everything that follows from (graph, mesh, configs); configs: node name -> int8 [axes]."""
     moved = collectives(graph, mesh, configs, model)
     costs = node_costs(graph, mesh, configs, model, moved, optimizer)
-    c = constraints(graph, mesh, configs, stages(mesh, machine))
+    states = access_states(graph, mesh, configs)
+    c = constraints(graph, mesh, states, stages(mesh, machine))
     nodes = tuple(
         NodePlan(
             name=n.name, op=n.kind, einsum=n.main.einsum,
@@ -80,11 +82,11 @@ def assemble(
                 shape=tuple(number(s, t.path) for s in shapes.get(t.path, t.shape)), dtype=t.dtype,
                 storage=c.storage[t.name], used_as=tuple(uses.get(t.name, ())), state=c.state.get(t.name),
             )  # fmt: skip
-    return Plan(
+    return PlanData(
         model=name, devices=mesh.devices, machine=machine.name, machine_digest=machine.digest,
         device_memory=machine.device.memory_bytes, cost_model=model.name, unit=model.unit, optimizer=optimizer,
         mesh=mesh, nodes=nodes, parameters=leaves["parameter"], inputs=leaves["input"], define=c.define,
-        read=c.read, gradient=c.gradient,
+        read=c.read, gradient=c.gradient, accesses=equation_layouts(graph, states),
         collectives=moved, memory=needs(graph, mesh, configs, moved, optimizer, machine), cost=cost, optimal=optimal,
         bound=bound, baselines=dict(baselines), skipped=dict(skipped), tried=tuple(tried), seconds=dict(seconds),
         accumulate=accumulate, remat=tuple(remat), graph_digest=graph_digest, provenance=dict(provenance),

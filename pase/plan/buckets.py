@@ -7,17 +7,19 @@ written wherever the machine's file is; without one, links are the machine's lev
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pase.errors import Infeasible, PaseError
 
 if TYPE_CHECKING:
-    from pase.plan.types import Plan
+    from pase.plan.communication import CurveOf
+    from pase.plan.types import PlanData
     from pase.replay.types import Timeline
-    from pase.schedule.from_plan import CurveOf
     from pase.schedule.plan import BucketPlan
     from pase.schedule.registry import Options
     from pase.schedule.types import Link, Problem
+
+P = TypeVar("P", bound="PlanData")
 
 __all__ = [
     "curves_of",
@@ -31,13 +33,13 @@ __all__ = [
 ]
 
 
-def curves_of(plan: Plan) -> CurveOf | None:
+def curves_of(plan: PlanData) -> CurveOf | None:
     """A cost curve and a link for each kind of collective over axes; None where the machine is not the one that the
     plan was made for (a file since changed, or one that only its maker has), or costs are not seconds.
     """
     from pase import costmodels
     from pase.machine import load
-    from pase.schedule.from_plan import curves_from_model
+    from pase.plan.communication import curves_from_model
 
     if plan.unit != "s":
         return None
@@ -50,21 +52,16 @@ def curves_of(plan: Plan) -> CurveOf | None:
     return curves_from_model(costmodels.get(plan.cost_model, machine), machine, plan.mesh)
 
 
-def problem_of(plan: Plan, *, links: tuple[Link, ...] = ()) -> Problem:
+def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> Problem:
     """links: in place of the machine's. Infeasible where no collective is on a parameter: nothing to schedule."""
-    from pase.plan.layout import to_json
-    from pase.schedule.from_plan import problem_from_layout
+    from pase.plan.communication import communication_problem
 
-    return problem_from_layout(
-        to_json(plan),
-        where=f"the plan for '{plan.model}'",
-        links=links,
-        curve_of=None if links else curves_of(plan),
-    )
+    where = f"the plan for '{plan.model}'"
+    return communication_problem(plan, where=where, links=links, curve_of=None if links else curves_of(plan))
 
 
 def scheduled(
-    plan: Plan, *, policy: str = "ours", options: Options | None = None
+    plan: PlanData, *, policy: str = "ours", options: Options | None = None
 ) -> tuple[Problem, BucketPlan] | None:
     """(problem, bucket plan in one fixed order); None where nothing is to be scheduled."""
     from pase.schedule.registry import Options, get_policy
@@ -93,29 +90,27 @@ def stored(problem: Problem, buckets: BucketPlan) -> dict[str, Any]:
     return plan_to_json(problem, buckets, evaluation=figures, link_costs=True)
 
 
-def read_buckets(plan: Plan, data: Any, where: str) -> tuple[Problem, BucketPlan]:
+def read_buckets(plan: PlanData, data: Any, where: str) -> tuple[Problem, BucketPlan]:
     """What ``stored`` wrote, for this plan. PaseError where it does not fit it."""
-    from pase.plan.layout import to_json
-    from pase.schedule.from_plan import problem_from_layout
+    from pase.plan.communication import communication_problem
     from pase.schedule.io import links_from_json, plan_from_json
 
     links = links_from_json(data, where=where)
-    layout = to_json(replace(plan, buckets=None))
     try:
-        problem = problem_from_layout(layout, where=where, links=links)
+        problem = communication_problem(plan, where=where, links=links)
     except Infeasible as e:
         raise PaseError(f"{where}: a bucket plan, but the layout moves no parameter") from e
     return problem, plan_from_json(data, problem, where=where)
 
 
-def schedule_of(plan: Plan) -> tuple[Problem, BucketPlan] | None:
+def schedule_of(plan: PlanData) -> tuple[Problem, BucketPlan] | None:
     """The bucket plan that the plan holds, else ours; None where nothing is to be scheduled."""
     if plan.buckets is not None:
         return read_buckets(plan, plan.buckets, f"the plan for '{plan.model}', at bucket_plan")
     return scheduled(plan)
 
 
-def with_buckets(plan: Plan, *, policy: str = "ours", options: Options | None = None) -> Plan:
+def with_buckets(plan: P, *, policy: str = "ours", options: Options | None = None) -> P:
     """The plan with a bucket plan in it, which ``save`` writes; as it is where nothing is to be scheduled."""
     made = scheduled(plan, policy=policy, options=options)
     return plan if made is None else replace(plan, buckets=stored(*made))

@@ -33,6 +33,7 @@ import numpy as np
 
 from pase.ir import Graph, Tensor
 from pase.machine import Machine, Mesh, axis_levels
+from pase.plan.accesses import NodeStates, raw_name
 from pase.tables.layouts import (
     PARTIAL,
     PENDING,
@@ -40,9 +41,7 @@ from pase.tables.layouts import (
     blocks_of,
     forward_states,
     gradient_states,
-    read_states,
     tensor_dim,
-    write_states,
 )
 from pase.tables.reshard_path import path
 
@@ -101,9 +100,9 @@ def stages(mesh: Mesh, machine: Machine) -> tuple[int, ...]:
 
 
 def constraints(
-    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], when: tuple[int, ...] | None = None
+    graph: Graph, mesh: Mesh, states_of: Mapping[str, NodeStates], when: tuple[int, ...] | None = None
 ) -> Constraints:
-    """All constraints of a strategy: node name -> config, int8 [axes]; when: the axes' ``stages``, if it matters."""
+    """All constraints of a strategy. states_of: its ``access_states``; when: the axes' ``stages``, if it matters."""
     when = when or (0,) * len(mesh.sizes)
     storage: dict[str, Placement] = {}
     state: dict[str, Placement] = {}
@@ -114,14 +113,12 @@ def constraints(
     summed: dict[str, np.ndarray] = {}  # layouts of gradients of parameters whose state is split further
 
     for n in graph.nodes:
-        for op in n.ops:
-            for a in op.reads:
+        rows_of = states_of[n.name]
+        for op, reads, writes in zip(n.ops, rows_of.reads, rows_of.writes, strict=True):
+            for a, states in zip(op.reads, reads, strict=True):
                 tensor = graph.tensors[a.tensor]
-                if a.tensor not in current or a.tensor in n.internal or not tensor.shape:
+                if a.tensor not in current or a.tensor in n.internal or not tensor.shape or states is None:
                     continue
-                if n.kind in ("copy", "output"):
-                    continue
-                states = read_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
                 want = np.where(states == PARTIAL, REPLICATED, states)
                 rows = _between(current[a.tensor], want, tensor, mesh, when)
                 if (
@@ -139,9 +136,8 @@ def constraints(
                         straight = _straight(stored, states, tensor, mesh)
                         if straight is not None:
                             gradient[f"{op.eqn}|{raw_name(a.tensor)}"] = straight
-            for a in op.writes:
+            for a, written in zip(op.writes, writes, strict=True):
                 tensor = graph.tensors[a.tensor]
-                written = write_states(n, op, a, tensor, configs[n.name][None, :], mesh)[0]
                 states = forward_states(written)
                 if (written < PENDING).any():
                     summed[a.tensor] = gradient_states(written)
@@ -211,8 +207,3 @@ def _only(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ..
     """This layout alone, where it can be written down."""
     where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
     return () if where is None else (where,)
-
-
-def raw_name(tensor: str) -> str:
-    """A copy bears its original's name and a suffix c, c1, …"""
-    return tensor.partition("c")[0]

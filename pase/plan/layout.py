@@ -1,4 +1,4 @@
-"""layout.json: a Plan as a versioned file with a JSON Schema, written whole or not at all."""
+"""layout.json: a plan as a versioned file with a JSON Schema, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pase.files.atomic import write_atomically
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
+from pase.plan.accesses import Digits, EquationLayouts, distinct
 from pase.plan.itemize import Collective, NodeCost
-from pase.plan.types import NodePlan, Plan, TensorPlan, Tried
+from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
 
 __all__ = ["SCHEMA", "diff", "from_json", "load", "save", "schema", "to_json"]
 
@@ -31,7 +32,7 @@ def schema() -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def to_json(plan: PlanData) -> dict[str, Any]:
     """The plan as the JSON object that ``from_json`` reads."""
 
     def tensor(t: TensorPlan) -> dict[str, Any]:
@@ -84,13 +85,15 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "seconds": plan.seconds,
         "provenance": plan.provenance,
     }  # fmt: skip
+    if plan.accesses:
+        out["accesses"] = _accesses_to_json(plan.accesses)
     if plan.buckets is not None:
         out["bucket_plan"] = plan.buckets
     plain: dict[str, Any] = json.loads(json.dumps(out))
     return plain
 
 
-def from_json(data: Any, where: str = "layout") -> Plan:
+def from_json(data: Any, where: str = "layout") -> PlanData:
     """Read the object; PaseError names the place of what is wrong. ``where`` names it in messages."""
     import jsonschema
 
@@ -105,6 +108,10 @@ def from_json(data: Any, where: str = "layout") -> Plan:
     if first is not None:
         place = "/".join(map(str, first.absolute_path)) or "the top"
         raise PaseError(f"{where}: at {place}: {first.message[:300]}")
+    known = len(data.get("accesses", {}).get("layouts", ()))
+    for at, e in data.get("accesses", {}).get("equations", {}).items():
+        if max((*e["reads"].values(), *e["writes"].values()), default=-1) >= known:
+            raise PaseError(f"{where}: at accesses/equations/{at}: there are {known} layouts, counted from 0")
     plan = _plan(data)
     _check(plan, where)
     if plan.buckets is not None:
@@ -118,7 +125,7 @@ def _placement(p: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(axes) for axes in p)
 
 
-def _plan(d: Mapping[str, Any]) -> Plan:
+def _plan(d: Mapping[str, Any]) -> PlanData:
     def tensor(t: Mapping[str, Any]) -> TensorPlan:
         return TensorPlan(
             shape=tuple(t["shape"]), dtype=t["dtype"], storage=_placement(t["storage"]),
@@ -126,7 +133,7 @@ def _plan(d: Mapping[str, Any]) -> Plan:
         )  # fmt: skip
 
     cost = d["cost"]
-    return Plan(
+    return PlanData(
         model=d["model"], devices=d["devices"], machine=d["machine"]["name"], machine_digest=d["machine"]["digest"],
         device_memory=d["machine"]["memory_bytes"], cost_model=cost["model"], unit=cost["unit"],
         optimizer=d["optimizer"], mesh=Mesh(names=tuple(d["mesh"]), sizes=tuple(d["mesh"].values())),
@@ -156,11 +163,35 @@ def _plan(d: Mapping[str, Any]) -> Plan:
         baselines=cost["baselines"], skipped=cost["skipped"],
         tried=tuple(Tried(mesh=tuple(t["mesh"]), cost=t["cost"]) for t in cost["meshes"]),
         seconds=d["seconds"], graph_digest=d["graph_digest"], provenance=d["provenance"],
-        buckets=d.get("bucket_plan"),
+        accesses=_accesses_from_json(d["accesses"]) if "accesses" in d else {}, buckets=d.get("bucket_plan"),
     )  # fmt: skip
 
 
-def _check(plan: Plan, where: str) -> None:
+def _accesses_to_json(accesses: Mapping[str, EquationLayouts]) -> dict[str, Any]:
+    """Each layout once, and per equation which of them its tensors are read and written in."""
+    number = {layout: i for i, layout in enumerate(distinct(accesses))}
+    return {
+        "layouts": list(number),
+        "equations": {
+            at: {"reads": {t: number[d] for t, d in e.reads.items()},
+                 "writes": {t: number[d] for t, d in e.writes.items()}}
+            for at, e in accesses.items()
+        },
+    }  # fmt: skip
+
+
+def _accesses_from_json(d: Mapping[str, Any]) -> dict[str, EquationLayouts]:
+    layouts: list[Digits] = [tuple(None if x is None else (x[0], x[1]) for x in row) for row in d["layouts"]]
+    return {
+        at: EquationLayouts(
+            reads={t: layouts[i] for t, i in e["reads"].items()},
+            writes={t: layouts[i] for t, i in e["writes"].items()},
+        )
+        for at, e in d["equations"].items()
+    }
+
+
+def _check(plan: PlanData, where: str) -> None:
     """What a schema cannot say: axes exist, a tensor uses an axis once, shards divide."""
     size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     if plan.mesh.devices != plan.devices:
@@ -206,11 +237,11 @@ def _check(plan: Plan, where: str) -> None:
             check(f"reshards/{key}", layout)
 
 
-def save(plan: Plan, path: str | Path) -> None:
+def save(plan: PlanData, path: str | Path) -> None:
     write_atomically(path, json.dumps(to_json(plan), indent=1) + "\n")
 
 
-def load(path: str | Path) -> Plan:
+def load(path: str | Path) -> PlanData:
     """Read a layout.json; PaseError where it is missing, corrupt, of another version, or too large to be one."""
     path = Path(path)
     try:
@@ -228,7 +259,7 @@ def load(path: str | Path) -> Plan:
     return from_json(data, str(path))
 
 
-def diff(a: Plan, b: Plan) -> list[str]:
+def diff(a: PlanData, b: PlanData) -> list[str]:
     """What differs between two plans' layouts, one line each."""
     out = []
     for what in ("accumulate", "remat"):

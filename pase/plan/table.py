@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pase.plan.types import NodePlan, Plan, TensorPlan
+from pase.plan.types import NodePlan, PlanData, TensorPlan
 
 __all__ = ["as_text", "bytes_text", "cost_text", "headline", "layer_table", "render", "storage_table"]
 
@@ -47,11 +47,11 @@ _KINDS = {
 }
 
 
-def _mesh_text(plan: Plan) -> str:
+def _mesh_text(plan: PlanData) -> str:
     return "  ".join(f"{n}={s}" for n, s in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
 
 
-def headline(plan: Plan) -> list[str]:
+def headline(plan: PlanData) -> list[str]:
     """The lines above the table: model, mesh, predicted step, memory, certificate."""
     count = sum(_elements(t) for t in plan.parameters.values())
     scale = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
@@ -124,7 +124,7 @@ def _split_text(split: Mapping[str, Iterable[str]]) -> str:
     return "  ".join(f"{d}:{'·'.join(axes)}" for d, axes in split.items() if d != "pending") or "-"
 
 
-def layer_table(plan: Plan) -> Any:
+def layer_table(plan: PlanData) -> Any:
     """rich.Table: a row per node that computes or communicates."""
     from rich.table import Table
 
@@ -153,7 +153,7 @@ def _op_text(n: NodePlan) -> str:
     return n.einsum if n.op in ("matmul", "conv", "gather", "scatter") else f"{n.op}  {n.einsum}"
 
 
-def storage_table(plan: Plan) -> Any:
+def storage_table(plan: PlanData) -> Any:
     """rich.Table: parameters by the way they are stored."""
     from rich.table import Table
 
@@ -190,7 +190,7 @@ def _itemsize(dtype: str) -> int:
     return itemsize(dtype)
 
 
-def render(plan: Plan, console: Any) -> None:
+def render(plan: PlanData, console: Any) -> None:
     """Print the plan on a rich Console."""
     for line in headline(plan):
         console.print(
@@ -202,7 +202,7 @@ def render(plan: Plan, console: Any) -> None:
     console.print(storage_table(plan))
 
 
-def as_text(plan: Plan, width: int = 150) -> str:
+def as_text(plan: PlanData, width: int = 150) -> str:
     """The plan as plain text."""
     from rich.console import Console
 

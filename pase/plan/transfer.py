@@ -9,7 +9,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.ir import Graph, Node
 from pase.machine import Mesh
-from pase.plan.types import Plan
+from pase.plan.types import PlanData
 from pase.tables.layouts import configs
 
 __all__ = ["shrunk_mesh", "transferred"]
@@ -33,7 +33,7 @@ def shrunk_mesh(mesh: Mesh, devices: int) -> Mesh:
     return Mesh(names=mesh.names, sizes=tuple(sizes))
 
 
-def transferred(plan: Plan, graph: Graph, mesh: Mesh) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+def transferred(plan: PlanData, graph: Graph, mesh: Mesh) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Configs for the nodes of ``graph`` (the plan's model at another size) that the plan has by name, on ``mesh``
     (the plan's axes); and the nodes where an axis had to be dropped because the smaller size does not divide.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible, PaseError
 from pase.plan.itemize import Collective
-from pase.plan.types import NodePlan, Plan
+from pase.plan.types import NodePlan, PlanData
 
 if TYPE_CHECKING:
     from pase.compiler.problem import Problem
@@ -88,7 +88,7 @@ class Explanation:
     the order of the plan; only for layers that were tried before the time was up.
     """
 
-    plan: Plan
+    plan: PlanData
     causes: tuple[Cause, ...]
     next_best: Mapping[str, float]
     layer: LayerReport | None = None
@@ -141,7 +141,7 @@ def why(c: Collective, op_of: Mapping[str, str]) -> str:
     return f"{what} {reason} ({kind})"
 
 
-def causes(plan: Plan) -> tuple[Cause, ...]:
+def causes(plan: PlanData) -> tuple[Cause, ...]:
     """The plan's whole cost by cause, the largest first; what overlap hides comes last, with a minus."""
     op_of = {n.name: n.op for n in plan.nodes}
     found: dict[tuple[str, str], list[float]] = {}
@@ -176,7 +176,7 @@ def causes(plan: Plan) -> tuple[Cause, ...]:
 
 
 def explain(
-    plan: Plan,
+    plan: PlanData,
     layer: str | None = None,
     *,
     model: str | None = None,
@@ -212,7 +212,7 @@ def explain(
     return Explanation(plan=plan, causes=causes(plan), next_best=next_best, layer=report, remark=remark)
 
 
-def _find(plan: Plan, layer: str) -> NodePlan:
+def _find(plan: PlanData, layer: str) -> NodePlan:
     by_name = {n.name: n for n in plan.nodes}
     if layer in by_name:
         return by_name[layer]
@@ -222,7 +222,7 @@ def _find(plan: Plan, layer: str) -> NodePlan:
     raise PaseError(f"the plan for '{plan.model}' has no layer '{layer}'; near it: {hint}")
 
 
-def _model_of(plan: Plan, model: str | None, say: Callable[[str], None]) -> Traced | None:
+def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> Traced | None:
     """The trace of the plan's model. A layout may come from a stranger: only what the user names is imported."""
     if plan.traced is not None:
         return plan.traced
@@ -235,7 +235,7 @@ def _model_of(plan: Plan, model: str | None, say: Callable[[str], None]) -> Trac
     return plan.with_model(resolve(name)).traced
 
 
-def _problem(plan: Plan, traced: Traced, machine: str | None) -> tuple[Problem | None, str]:
+def _problem(plan: PlanData, traced: Traced, machine: str | None) -> tuple[Problem | None, str]:
     from pase.compiler.problem import Problem
     from pase.compiler.variants import Variant
     from pase.machine import load
@@ -261,7 +261,7 @@ def _problem(plan: Plan, traced: Traced, machine: str | None) -> tuple[Problem |
     return problem, ""
 
 
-def _groups(plan: Plan, problem: Problem, v: int) -> dict[tuple[int, ...], list[int]]:
+def _groups(plan: PlanData, problem: Problem, v: int) -> dict[tuple[int, ...], list[int]]:
     """Config indices of node v by how many ways each dim is split: axes of one size are as good as another."""
     _, space = problem.tables(plan.mesh)
     out: dict[tuple[int, ...], list[int]] = {}
@@ -274,7 +274,7 @@ def _groups(plan: Plan, problem: Problem, v: int) -> dict[tuple[int, ...], list[
     return out
 
 
-def _solved(plan: Plan, problem: Problem, v: int, allowed: Sequence[int]) -> tuple[float, int]:
+def _solved(plan: PlanData, problem: Problem, v: int, allowed: Sequence[int]) -> tuple[float, int]:
     """The cheapest strategy in which node v has one of these configs: (cost, which one); inf where there is none."""
     import numpy as np
 
@@ -289,7 +289,7 @@ def _solved(plan: Plan, problem: Problem, v: int, allowed: Sequence[int]) -> tup
     return found.cost, int(keep[found.choice[v]])
 
 
-def _chosen_index(plan: Plan, problem: Problem, v: int) -> int:
+def _chosen_index(plan: PlanData, problem: Problem, v: int) -> int:
     from pase.plan.itemize import config_of
 
     _, space = problem.tables(plan.mesh)
@@ -304,7 +304,7 @@ def _chosen_index(plan: Plan, problem: Problem, v: int) -> int:
 
 
 def _next_best(
-    plan: Plan, problem: Problem, time_limit: float, say: Callable[[str], None]
+    plan: PlanData, problem: Problem, time_limit: float, say: Callable[[str], None]
 ) -> tuple[dict[str, float], int]:
     """Layer -> cost of the best strategy that splits it in other numbers of ways; and how many were left out."""
     start = time.perf_counter()
@@ -321,7 +321,9 @@ def _next_best(
     return out, 0
 
 
-def _layer(plan: Plan, node: NodePlan, problem: Problem | None, say: Callable[[str], None]) -> LayerReport:
+def _layer(
+    plan: PlanData, node: NodePlan, problem: Problem | None, say: Callable[[str], None]
+) -> LayerReport:
     op_of = {n.name: n.op for n in plan.nodes}
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     local = dict(node.sizes)
@@ -356,7 +358,7 @@ def _layer(plan: Plan, node: NodePlan, problem: Problem | None, say: Callable[[s
     )  # fmt: skip
 
 
-def _work(plan: Plan, problem: Problem, v: int, chosen: int) -> tuple[WorkItem, ...]:
+def _work(plan: PlanData, problem: Problem, v: int, chosen: int) -> tuple[WorkItem, ...]:
     import numpy as np
 
     from pase.tables.build import array_tile, work_price
@@ -382,7 +384,7 @@ def _work(plan: Plan, problem: Problem, v: int, chosen: int) -> tuple[WorkItem, 
     return tuple(out)
 
 
-def _holds(plan: Plan, problem: Problem, v: int, chosen: int) -> dict[str, int]:
+def _holds(plan: PlanData, problem: Problem, v: int, chosen: int) -> dict[str, int]:
     from pase.memory.account import held
 
     _, space = problem.tables(plan.mesh)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from pase.plan.table import bytes_text, cost_text
-from pase.plan.types import Plan, TensorPlan
+from pase.plan.types import PlanData, TensorPlan
 from pase.questions.explain import Explanation
 
 __all__ = ["report_page"]
@@ -78,7 +78,7 @@ def report_page(e: Explanation) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _strategies(plan: Plan) -> list[str]:
+def _strategies(plan: PlanData) -> list[str]:
     costs = {"this plan": plan.cost, **plan.baselines}
     most = max(costs.values())
     rows = [
@@ -137,7 +137,7 @@ def _layers(e: Explanation) -> list[str]:
     return [*table, f"<p class=grey>{note}</p>"]
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: PlanData) -> list[str]:
     m = plan.memory
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
     most = max(m.total, plan.device_memory)
@@ -147,7 +147,7 @@ def _memory(plan: Plan) -> list[str]:
     )
 
 
-def _storage(plan: Plan) -> list[str]:
+def _storage(plan: PlanData) -> list[str]:
     def shape(t: TensorPlan) -> str:
         dims = (
             f"{s}" + (f" / {'·'.join(axes)}" if axes else "")

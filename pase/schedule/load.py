@@ -1,4 +1,4 @@
-"""A scheduling problem from any file we read: our JSON, a layout, a PipeDream-style profile."""
+"""A scheduling problem from a file: our JSON, or a PipeDream-style profile."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _curve_from_csv(path: Path) -> Curve:
 
 
 def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = False) -> Problem:
-    """Read the file, whatever of the three it is. links are for profiles, which name none, and replace a problem's.
+    """Read the file, whichever of the two it is. links are for profiles, which name none, and replace a problem's.
 
     Raises PaseError naming the file and the place in it.
     """
@@ -65,10 +65,6 @@ def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = F
             f"{path}: neither a PipeDream-style profile nor JSON ({e.msg} at line {e.lineno}); pase schedule reads "
             f"layout.json, a problem of schema '{PROBLEM_SCHEMA}', or a profile"
         ) from e
-    if isinstance(data, dict) and str(data.get("schema", "")).startswith("pase.layout/"):
-        from pase.schedule.from_plan import problem_from_layout
-
-        return problem_from_layout(data, where=str(path), links=links)
     problem = problem_from_json(data, where=str(path))
     if links:
         from dataclasses import replace

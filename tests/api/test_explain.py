@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import pase
+from pase.api import Plan
 from pase.cli import main
 from pase.compiler.problem import Problem
 from pase.errors import PaseError
-from pase.plan.types import Plan
 from pase.questions.explain import causes, explain
 from pase.search import brute_force
 

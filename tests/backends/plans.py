@@ -11,12 +11,12 @@ from unittest.mock import patch
 import numpy as np
 
 from pase import costmodels, machine, zoo
+from pase.api import Plan
 from pase.backends.truth import Row, Step, compare, sharded_step, unsharded_step
 from pase.baselines import Baseline, baselines, masks
 from pase.compiler.problem import Problem
 from pase.frontends.from_jax import Traced, trace
 from pase.machine import CostModel, Mesh, mesh_from
-from pase.plan.types import Plan
 from pase.tables.layouts import configs
 
 DEVICES = 8
@@ -51,7 +51,7 @@ class Case:
         kind, _, shape = strategy.partition("@")
         if kind == "ours" and not shape:
             found = self.problem.search(self.problem.meshes(None, 3), lambda _: None, {})
-            return self.problem.plan_of(found.configs, found.mesh, name, self.traced)
+            return Plan.of(self.problem.plan_of(found.configs, found.mesh, name, self.traced))
         if shape:
             p = self.problem
             price = DearCompute(costmodels.get("paper", p.machine))
@@ -68,7 +68,7 @@ class Case:
                 chosen: Mapping[str, np.ndarray] = self._random(mesh, int(kind.removeprefix("random")))
             else:
                 chosen = dear.search([mesh], lambda _: None, {}).configs
-            return dear.plan_of(chosen, mesh, name, self.traced)
+            return Plan.of(dear.plan_of(chosen, mesh, name, self.traced))
         p, (method, _, label) = self.problem, kind.partition("/")
         with patch.object(
             masks, "PERSISTENT_ELEMENTS", 0
@@ -76,7 +76,7 @@ class Case:
             made = baselines(p.graph, p.devices, p.machine, p.model, only=(method,))
         for b in made:
             if isinstance(b, Baseline) and b.name.endswith(label):
-                return p.plan_of(b.strategy, b.mesh, name, self.traced)
+                return Plan.of(p.plan_of(b.strategy, b.mesh, name, self.traced))
         return None
 
     def _random(self, mesh: Mesh, seed: int) -> dict[str, np.ndarray]:

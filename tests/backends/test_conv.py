@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pase.api import Plan
 from pase.compiler.problem import Problem
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
@@ -73,7 +74,7 @@ def test_gradients_of_space_splits_are_right(model, pick):
     chosen = {n.name: np.full(2, -1, np.int8) for n in problem.graph.nodes}
     chosen[node.name] = np.array(wanted, np.int8)
     assert any((c == chosen[node.name]).all() for c in configs(node, mesh))
-    plan = problem.plan_of(chosen, mesh, "conv", traced)
+    plan = Plan.of(problem.plan_of(chosen, mesh, "conv", traced))
     loss, grads = jax.value_and_grad(lambda p, x: jnp.mean(conv(x, p["w"]) ** 2))(params, batch)
     jp = plan.jax
     split_loss, split = jax.jit(jp.value_and_grad(), in_shardings=jp.in_shardings())(

@@ -14,10 +14,10 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 import pase  # noqa: E402
+from pase.api import Plan  # noqa: E402
 from pase.backends.to_jax_buckets import step_from_plan  # noqa: E402
 from pase.backends.to_jax_buckets_plan import data_axes_of, inputs_split  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
-from pase.plan.types import Plan  # noqa: E402
 from tests.backends.plans import Case, case_of, reduced  # noqa: E402
 
 

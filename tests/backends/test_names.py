@@ -20,9 +20,10 @@ import keras
 import numpy as np
 
 import pase
+from pase.api import Plan
 from pase.backends import registry, to_names
 from pase.errors import PaseError
-from pase.plan.types import Plan, TensorPlan
+from pase.plan.types import TensorPlan
 
 
 def keras_mlp() -> Any:

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from pase.backends.to_jax import jax_plan
 from pase.backends.truth import sharded_step, unsharded_step, worst_difference
 from pase.errors import PaseError
 from pase.machine import mesh_from
@@ -84,7 +85,7 @@ def test_state_is_split_where_parameters_are_whole():
     state = {n.name: state_index(n) for n in p.graph.nodes}
     split = {name: np.array(i, np.int8) for name, i in state.items() if i}
     assert all((space[name] == c).all(axis=1).any() for name, c in split.items())
-    jp = p.plan_of(p.completed(split, mesh_from("8", 8)), mesh_from("8", 8), "model", case.traced).jax
+    jp = jax_plan(p.plan_of(p.completed(split, mesh_from("8", 8)), mesh_from("8", 8), "model", case.traced))
     mesh, params, moments = jp.mesh(), PARAMS, optimizer.init(PARAMS)
     placed, x = jp.device_put(PARAMS, X, mesh=mesh)
     placed_moments = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer, mesh))(placed)

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import pase
+from pase.api import Plan
 from pase.backends.truth import compare as compare_bytes
 from pase.backends.truth import sharded_step, total_error, unsharded_step
 from pase.compiler.variants import Variant
@@ -42,7 +43,7 @@ def plan_for(case, shape, variant):
     p = case.problem.varied(case.traced, variant)
     mesh = mesh_from(shape, p.devices)
     found = replace(p, model=DearCompute(p.model)).search([mesh], lambda _: None, {})
-    return p.plan_of(found.configs, mesh, case.traced.graph.name, case.traced)
+    return Plan.of(p.plan_of(found.configs, mesh, case.traced.graph.name, case.traced))
 
 
 @pytest.mark.parametrize("fn", [looped, unrolled])

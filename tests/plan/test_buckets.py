@@ -12,15 +12,15 @@ import pytest
 
 import pase
 from pase import costmodels, machine
+from pase.api import Plan
 from pase.errors import PaseError
 from pase.machine import mesh_from
 from pase.plan import buckets
+from pase.plan.communication import curves_from_model
 from pase.plan.layout import from_json, to_json
-from pase.plan.types import Plan
 from pase.replay import load
 from pase.replay.timeline_io import save_timeline
 from pase.schedule import Options, check_plan, evaluate
-from pase.schedule.from_plan import curves_from_model
 
 
 @cache
@@ -76,7 +76,7 @@ def test_a_plan_without_one_has_ours() -> None:
 def test_without_the_machine_the_kept_links_are_used() -> None:
     data = to_json(plan().scheduled())
     data["machine"]["name"] = "one that nobody has"
-    away = from_json(data)
+    away = Plan.of(from_json(data))
     assert buckets.curves_of(away) is None
     assert away.bucket_plan == plan().bucket_plan
 
@@ -131,4 +131,4 @@ def test_nothing_to_send_is_no_bucket_plan() -> None:
 def test_delayed_updates_where_they_are_allowed() -> None:
     chosen = plan().scheduled("ours", Options(staleness=2))
     assert chosen.bucket_plan is not None and chosen.bucket_plan.staleness <= 2
-    assert from_json(to_json(chosen)).bucket_plan == chosen.bucket_plan
+    assert Plan.of(from_json(to_json(chosen))).bucket_plan == chosen.bucket_plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ import pase
 import pase.replay
 from pase.cli import main
 from pase.errors import PaseError
+from pase.machine import Mesh
+from pase.memory.account import Memory
+from pase.plan.communication import communication_problem
+from pase.plan.itemize import Collective, NodeCost
+from pase.plan.types import NodePlan, PlanData, TensorPlan
 from pase.schedule import Options, evaluate, get_policy, problem_from_times
 from pase.schedule.emit import ddp_caps_mb, pgle_text, xla_flags
-from pase.schedule.from_plan import problem_from_layout
 from pase.schedule.gantt import _figure
 from pase.schedule.io import plan_from_json, plan_to_json, problem_from_json, problem_to_json
 from pase.schedule.load import load_problem, parse_link
@@ -203,45 +208,41 @@ def test_the_shared_profiles(name: str, tensors: int, megabytes: int) -> None:
     assert profile(name, dataflow=True).dataflow
 
 
-def layout() -> dict[str, Any]:
+def stepped(**changes: Any) -> PlanData:
     """Two repeated layers: w gathered over `a` (and again for backward), its gradient scattered then reduced."""
 
     def move(
-        kind: str, tensor: str, axes: list[str], nbytes: int, times: int, phase: str, source: str
-    ) -> dict[str, Any]:
-        return {
-            "kind": kind, "tensor": tensor, "axes": axes, "bytes": nbytes, "times": times, "phase": phase,
-            "node": "dot", "source": source, "cost": times * (1.0 + nbytes / 8),
-        }  # fmt: skip
+        kind: Any, tensor: str, axes: str, nbytes: int, times: int, phase: Any, source: str
+    ) -> Collective:
+        cost = times * (1.0 + nbytes / 8)
+        return Collective(
+            kind=kind, tensor=tensor, axes=tuple(axes), nbytes=nbytes, times=times, phase=phase, node="dot",
+            source=source, cost=cost,
+        )  # fmt: skip
 
-    def node(name: str, op: str, times: int) -> dict[str, Any]:
-        return {"node": name, "op": op, "einsum": "", "sizes": {}, "split": {}, "times": times, "source": ""}
+    def node(name: str, op: str, times: int, compute: float, update: float = 0.0) -> NodePlan:
+        cost = NodeCost(compute=compute, communication=0.0, update=update)
+        return NodePlan(name=name, op=op, einsum="", sizes={}, split={}, times=times, source="", cost=cost)
 
-    return {
-        "schema": "pase.layout/1",
-        "model": "toy",
-        "devices": 8,
-        "mesh": {"a": 4, "b": 2},
-        "strategy": [node("w", "parameter", 1), node("dot", "matmul", 2), node("loss", "map", 1)],
-        "collectives": [
-            move("all_gather", "t1", ["a"], 8, 4, "forward", "w"),
-            move("reduce_scatter", "t1", ["a"], 8, 2, "backward", "w"),
-            move("all_reduce", "t1", ["b"], 2, 2, "backward", "w"),
-            move("all_reduce", "t2", ["b"], 16, 2, "forward", "x"),
-        ],
-        "cost": {
-            "unit": "s",
-            "by_node": {
-                "w": {"compute": 0.0, "update": 4.0},
-                "dot": {"compute": 6.0, "update": 0.0},
-                "loss": {"compute": 3.0},
-            },
-        },
-    }
+    memory = Memory(parameters=0, gradients=0, optimizer=0, activations=0, buffers=0)
+    plan = PlanData(
+        model="toy", devices=8, machine="", machine_digest="", device_memory=0, cost_model="analytic", unit="s",
+        optimizer="adam", mesh=Mesh(names=("a", "b"), sizes=(4, 2)), parameters={}, inputs={}, define={}, read={},
+        gradient={}, memory=memory, cost=0.0, optimal=True, bound=0.0, baselines={}, skipped={}, tried=(), seconds={},
+        graph_digest="", provenance={},
+        nodes=(node("w", "parameter", 1, 0.0, 4.0), node("dot", "matmul", 2, 6.0), node("loss", "map", 1, 3.0)),
+        collectives=(
+            move("all_gather", "t1", "a", 8, 4, "forward", "w"),
+            move("reduce_scatter", "t1", "a", 8, 2, "backward", "w"),
+            move("all_reduce", "t1", "b", 2, 2, "backward", "w"),
+            move("all_reduce", "t2", "b", 16, 2, "forward", "x"),
+        ),
+    )  # fmt: skip
+    return replace(plan, **changes)
 
 
 def test_a_layout() -> None:
-    p = problem_from_layout(layout())
+    p = communication_problem(stepped(), where="toy")
     # Each dot: a third of 3 s, its share of the update, and the activation's all-reduce, which nothing hides.
     assert [b.seconds for b in p.blocks] == [1 + 2 + 3, 1 + 2 + 3, 1, 2, 2, 2]
     names = [t.name for t in p.tensors]
@@ -268,11 +269,10 @@ def test_a_layout() -> None:
 
 def test_stages_of_a_layout_follow_one_another() -> None:
     """A gather axis by axis, and again for backward: each stage takes what the one before left."""
-    data = layout()
-    gather = data["collectives"][0]
-    data["collectives"].insert(1, gather | {"axes": ["b"], "bytes": 16})
-    data["parameters"] = {"w": {"dtype": "bfloat16"}}
-    p = problem_from_layout(data)
+    gather, *rest = stepped().collectives
+    moved = (gather, replace(gather, axes=("b",), nbytes=16), *rest)
+    w = TensorPlan(shape=(), dtype="bfloat16", storage=())
+    p = communication_problem(stepped(collectives=moved, parameters={"w": w}), where="toy")
     by_name = {t.name: i for i, t in enumerate(p.tensors)}
     for later, earlier in (
         ("w[0].all_gather.1", "w[0].all_gather"),
@@ -308,18 +308,10 @@ def test_messages_do_not_wait_for_each_other_in_a_circle() -> None:
 
 
 def test_bad_layouts_are_named() -> None:
-    data = layout()
-    del data["strategy"]
-    with pytest.raises(PaseError, match=r"l\.json: no 'strategy'"):
-        problem_from_layout(data, where="l.json")
-    data = layout()
-    data["cost"]["unit"] = "FLOP"
-    with pytest.raises(PaseError, match="costs are in FLOP"):
-        problem_from_layout(data)
-    data = layout()
-    data["collectives"] = data["collectives"][3:]
-    with pytest.raises(PaseError, match="nothing to schedule"):
-        problem_from_layout(data)
+    with pytest.raises(PaseError, match=r"l\.json: its costs are in FLOP"):
+        communication_problem(stepped(unit="FLOP"), where="l.json")
+    with pytest.raises(PaseError, match=r"l\.json: .*nothing to schedule"):
+        communication_problem(stepped(collectives=stepped().collectives[3:]), where="l.json")
 
 
 def test_links_on_the_command_line(tmp_path: Path) -> None:

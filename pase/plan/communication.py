@@ -1,6 +1,6 @@
-"""A scheduling problem from a layout: the collectives of a step with when they can start and what waits for them.
+"""A plan's communication as a scheduling problem: each collective, when it can start, and what waits for it.
 
-Read from layout.json's keys `strategy`, `collectives`, `cost`, `mesh` (schema "pase.layout/1"). What is derived:
+Read from the plan's nodes with their costs, and from its collectives. What is derived:
 
 - Nodes run in the order listed; neighbours with the same `times` > 1 are a repeated layer and run in turn, so many
   times over. Forward is a third of a node's compute and backward two thirds (one product for each operand); an
@@ -15,24 +15,24 @@ Read from layout.json's keys `strategy`, `collectives`, `cost`, `mesh` (schema "
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pase.errors import Infeasible, PaseError
-from pase.schedule.plan import BucketPlan
-from pase.schedule.registry import Options, get_policy
+from pase.machine import CollectiveKind, CostModel, Machine, Mesh
+from pase.plan.itemize import Collective
+from pase.plan.types import NodePlan, PlanData
 from pase.schedule.types import Block, Curve, Link, Problem, Tensor
 
-__all__ = ["CurveOf", "bucket_plan", "curves_from_model", "problem_from_layout"]
+__all__ = ["CurveOf", "communication_problem", "curves_from_model"]
 
-CurveOf = Callable[[str, tuple[str, ...]], tuple[str, Curve]]
+CurveOf = Callable[[CollectiveKind, tuple[str, ...]], tuple[str, Curve]]
 """(kind, axes) -> (name of the link it runs on, its cost curve)."""
 
 FORWARD_SHARE = 1 / 3
-KEYS = ("strategy", "collectives", "cost", "mesh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,64 +43,51 @@ class _Part:
     repeat: int
 
 
-def problem_from_layout(
-    data: dict[str, Any],
-    *,
-    where: str = "layout",
-    links: tuple[Link, ...] = (),
-    curve_of: CurveOf | None = None,
+def communication_problem(
+    plan: PlanData, *, where: str, links: tuple[Link, ...] = (), curve_of: CurveOf | None = None
 ) -> Problem:
-    """The step's communication as a problem.
+    """The step's communication as a problem; ``where`` names the plan in errors.
 
-    links: replace what the layout implies (every link then carries every group). curve_of: prices a kind of
-    collective over axes; None = from the (bytes, cost) pairs that the layout itself lists.
+    links: replace what the plan implies (every link then carries every group). curve_of: prices a kind of
+    collective over axes; None = from the (bytes, cost) pairs that the plan itself lists.
     """
-    for key in KEYS:
-        if key not in data:
-            raise PaseError(f"{where}: no '{key}'; a layout to schedule needs {', '.join(KEYS)}")
-    if data["cost"].get("unit", "s") != "s":
+    if plan.unit != "s":
         raise PaseError(
-            f"{where}: its costs are in {data['cost']['unit']}, not seconds; compile it with --cost-model analytic"
+            f"{where}: its costs are in {plan.unit}, not seconds; compile it with --cost-model analytic"
         )
-    parts = list(_execution(data["strategy"]))
-    times = {n["node"]: int(n["times"]) for n in data["strategy"]}
-    parameters = {n["node"] for n in data["strategy"] if n["op"] == "parameter"}
-    schedulable = [c for c in data["collectives"] if c.get("source") in parameters and c["node"] in times]
-    kept = {id(c) for c in schedulable}
+    nodes = {n.name: n for n in plan.nodes}
+    times = {n.name: n.times for n in plan.nodes}
+    parameters = {n.name for n in plan.nodes if n.op == "parameter"}
+    schedulable = [c for c in plan.collectives if c.source in parameters and c.node in times]
+    fixed = [c for c in plan.collectives if c.source not in parameters and c.node in times]
     schedulable = list(_gathers_with_users(schedulable, parameters, times))
-    costs = data["cost"].get("by_node", {})
 
     extra = {(phase, n): 0.0 for phase in ("forward", "backward") for n in times}
-    for c in data["collectives"]:
-        if id(c) not in kept and c["node"] in times:
-            phase = "forward" if c["phase"] == "forward" else "backward"
-            extra[phase, c["node"]] += c["cost"] / times[c["node"]]
-    updates = _updates(schedulable, costs, parameters, times)
+    for c in fixed:
+        extra["forward" if c.phase == "forward" else "backward", c.node] += c.cost / times[c.node]
+    updates = _updates(schedulable, nodes, parameters)
 
     def seconds(p: _Part, phase: str) -> float:
-        compute = costs.get(p.node, {}).get("compute", 0.0) / times[p.node]
         share = FORWARD_SHARE if phase == "forward" else 1 - FORWARD_SHARE
         update = updates.get(p.node, 0.0) if phase == "forward" else 0.0
-        return float(share * compute + extra[phase, p.node] + update)
+        return share * (nodes[p.node].cost.compute / times[p.node]) + extra[phase, p.node] + update
 
-    parts = [p for p in parts if p.node not in parameters]
-    n = len(parts)
+    parts = [p for p in _execution(plan.nodes) if p.node not in parameters]
     blocks = [Block(name=_name(p, times), phase="forward", seconds=seconds(p, "forward")) for p in parts]
     blocks += [
         Block(name=f"{_name(p, times)}'", phase="backward", seconds=seconds(p, "backward"))
         for p in reversed(parts)
     ]
     place = {p: i for i, p in enumerate(parts)}
-    dtypes = {path: str(t["dtype"]) for path, t in data.get("parameters", {}).items()}
-    tensors = list(_tensors(schedulable, times, place, n, dtypes))
+    dtypes = {path: t.dtype for path, t in plan.parameters.items()}
+    tensors = list(_tensors(schedulable, times, place, len(parts), dtypes))
     if not tensors:
         raise Infeasible(f"{where}: no collective on a parameter: this plan has nothing to schedule")
-    made = links or _links(tensors, schedulable, curve_of)
     return Problem(
-        name=f"{data.get('model', 'layout')} on {data.get('devices', '?')} devices",
+        name=f"{plan.model} on {plan.devices} devices",
         blocks=tuple(blocks),
         tensors=tuple(tensors),
-        links=made,
+        links=links or _links(tensors, schedulable, curve_of),
         source=where,
     )
 
@@ -109,86 +96,81 @@ def _name(p: _Part, times: dict[str, int]) -> str:
     return f"{p.node}[{p.repeat}]" if times[p.node] > 1 else p.node
 
 
-def _execution(strategy: list[dict[str, Any]]) -> Iterator[_Part]:
+def _execution(nodes: tuple[NodePlan, ...]) -> Iterator[_Part]:
     """Nodes in the order they run, repeated layers unrolled."""
-    i = 0
-    while i < len(strategy):
-        repeat, j = int(strategy[i]["times"]), i
-        while j < len(strategy) and int(strategy[j]["times"]) == repeat:
-            j += 1
+    for repeat, layer in itertools.groupby(nodes, key=lambda n: n.times):
+        names = [n.name for n in layer]
         for r in range(repeat):
-            yield from (_Part(node=n["node"], repeat=r) for n in strategy[i:j])
-        i = j
+            yield from (_Part(node=name, repeat=r) for name in names)
 
 
 def _gathers_with_users(
-    collectives: list[dict[str, Any]], parameters: set[str], times: dict[str, int]
-) -> Iterator[dict[str, Any]]:
-    """Gathers of updated parameters, which the layout books on the parameters, booked on who uses these first."""
-    users: dict[str, dict[str, Any]] = {}
+    collectives: list[Collective], parameters: set[str], times: dict[str, int]
+) -> Iterator[Collective]:
+    """Gathers of updated parameters, which the plan books on the parameters, booked on who uses these first."""
+    users: dict[str, Collective] = {}
     for c in collectives:
-        if c["node"] not in parameters:
-            users.setdefault(c["source"], c)
+        if c.node not in parameters:
+            users.setdefault(c.source, c)
     for c in collectives:
-        if c["node"] not in parameters:
+        if c.node not in parameters:
             yield c
-        elif c["source"] in users:
-            user, n = users[c["source"]], times[users[c["source"]]["node"]]
-            yield c | {
-                "node": user["node"], "tensor": user["tensor"], "phase": "forward", "bytes": c["bytes"] // n,
-                "times": n,
-            }  # fmt: skip
+        elif c.source in users:
+            user = users[c.source]
+            n = times[user.node]
+            yield replace(
+                c, node=user.node, tensor=user.tensor, phase="forward", nbytes=c.nbytes // n, times=n
+            )
 
 
 def _updates(
-    collectives: list[dict[str, Any]], costs: dict[str, Any], parameters: set[str], times: dict[str, int]
+    collectives: list[Collective], nodes: dict[str, NodePlan], parameters: set[str]
 ) -> dict[str, float]:
     """Update seconds per execution of the node that uses each parameter; of several users, the first."""
     user: dict[str, str] = {}
     for c in collectives:
-        user.setdefault(c["source"], c["node"])
+        user.setdefault(c.source, c.node)
     out: dict[str, float] = {}
     for p in parameters:
         if p in user:
-            u = user[p]
-            both = costs.get(p, {}).get("update", 0.0) + costs.get(p, {}).get("compute", 0.0)
-            out[u] = out.get(u, 0.0) + both / times[u]
+            u, cost = user[p], nodes[p].cost
+            out[u] = out.get(u, 0.0) + (cost.update + cost.compute) / nodes[u].times
     return out
 
 
-def _key(c: dict[str, Any]) -> str:
+def _key(c: Collective) -> str:
     """What prices a collective: its axes and its kind, as `Tensor.axes`."""
-    return f"{','.join(c['axes'])}/{c['kind']}"
+    return f"{','.join(c.axes)}/{c.kind}"
 
 
 def _tensors(
-    collectives: list[dict[str, Any]],
+    collectives: list[Collective],
     times: dict[str, int],
     place: dict[_Part, int],
     n: int,
     dtypes: dict[str, str],
 ) -> Iterator[Tensor]:
     """In an order in which each follows only earlier ones."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
-        groups.setdefault((c["node"], c["source"], c["tensor"]), []).append(c)
+        groups.setdefault((c.node, c.source, c.tensor), []).append(c)
     count = 0
     for (node, source, _), members in groups.items():
         for r in range(times[node]):
             at = place[_Part(node=node, repeat=r)]
             name = f"{source}[{r}]" if times[node] > 1 else source
             dtype = dtypes.get(source, "float32")
-            backward = [c for c in members if c["phase"] == "backward"]
-            forward = [c for c in members if c["phase"] == "forward"]
+            backward = [c for c in members if c.phase == "backward"]
+            forward = [c for c in members if c.phase == "forward"]
             last: int | None = None
             for i, c in enumerate(backward):
                 final = i + 1 == len(backward)
                 yield Tensor(
-                    name=f"{name}.grad.{c['kind']}" + (f".{i}" if i else ""),
-                    nbytes=c["bytes"],
+                    name=f"{name}.grad.{c.kind}" + (f".{i}" if i else ""),
+                    nbytes=c.nbytes,
                     ready_after=2 * n - 1 - at if last is None else None,
                     needed_before=at if final and not forward else None,
-                    kind=c["kind"],
+                    kind=c.kind,
                     axes=_key(c),
                     dtype=dtype,
                     follows=() if last is None else (last,),
@@ -198,25 +180,25 @@ def _tensors(
             before: dict[int, int] = {}  # the stage before, of each repetition of the gather
             for i, c in enumerate(forward):
                 yield Tensor(
-                    name=f"{name}.{c['kind']}" + (f".{i}" if i else ""),
-                    nbytes=c["bytes"],
+                    name=f"{name}.{c.kind}" + (f".{i}" if i else ""),
+                    nbytes=c.nbytes,
                     ready_after=None,
                     needed_before=at,
                     lag=lag,
-                    kind=c["kind"],
+                    kind=c.kind,
                     axes=_key(c),
                     dtype=dtype,
                     follows=() if last is None else (last,),
                 )
                 last, count = count, count + 1
-                for again in range(1, round(c["times"] / times[node])):
+                for again in range(1, round(c.times / times[node])):
                     yield Tensor(
-                        name=f"{name}.{c['kind']}" + (f".{i}" if i else "") + f".again{again}",
-                        nbytes=c["bytes"],
+                        name=f"{name}.{c.kind}" + (f".{i}" if i else "") + f".again{again}",
+                        nbytes=c.nbytes,
                         ready_after=at,
                         needed_before=2 * n - 1 - at,
                         lag=0,
-                        kind=c["kind"],
+                        kind=c.kind,
                         axes=_key(c),
                         dtype=dtype,
                         follows=(before[again],) if again in before else (),
@@ -225,16 +207,16 @@ def _tensors(
 
 
 def _links(
-    tensors: list[Tensor], collectives: list[dict[str, Any]], curve_of: CurveOf | None
+    tensors: list[Tensor], collectives: list[Collective], curve_of: CurveOf | None
 ) -> tuple[Link, ...]:
     """One link per name that the groups run on, with a curve for each group."""
     curves: dict[str, dict[str, Curve]] = {}
     for key in sorted({t.axes for t in tensors}):
         mine = [c for c in collectives if _key(c) == key]
         if curve_of is not None:
-            name, curve = curve_of(mine[0]["kind"], tuple(mine[0]["axes"]))
+            name, curve = curve_of(mine[0].kind, mine[0].axes)
         else:
-            points = sorted({c["bytes"]: c["cost"] / c["times"] for c in mine}.items())
+            points = sorted({c.nbytes: c.cost / c.times for c in mine}.items())
             name, curve = "network", Curve.table([p[0] for p in points], [p[1] for p in points])
         curves.setdefault(name, {})[key] = curve
     return tuple(
@@ -246,14 +228,14 @@ def _links(
 SIZES = tuple(float(2**k) for k in range(8, 35))
 
 
-def curves_from_model(model: Any, machine: Any, mesh: Any) -> CurveOf:
+def curves_from_model(model: CostModel, machine: Machine, mesh: Mesh) -> CurveOf:
     """Curves by asking a CostModel at powers of two; the link is the outermost level that the axes cross.
 
     Devices are numbered row-major, so axes reach as far as the widest stride times size; a level spans the product
     of the ways up to it.
     """
 
-    def curve_of(kind: str, axes: tuple[str, ...]) -> tuple[str, Curve]:
+    def curve_of(kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[str, Curve]:
         bits = sum(1 << mesh.names.index(a) for a in axes)
         seconds = model.collective(kind, mesh, np.full(len(SIZES), bits), np.asarray(SIZES))
         reach = max(mesh.strides[mesh.names.index(a)] * mesh.sizes[mesh.names.index(a)] for a in axes)
@@ -266,16 +248,3 @@ def curves_from_model(model: Any, machine: Any, mesh: Any) -> CurveOf:
         return name, Curve.table(SIZES, np.ravel(seconds).tolist())
 
     return curve_of
-
-
-def bucket_plan(
-    data: dict[str, Any],
-    *,
-    policy: str = "ours",
-    options: Options | None = None,
-    curve_of: CurveOf | None = None,
-    where: str = "plan",
-) -> tuple[Problem, BucketPlan]:
-    """(problem, bucket plan) of a layout's JSON object, by the policy named."""
-    problem = problem_from_layout(data, where=where, curve_of=curve_of)
-    return problem, get_policy(policy).make(problem, options or Options())
