@@ -7,8 +7,6 @@ its worst tensor, so that what the search finds holds at least as well once take
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from pase.schedule.greedy import Instance
@@ -20,12 +18,12 @@ __all__ = ["coarsen", "refine"]
 def coarsen(inst: Instance, pieces: Pieces) -> tuple[Instance, Pieces, np.ndarray]:
     """(instance of places, the plan on it, first tensor of each place: int64 [places + 1])."""
     msg, at, nbytes, link = pieces
-    n = inst.ready.size
+    n = inst.order.size
     count = np.bincount(at, minlength=n)
     of = np.full(n, -1)
     of[at] = msg
     of = np.where(count == 1, of, -1 - np.arange(n))  # a cut tensor stands alone
-    key = np.stack((of, inst.group))
+    key = np.stack((of, inst.tensors["group"]))
     starts = np.flatnonzero(np.concatenate(([True], (key[:, 1:] != key[:, :-1]).any(0))))
     first: list[int] = []
     for a, b in zip(starts.tolist(), [*starts[1:].tolist(), n], strict=True):
@@ -36,16 +34,12 @@ def coarsen(inst: Instance, pieces: Pieces) -> tuple[Instance, Pieces, np.ndarra
             lo, hi, step = lo + step, hi - step, 2 * step
         first += [lo, *reversed(ends)]
     at_first = np.asarray(first, np.int64)
-    small = replace(
-        inst,
-        order=at_first,
-        ready=np.maximum.reduceat(inst.ready, at_first),
-        tail=np.maximum.reduceat(inst.tail, at_first),
-        nbytes=np.add.reduceat(inst.nbytes, at_first),
-        group=inst.group[at_first],
-        axes=inst.axes[at_first],
-        fluid=np.add.reduceat(inst.fluid, at_first),
-    )
+    line = inst.tensors[at_first]
+    for field in ("ready", "tail"):
+        line[field] = np.maximum.reduceat(inst.tensors[field], at_first)
+    for field in ("nbytes", "fluid"):
+        line[field] = np.add.reduceat(inst.tensors[field], at_first)
+    small = inst._replace(order=at_first, tensors=line)
     place = np.searchsorted(at_first, at, side="right") - 1
     merged: dict[tuple[int, int], float] = {}
     for m, p, size in zip(msg.tolist(), place.tolist(), nbytes.tolist(), strict=True):
@@ -59,7 +53,7 @@ def refine(inst: Instance, pieces: Pieces, first: np.ndarray) -> Pieces:
     """The plan on tensors: a place cut between messages gives its first tensors to the first message."""
     msg, at, nbytes, link = pieces
     rows: list[tuple[int, int, float]] = []
-    left = inst.nbytes.copy()
+    left = inst.tensors["nbytes"].copy()
     cursor = first[:-1].copy()
     for a in np.lexsort((at, msg)).tolist():
         p, need = int(at[a]), float(nbytes[a])

@@ -90,7 +90,7 @@ def _construct(problem: Problem, inst: Instance, bound: float) -> list[tuple[flo
     """
     axes = {t.axes for t in problem.tensors}
     startup = max(k.curve_for(a).startup_s for k in problem.links for a in axes if k.carries(a))
-    crumb = float(inst.fluid.sum()) / 1000
+    crumb = float(inst.tensors["fluid"].sum()) / 1000
     out = [_all_in_one(inst)]
     if startup <= crumb or inst.order.size <= 100:
         out += _preemptive(inst)
@@ -120,7 +120,7 @@ def _openings(inst: Instance) -> list[np.ndarray]:
     """When each link begins: at once; or all but one a hair, or half of backward, or all of it, later."""
     out = [np.zeros(inst.links)]
     if inst.links > 1:
-        last = float(inst.ready.max())
+        last = float(inst.tensors["ready"].max())
         for k in range(inst.links):
             for late in (1e-9, 0.5, 0.999):
                 opening = np.full(inst.links, late * last)
@@ -132,24 +132,26 @@ def _openings(inst: Instance) -> list[np.ndarray]:
 def _all_in_one(inst: Instance) -> tuple[float, Pieces]:
     """Each group in one message, on its fastest link."""
     n = inst.order.size
-    first = {int(g): i for i, g in reversed(list(enumerate(inst.group.tolist())))}
+    groups, axes, nbytes = (inst.tensors[f] for f in ("group", "axes", "nbytes"))
+    first = {int(g): i for i, g in reversed(list(enumerate(groups.tolist())))}
     number = {g: i for i, g in enumerate(first)}
     link = []
     for g, i in first.items():
-        total = float(inst.nbytes[inst.group == g].sum())
-        rows = [int(inst.axes[i]) * inst.links + k for k in range(inst.links)]
+        total = float(nbytes[groups == g].sum())
+        rows = [int(axes[i]) * inst.links + k for k in range(inst.links)]
         link.append(min(range(inst.links), key=lambda k: _seconds(inst, rows[k], total)))
-    msg = np.asarray([number[int(g)] for g in inst.group], np.int64)
-    pieces = (msg, np.arange(n), inst.nbytes.copy(), np.asarray(link, np.int64))
+    msg = np.asarray([number[int(g)] for g in groups], np.int64)
+    pieces = (msg, np.arange(n), nbytes.copy(), np.asarray(link, np.int64))
     return _cost(inst, pieces), pieces
 
 
 def _seconds(inst: Instance, row: int, nbytes: float) -> float:
-    if inst.slope[row] < 0:
+    first, last, slope = inst.curves.rows[row]
+    if slope < 0:
         return float("inf")
-    a, b = int(inst.ptr[row]), int(inst.ptr[row + 1])
-    s = float(np.interp(nbytes, inst.xs[a:b], inst.ys[a:b]))
-    return s + max(0.0, nbytes - float(inst.xs[b - 1])) * float(inst.slope[row])
+    corners = inst.curves.corners[first:last]
+    s = float(np.interp(nbytes, corners["nbytes"], corners["seconds"]))
+    return s + max(0.0, nbytes - float(corners["nbytes"][-1])) * float(slope)
 
 
 def _preemptive(inst: Instance) -> list[tuple[float, Pieces]]:

@@ -11,7 +11,7 @@ startups still to come, does the rest. One pass is O(messages * tensors), compil
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,33 +21,44 @@ from pase.schedule.view import PlainView
 __all__ = ["Instance", "construct", "instance", "preemptive"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Instance:
-    """A plain problem as arrays, tensors sorted by tail (longest first), then by readiness (latest first).
+TENSOR = np.dtype(
+    [
+        ("ready", float),
+        ("tail", float),
+        ("nbytes", float),
+        ("fluid", float),
+        ("group", np.int64),
+        ("axes", np.int64),
+    ]
+)
+CURVE = np.dtype([("first", np.int64), ("last", np.int64), ("slope", float)])
+CORNER = np.dtype([("nbytes", float), ("seconds", float)])
 
-    order: int64 [T] the problem's tensor at each place; ready, tail, nbytes: float64 [T]; group: int64 [T], fusible
-    groups; axes: int64 [T], rows of the curve table. Curve of (axes a, link k) is row a * links + k:
-    corners xs, ys [ptr[row]:ptr[row + 1]] and slope[row]; slope -1 = the link does not carry it.
-    fluid: float64 [T], seconds per tensor if all links shared it.
+
+class Curves(NamedTuple):
+    """Cost curves of (axes a, link k), each in row a * links + k.
+
+    rows: CURVE [axes * links], the corners first … last and the slope after them; slope -1 = the link does not carry
+    it. corners: CORNER, the corners of all curves.
+    """
+
+    rows: np.ndarray
+    corners: np.ndarray
+
+
+class Instance(NamedTuple):
+    """A plain problem as arrays, tensors sorted by tail (longest first), then by readiness (latest first): the line.
+
+    A named tuple of structured arrays, since compiled functions take that as it is. order: int64 [T] the problem's
+    tensor at each place; tensors: TENSOR [T], with group a number of fusible tensors, axes for the rows of the curves,
+    and fluid the seconds it takes if all links share it.
     """
 
     order: np.ndarray
-    ready: np.ndarray
-    tail: np.ndarray
-    nbytes: np.ndarray
-    group: np.ndarray
-    axes: np.ndarray
+    tensors: np.ndarray
+    curves: Curves
     links: int
-    ptr: np.ndarray
-    xs: np.ndarray
-    ys: np.ndarray
-    slope: np.ndarray
-    fluid: np.ndarray
     compute: float
-
-    @property
-    def curves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        return self.ptr, self.xs, self.ys, self.slope
 
 
 def instance(problem: Problem, view: PlainView) -> Instance:
@@ -57,35 +68,29 @@ def instance(problem: Problem, view: PlainView) -> Instance:
     group = np.asarray([groups.setdefault(t.group, len(groups)) for t in tensors], np.int64)
     names = sorted({t.axes for t in tensors})
     axes = np.asarray([names.index(t.axes) for t in tensors], np.int64)
-    ptr, slope = [0], list[float]()
-    xs, ys = list[float](), list[float]()
+    rows, corners = list[tuple[int, int, float]](), list[tuple[float, float]]()
     speed = np.zeros(len(names))
     most = float(problem.nbytes)
     for g, name in enumerate(names):
         for link in problem.links:
             curve: Curve | None = link.curve_for(name) if link.carries(name) else None
+            first = len(corners)
             if curve is not None:
-                xs += curve.bytes_
-                ys += curve.seconds
+                corners += zip(curve.bytes_, curve.seconds, strict=True)
                 if (rate := curve.best_s_per_byte(most)) > 0:
                     speed[g] += 1.0 / rate
-            ptr.append(len(xs))
-            slope.append(-1.0 if curve is None else curve.tail_s_per_byte)
+            rows.append((first, len(corners), -1.0 if curve is None else curve.tail_s_per_byte))
     per_byte = np.where(speed > 0, 1.0 / np.where(speed > 0, speed, 1.0), 0.0)
+    line = np.zeros(len(tensors), TENSOR)
+    line["ready"], line["tail"], line["nbytes"] = view.ready[order], view.tail[order], view.nbytes[order]
+    line["fluid"], line["group"], line["axes"] = (
+        (per_byte[axes] * view.nbytes)[order],
+        group[order],
+        axes[order],
+    )
+    curves = Curves(rows=np.array(rows, CURVE), corners=np.array(corners, CORNER))
     return Instance(
-        order=order,
-        ready=view.ready[order],
-        tail=view.tail[order],
-        nbytes=view.nbytes[order],
-        group=group[order],
-        axes=axes[order],
-        links=len(problem.links),
-        ptr=np.asarray(ptr, np.int64),
-        xs=np.asarray(xs, float),
-        ys=np.asarray(ys, float),
-        slope=np.asarray(slope, float),
-        fluid=(per_byte[axes] * view.nbytes)[order],
-        compute=view.compute,
+        order=order, tensors=line, curves=curves, links=len(problem.links), compute=float(view.compute)
     )
 
 
@@ -101,20 +106,7 @@ def construct(
     """
     from pase.schedule.kernels_greedy import greedy
 
-    out: tuple[np.ndarray, ...] = greedy(
-        inst.ready,
-        inst.tail,
-        inst.nbytes,
-        inst.group,
-        inst.axes,
-        inst.links,
-        *inst.curves,
-        inst.fluid,
-        target_s,
-        reserve,
-        least_s,
-        from_s,
-    )
+    out: tuple[np.ndarray, ...] = greedy(inst, target_s, reserve, least_s, from_s)
     return out
 
 
@@ -123,10 +115,11 @@ def preemptive(inst: Instance) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 
     Its messages are as the preemptions cut them, at most two a tensor; with startups they cost more than the bound.
     """
-    left = (inst.fluid * 1.0).tolist()
+    line = inst.tensors
+    left = line["fluid"].tolist()
     total = left[:]
-    by_ready = np.argsort(inst.ready, kind="stable").tolist()
-    ready, nbytes = inst.ready.tolist(), inst.nbytes.tolist()
+    by_ready = np.argsort(line["ready"], kind="stable").tolist()
+    ready, nbytes = line["ready"].tolist(), line["nbytes"].tolist()
     waiting: list[int] = []
     rows: list[tuple[int, float]] = []
     gone = [0.0] * len(left)

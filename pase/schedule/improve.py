@@ -23,22 +23,5 @@ def improve(
     heat: worsenings accepted at first, as a share of the gap to the bound."""
     from pase.schedule.kernels_search import search
 
-    msg, at, nbytes, link = pieces
-    cost, msg, at, nbytes, link = search(
-        inst.ready,
-        inst.tail,
-        inst.group,
-        inst.axes,
-        inst.links,
-        *inst.curves,
-        inst.compute,
-        msg,
-        at,
-        nbytes,
-        link,
-        evaluations,
-        bound_s,
-        seed,
-        heat,
-    )
-    return float(cost), (msg, at, nbytes, link)
+    cost, found = search(inst, *pieces, evaluations, bound_s, seed, heat)
+    return float(cost), found

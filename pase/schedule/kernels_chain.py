@@ -11,102 +11,116 @@ import heapq
 import numba
 import numpy as np
 
-__all__ = ["bytes_in", "jackson", "priority", "seconds_of", "sequence"]
+__all__ = ["bytes_within", "jackson", "priority", "seconds_of", "sequence"]
 
 
 @numba.njit(cache=True)
-def seconds_of(row, n, ptr, xs, ys, slope):  # type: ignore[no-untyped-def]
-    if n <= 0.0:
+def seconds_of(curves, row, nbytes):  # type: ignore[no-untyped-def]
+    """Seconds for one message of that many bytes by the curve in ``row`` of ``Curves``; 0 for an empty one."""
+    if nbytes <= 0.0:
         return 0.0
-    lo, hi = ptr[row], ptr[row + 1]
-    if n <= xs[lo]:
-        return ys[lo]
-    if n >= xs[hi - 1]:
-        return ys[hi - 1] + (n - xs[hi - 1]) * slope[row]
-    i = lo + np.searchsorted(xs[lo:hi], n)
-    return ys[i - 1] + (ys[i] - ys[i - 1]) * (n - xs[i - 1]) / (xs[i] - xs[i - 1])
+    curve, corners = curves.rows[row], curves.corners
+    i, last = curve["first"], curve["last"] - 1
+    if nbytes <= corners[i]["nbytes"]:
+        return corners[i]["seconds"]
+    if nbytes >= corners[last]["nbytes"]:
+        return corners[last]["seconds"] + (nbytes - corners[last]["nbytes"]) * curve["slope"]
+    while last - i > 1:  # the corners on either side
+        middle = (i + last) // 2
+        if corners[middle]["nbytes"] < nbytes:
+            i = middle
+        else:
+            last = middle
+    a, b = corners[i], corners[i + 1]
+    rise = (b["seconds"] - a["seconds"]) * (nbytes - a["nbytes"])
+    return a["seconds"] + rise / (b["nbytes"] - a["nbytes"])
 
 
 @numba.njit(cache=True)
-def bytes_in(row, s, ptr, xs, ys, slope):  # type: ignore[no-untyped-def]
-    lo, hi = ptr[row], ptr[row + 1]
-    if s < ys[lo]:
+def bytes_within(curves, row, seconds):  # type: ignore[no-untyped-def]
+    """The most bytes of one message that takes no longer, by the curve in ``row``; 0 where even the smallest does."""
+    curve, corners = curves.rows[row], curves.corners
+    last = curve["last"] - 1
+    if seconds < corners[curve["first"]]["seconds"]:
         return 0.0
-    if s >= ys[hi - 1]:
-        if slope[row] <= 0.0:
+    if seconds >= corners[last]["seconds"]:
+        if curve["slope"] <= 0.0:
             return np.inf
-        return xs[hi - 1] + (s - ys[hi - 1]) / slope[row]
-    i = hi - 2
-    while ys[i] > s:
+        return corners[last]["nbytes"] + (seconds - corners[last]["seconds"]) / curve["slope"]
+    i = last - 1
+    while corners[i]["seconds"] > seconds:
         i -= 1
-    return xs[i] + (xs[i + 1] - xs[i]) * (s - ys[i]) / (ys[i + 1] - ys[i])
+    a, b = corners[i], corners[i + 1]
+    rise = (b["nbytes"] - a["nbytes"]) * (seconds - a["seconds"])
+    return a["nbytes"] + rise / (b["seconds"] - a["seconds"])
 
 
 @numba.njit(cache=True)
 def sequence(release, seconds, tail, link, links, compute):  # type: ignore[no-untyped-def]
+    """Makespan when each link sends its messages strictly in the order given."""
     free = np.zeros(links)
     worst = compute
     for m in range(release.size):
         k = link[m]
         end = max(free[k], release[m]) + seconds[m]
         free[k] = end
-        if end + tail[m] > worst:
-            worst = end + tail[m]
+        worst = max(worst, end + tail[m])
     return worst
 
 
 @numba.njit(cache=True)
+def priority_on_link(release, seconds, size, credit, mine, start):  # type: ignore[no-untyped-def]
+    """One link sends its messages: whenever fewer than ``credit`` bytes are on the way, the first in the plan's order
+    of those that are ready is accepted. mine: the link's messages by release; start: float64 [M], filled.
+    """
+    ready = [0 for _ in range(0)]
+    accepted = [0 for _ in range(0)]
+    head, i = 0, 0
+    flying, now = 0.0, 0.0
+    while i < mine.size or len(ready) > 0 or head < len(accepted):
+        while i < mine.size and release[mine[i]] <= now:
+            heapq.heappush(ready, mine[i])
+            i += 1
+        while len(ready) > 0 and flying < credit:
+            m = heapq.heappop(ready)
+            flying += size[m]
+            accepted.append(m)
+        if head == len(accepted):
+            if i == mine.size:
+                break
+            now = release[mine[i]]
+            continue
+        m = accepted[head]
+        head += 1
+        start[m] = now
+        now += seconds[m]
+        # What becomes ready while it runs may be accepted in the meantime, in order of arrival.
+        while i < mine.size and release[mine[i]] < now:
+            heapq.heappush(ready, mine[i])
+            i += 1
+            while len(ready) > 0 and flying < credit:
+                x = heapq.heappop(ready)
+                flying += size[x]
+                accepted.append(x)
+        flying -= size[m]
+
+
+@numba.njit(cache=True)
 def priority(release, seconds, tail, link, links, size, credit, compute):  # type: ignore[no-untyped-def]
-    n = release.size
-    start = np.zeros(n)
-    worst = compute
+    """(makespan, start of each message) when each link takes the first message in order that is ready."""
+    start = np.zeros(release.size)
     by_release = np.argsort(release, kind="mergesort")
     for k in range(links):
-        ready = [0]
-        ready.pop()
-        fifo = [0]
-        fifo.pop()
-        head = 0
-        flying = 0.0
-        now = 0.0
-        i = 0
-        while i < n or len(ready) > 0 or head < len(fifo):
-            while i < n and (link[by_release[i]] != k or release[by_release[i]] <= now):
-                if link[by_release[i]] == k:
-                    heapq.heappush(ready, by_release[i])
-                i += 1
-            while len(ready) > 0 and flying < credit:
-                m = heapq.heappop(ready)
-                flying += size[m]
-                fifo.append(m)
-            if head == len(fifo):
-                if i >= n:
-                    break
-                now = release[by_release[i]]
-                continue
-            m = fifo[head]
-            head += 1
-            start[m] = now
-            end = now + seconds[m]
-            # What becomes ready while it runs may be accepted in the meantime, in order of arrival.
-            while i < n and (link[by_release[i]] != k or release[by_release[i]] < end):
-                j = by_release[i]
-                if link[j] == k:
-                    heapq.heappush(ready, j)
-                    while len(ready) > 0 and flying < credit:
-                        x = heapq.heappop(ready)
-                        flying += size[x]
-                        fifo.append(x)
-                i += 1
-            now = end
-            flying -= size[m]
-            if end + tail[m] > worst:
-                worst = end + tail[m]
+        priority_on_link(release, seconds, size, credit, by_release[link[by_release] == k], start)
+    worst = compute
+    for m in range(release.size):
+        worst = max(worst, start[m] + seconds[m] + tail[m])
     return worst, start
 
 
 @numba.njit(cache=True)
 def jackson(ready, seconds, tail, order):  # type: ignore[no-untyped-def]
+    """Least max(end + tail) on one machine with free preemption; order: jobs by readiness."""
     left = seconds.copy()
     waiting = [(0.0, 0) for _ in range(0)]
     now, worst, i, n = 0.0, 0.0, 0, len(order)

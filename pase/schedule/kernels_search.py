@@ -1,302 +1,380 @@
-"""Compiled: the local search described in `improve`.
+"""Compiled: the local search described in `improve`. A move is a function of the state; the search keeps or undoes it.
 
 This file imports numba when it is imported: import it inside functions only. Kernels stand at module level, because
-numba's cache does not find a function that closes over another one again.
+numba's cache does not find a function that closes over another one again. State is named tuples of arrays, which
+numba takes as they are; counts that change stand in an array of their own.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numba
 import numpy as np
 
 from pase.schedule.kernels_chain import seconds_of
 
-__all__ = ["search"]
+__all__ = ["cost_of", "move", "search", "start"]
+
+MORE_ATOMS = 96
+"""Cuts of atoms that there is room for."""
+MORE_MESSAGES = 2048
+
+REORDER, MERGE, SPLIT, GIVE_FRONT, GIVE_BACK, SHIFT_BYTES, CUT, RELINK = range(8)
+ATOMS, MESSAGES, IDS, SPARE = range(4)
+
+
+ATOM = np.dtype([("msg", np.int64), ("at", np.int64), ("nbytes", float)])
+MESSAGE = np.dtype(
+    [("link", np.int64), ("axes", np.int64), ("ready", float), ("tail", float), ("nbytes", float)]
+)
+
+
+class State(NamedTuple):
+    """A plan under way: atoms (pieces of tensors), each in a message, and the order of the messages.
+
+    atoms: ATOM [room], its message's id, its tensor's place in the line, bytes. messages: MESSAGE [ids], by id: the
+    link is the state's, the rest `cost_of` writes. seq: int64 [ids], ids in the order of sending; spare: int64 [ids],
+    a stack of ids that were given up. n: int64 [4], how many are in use: ATOMS, MESSAGES, IDS ever used, SPARE.
+    Structured arrays: numba counts a reference for each array that a call takes.
+    """
+
+    atoms: np.ndarray
+    messages: np.ndarray
+    seq: np.ndarray
+    spare: np.ndarray
+    n: np.ndarray
 
 
 @numba.njit(cache=True)
-def cost_of(net, atoms, msg, at, nbytes, seq, count, link, scratch):  # type: ignore[no-untyped-def]
-    """(makespan, busy time, place of the critical message) of the state."""
-    ready, tail, axes, links, ptr, xs, ys, slope, compute = net
-    r, q, s, ax, free = scratch
-    for i in range(count):
-        m = seq[i]
-        r[m] = 0.0
-        q[m] = 0.0
-        s[m] = 0.0
+def start(msg, at, nbytes, link):  # type: ignore[no-untyped-def]
+    """The state of a plan: atoms as in `State`, messages numbered in the order of sending."""
+    atoms, messages = msg.size, link.size
+    ids = messages + MORE_MESSAGES
+    s = State(
+        np.empty(atoms + MORE_ATOMS, ATOM),
+        np.empty(ids, MESSAGE),
+        np.empty(ids, np.int64),
+        np.empty(ids, np.int64),
+        np.array([atoms, messages, messages, 0]),
+    )
     for a in range(atoms):
-        m, t = msg[a], at[a]
-        if ready[t] > r[m]:
-            r[m] = ready[t]
-        if tail[t] > q[m]:
-            q[m] = tail[t]
-        s[m] += nbytes[a]
-        ax[m] = axes[t]
+        atom = s.atoms[a]
+        atom["msg"], atom["at"], atom["nbytes"] = msg[a], at[a], nbytes[a]
+    for m in range(messages):
+        s.seq[m] = m
+        s.messages[m]["link"] = link[m]
+    return s
+
+
+@numba.njit(cache=True)
+def copy(source, target):  # type: ignore[no-untyped-def]
+    """Write all of ``source`` that is in use over ``target``."""
+    target.n[:] = source.n
+    for a in range(source.n[ATOMS]):
+        target.atoms[a] = source.atoms[a]
+    for i in range(source.n[MESSAGES]):
+        x = source.seq[i]
+        target.seq[i] = x
+        target.messages[x]["link"] = source.messages[x]["link"]
+
+
+@numba.njit(cache=True)
+def cost_of(inst, s, free):  # type: ignore[no-untyped-def]
+    """(makespan, busy time of the links, place of the critical message or -1). free: float64 [links], scratch."""
+    for i in range(s.n[MESSAGES]):
+        m = s.messages[s.seq[i]]
+        m["ready"] = 0.0
+        m["tail"] = 0.0
+        m["nbytes"] = 0.0
+    for a in range(s.n[ATOMS]):
+        atom = s.atoms[a]
+        m, tensor = s.messages[atom["msg"]], inst.tensors[atom["at"]]
+        m["ready"] = max(m["ready"], tensor["ready"])
+        m["tail"] = max(m["tail"], tensor["tail"])
+        m["nbytes"] += atom["nbytes"]
+        m["axes"] = tensor["axes"]
     free[:] = 0.0
-    worst, where, busy = compute, -1, 0.0
-    for i in range(count):
-        m = seq[i]
-        k = link[m]
-        row = ax[m] * links + k
-        if slope[row] < 0.0:
+    worst, where, busy = inst.compute, -1, 0.0
+    for i in range(s.n[MESSAGES]):
+        m = s.messages[s.seq[i]]
+        k = m["link"]
+        row = m["axes"] * inst.links + k
+        if inst.curves.rows[row]["slope"] < 0.0:
             return np.inf, np.inf, i
-        d = seconds_of(row, s[m], ptr, xs, ys, slope)
-        end = max(free[k], r[m]) + d
+        d = seconds_of(inst.curves, row, m["nbytes"])
+        end = max(free[k], m["ready"]) + d
         busy += d
         free[k] = end
-        if end + q[m] > worst:
-            worst, where = end + q[m], i
+        if end + m["tail"] > worst:
+            worst, where = end + m["tail"], i
     return worst, busy, where
 
 
 @numba.njit(cache=True)
-def span_of(x, atoms, msg, at):  # type: ignore[no-untyped-def]
-    """(first place, last place, atoms) of a message."""
-    lo, hi, members = np.int64(1 << 60), np.int64(-1), 0
-    for a in range(atoms):
-        if msg[a] == x:
-            members += 1
-            lo, hi = min(lo, at[a]), max(hi, at[a])
-    return lo, hi, members
+def span_of(s, x):  # type: ignore[no-untyped-def]
+    """(first place, last place) of a message's atoms in the line."""
+    lo, hi = np.int64(1 << 60), np.int64(-1)
+    for a in range(s.n[ATOMS]):
+        if s.atoms[a]["msg"] == x:
+            lo, hi = min(lo, s.atoms[a]["at"]), max(hi, s.atoms[a]["at"])
+    return lo, hi
 
 
 @numba.njit(cache=True)
-def group_of(x, atoms, msg, at, group):  # type: ignore[no-untyped-def]
+def group_of(inst, s, x):  # type: ignore[no-untyped-def]
     """The group of a message's tensors; -1 where it has none."""
-    for a in range(atoms):
-        if msg[a] == x:
-            return group[at[a]]
+    for a in range(s.n[ATOMS]):
+        if s.atoms[a]["msg"] == x:
+            return inst.tensors[s.atoms[a]["at"]]["group"]
     return -1
 
 
 @numba.njit(cache=True)
-def an_atom_of(x, atoms, msg):  # type: ignore[no-untyped-def]
+def draw_atom(s, x):  # type: ignore[no-untyped-def]
     """An atom at random, of the message if eight tries find one."""
-    a = np.random.randint(atoms)
+    a = np.random.randint(s.n[ATOMS])
     for _ in range(8):
-        if msg[a] == x:
+        if s.atoms[a]["msg"] == x:
             break
-        a = np.random.randint(atoms)
+        a = np.random.randint(s.n[ATOMS])
     return a
 
 
 @numba.njit(cache=True)
-def drop(seq, count, i):  # type: ignore[no-untyped-def]
-    for u in range(i, count - 1):
-        seq[u] = seq[u + 1]
-    return count - 1
+def draw_side():  # type: ignore[no-untyped-def]
+    return 1 if np.random.random() < 0.5 else -1
 
 
 @numba.njit(cache=True)
-def put(seq, count, j, x):  # type: ignore[no-untyped-def]
-    for u in range(count, j, -1):
-        seq[u] = seq[u - 1]
-    seq[j] = x
-    return count + 1
+def remove_message(s, i):  # type: ignore[no-untyped-def]
+    """Take the message at place i out of the order; its id may be used again."""
+    s.spare[s.n[SPARE]] = s.seq[i]
+    s.n[SPARE] += 1
+    s.n[MESSAGES] -= 1
+    for u in range(i, s.n[MESSAGES]):
+        s.seq[u] = s.seq[u + 1]
 
 
 @numba.njit(cache=True)
-def an_id(free_ids, next_id):  # type: ignore[no-untyped-def]
-    """(an unused message, the next one never used): the caller pops it from free_ids once it is kept."""
-    if len(free_ids) > 0:
-        return free_ids[-1], next_id
-    return next_id, next_id + 1
+def insert_message(s, j, x):  # type: ignore[no-untyped-def]
+    for u in range(s.n[MESSAGES], j, -1):
+        s.seq[u] = s.seq[u - 1]
+    s.seq[j] = x
+    s.n[MESSAGES] += 1
 
 
 @numba.njit(cache=True)
-def search(  # type: ignore[no-untyped-def]
-    ready,
-    tail,
-    group,
-    axes,
-    links,
-    ptr,
-    xs,
-    ys,
-    slope,
-    compute,
-    msg0,
-    at0,
-    nbytes0,
-    link0,
-    evaluations,
-    bound,
-    seed,
-    warmth,
-):
+def has_id(s):  # type: ignore[no-untyped-def]
+    return s.n[SPARE] > 0 or s.n[IDS] < s.seq.size
+
+
+@numba.njit(cache=True)
+def new_id(s, like, links):  # type: ignore[no-untyped-def]
+    """An id for a new message, on the link of message ``like`` or on a random one."""
+    if s.n[SPARE] > 0:
+        s.n[SPARE] -= 1
+        y = s.spare[s.n[SPARE]]
+    else:
+        y = s.n[IDS]
+        s.n[IDS] += 1
+    s.messages[y]["link"] = s.messages[like]["link"] if np.random.random() < 0.5 else np.random.randint(links)
+    return y
+
+
+@numba.njit(cache=True)
+def reorder(s, i):  # type: ignore[no-untyped-def]
+    """Send the message at place i some places earlier or later."""
+    if s.n[MESSAGES] < 2:
+        return False
+    j = i + int(np.sign(np.random.random() - 0.5)) * (1 + int(np.random.exponential(1.5)))
+    j = min(max(j, 0), s.n[MESSAGES] - 1)
+    x = s.seq[i]
+    for u in range(i, j, -1):
+        s.seq[u] = s.seq[u - 1]
+    for u in range(i, j):
+        s.seq[u] = s.seq[u + 1]
+    s.seq[j] = x
+    return j != i
+
+
+@numba.njit(cache=True)
+def merge(inst, s, i):  # type: ignore[no-untyped-def]
+    """Put the message at place i into its neighbour in the order."""
+    if s.n[MESSAGES] < 2:
+        return False
+    j = i + draw_side()
+    if not 0 <= j < s.n[MESSAGES]:
+        return False
+    x, y = s.seq[i], s.seq[j]
+    if group_of(inst, s, x) != group_of(inst, s, y):
+        return False
+    for a in range(s.n[ATOMS]):
+        if s.atoms[a]["msg"] == x:
+            s.atoms[a]["msg"] = y
+    remove_message(s, i)
+    return True
+
+
+@numba.njit(cache=True)
+def split(inst, s, i):  # type: ignore[no-untyped-def]
+    """Cut the message at place i in two, at a place of the line."""
+    x = s.seq[i]
+    lo, hi = span_of(s, x)
+    if hi <= lo or not has_id(s):
+        return False
+    cut = lo + 1 + np.random.randint(hi - lo)
+    y = new_id(s, x, inst.links)
+    front = np.random.random() < 0.5
+    for a in range(s.n[ATOMS]):
+        if s.atoms[a]["msg"] == x and (s.atoms[a]["at"] < cut) == front:
+            s.atoms[a]["msg"] = y
+    j = i + (0 if front else 1)
+    if np.random.random() < 0.3:
+        j = min(max(j + np.random.randint(-3, 4), 0), s.n[MESSAGES])
+    insert_message(s, j, y)
+    return True
+
+
+@numba.njit(cache=True)
+def give(inst, s, i, front):  # type: ignore[no-untyped-def]
+    """Move the first (or last) few atoms of the message at place i to another message near it."""
+    j = i + (1 + int(np.random.exponential(1.0))) * draw_side()
+    if not 0 <= j < s.n[MESSAGES]:
+        return False
+    x, y = s.seq[i], s.seq[j]
+    lo, hi = span_of(s, x)
+    if hi <= lo or group_of(inst, s, x) != group_of(inst, s, y):
+        return False
+    reach = int(np.random.exponential(0.1 * (hi - lo)))
+    for a in range(s.n[ATOMS]):
+        if s.atoms[a]["msg"] == x and (
+            s.atoms[a]["at"] <= lo + reach if front else s.atoms[a]["at"] >= hi - reach
+        ):
+            s.atoms[a]["msg"] = y
+    if group_of(inst, s, x) < 0:  # nothing is left of it
+        remove_message(s, i)
+    return True
+
+
+@numba.njit(cache=True)
+def shift_bytes(s, i):  # type: ignore[no-untyped-def]
+    """Shift bytes between two atoms of one tensor that stand in different messages."""
+    a = draw_atom(s, s.seq[i])
+    for b in range(s.n[ATOMS]):
+        if b != a and s.atoms[b]["at"] == s.atoms[a]["at"] and s.atoms[b]["msg"] != s.atoms[a]["msg"]:
+            amount = np.floor(s.atoms[a]["nbytes"] * np.random.random())
+            if np.random.random() < 0.3:
+                amount = np.floor(amount * 0.05)
+            if not 0 < amount < s.atoms[a]["nbytes"]:
+                return False
+            s.atoms[a]["nbytes"] -= amount
+            s.atoms[b]["nbytes"] += amount
+            return True
+    return False
+
+
+@numba.njit(cache=True)
+def cut_atom(inst, s, i):  # type: ignore[no-untyped-def]
+    """Cut an atom in two, and give a part to a message near place i or to one of its own."""
+    if s.n[ATOMS] == s.atoms.size:
+        return False
+    a = draw_atom(s, s.seq[i])
+    amount = np.floor(s.atoms[a]["nbytes"] * np.random.random())
+    j = min(max(i + np.random.randint(-2, 3), 0), s.n[MESSAGES] - 1)
+    y = s.seq[j]
+    if amount <= 0:
+        return False
+    if y != s.atoms[a]["msg"]:
+        if group_of(inst, s, y) != inst.tensors[s.atoms[a]["at"]]["group"]:
+            return False
+    elif has_id(s):
+        y = new_id(s, s.atoms[a]["msg"], inst.links)
+        insert_message(s, min(max(i + np.random.randint(0, 3), 0), s.n[MESSAGES]), y)
+    else:
+        return False
+    b = s.n[ATOMS]
+    s.atoms[a]["nbytes"] -= amount
+    s.atoms[b]["at"], s.atoms[b]["nbytes"], s.atoms[b]["msg"] = s.atoms[a]["at"], amount, y
+    s.n[ATOMS] += 1
+    return True
+
+
+@numba.njit(cache=True)
+def relink(inst, s, i):  # type: ignore[no-untyped-def]
+    """Send the message at place i on another link."""
+    x = s.seq[i]
+    before = s.messages[x]["link"]
+    s.messages[x]["link"] = np.random.randint(inst.links)
+    return s.messages[x]["link"] != before
+
+
+@numba.njit(cache=True)
+def move(inst, s, kind, i):  # type: ignore[no-untyped-def]
+    """Try a move at the message in place i; whether the state changed."""
+    if kind == REORDER:
+        return reorder(s, i)
+    if kind == MERGE:
+        return merge(inst, s, i)
+    if kind == SPLIT:
+        return split(inst, s, i)
+    if kind in (GIVE_FRONT, GIVE_BACK):
+        return give(inst, s, i, kind == GIVE_FRONT)
+    if kind == SHIFT_BYTES:
+        return shift_bytes(s, i)
+    if kind == CUT:
+        return cut_atom(inst, s, i)
+    return relink(inst, s, i)
+
+
+@numba.njit(cache=True)
+def aim(s, critical):  # type: ignore[no-untyped-def]
+    """A place to try: most of the time the critical message or what goes just before it."""
+    if critical >= 0 and np.random.random() < 0.7:
+        return critical - min(critical, int(np.random.exponential(2.0)))
+    return np.random.randint(s.n[MESSAGES])
+
+
+@numba.njit(cache=True)
+def pieces_of(s):  # type: ignore[no-untyped-def]
+    """(msg, at, nbytes) per atom and (link) per message, messages numbered by their place in the order."""
+    atoms, messages = s.n[ATOMS], s.n[MESSAGES]
+    place = np.zeros(s.seq.size, np.int64)
+    place[s.seq[:messages]] = np.arange(messages)
+    used = s.atoms[:atoms].copy()
+    return place[used["msg"]], used["at"].copy(), used["nbytes"].copy(), s.messages["link"][s.seq[:messages]]
+
+
+@numba.njit(cache=True)
+def search(inst, msg, at, nbytes, link, evaluations, bound, seed, warmth):  # type: ignore[no-untyped-def]
+    """(makespan, pieces as in `pieces_of`): simulated annealing from the pieces given, the best state seen.
+
+    evaluations: moves tried; bound: stops there; warmth: the first temperature, as a share of the gap to the bound.
+    """
     np.random.seed(seed)
-    atoms = msg0.size
-    room = atoms + 96
-    messages = link0.size
-    ids = messages + 2048
-    msg, at, nbytes = np.zeros(room, np.int64), np.zeros(room, np.int64), np.zeros(room)
-    msg[:atoms], at[:atoms], nbytes[:atoms] = msg0, at0, nbytes0
-    link = np.zeros(ids, np.int64)
-    link[:messages] = link0
-    seq = np.zeros(ids, np.int64)
-    seq[:messages] = np.arange(messages)
-    count = messages
-    next_id = messages
-    free_ids = [0 for _ in range(0)]
-    net = (ready, tail, axes, links, ptr, xs, ys, slope, compute)
-    scratch = (np.zeros(ids), np.zeros(ids), np.zeros(ids), np.zeros(ids, np.int64), np.zeros(links))
-    cost, busy, critical = cost_of(net, atoms, msg, at, nbytes, seq, count, link, scratch)
+    s = start(msg, at, nbytes, link)
+    before, best = start(msg, at, nbytes, link), start(msg, at, nbytes, link)
+    free = np.zeros(inst.links)
+    cost, busy, critical = cost_of(inst, s, free)
     best_cost, best_busy = cost, busy
-    b_atoms, b_count = atoms, count
-    b_msg, b_at, b_bytes, b_seq, b_link = msg.copy(), at.copy(), nbytes.copy(), seq.copy(), link.copy()
     heat = warmth * max(cost - bound, 0.0)
-    # A trial changes msg/nbytes of a few atoms, seq and link: keep the old values of just those.
-    o_msg, o_seq, _o_link = msg.copy(), seq.copy(), link.copy()
-    o_bytes = nbytes.copy()
     for step in range(evaluations):
         if best_cost <= bound * (1.0 + 1e-9):
             break
         temperature = heat * (1.0 - step / evaluations) ** 2
-        o_atoms, o_count, o_next = atoms, count, next_id
-        o_msg[:atoms] = msg[:atoms]
-        o_bytes[:atoms] = nbytes[:atoms]
-        o_seq[:count] = seq[:count]
-        changed_link = -1
-        took_id = False
-        # Aim at the critical message or what goes before it, most of the time.
-        if critical >= 0 and np.random.random() < 0.7:
-            i = critical - min(critical, int(np.random.exponential(2.0)))
-        else:
-            i = np.random.randint(count)
-        x = seq[i]
-        kind = np.random.randint(8 if links > 1 else 7)
-        done = False
-        if kind == 0 and count > 1:  # reorder
-            j = i + int(np.sign(np.random.random() - 0.5)) * (1 + int(np.random.exponential(1.5)))
-            j = min(max(j, 0), count - 1)
-            if j != i:
-                if j < i:
-                    for u in range(i, j, -1):
-                        seq[u] = seq[u - 1]
-                else:
-                    for u in range(i, j):
-                        seq[u] = seq[u + 1]
-                seq[j] = x
-                done = True
-        elif kind == 1 and count > 1:  # merge x into a neighbour in the order
-            j = i + (1 if np.random.random() < 0.5 else -1)
-            if 0 <= j < count:
-                y = seq[j]
-                if group_of(x, atoms, msg, at, group) == group_of(y, atoms, msg, at, group):
-                    for a in range(atoms):
-                        if msg[a] == x:
-                            msg[a] = y
-                    count = drop(seq, count, i)
-                    done = True
-        elif kind == 2 and (next_id < ids or len(free_ids) > 0):  # split x at a place of the line
-            lo, hi, members = span_of(x, atoms, msg, at)
-            if members > 1 and hi > lo:
-                cut = lo + 1 + np.random.randint(hi - lo)
-                y, next_id = an_id(free_ids, next_id)
-                took_id = True
-                link[y] = link[x] if np.random.random() < 0.5 else np.random.randint(links)
-                front = np.random.random() < 0.5
-                moved = False
-                for a in range(atoms):
-                    if msg[a] == x and (at[a] < cut) == front:
-                        msg[a] = y
-                        moved = True
-                if moved:
-                    j = i + (0 if front else 1)
-                    if np.random.random() < 0.3:
-                        j = min(max(j + np.random.randint(-3, 4), 0), count)
-                    count = put(seq, count, j, y)
-                    done = True
-        elif kind == 3 or kind == 4:  # move the first or last few atoms of x to another message
-            j = i + (1 + int(np.random.exponential(1.0))) * (1 if np.random.random() < 0.5 else -1)
-            if 0 <= j < count:
-                y = seq[j]
-                lo, hi, _ = span_of(x, atoms, msg, at)
-                same = x != y and group_of(x, atoms, msg, at, group) == group_of(y, atoms, msg, at, group)
-                if same and hi > lo:
-                    reach = int(np.random.exponential(0.1 * (hi - lo)))
-                    for a in range(atoms):
-                        if msg[a] == x and (at[a] <= lo + reach if kind == 3 else at[a] >= hi - reach):
-                            msg[a] = y
-                    if group_of(x, atoms, msg, at, group) < 0:  # nothing is left of it
-                        count = drop(seq, count, i)
-                    done = True
-        elif kind == 5:  # shift bytes between two atoms of one tensor
-            a = an_atom_of(x, atoms, msg)
-            t = at[a]
-            for b in range(atoms):
-                if b != a and at[b] == t and msg[b] != msg[a]:
-                    amount = np.floor(nbytes[a] * np.random.random())
-                    if np.random.random() < 0.3:
-                        amount = np.floor(amount * 0.05)
-                    if 0 < amount < nbytes[a]:
-                        nbytes[a] -= amount
-                        nbytes[b] += amount
-                        done = True
-                    break
-        elif kind == 6 and atoms < room:  # cut an atom in two and give a part to another message
-            a = an_atom_of(x, atoms, msg)
-            amount = np.floor(nbytes[a] * np.random.random())
-            j = min(max(i + np.random.randint(-2, 3), 0), count - 1)
-            y = seq[j]
-            if amount > 0 and y != msg[a]:
-                if group_of(y, atoms, msg, at, group) == group[at[a]]:
-                    nbytes[a] -= amount
-                    at[atoms], nbytes[atoms], msg[atoms] = at[a], amount, y
-                    atoms += 1
-                    done = True
-            elif amount > 0 and (next_id < ids or len(free_ids) > 0):  # … or to a message of its own
-                y, next_id = an_id(free_ids, next_id)
-                took_id = True
-                link[y] = link[msg[a]] if np.random.random() < 0.5 else np.random.randint(links)
-                nbytes[a] -= amount
-                at[atoms], nbytes[atoms], msg[atoms] = at[a], amount, y
-                atoms += 1
-                j = min(max(i + np.random.randint(0, 3), 0), count)
-                count = put(seq, count, j, y)
-                done = True
-        elif kind == 7:  # another link
-            changed_link = link[x]
-            link[x] = np.random.randint(links)
-            done = link[x] != changed_link
-        if not done:
-            atoms, count, next_id = o_atoms, o_count, o_next
+        copy(s, before)
+        i = aim(s, critical)
+        if not move(inst, s, np.random.randint(8 if inst.links > 1 else 7), i):
             continue
-        c, b2, crit = cost_of(net, atoms, msg, at, nbytes, seq, count, link, scratch)
+        c, b, where = cost_of(inst, s, free)
         # A shorter iteration wins; between equals, less time on the links.
-        gain = (c - cost) + 1e-3 * (b2 - busy)
-        if gain <= 0.0 or (temperature > 0.0 and np.random.random() < np.exp(-gain / temperature)):
-            cost, busy, critical = c, b2, crit
-            if took_id and next_id == o_next:
-                free_ids.pop()
-            if count < o_count:
-                # Which id vanished: the one that stood in the old order and no longer does.
-                for u in range(o_count):
-                    if u >= count or seq[u] != o_seq[u]:
-                        gone = o_seq[u]
-                        free_ids.append(gone)
-                        break
-            if c < best_cost - 1e-15 or (c <= best_cost and b2 < best_busy):
-                best_cost, best_busy = c, b2
-                b_atoms, b_count = atoms, count
-                b_msg[:atoms], b_at[:atoms], b_bytes[:atoms] = msg[:atoms], at[:atoms], nbytes[:atoms]
-                b_seq[:count] = seq[:count]
-                b_link[:] = link
-        else:
-            atoms, count, next_id = o_atoms, o_count, o_next
-            msg[:atoms] = o_msg[:atoms]
-            nbytes[:atoms] = o_bytes[:atoms]
-            seq[:count] = o_seq[:count]
-            if changed_link >= 0:
-                link[x] = changed_link
-    # Number the messages by their place in the order.
-    place = np.zeros(ids, np.int64)
-    for i in range(b_count):
-        place[b_seq[i]] = i
-    out_link = np.zeros(b_count, np.int64)
-    for i in range(b_count):
-        out_link[i] = b_link[b_seq[i]]
-    out_msg = np.zeros(b_atoms, np.int64)
-    for a in range(b_atoms):
-        out_msg[a] = place[b_msg[a]]
-    return best_cost, out_msg, b_at[:b_atoms].copy(), b_bytes[:b_atoms].copy(), out_link
+        rise = (c - cost) + 1e-3 * (b - busy)
+        keep = rise <= 0.0 or (temperature > 0.0 and np.random.random() < np.exp(-rise / temperature))
+        if not keep:
+            copy(before, s)
+            continue
+        cost, busy, critical = c, b, where
+        if c < best_cost - 1e-15 or (c <= best_cost and b < best_busy):
+            best_cost, best_busy = c, b
+            copy(s, best)
+    return best_cost, pieces_of(best)

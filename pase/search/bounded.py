@@ -103,9 +103,7 @@ class _Residual:
             )
         else:
             self.rows = memory_rows(memory, sizes, left.members, fixed_bytes(left, memory))
-        r = self.rows
-        self.row_arrays = (r.ptr, r.point, r.change, r.capacity)
-        self.price = np.zeros(r.points)
+        self.price = np.zeros(self.rows.points)
         self.message = np.zeros(self.flat.messages)
         self.active = np.zeros(_ACTIVE_POINTS, np.int64)
         self.dual = np.array([-np.inf, 0.0, 0.0, 0.0, 0.0, 0.0])
@@ -133,7 +131,7 @@ class _Residual:
         from pase.search.kernels_memory import usage_of
 
         used = np.zeros(self.rows.points)
-        usage_of(self.row_arrays, self.flat.slot, choice, used)
+        usage_of(self.rows.limit, self.flat.slot, choice, used)
         return used - self.rows.capacity
 
     def priced(self, price: np.ndarray) -> np.ndarray:
@@ -141,7 +139,7 @@ class _Residual:
         from pase.search.kernels_memory import priced_costs
 
         out = np.zeros(self.flat.cost.size)
-        priced_costs(self.row_arrays, self.flat.cost, price, np.zeros(self.rows.points + 1), out)
+        priced_costs(self.rows.limit, self.flat.cost, price, np.zeros(self.rows.points + 1), out)
         return out
 
 
@@ -315,7 +313,7 @@ def _raise_bound(state: _State, now: _Residual) -> None:
     else:
         lower = dual_ascent(
             flat.graph,
-            now.row_arrays,
+            now.rows.limit,
             flat.cost,
             now.price,
             now.message,
@@ -407,7 +405,7 @@ def _neighbourhoods(
             if not clock.allows("moves"):
                 return
             clock.run(
-                "moves", lns, flat.graph, now.row_arrays, flat.cost, price, start, best, stats,
+                "moves", lns, flat.graph, now.rows.limit, flat.cost, price, start, best, stats,
                 steps // 3, largest, 0.0, seed,
             )  # fmt: skip
             if stats[0] + now.left.constant < state.cost:
@@ -424,7 +422,7 @@ def _press(now: _Residual, price: np.ndarray, choice: np.ndarray, rng: np.random
         1.0, float(now.rows.capacity.max(initial=1.0))
     )
     for _ in range(60):
-        usage_of(now.row_arrays, flat.slot, choice, used)
+        usage_of(now.rows.limit, flat.slot, choice, used)
         over = used - now.rows.capacity
         if not over.size or over.max() <= 0:
             break

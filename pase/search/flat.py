@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Flat", "flatten"]
+__all__ = ["Flat", "Graph", "flatten"]
+
+
+class Graph(NamedTuple):
+    """All of ``Flat`` that does not depend on node costs: a named tuple, which compiled functions take as it is."""
+
+    slot: np.ndarray
+    head: np.ndarray
+    tail: np.ndarray
+    matrix: np.ndarray
+    entries: np.ndarray
+    to_tail: np.ndarray
+    to_head: np.ndarray
+    ptr: np.ndarray
+    edge: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,19 +51,8 @@ class Flat:
         return self.slot.size - 1
 
     @property
-    def graph(self) -> tuple[np.ndarray, ...]:
-        """All that does not depend on node costs, in the order the kernels take it."""
-        return (
-            self.slot,
-            self.head,
-            self.tail,
-            self.matrix,
-            self.entries,
-            self.to_tail,
-            self.to_head,
-            self.ptr,
-            self.edge,
-        )
+    def graph(self) -> Graph:
+        return Graph(*(getattr(self, name) for name in Graph._fields))
 
     def cost_of(self, choice: np.ndarray, cost: np.ndarray | None = None) -> float:
         """Node costs + edge costs of ``choice`` (int64 [n])."""

@@ -5,8 +5,6 @@ and a rounded choice. forest_move: the best choice on an induced forest, the res
 Infinite entries are allowed as long as every config keeps a finite partner along every edge.
 """
 
-# ruff: noqa: RUF059  (every kernel unpacks the same tuple of arrays)
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,6 +25,69 @@ def jit(f: Callable[..., Any]) -> Any:
 
 
 @jit
+def pick_config(graph, cost, msg, choice, v, forward):  # type: ignore[no-untyped-def]
+    """v's best config given the choices of the nodes visited before it and the messages of those after it."""
+    slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
+    to_tail, to_head, ptr, edge = graph.to_tail, graph.to_head, graph.ptr, graph.edge
+    s0, k = slot[v], slot[v + 1] - slot[v]
+    best, pick = np.inf, 0
+    for i in range(k):
+        t = cost[s0 + i]
+        for q in range(ptr[v], ptr[v + 1]):
+            e = edge[q]
+            if head[e] == v:
+                u = tail[e]
+                if forward:
+                    t += msg[to_head[e] + i]
+                else:
+                    t += entries[matrix[e] + i * (slot[u + 1] - slot[u]) + choice[u]]
+            elif forward:
+                t += entries[matrix[e] + choice[head[e]] * k + i]
+            else:
+                t += msg[to_tail[e] + i]
+        if t < best:
+            best, pick = t, i
+    return pick
+
+
+@jit
+def send_to_tail(table, excess, share, back, out):  # type: ignore[no-untyped-def]
+    """out[j] = min_i share * excess[i] - back[i] + table[i, j]; table is row-major and flat."""
+    ku = out.shape[0]
+    out[:] = np.inf
+    for i in range(excess.shape[0]):
+        h = share * excess[i] - back[i]
+        row = table[i * ku : (i + 1) * ku]
+        for j in range(ku):
+            t = h + row[j]
+            out[j] = t if t < out[j] else out[j]
+
+
+@jit
+def send_to_head(table, excess, share, back, out):  # type: ignore[no-untyped-def]
+    """out[j] = min_i share * excess[i] - back[i] + table[j, i]; table is row-major and flat."""
+    k = excess.shape[0]
+    for j in range(out.shape[0]):
+        best = np.inf
+        row = table[j * k : (j + 1) * k]
+        for i in range(k):
+            t = share * excess[i] - back[i] + row[i]
+            best = t if t < best else best
+        out[j] = best
+
+
+@jit
+def subtract_least(values):  # type: ignore[no-untyped-def]
+    """Make the least of the values 0; returns what it was."""
+    least = np.inf
+    for i in range(values.shape[0]):
+        least = values[i] if values[i] < least else least
+    for i in range(values.shape[0]):
+        values[i] -= least
+    return least
+
+
+@jit
 def trws_pass(graph, cost, msg, choice, reduced, forward, decode):  # type: ignore[no-untyped-def]
     """Sweep the nodes up (forward) or down; returns the lower bound that the sweep proves.
 
@@ -34,7 +95,8 @@ def trws_pass(graph, cost, msg, choice, reduced, forward, decode):  # type: igno
     its node at its visit: the bound grows by at least that much if the config is forced.
     choice: int64 [n], set if ``decode``: each node's best given the nodes visited before it.
     """
-    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
+    to_tail, to_head, ptr, edge = graph.to_tail, graph.to_head, graph.ptr, graph.edge
     n = slot.shape[0] - 1
     bound = 0.0
     for step in range(n):
@@ -42,90 +104,41 @@ def trws_pass(graph, cost, msg, choice, reduced, forward, decode):  # type: igno
         s0 = slot[v]
         k = slot[v + 1] - s0
         ahead = 0
-        behind = 0
-        for i in range(k):
-            reduced[s0 + i] = cost[s0 + i]
+        excess = reduced[s0 : s0 + k]
+        excess[:] = cost[s0 : s0 + k]
         for q in range(ptr[v], ptr[v + 1]):
             e = edge[q]
-            later = (head[e] == v) == forward
-            if later:
+            if (head[e] == v) == forward:
                 ahead += 1
-            else:
-                behind += 1
             at = to_head[e] if head[e] == v else to_tail[e]
             for i in range(k):
-                reduced[s0 + i] += msg[at + i]
+                excess[i] += msg[at + i]
         if decode:
-            best = np.inf
-            pick = 0
-            for i in range(k):
-                t = cost[s0 + i]
-                for q in range(ptr[v], ptr[v + 1]):
-                    e = edge[q]
-                    if head[e] == v:
-                        u = tail[e]
-                        if forward:
-                            t += msg[to_head[e] + i]
-                        else:
-                            t += entries[matrix[e] + i * (slot[u + 1] - slot[u]) + choice[u]]
-                    else:
-                        u = head[e]
-                        if forward:
-                            t += entries[matrix[e] + choice[u] * k + i]
-                        else:
-                            t += msg[to_tail[e] + i]
-                if t < best:
-                    best = t
-                    pick = i
-            choice[v] = pick
-        least = np.inf
-        for i in range(k):
-            if reduced[s0 + i] < least:
-                least = reduced[s0 + i]
-        bound += least
-        for i in range(k):
-            reduced[s0 + i] -= least
-        share = 1.0 / max(ahead, behind, 1)
+            choice[v] = pick_config(graph, cost, msg, choice, v, forward)
+        bound += subtract_least(excess)
+        share = 1.0 / max(ahead, ptr[v + 1] - ptr[v] - ahead, 1)
         for q in range(ptr[v], ptr[v + 1]):
             e = edge[q]
             if (head[e] == v) != forward:
                 continue
-            base = matrix[e]
-            least = np.inf
+            u = tail[e] if head[e] == v else head[e]
+            ku = slot[u + 1] - slot[u]
+            table = entries[matrix[e] : matrix[e] + k * ku]
             if head[e] == v:
-                u = tail[e]
-                ku = slot[u + 1] - slot[u]
                 out = msg[to_tail[e] : to_tail[e] + ku]
-                out[:] = np.inf
-                for i in range(k):
-                    h = share * reduced[s0 + i] - msg[to_head[e] + i]
-                    row = entries[base + i * ku : base + (i + 1) * ku]
-                    for j in range(ku):
-                        t = h + row[j]
-                        out[j] = t if t < out[j] else out[j]
+                send_to_tail(table, excess, share, msg[to_head[e] : to_head[e] + k], out)
             else:
-                u = head[e]
-                ku = slot[u + 1] - slot[u]
                 out = msg[to_head[e] : to_head[e] + ku]
-                for j in range(ku):
-                    best = np.inf
-                    row = entries[base + j * k : base + (j + 1) * k]
-                    for i in range(k):
-                        t = share * reduced[s0 + i] - msg[to_tail[e] + i] + row[i]
-                        best = t if t < best else best
-                    out[j] = best
-            for j in range(ku):
-                least = out[j] if out[j] < least else least
-            for j in range(ku):
-                out[j] -= least
-            bound += least
+                send_to_head(table, excess, share, msg[to_tail[e] : to_tail[e] + k], out)
+            bound += subtract_least(out)
     return bound
 
 
 @jit
 def node_costs_given(graph, cost, choice, v, skip, out):  # type: ignore[no-untyped-def]
     """out[i] = cost of v's config i with its neighbours at ``choice``, those with skip[u] > 0 left out."""
-    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
+    ptr, edge = graph.ptr, graph.edge
     s0 = slot[v]
     k = slot[v + 1] - s0
     for i in range(k):
@@ -163,7 +176,7 @@ def choose_forest(graph, candidates, picked, root, stamp):  # type: ignore[no-un
 
     picked int64 [n] zeros on entry; root, stamp: int64 [n] scratch. Returns the number taken.
     """
-    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    head, tail, ptr, edge = graph.head, graph.tail, graph.ptr, graph.edge
     for i in range(candidates.shape[0]):
         root[candidates[i]] = candidates[i]
         stamp[candidates[i]] = -1
@@ -199,7 +212,7 @@ def grow_tree(graph, start, limit, picked, seen, queue, noise):  # type: ignore[
     picked, seen: int64 [n], zeros on entry; queue: int64 [n] scratch. noise: floats in [0, 1) that steer the
     growth. Returns (taken, touched): queue[:touched] lists the nodes whose seen is set; picked ones have 1.
     """
-    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    head, tail, ptr, edge = graph.head, graph.tail, graph.ptr, graph.edge
     queue[0] = start
     seen[start] = 1
     touched = 1
@@ -235,15 +248,9 @@ def grow_tree(graph, start, limit, picked, seen, queue, noise):  # type: ignore[
 
 
 @jit
-def forest_move(graph, cost, choice, nodes, picked, order, up, table):  # type: ignore[no-untyped-def]
-    """Best configs of the picked nodes (an induced forest) with all others held; writes ``choice``.
-
-    nodes: the picked nodes, int64. picked: int64 [n], 1 where picked, 0 elsewhere; left at 0.
-    order, up: int64 [n] scratch; table: float64 [slots] scratch. (The way down recomputes its argmins.)
-    """
-    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
-    for i in range(nodes.shape[0]):
-        node_costs_given(graph, cost, choice, nodes[i], picked, table)
+def order_forest(graph, nodes, picked, order, up):  # type: ignore[no-untyped-def]
+    """The picked nodes, parents first: order[:count]; up[v]: the edge to v's parent, -1 at a root. picked: 1 -> 2."""
+    head, tail, ptr, edge = graph.head, graph.tail, graph.ptr, graph.edge
     count = 0
     for i in range(nodes.shape[0]):
         if picked[nodes[i]] != 1:
@@ -264,52 +271,56 @@ def forest_move(graph, cost, choice, nodes, picked, order, up, table):  # type: 
                     up[u] = e
                     order[count] = u
                     count += 1
+    return count
+
+
+@jit
+def add_to_parent(graph, e, v, table):  # type: ignore[no-untyped-def]
+    """Add to each config of v's parent along edge e the least that v's tree costs beside it."""
+    slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
+    p = tail[e] if head[e] == v else head[e]
+    kv, kp = slot[v + 1] - slot[v], slot[p + 1] - slot[p]
+    down, across = (kp, 1) if head[e] == v else (1, kv)  # strides of v's and of p's configs
+    for j in range(kp):
+        best = np.inf
+        at = matrix[e] + j * across
+        for k in range(kv):
+            t = table[slot[v] + k] + entries[at + k * down]
+            best = t if t < best else best
+        table[slot[p] + j] += best
+
+
+@jit
+def forest_move(graph, cost, choice, nodes, picked, order, up, table):  # type: ignore[no-untyped-def]
+    """Best configs of the picked nodes (an induced forest) with all others held; writes ``choice``.
+
+    nodes: the picked nodes, int64. picked: int64 [n], 1 where picked, 0 elsewhere; left at 0.
+    order, up: int64 [n] scratch; table: float64 [slots] scratch. (The way down recomputes its argmins.)
+    """
+    slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
+    for i in range(nodes.shape[0]):
+        node_costs_given(graph, cost, choice, nodes[i], picked, table)
+    count = order_forest(graph, nodes, picked, order, up)
     for i in range(count - 1, -1, -1):
-        v = order[i]
-        e = up[v]
-        if e < 0:
-            continue
-        sv = slot[v]
-        kv = slot[v + 1] - sv
-        base = matrix[e]
-        if head[e] == v:
-            p = tail[e]
-            sp = slot[p]
-            kp = slot[p + 1] - sp
-            for j in range(kp):
-                best = np.inf
-                for k in range(kv):
-                    t = table[sv + k] + entries[base + k * kp + j]
-                    best = t if t < best else best
-                table[sp + j] += best
-        else:
-            p = head[e]
-            sp = slot[p]
-            kp = slot[p + 1] - sp
-            for j in range(kp):
-                best = np.inf
-                for k in range(kv):
-                    t = table[sv + k] + entries[base + j * kv + k]
-                    best = t if t < best else best
-                table[sp + j] += best
+        if up[order[i]] >= 0:
+            add_to_parent(graph, up[order[i]], order[i], table)
     for i in range(count):
         v = order[i]
         e = up[v]
-        sv = slot[v]
-        kv = slot[v + 1] - sv
-        best = np.inf
-        pick = choice[v]
-        for k in range(kv):
-            t = table[sv + k]
+        at, step = 0, 0
+        if e >= 0 and head[e] == v:
+            p = tail[e]
+            step = slot[p + 1] - slot[p]
+            at = matrix[e] + choice[p]
+        elif e >= 0:
+            step = 1
+            at = matrix[e] + choice[head[e]] * (slot[v + 1] - slot[v])
+        best, pick = np.inf, choice[v]
+        for k in range(slot[v + 1] - slot[v]):
+            t = table[slot[v] + k]
             if e >= 0:
-                if head[e] == v:
-                    p = tail[e]
-                    t += entries[matrix[e] + k * (slot[p + 1] - slot[p]) + choice[p]]
-                else:
-                    p = head[e]
-                    t += entries[matrix[e] + choice[p] * kv + k]
+                t += entries[at + k * step]
             if t < best:
-                best = t
-                pick = k
+                best, pick = t, k
         choice[v] = pick
         picked[v] = 0

@@ -1,13 +1,13 @@
 """Compiled kernels for a memory limit: prices on bytes, the Lagrangian dual, neighbourhood search.
 
-The limit is ``Rows``: bytes in use at point t are the cumulative sum of the chosen configs' events.
+The limit is a ``Limit``: bytes in use at point t are the cumulative sum of the chosen configs' events.
 A price per byte at each point turns bytes into node costs, so that everything that solves the unlimited
 problem solves the priced one. Only points that were once the worst get a price: few of them ever bind.
 """
 
-# ruff: noqa: RUF059  (every kernel unpacks the same tuple of arrays)
-
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,13 +17,18 @@ __all__ = ["dual_ascent", "lns", "polish", "priced_costs", "usage_of"]
 
 
 @jit
-def priced_costs(rows, cost, price, suffix, out):  # type: ignore[no-untyped-def]
-    """out[slot] = cost + price of the config's bytes. suffix: float64 [points + 1] scratch."""
-    ptr, point, change, cap = rows
-    points = price.shape[0]
-    suffix[points] = 0.0
-    for t in range(points - 1, -1, -1):
+def sum_from(price, suffix):  # type: ignore[no-untyped-def]
+    """suffix[t] = sum of price[t:]; suffix: float64 [points + 1]."""
+    suffix[price.shape[0]] = 0.0
+    for t in range(price.shape[0] - 1, -1, -1):
         suffix[t] = suffix[t + 1] + price[t]
+
+
+@jit
+def priced_costs(limit, cost, price, suffix, out):  # type: ignore[no-untyped-def]
+    """out[slot] = cost + price of the config's bytes. suffix: float64 [points + 1] scratch."""
+    ptr, point, change = limit.ptr, limit.point, limit.change
+    sum_from(price, suffix)
     for r in range(ptr.shape[0] - 1):
         s = cost[r]
         for q in range(ptr[r], ptr[r + 1]):
@@ -32,9 +37,9 @@ def priced_costs(rows, cost, price, suffix, out):  # type: ignore[no-untyped-def
 
 
 @jit
-def usage_of(rows, slot, choice, out):  # type: ignore[no-untyped-def]
+def usage_of(limit, slot, choice, out):  # type: ignore[no-untyped-def]
     """out[t] = bytes in use at point t; float64 [points]."""
-    ptr, point, change, cap = rows
+    ptr, point, change = limit.ptr, limit.point, limit.change
     points = out.shape[0]
     out[:] = 0.0
     for v in range(choice.shape[0]):
@@ -51,7 +56,7 @@ def usage_of(rows, slot, choice, out):  # type: ignore[no-untyped-def]
 @jit
 def total_cost(graph, cost, choice):  # type: ignore[no-untyped-def]
     """Node costs + edge costs of ``choice``."""
-    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
+    slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     s = 0.0
     for v in range(choice.shape[0]):
         s += cost[slot[v] + choice[v]]
@@ -62,7 +67,7 @@ def total_cost(graph, cost, choice):  # type: ignore[no-untyped-def]
 
 
 @jit
-def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, passes):  # type: ignore[no-untyped-def]
+def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, passes):  # type: ignore[no-untyped-def]
     """Raise the bound by ``passes`` sweeps, each followed by a deflected subgradient step on the prices.
 
     price: float64 [points], the best prices on entry and exit. active: int64, points that have a price.
@@ -71,8 +76,7 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, p
     ceiling: a known cost, or inf. choice: set to the rounded choice of least priced cost.
     Returns the best bound.
     """
-    slot = graph[0]
-    cap = rows[3]
+    slot, cap = graph.slot, limit.capacity
     points = cap.shape[0]
     suffix = np.zeros(points + 1)
     priced = np.zeros(cost.shape[0])
@@ -87,7 +91,7 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, p
     for i in range(count):
         is_active[active[i]] = 1
     for _ in range(passes):
-        priced_costs(rows, cost, now, suffix, priced)
+        priced_costs(limit, cost, now, suffix, priced)
         bound = trws_pass(graph, priced, msg, rounded, reduced, state[4] == 0.0, True)
         state[4] = 1.0 - state[4]
         free = 0.0
@@ -119,7 +123,7 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, p
             state[5] = state[0]
         if points == 0:
             continue
-        usage_of(rows, slot, rounded, used)
+        usage_of(limit, slot, rounded, used)
         worst = -1
         over = 0.0
         for t in range(points):
@@ -147,200 +151,268 @@ def dual_ascent(graph, rows, cost, price, msg, choice, active, state, ceiling, p
     return state[0]
 
 
+class Scratch(NamedTuple):
+    """What the forest kernels write. picked, seen: int64 [n], zeros between calls; queue, nodes, order, up: int64 [n];
+    table: float64 [slots].
+    """
+
+    picked: np.ndarray
+    seen: np.ndarray
+    queue: np.ndarray
+    nodes: np.ndarray
+    order: np.ndarray
+    up: np.ndarray
+    table: np.ndarray
+
+
+@jit
+def make_scratch(n, slots):  # type: ignore[no-untyped-def]
+    return Scratch(
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(n, np.int64),
+        np.zeros(slots),
+    )
+
+
 @jit
 def polish(graph, cost, choice, rounds, seed):  # type: ignore[no-untyped-def]
     """Forest moves over the whole graph, ``rounds`` times, each with a new random forest; writes choice."""
     np.random.seed(seed)
     n = choice.shape[0]
-    picked = np.zeros(n, np.int64)
-    root = np.zeros(n, np.int64)
-    stamp = np.zeros(n, np.int64)
-    order = np.zeros(n, np.int64)
-    up = np.zeros(n, np.int64)
-    table = np.zeros(cost.shape[0])
-    nodes = np.zeros(n, np.int64)
+    w = make_scratch(n, cost.shape[0])
+    root, stamp = np.zeros(n, np.int64), np.zeros(n, np.int64)
     for _ in range(rounds):
         candidates = np.random.permutation(n)
-        choose_forest(graph, candidates, picked, root, stamp)
+        choose_forest(graph, candidates, w.picked, root, stamp)
         count = 0
         for v in range(n):
-            if picked[v] > 0:
-                nodes[count] = v
+            if w.picked[v] > 0:
+                w.nodes[count] = v
                 count += 1
-        forest_move(graph, cost, choice, nodes[:count], picked, order, up, table)
+        forest_move(graph, cost, choice, w.nodes[:count], w.picked, w.order, w.up, w.table)
 
 
 @jit
-def lns(graph, rows, cost, price, choice, best_choice, stats, steps, largest, heat, seed):  # type: ignore[no-untyped-def]
+def draw_tree(graph, largest, w):  # type: ignore[no-untyped-def]
+    """The nodes of a random induced tree of at most ``largest``; their w.picked is 1."""
+    limit = 1 + int(np.exp(np.random.random() * np.log(largest)))
+    noise = np.random.random(16)
+    start = np.random.randint(w.picked.shape[0])
+    _, touched = grow_tree(graph, start, limit, w.picked, w.seen, w.queue, noise)
+    size = 0
+    for i in range(touched):
+        v = w.queue[i]
+        w.seen[v] = 0
+        if w.picked[v] > 0:
+            w.nodes[size] = v
+            size += 1
+    return w.nodes[:size]
+
+
+@jit
+def mark(picked, nodes, value):  # type: ignore[no-untyped-def]
+    for i in range(nodes.shape[0]):
+        picked[nodes[i]] = value
+
+
+@jit
+def tree_cost(graph, cost, choice, nodes, picked):  # type: ignore[no-untyped-def]
+    """What the picked nodes and all their edges cost, edges between two of them once."""
+    slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
+    ptr, edge = graph.ptr, graph.edge
+    total = 0.0
+    for i in range(nodes.shape[0]):
+        v = nodes[i]
+        total += cost[slot[v] + choice[v]]
+        for q in range(ptr[v], ptr[v + 1]):
+            e = edge[q]
+            u = tail[e] if head[e] == v else head[e]
+            if picked[u] > 0 and u < v:
+                continue
+            at = matrix[e] + choice[head[e]] * (slot[tail[e] + 1] - slot[tail[e]]) + choice[tail[e]]
+            total += entries[at]
+    return total
+
+
+@jit
+def most_over(used, cap):  # type: ignore[no-untyped-def]
+    """The point that is most over its capacity; -1 where none is."""
+    over, worst = 0.0, -1
+    for t in range(cap.shape[0]):
+        if used[t] - cap[t] > over:
+            over, worst = used[t] - cap[t], t
+    return worst
+
+
+@jit
+def price_nodes(graph, limit, cost, nodes, suffix, priced):  # type: ignore[no-untyped-def]
+    """priced_costs of the configs of some nodes alone; suffix: sums of the prices from each point on."""
+    ptr, point, change = limit.ptr, limit.point, limit.change
+    for i in range(nodes.shape[0]):
+        v = nodes[i]
+        for r in range(graph.slot[v], graph.slot[v + 1]):
+            s = cost[r]
+            for q in range(ptr[r], ptr[r + 1]):
+                s += change[q] * suffix[point[q]]
+            priced[r] = s
+
+
+class Usage(NamedTuple):
+    """Bytes in use at each point, now and after the move at hand: float64 [points]; delta: float64 [points + 1], the
+    move's events, zeros between calls.
+    """
+
+    used: np.ndarray
+    after: np.ndarray
+    delta: np.ndarray
+
+
+@jit
+def add_events(limit, slot, sign, usage, first, last):  # type: ignore[no-untyped-def]
+    """Add a config's events to usage.delta; (first, last) point touched so far."""
+    for q in range(limit.ptr[slot], limit.ptr[slot + 1]):
+        t = limit.point[q]
+        usage.delta[t] += sign * limit.change[q]
+        first, last = min(first, t), max(last, t)
+    return first, last
+
+
+@jit
+def weigh_move(graph, limit, nodes, before, choice, usage):  # type: ignore[no-untyped-def]
+    """(moved, rise of the shortage, point most over of those that got more, first, last): the move before -> choice.
+
+    usage.after is set at points first … last - 1, the only ones that change.
+    """
+    cap, slot = limit.capacity, graph.slot
+    points = cap.shape[0]
+    first, last, moved = points, 0, False
+    for i in range(nodes.shape[0]):
+        v = nodes[i]
+        if choice[v] == before[i]:
+            continue
+        moved = True
+        first, last = add_events(limit, slot[v] + before[i], -1.0, usage, first, last)
+        first, last = add_events(limit, slot[v] + choice[v], 1.0, usage, first, last)
+    s, rise, over, worst = 0.0, 0.0, 0.0, -1
+    used, after, delta = usage.used, usage.after, usage.delta
+    for t in range(first, min(last, points)):
+        s += delta[t]
+        delta[t] = 0.0
+        after[t] = used[t] + s
+        excess = after[t] - cap[t]
+        rise += max(0.0, excess) - max(0.0, used[t] - cap[t])
+        if s > 0.0 and excess > over:
+            over, worst = excess, t
+    delta[last] = 0.0
+    return moved, rise, worst, first, min(last, points)
+
+
+@jit
+def draw_prices(price, scale, short, usage, cap, extra):  # type: ignore[no-untyped-def]
+    """Fill ``extra`` with prices for a move, near ``price`` or none; returns the step by which they are raised."""
+    factor = np.random.random() * 1.5
+    if np.random.random() < 0.3:
+        factor = 0.0
+    for t in range(price.shape[0]):
+        extra[t] = factor * price[t]
+    push = max(scale, 1e-300) * (0.25 + np.random.random())
+    if short > 0.0 and np.random.random() < 0.7:
+        # Not yet allowed: press on the point that is most over.
+        worst = most_over(usage.used, cap)
+        if worst >= 0:
+            extra[worst] += push * np.exp(6.0 * np.random.random())
+    return push
+
+
+@jit
+def accept(climb, rise, short, heat):  # type: ignore[no-untyped-def]
+    """Whether to keep a move that makes the shortage no worse: cheaper, or warm enough, or of less shortage."""
+    good = climb <= 0.0 or (heat > 0.0 and np.random.random() < np.exp(-climb / heat))
+    return good or (short > 0.0 and rise < 0.0)
+
+
+@jit
+def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat, priced, w):  # type: ignore[no-untyped-def]
+    """(taken, rise in cost, rise in shortage): the tree's best configs at prices ``extra``, raised until they fit.
+
+    nodes: a tree, w.picked 1. Writes choice and usage.used where a move is taken; priced: float64 [slots] scratch.
+    """
+    suffix = np.empty(extra.shape[0] + 1)
+    before = choice[nodes]
+    old = tree_cost(graph, cost, choice, nodes, w.picked)
+    for _ in range(7):
+        sum_from(extra, suffix)
+        price_nodes(graph, limit, cost, nodes, suffix, priced)
+        mark(w.picked, nodes, 1)
+        forest_move(graph, priced, choice, nodes, w.picked, w.order, w.up, w.table)
+        moved, rise, worst, first, last = weigh_move(graph, limit, nodes, before, choice, usage)
+        if not moved:
+            break
+        if rise <= 0.0:
+            mark(w.picked, nodes, 1)
+            climb = tree_cost(graph, cost, choice, nodes, w.picked) - old
+            mark(w.picked, nodes, 0)
+            if accept(climb, rise, short, heat):
+                usage.used[first:last] = usage.after[first:last]
+                return True, climb, rise
+        choice[nodes] = before
+        if rise <= 0.0 or worst < 0:
+            break
+        extra[worst] += push
+        push *= 2.0
+    mark(w.picked, nodes, 0)
+    return False, 0.0, 0.0
+
+
+@jit
+def price_scale(price, cost, capacity, nodes):  # type: ignore[no-untyped-def]
+    """The highest price; where there is none yet, a typical cost per typical byte."""
+    scale = 0.0
+    for t in range(price.shape[0]):
+        scale = max(scale, price[t])
+    if scale <= 0.0 and price.shape[0] > 0:
+        scale = abs(cost) / max(1.0, capacity.max()) / nodes
+    return scale
+
+
+@jit
+def lns(graph, limit, cost, price, choice, best_choice, stats, steps, largest, heat, seed):  # type: ignore[no-untyped-def]
     """Neighbourhood search under the limit: exact moves on random induced trees, priced until they fit.
 
     price: float64 [points], prices near the dual's best. choice: int64 [n], updated; best_choice: the best
     feasible one, updated. stats: float64 [2] = (cost of best_choice or inf, shortage of ``choice`` in bytes).
-    largest: nodes in a tree at most. heat: a dearer choice is taken with probability exp(-rise / heat).
+    largest: nodes in a tree at most. heat: a costlier choice is taken with probability exp(-rise / heat).
     """
     np.random.seed(seed)
-    slot, head, tail, matrix, entries, to_tail, to_head, ptr, edge = graph
-    rptr, rpoint, rchange, cap = rows
-    n = choice.shape[0]
+    n, cap = choice.shape[0], limit.capacity
     points = cap.shape[0]
-    picked = np.zeros(n, np.int64)
-    seen = np.zeros(n, np.int64)
-    queue = np.zeros(n, np.int64)
-    order = np.zeros(n, np.int64)
-    up = np.zeros(n, np.int64)
-    none = np.zeros(n, np.int64)
-    table = np.zeros(cost.shape[0])
-    priced = cost.copy()
-    suffix = np.zeros(points + 1)
-    extra = price.copy()
-    used = np.zeros(points)
-    after = np.zeros(points)
-    delta = np.zeros(points + 1)
-    before = np.zeros(n, np.int64)
-    usage_of(rows, slot, choice, used)
+    w = make_scratch(n, cost.shape[0])
+    priced, extra = cost.copy(), price.copy()
+    usage = Usage(np.zeros(points), np.zeros(points), np.zeros(points + 1))
+    usage_of(limit, graph.slot, choice, usage.used)
     now = total_cost(graph, cost, choice)
     short = 0.0
     for t in range(points):
-        short += max(0.0, used[t] - cap[t])
-    scale = 0.0
-    for t in range(points):
-        scale = max(scale, price[t])
-    if scale <= 0.0 and points > 0:  # no price yet: a typical cost per typical byte
-        scale = abs(now) / max(1.0, cap.max()) / n
+        short += max(0.0, usage.used[t] - cap[t])
+    scale = price_scale(price, now, cap, n)
     if short <= 0.0 and now < stats[0]:
         stats[0] = now
         best_choice[:] = choice
     for _ in range(steps):
-        limit = 1 + int(np.exp(np.random.random() * np.log(largest)))
-        noise = np.random.random(16)
-        start = np.random.randint(n)
-        count, touched = grow_tree(graph, start, limit, picked, seen, queue, noise)
-        size = 0
-        for i in range(touched):
-            v = queue[i]
-            seen[v] = 0
-            if picked[v] > 0:
-                none[size] = v
-                size += 1
-        nodes = none[:size]
-        for i in range(size):
-            before[i] = choice[nodes[i]]
-        # What the tree's nodes pay now, their inner edges once.
-        old = 0.0
-        for i in range(size):
-            v = nodes[i]
-            old += cost[slot[v] + choice[v]]
-            for q in range(ptr[v], ptr[v + 1]):
-                e = edge[q]
-                u = tail[e] if head[e] == v else head[e]
-                if picked[u] > 0 and u < v:
-                    continue
-                at = matrix[e] + choice[head[e]] * (slot[tail[e] + 1] - slot[tail[e]]) + choice[tail[e]]
-                old += entries[at]
-        factor = np.random.random() * 1.5
-        if np.random.random() < 0.3:
-            factor = 0.0
-        for t in range(points):
-            extra[t] = factor * price[t]
-        push = max(scale, 1e-300) * (0.25 + np.random.random())
-        if short > 0.0 and np.random.random() < 0.7:
-            # Not yet allowed: press on the point that is most over.
-            over = 0.0
-            worst = -1
-            for t in range(points):
-                if used[t] - cap[t] > over:
-                    over = used[t] - cap[t]
-                    worst = t
-            if worst >= 0:
-                extra[worst] += push * np.exp(6.0 * np.random.random())
-        taken = False
-        for _trial in range(7):
-            suffix[points] = 0.0
-            for t in range(points - 1, -1, -1):
-                suffix[t] = suffix[t + 1] + extra[t]
-            for i in range(size):
-                v = nodes[i]
-                picked[v] = 1
-                for r in range(slot[v], slot[v + 1]):
-                    s = cost[r]
-                    for q in range(rptr[r], rptr[r + 1]):
-                        s += rchange[q] * suffix[rpoint[q]]
-                    priced[r] = s
-            forest_move(graph, priced, choice, nodes, picked, order, up, table)
-            first = points
-            last = 0
-            moved = False
-            for i in range(size):
-                v = nodes[i]
-                if choice[v] == before[i]:
-                    continue
-                moved = True
-                r = slot[v] + before[i]
-                for q in range(rptr[r], rptr[r + 1]):
-                    delta[rpoint[q]] -= rchange[q]
-                    first = min(first, rpoint[q])
-                    last = max(last, rpoint[q])
-                r = slot[v] + choice[v]
-                for q in range(rptr[r], rptr[r + 1]):
-                    delta[rpoint[q]] += rchange[q]
-                    first = min(first, rpoint[q])
-                    last = max(last, rpoint[q])
-            if not moved:
-                break
-            s = 0.0
-            rise = 0.0
-            worst = -1
-            over = 0.0
-            for t in range(first, min(last, points)):
-                s += delta[t]
-                delta[t] = 0.0
-                after[t] = used[t] + s
-                excess = after[t] - cap[t]
-                rise += max(0.0, excess) - max(0.0, used[t] - cap[t])
-                if s > 0.0 and excess > over:
-                    over = excess
-                    worst = t
-            delta[min(last, points)] = 0.0
-            delta[last] = 0.0
-            new = 0.0
-            for i in range(size):
-                picked[nodes[i]] = 1
-            for i in range(size):
-                v = nodes[i]
-                new += cost[slot[v] + choice[v]]
-                for q in range(ptr[v], ptr[v + 1]):
-                    e = edge[q]
-                    u = tail[e] if head[e] == v else head[e]
-                    if picked[u] > 0 and u < v:
-                        continue
-                    at = matrix[e] + choice[head[e]] * (slot[tail[e] + 1] - slot[tail[e]]) + choice[tail[e]]
-                    new += entries[at]
-            for i in range(size):
-                picked[nodes[i]] = 0
-            if rise <= 0.0:
-                climb = new - old
-                good = climb <= 0.0 or (heat > 0.0 and np.random.random() < np.exp(-climb / heat))
-                if short > 0.0 and rise < 0.0:
-                    good = True
-                if good:
-                    now += climb
-                    short += rise
-                    for t in range(first, min(last, points)):
-                        used[t] = after[t]
-                    taken = True
-                    break
-            for i in range(size):
-                choice[nodes[i]] = before[i]
-            if rise <= 0.0 or worst < 0:
-                break
-            extra[worst] += push
-            push *= 2.0
-        for i in range(size):
-            picked[nodes[i]] = 0
-        if taken:
-            if short < 1e-9:
-                short = 0.0
-            if short <= 0.0 and now < stats[0]:
-                stats[0] = now
-                best_choice[:] = choice
+        nodes = draw_tree(graph, largest, w)
+        push = draw_prices(price, scale, short, usage, cap, extra)
+        taken, climb, rise = move_tree(
+            graph, limit, cost, choice, nodes, usage, short, extra, push, heat, priced, w
+        )
+        if not taken:
+            continue
+        now += climb
+        short = 0.0 if short + rise < 1e-9 else short + rise
+        if short <= 0.0 and now < stats[0]:
+            stats[0] = now
+            best_choice[:] = choice
     stats[1] = short

@@ -8,12 +8,22 @@ the cumulative sum of the events of the chosen configs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from pase.search.types import MemoryProfile
 
-__all__ = ["Rows", "memory_rows"]
+__all__ = ["Limit", "Rows", "memory_rows"]
+
+
+class Limit(NamedTuple):
+    """The constraints of ``Rows`` alone: a named tuple, which compiled functions take as it is."""
+
+    ptr: np.ndarray
+    point: np.ndarray
+    change: np.ndarray
+    capacity: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +41,10 @@ class Rows:
     ptr: np.ndarray
     point: np.ndarray
     change: np.ndarray
+
+    @property
+    def limit(self) -> Limit:
+        return Limit(ptr=self.ptr, point=self.point, change=self.change, capacity=self.capacity)
 
     @property
     def points(self) -> int:

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from pase.search.flat import flatten
+from pase.search.rows import Limit
 
 __all__ = ["warm"]
 
@@ -18,7 +19,8 @@ def warm() -> float:
 
     kernels_numba.row_classes(np.eye(2))
     flat = flatten([np.zeros(2), np.zeros(2)], [(0, 1)], [np.eye(2)])
-    rows = (np.zeros(5, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
+    none = np.zeros(0)
+    rows = Limit(ptr=np.zeros(5, np.int64), point=np.zeros(0, np.int64), change=none, capacity=none)
     choice, price, message = np.zeros(2, np.int64), np.zeros(0), np.zeros(flat.messages)
     state, active = np.array([-np.inf, 0.0, 0.0, 0.0, 0.0, 0.0]), np.zeros(4, np.int64)
     stats = np.array([np.inf, 0.0])

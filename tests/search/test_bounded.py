@@ -190,7 +190,7 @@ def test_prices_and_usage_agree_with_rows() -> None:
             continue
         sizes = [c.size for c in left.costs]
         rows = memory_rows(memory, sizes, left.members, fixed_bytes(left, memory))
-        arrays = (rows.ptr, rows.point, rows.change, rows.capacity)
+        arrays = rows.limit
         price = rng.integers(0, 5, rows.points).astype(float)
         cost = np.concatenate(left.costs)
         out = np.zeros(cost.size)

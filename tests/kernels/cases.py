@@ -1,0 +1,111 @@
+"""What the kernels that walk a state return on seeded instances; `python -m tests.kernels.cases` prints it as JSON.
+
+With NUMBA_DISABLE_JIT=1 numba hands back the Python source as it is. It then runs with numpy's checks of every index,
+and must come to the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from pase.search.flat import Flat, flatten
+from pase.search.rows import Limit
+
+__all__ = ["flat_instance", "limit_of", "results"]
+
+SEEDS = range(6)
+
+
+def flat_instance(rng: np.random.Generator, nodes: int = 12, edges: int = 20) -> Flat:
+    """A random pairwise problem; some entries are forbidden, but each config keeps a finite partner."""
+    costs = [rng.random(rng.integers(2, 6)) for _ in range(nodes)]
+    pairs = sorted({tuple(map(int, sorted(rng.choice(nodes, 2, replace=False)))) for _ in range(edges)})
+    matrices = []
+    for a, b in pairs:
+        m = rng.random((costs[a].size, costs[b].size))
+        m[1:, 1:][rng.random((costs[a].size - 1, costs[b].size - 1)) < 0.2] = np.inf
+        matrices.append(m)
+    return flatten(costs, pairs, matrices)  # type: ignore[arg-type]
+
+
+def limit_of(rng: np.random.Generator, flat: Flat, points: int) -> Limit:
+    """Each config of a node holds bytes over the node's interval."""
+    ptr, point, change = [0], list[int](), list[float]()
+    for k in np.diff(flat.slot):
+        a, b = sorted(rng.choice(points + 1, 2, replace=False).tolist())
+        for _ in range(k):
+            nbytes = float(rng.integers(1, 50))
+            point += [a, b]
+            change += [nbytes, -nbytes]
+            ptr.append(len(point))
+    capacity = np.full(points, 15.0 * flat.n)
+    return Limit(ptr=np.array(ptr), point=np.array(point), change=np.array(change), capacity=capacity)
+
+
+def _search(seed: int) -> Iterator[Any]:
+    from pase.search import kernels_flat as flat_kernels
+    from pase.search import kernels_memory as memory_kernels
+
+    rng = np.random.default_rng(seed)
+    flat = flat_instance(rng)
+    limit, n, slots = limit_of(rng, flat, 5), flat.n, flat.cost.size
+    message, reduced, choice = np.zeros(flat.messages), np.zeros(slots), np.zeros(n, np.int64)
+    for sweep in range(4):
+        forward = sweep % 2 == 0
+        yield flat_kernels.trws_pass(flat.graph, flat.cost, message, choice, reduced, forward, True)
+        yield from (choice.copy(), reduced.copy())
+    price, active, state = np.zeros(5), np.zeros(5, np.int64), np.array([-np.inf, 0, 0, 0, 0, 0])
+    yield memory_kernels.dual_ascent(
+        flat.graph, limit, flat.cost, price, message, choice, active, state, np.inf, 40
+    )
+    yield from (price, state)
+    w = memory_kernels.make_scratch(n, slots)
+    taken, _ = flat_kernels.grow_tree(flat.graph, seed, 8, w.picked, w.seen, w.queue, rng.random(16))
+    nodes = np.flatnonzero(w.picked)
+    yield taken
+    usage = memory_kernels.Usage(np.zeros(5), np.zeros(5), np.zeros(6))
+    memory_kernels.usage_of(limit, flat.slot, choice, usage.used)
+    extra, priced = rng.random(5) * 0.01, np.zeros(slots)
+    yield from memory_kernels.move_tree(
+        flat.graph, limit, flat.cost, choice, nodes, usage, 1.0, extra, 0.01, 0.0, priced, w
+    )
+    yield from (choice, usage.used, usage.delta, w.picked)
+
+
+def _schedule(seed: int) -> Iterator[Any]:
+    from pase.schedule import kernels_chain, kernels_greedy, kernels_search
+    from pase.schedule.greedy import instance
+    from pase.schedule.view import plain_view
+    from tests.schedule.cases import random_problem
+
+    problem = random_problem(10, seed, links=1 + seed % 2)
+    inst = instance(problem, plain_view(problem))
+    line, rng = inst.tensors, np.random.default_rng(seed)
+    target = 1.3 * (inst.compute + float(line["fluid"].sum()))
+    pieces = kernels_greedy.greedy(inst, target, 0.1, 1e-6, np.zeros(inst.links))
+    yield from pieces
+    state = kernels_search.start(*pieces)
+    yield from kernels_search.cost_of(inst, state, np.zeros(inst.links))
+    link = rng.integers(0, inst.links, line.size)
+    times = (line["ready"].copy(), line["fluid"].copy(), line["tail"].copy())
+    yield kernels_chain.sequence(*times, link, inst.links, inst.compute)
+    yield from kernels_chain.priority(*times, link, inst.links, line["nbytes"].copy(), 1e5, inst.compute)
+    yield kernels_chain.jackson(*times, np.argsort(line["ready"], kind="stable"))
+
+
+def results() -> dict[str, list[str]]:
+    """Every number that the kernels return or write, as bits."""
+    runs: tuple[Callable[[int], Iterator[Any]], ...] = (_search, _schedule)
+    return {
+        f"{run.__name__} {seed}": [np.asarray(x, float).tobytes().hex() for x in run(seed)]
+        for run in runs
+        for seed in SEEDS
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(results()))

@@ -1,0 +1,114 @@
+"""Kernels that walk a state: compiled and interpreted alike, their parts against their definitions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pase.schedule import evaluate
+from pase.schedule.fast import _to_plan
+from pase.schedule.greedy import instance
+from pase.schedule.view import plain_view
+from pase.search.flat import Flat
+
+from ..schedule.cases import random_problem
+from .cases import flat_instance, limit_of, results
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_compiled_and_interpreted_come_to_the_same_bits() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.cases"],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout) == results()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 2), st.integers(2, 12))
+def test_moves_keep_a_plan_sound_and_its_cost_is_the_evaluators(seed: int, links: int, n: int) -> None:
+    """Any moves: each tensor keeps its bytes, a message one group, an order of all messages; copy undoes them."""
+    from pase.schedule import kernels_search as k
+
+    problem = random_problem(n, seed % 1000, links=links)
+    inst = instance(problem, plain_view(problem))
+    own = np.arange(n)
+    s = k.start(own, own, inst.tensors["nbytes"].copy(), np.zeros(n, np.int64))
+    before = k.start(*k.pieces_of(s))
+    k.search(inst, *k.pieces_of(s), 0, 0.0, seed, 0.0)  # seeds numba's random numbers
+    for step in range(30):
+        k.copy(s, before)
+        kept = [x.copy() for x in k.pieces_of(s)]
+        changed = k.move(
+            inst, s, (seed + step) % (8 if links > 1 else 7), (seed // 7 + step) % s.n[k.MESSAGES]
+        )
+        msg, at, nbytes, link = found = k.pieces_of(s)
+        if not changed:
+            assert all(np.array_equal(a, b) for a, b in zip(found, kept, strict=True))
+        np.testing.assert_array_equal(np.bincount(at, nbytes, n), inst.tensors["nbytes"])
+        assert set(msg.tolist()) == set(range(link.size)) and (nbytes > 0).all()
+        assert set(link.tolist()) <= set(range(links))
+        assert all(len(set(inst.tensors["group"][at[msg == m]])) == 1 for m in range(link.size))
+        cost, _, _ = k.cost_of(inst, s, np.zeros(links))
+        plan = _to_plan(inst, found)
+        np.testing.assert_allclose(cost, evaluate(problem, plan, timeline=False).iteration_s, rtol=1e-9)
+        if step % 3 == 0:
+            k.copy(before, s)
+            assert all(np.array_equal(a, b) for a, b in zip(k.pieces_of(s), kept, strict=True))
+
+
+def cost_by_definition(flat: Flat, choice: np.ndarray, nodes: np.ndarray) -> float:
+    """Node costs of ``nodes`` and every edge with an end among them."""
+    inside = np.isin(flat.head, nodes) | np.isin(flat.tail, nodes)
+    width = np.diff(flat.slot)[flat.tail]
+    at = flat.matrix + choice[flat.head] * width + choice[flat.tail]
+    return float(flat.cost[flat.slot[:-1] + choice][nodes].sum() + flat.entries[at][inside].sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_tree_move_is_the_best_on_the_tree(seed: int) -> None:
+    """tree_cost is its definition; forest_move beats every other choice on the tree; usage follows the move."""
+    from pase.search import kernels_flat, kernels_memory
+
+    rng = np.random.default_rng(seed)
+    flat = flat_instance(rng, nodes=8, edges=9)
+    limit = limit_of(rng, flat, 4)
+    w = kernels_memory.make_scratch(flat.n, flat.cost.size)
+    kernels_flat.grow_tree(flat.graph, seed % 8, 4, w.picked, w.seen, w.queue, rng.random(16))
+    nodes, choice = np.flatnonzero(w.picked), np.zeros(flat.n, np.int64)
+    cost = kernels_memory.tree_cost(flat.graph, flat.cost, choice, nodes, w.picked)
+    np.testing.assert_allclose(cost, cost_by_definition(flat, choice, nodes), rtol=1e-12)
+    best = np.inf
+    for config in np.ndindex(*np.diff(flat.slot)[nodes]):
+        trial = choice.copy()
+        trial[nodes] = config
+        best = min(best, flat.cost_of(trial))
+    before = choice[nodes].copy()
+    kernels_flat.forest_move(flat.graph, flat.cost, choice, nodes, w.picked, w.order, w.up, w.table)
+    np.testing.assert_allclose(flat.cost_of(choice), best, rtol=1e-12)
+    assert not w.picked.any()
+    usage = kernels_memory.Usage(np.zeros(4), np.zeros(4), np.zeros(5))
+    start = np.zeros(flat.n, np.int64)
+    kernels_memory.usage_of(limit, flat.slot, start, usage.used)
+    moved, rise, _, first, last = kernels_memory.weigh_move(flat.graph, limit, nodes, before, choice, usage)
+    after = np.zeros(4)
+    kernels_memory.usage_of(limit, flat.slot, choice, after)
+    assert moved == bool((choice != start).any()) and not usage.delta.any()
+    reached = usage.used.copy()
+    reached[first:last] = usage.after[first:last]
+    np.testing.assert_allclose(reached, after, atol=1e-9)
+    over = [np.maximum(u - limit.capacity, 0.0).sum() for u in (usage.used, after)]
+    np.testing.assert_allclose(rise, over[1] - over[0], atol=1e-9)
