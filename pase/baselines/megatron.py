@@ -21,7 +21,7 @@ __all__ = ["megatron"]
 Apart = Literal["nothing", "state", "parameters"]
 
 
-@rule("megatron")
+@rule("megatron", rank=6)
 def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
     """Tensor parallelism within data parallelism (Shoeybi et al. 2019), each degree, with and without
     sequence parallelism (Korthikanti et al. 2022): ``megatron_8x4`` is data 8 × model 4. ``megatron_sp_fsdp``

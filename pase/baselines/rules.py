@@ -11,41 +11,31 @@ from pase.baselines.masks import by_batch, free, most, no_batch, only, state_apa
 from pase.baselines.types import Allow, Intent, Skipped
 from pase.ir import Graph, Node
 from pase.machine import Machine, Mesh, level_ways
+from pase.registry import Registry
 from pase.tables.layouts import NOT_SPLIT
 
-__all__ = ["Rule", "names", "rule", "rules"]
+__all__ = ["RULES", "Rule", "names", "rule"]
 
 Rule = Callable[[Graph, int, Machine], Iterator[Intent | Skipped]]
-_rules: dict[str, Rule] = {}
+RULES = Registry[Rule]("baseline", package="pase.baselines")
+"""(graph, devices, machine) -> a method's intents, or why there are none. Files are found by themselves."""
 
 
-def rule(name: str) -> Callable[[Rule], Rule]:
-    """Register a method: (graph, devices, machine) -> its intents, or why there are none."""
-
-    def add(function: Rule) -> Rule:
-        if name in _rules:
-            raise ValueError(f"baseline '{name}' is registered twice")
-        _rules[name] = function
-        return function
-
-    return add
+def rule(name: str, *, rank: int = 9) -> Callable[[Rule], Rule]:
+    """Decorator: register a method. rank: its place in tables."""
+    return RULES.register(name, rank=rank)
 
 
 def names() -> list[str]:
-    """Names of all methods, in order of registration.
+    """Names of all methods.
 
     >>> names()
     ['data_parallel', 'zero2', 'fsdp', 'hsdp', 'owt', 'expert', 'megatron']
     """
-    return list(_rules)
+    return list(RULES)
 
 
-def rules() -> dict[str, Rule]:
-    """All methods by name."""
-    return dict(_rules)
-
-
-@rule("data_parallel")
+@rule("data_parallel", rank=0)
 def data_parallel(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
     """The batch over all devices, parameters on every device."""
     r = roles(graph)
@@ -62,7 +52,7 @@ def data_parallel(graph: Graph, devices: int, machine: Machine) -> Iterator[Inte
     yield Intent(name="data_parallel", mesh=Mesh(names=("data",), sizes=(devices,)), allow=allow)
 
 
-@rule("zero2")
+@rule("zero2", rank=1)
 def zero2(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
     """ZeRO-2 (Rajbhandari et al. 2020): data parallelism, each device with a part of the gradients and of the
     optimizer's state. ZeRO-1 moves the same bytes and keeps whole gradients, so that only its memory is worse."""
@@ -78,7 +68,7 @@ def zero2(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Ski
     yield Intent(name="zero2", mesh=Mesh(names=("data",), sizes=(devices,)), allow=allow)
 
 
-@rule("fsdp")
+@rule("fsdp", rank=2)
 def fsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
     """ZeRO-3 (Rajbhandari et al. 2020): the batch over all devices, and so is each parameter's storage."""
     r = roles(graph)
@@ -89,7 +79,7 @@ def fsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skip
     yield Intent(name="fsdp", mesh=Mesh(names=("data",), sizes=(devices,)), allow=_sharded(r, [0], [0]))
 
 
-@rule("hsdp")
+@rule("hsdp", rank=3)
 def hsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
     """Hybrid FSDP: the batch over all devices, parameters split within a node and repeated across nodes."""
     r = roles(graph)
@@ -115,7 +105,7 @@ def _sharded(r: Roles, data: Sequence[int], stored: Sequence[int]) -> Allow:
     return allow
 
 
-@rule("owt")
+@rule("owt", rank=4)
 def owt(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
     """One weird trick (Krizhevsky 2014): convolutions by batch, fully-connected layers by out-channel."""
     r = roles(graph)
@@ -159,7 +149,7 @@ def owt(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipp
     yield Intent(name="owt", mesh=mesh, allow=allow, notes=notes)
 
 
-@rule("expert")
+@rule("expert", rank=5)
 def expert(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skipped]:
     """Expert parallelism (GShard, Lepikhin et al. 2020): experts over all devices, everything else by batch."""
     r = roles(graph)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pase.baselines.rules import rules
+from pase.baselines.rules import RULES
 from pase.baselines.types import Baseline, Intent, Skipped
 from pase.errors import PaseError
 from pase.ir import Graph
@@ -43,10 +43,9 @@ def baselines(
             built[mesh.sizes] = build(graph, mesh, model)
         return built[mesh.sizes]
 
-    known = rules()
     best: dict[str, Baseline | Skipped] = {}
-    offered = set(known)
-    for method, make in known.items():
+    offered = set(RULES)
+    for method, make in RULES.items():
         for made in make(graph, devices, machine):
             offered.add(made.name)
             if only and method not in only and made.name not in only:

@@ -35,6 +35,7 @@ def solve(
         Path | None, typer.Option("--output", "-o", help="Write the answer: a JSON list, one index per node.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answer, time limits aside.")] = 0,
+    method: Annotated[str, typer.Option("--search", help="auto, bounded, paper or brute_force.")] = "auto",
     kernel: Annotated[str, typer.Option(help="numba (fast) or numpy (to check it).")] = "numba",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
@@ -46,15 +47,18 @@ def solve(
     began = time.perf_counter() - _since_start()
     from rich.console import Console
 
-    from pase import search
     from pase.errors import Infeasible, PaseError
     from pase.search.readers import read_instance, write_solution
+    from pase.search.registry import SEARCHES, SearchOptions
 
     if kernel not in ("numba", "numpy"):
         raise PaseError(f"--kernel {kernel}: there are numba and numpy")
+    search = SEARCHES[method]
     read_from = time.perf_counter()
     tables, memory = read_instance(instance)
     read_s = time.perf_counter() - read_from
+    if memory is not None and not search.takes_limit:
+        raise PaseError(f"--search {method} knows no memory limit, and {instance} has one")
     if time_limit is not None:  # writing the answer and giving back the memory take a while, too
         time_limit = max(0.0, time_limit - (time.perf_counter() - began) - _END_S - _END_SHARE * read_s)
     console = Console(stderr=True)
@@ -66,13 +70,15 @@ def solve(
             status.update(f"{phase} · best {cost:,.6g} · bound {bound:,.6g} · {seconds:.0f} s")
 
         try:
-            found = search.solve(
+            found = search.run(
                 tables,
-                memory=memory,
-                time_limit=time_limit,
-                seed=seed,
-                kernel=kernel,  # type: ignore[arg-type]
-                progress=progress if sys.stderr.isatty() else None,
+                memory,
+                SearchOptions(
+                    time_limit=time_limit,
+                    seed=seed,
+                    kernel=kernel,  # type: ignore[arg-type]
+                    progress=progress if sys.stderr.isatty() else None,
+                ),
             )
         except Infeasible:
             if as_json:

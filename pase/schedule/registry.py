@@ -1,20 +1,19 @@
-"""Policies by name. A new one is a function with a line of registration, and every table and test has it."""
+"""Policies by name. A new one is a registered function in a file of `policies`; every table and test then has it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pase.errors import PaseError
+from pase.registry import Registry
 from pase.schedule.plan import BucketPlan
 from pase.schedule.types import Problem
 
 if TYPE_CHECKING:
     from pase.schedule.preserver import Walk
 
-__all__ = ["Options", "Policy", "all_policies", "get_policy", "register"]
+__all__ = ["POLICIES", "Options", "Policy", "all_policies", "get_policy", "register"]
 
 MIB = 2**20
 
@@ -39,27 +38,34 @@ class Options:
     """Plans to improve on; ours is never worse than any of them."""
 
 
+Make = Callable[[Problem, Options], BucketPlan]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     name: str
     summary: str
-    make: Callable[[Problem, Options], BucketPlan]
+    make: Make
     plain_only: bool = False
     delays: bool = False
     """Whether it delays updates, and so runs only where staleness is allowed."""
 
 
-_REGISTRY: dict[str, Policy] = {}
-_MODULES = ("basic", "mg_wfbp", "bytescheduler", "us_byte", "tictac", "deft", "ours")
+POLICIES = Registry[Policy]("scheduling policy", package="pase.schedule.policies")
+"""Every file of `pase/schedule/policies` is imported when this is first read; each registers what it defines."""
 
 
 def register(
-    name: str, summary: str, *, plain_only: bool = False, delays: bool = False
-) -> Callable[[Callable[[Problem, Options], BucketPlan]], Callable[[Problem, Options], BucketPlan]]:
-    """Decorator: make the function a policy of that name."""
+    name: str, summary: str, *, plain_only: bool = False, delays: bool = False, rank: int = 1
+) -> Callable[[Make], Make]:
+    """Decorator: make the function a policy of that name.
 
-    def add(make: Callable[[Problem, Options], BucketPlan]) -> Callable[[Problem, Options], BucketPlan]:
-        _REGISTRY[name] = Policy(name=name, summary=summary, make=make, plain_only=plain_only, delays=delays)
+    rank: the place in tables: 0 what frameworks do by themselves, 1 published, 2 ours.
+    """
+
+    def add(make: Make) -> Make:
+        policy = Policy(name=name, summary=summary, make=make, plain_only=plain_only, delays=delays)
+        POLICIES.add(name, policy, rank=rank)
         return make
 
     return add
@@ -67,14 +73,9 @@ def register(
 
 def all_policies() -> dict[str, Policy]:
     """All policies by name, ours last."""
-    for module in _MODULES:
-        import_module(f"pase.schedule.policies.{module}")
-    place = {f"pase.schedule.policies.{m}": i for i, m in enumerate(_MODULES)}
-    return dict(sorted(_REGISTRY.items(), key=lambda x: place.get(x[1].make.__module__, -1)))
+    return dict(POLICIES)
 
 
 def get_policy(name: str) -> Policy:
-    known = all_policies()
-    if name not in known:
-        raise PaseError(f"no scheduling policy '{name}'; there are: {', '.join(known)} (or 'all')")
-    return known[name]
+    """The policy of that name; PaseError, which lists all, where there is none."""
+    return POLICIES[name]

@@ -9,7 +9,7 @@ import pytest
 from pase import costmodels, machine
 from pase.baselines import Intent, Skipped, baselines, roles
 from pase.baselines.masks import PERSISTENT_ELEMENTS
-from pase.baselines.rules import rules
+from pase.baselines.rules import RULES
 from tests.baselines.helpers import collectives, graph_of
 
 H100 = machine.load("h100x8")
@@ -28,7 +28,7 @@ def made(model, devices, name):
 
 def offered(model, devices):
     """What each method offers, before any of it is settled: name -> intent, or why not."""
-    return {m.name: m for rule in rules().values() for m in rule(graph_of(model), devices, H100)}
+    return {m.name: m for rule in RULES.values() for m in rule(graph_of(model), devices, H100)}
 
 
 def split(graph, b, node):

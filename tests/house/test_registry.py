@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,3 +76,45 @@ def test_a_module_that_cannot_be_imported_is_an_error_each_time(package: str, tm
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError, match="a_module_that_is_nowhere"):
             THINGS["a"]
+
+
+ADDED = {
+    "pase.schedule.policies": """
+from pase.schedule.policies.basic import fifo
+from pase.schedule.registry import register
+register("mine", "as fifo")(fifo)
+""",
+    "pase.search.methods": """
+from pase.search.check import brute_force
+from pase.search.registry import register
+register("mine", "as brute force")(lambda tables, memory, options: brute_force(tables, memory))
+""",
+    "pase.baselines": """
+from pase.baselines.rules import rule
+rule("mine")(lambda graph, devices, machine: iter(()))
+""",
+}
+ASK = """
+import sys
+import pase.baselines, pase.schedule.policies, pase.search.methods
+for package, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+    sys.modules[package].__path__.append(folder)
+from pase.baselines import names
+from pase.schedule import all_policies
+from pase.search.registry import SEARCHES
+print(*("mine" in x for x in (names(), SEARCHES, all_policies())), list(all_policies())[-1])
+"""
+
+
+def test_a_policy_a_search_and_a_baseline_are_one_file_each(tmp_path: Path) -> None:
+    folders = []
+    for package, source in ADDED.items():
+        folder = tmp_path / package
+        folder.mkdir()
+        (folder / "of_a_test.py").write_text(source)
+        folders += [package, str(folder)]
+    run = [sys.executable, "-c", ASK, *folders]
+    out = subprocess.run(
+        run, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    ).stdout
+    assert out == "True True True ours\n"

@@ -23,6 +23,7 @@ from pase.search import (
     solve,
     verify,
 )
+from pase.search.registry import SEARCHES, SearchOptions
 from pase.search.repeat import fold
 from pase.tables.types import CostTables, EdgeTable
 
@@ -46,10 +47,12 @@ def test_solve_is_brute_force(block: int) -> None:
         assert answer(solve, tables) == want, seed
 
 
-def test_papers_algorithm_is_brute_force() -> None:
-    for seed in range(500):
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_search_is_brute_force(name: str) -> None:
+    for seed in range(500 if name == "paper" else 100):
         tables = random_tables(np.random.default_rng(seed))
-        assert answer(find_best_strategy, tables) == answer(brute_force, tables), seed
+        found = answer(lambda t: SEARCHES[name].run(t, None, SearchOptions(time_limit=20.0)), tables)
+        assert found == answer(brute_force, tables), seed
 
 
 @given(st.integers(0, 2**32 - 1))

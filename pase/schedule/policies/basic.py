@@ -13,21 +13,21 @@ from pase.schedule.view import can_fuse, fastest_link, need_order, ready_order, 
 __all__ = ["ddp", "fifo", "horovod", "priority"]
 
 
-@register("fifo", "wait-free backpropagation: each tensor alone, as it becomes ready")
+@register("fifo", "wait-free backpropagation: each tensor alone, as it becomes ready", rank=0)
 def fifo(problem: Problem, options: Options) -> BucketPlan:
     """Poseidon's WFBP: send each gradient the moment it is made. Zhang et al., USENIX ATC 2017."""
     messages = [whole(problem, [t], link=fastest_link(problem, t)) for t in ready_order(problem)]
     return BucketPlan(policy="fifo", messages=tuple(messages))
 
 
-@register("priority", "each tensor alone, the ready one needed soonest first")
+@register("priority", "each tensor alone, the ready one needed soonest first", rank=0)
 def priority(problem: Problem, options: Options) -> BucketPlan:
     """P3 without its partitions: non-preemptive priority by next use. Jayarajan et al., MLSys 2019."""
     messages = [whole(problem, [t], link=fastest_link(problem, t)) for t in need_order(problem)]
     return BucketPlan(policy="priority", messages=tuple(messages), dispatch="priority")
 
 
-@register("ddp", "PyTorch DDP: buckets of 1 MiB, then 25 MiB, in ready order; step() waits for all")
+@register("ddp", "PyTorch DDP: buckets of 1 MiB, then 25 MiB, in ready order; step() waits for all", rank=0)
 def ddp(problem: Problem, options: Options) -> BucketPlan:
     """A bucket closes once its size reaches the limit (never splits a tensor); rebuilt in ready order, as DDP
     does after its first iteration. Li et al., VLDB 2020; torch/csrc/distributed/c10d/reducer.cpp.
@@ -65,6 +65,7 @@ def _launched(problem: Problem, messages: list[Message]) -> tuple[Message, ...]:
     "horovod",
     "Horovod: what is ready at each cycle's tick is fused up to a limit; both autotuned",
     plain_only=True,
+    rank=0,
 )
 def horovod(problem: Problem, options: Options) -> BucketPlan:
     """Every cycle the ready tensors are fused, in ready order, up to the fusion threshold; Horovod's autotuner

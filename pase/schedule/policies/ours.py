@@ -23,7 +23,7 @@ AUTO_EXACT_TENSORS = 8
 """mode="auto" tries for a proof up to this many tensors."""
 
 
-@register("ours", "fusion + partition + order + link at once, with a lower bound and the gap")
+@register("ours", "fusion + partition + order + link at once, with a lower bound and the gap", rank=2)
 def ours(problem: Problem, options: Options) -> BucketPlan:
     """The best plan found and, in detail, bound_s, gap, proven and how it was found."""
     if options.mode not in ("auto", "fast", "exact"):

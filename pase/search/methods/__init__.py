@@ -1,0 +1,1 @@
+"""The searches that can be named, each registered with `pase.search.registry.register`."""

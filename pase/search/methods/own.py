@@ -1,0 +1,43 @@
+"""What `pase.search` itself offers."""
+
+from __future__ import annotations
+
+import time
+
+from pase.search.check import brute_force
+from pase.search.registry import SearchOptions, register
+from pase.search.solve import find_best_strategy, solve
+from pase.search.types import MemoryProfile, Solution
+from pase.tables.types import CostTables
+
+__all__: list[str] = []
+
+
+@register("auto", "elimination where an order fits, else bounds and neighbourhoods", rank=0)
+def _auto(tables: CostTables, memory: MemoryProfile | None, options: SearchOptions) -> Solution:
+    return solve(
+        tables,
+        memory,
+        time_limit=options.time_limit,
+        seed=options.seed,
+        kernel=options.kernel,
+        progress=options.progress,
+    )
+
+
+@register("paper", "PaSE's GenerateSeq and FindBestStrategy, whatever they take", takes_limit=False)
+def _paper(tables: CostTables, memory: MemoryProfile | None, options: SearchOptions) -> Solution:
+    return find_best_strategy(tables, kernel=options.kernel)
+
+
+@register("bounded", "bounds and neighbourhoods alone")
+def _bounded(tables: CostTables, memory: MemoryProfile | None, options: SearchOptions) -> Solution:
+    from pase.search.bounded import bounded_search
+
+    began = time.perf_counter()
+    return bounded_search(tables, memory, options.time_limit, options.seed, began, options.progress)
+
+
+@register("brute_force", "every choice, at most 4 million")
+def _brute_force(tables: CostTables, memory: MemoryProfile | None, options: SearchOptions) -> Solution:
+    return brute_force(tables, memory)

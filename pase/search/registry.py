@@ -1,0 +1,53 @@
+"""Searches by name. A new one is a registered function in a file of `methods`; `pase solve` and tests then have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pase.registry import Registry
+from pase.search.types import MemoryProfile, Solution
+from pase.tables.types import CostTables
+
+if TYPE_CHECKING:
+    from pase.search.bounded import Progress
+    from pase.search.exact import Kernel
+
+__all__ = ["SEARCHES", "Run", "Search", "SearchOptions", "register"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What a user may set, as `pase.search.solve` has it; a search ignores what it has no use for."""
+
+    time_limit: float | None = None
+    seed: int = 0
+    kernel: Kernel = "numba"
+    progress: Progress | None = None
+
+
+Run = Callable[[CostTables, MemoryProfile | None, SearchOptions], Solution]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """run: tables, limit (None unless takes_limit), options -> answer; raises Infeasible only where that is proven."""
+
+    name: str
+    summary: str
+    run: Run
+    takes_limit: bool = True
+
+
+SEARCHES = Registry[Search]("search", package="pase.search.methods")
+
+
+def register(name: str, summary: str, *, takes_limit: bool = True, rank: int = 1) -> Callable[[Run], Run]:
+    """Decorator: make the function a search of that name. rank: the place in lists."""
+
+    def add(run: Run) -> Run:
+        SEARCHES.add(name, Search(name=name, summary=summary, run=run, takes_limit=takes_limit), rank=rank)
+        return run
+
+    return add
