@@ -190,11 +190,11 @@ def test_the_coarse_form_holds_at_least_as_well_taken_apart() -> None:
     view = plain_view(problem)
     inst = instance(problem, view)
     msg = np.arange(200) // 40
-    pieces = (msg, np.arange(200), inst.nbytes.copy(), np.zeros(5, np.int64))
+    pieces = (msg, np.arange(200), inst.tensors["nbytes"].copy(), np.zeros(5, np.int64))
     small, coarse, first = coarsen(inst, pieces)
     assert small.ready.size < 100
     back = refine(inst, coarse, first)
-    assert np.bincount(back[1], weights=back[2]).tolist() == inst.nbytes.tolist()
+    assert np.bincount(back[1], weights=back[2]).tolist() == inst.tensors["nbytes"].tolist()
     assert (np.sort(back[0]) == np.sort(msg)).all()
 
 
@@ -210,7 +210,7 @@ def test_jackson_is_the_windows_maximum(n: int) -> None:
 def test_bad_modes_are_named() -> None:
     with pytest.raises(PaseError, match="none of auto, fast, exact"):
         get_policy("ours").make(vgg19(), Options(mode="slow"))
-    with pytest.raises(PaseError, match="no scheduling policy 'best'; there are: fifo"):
+    with pytest.raises(PaseError, match="no scheduling policy 'best'; there are: ddp, fifo"):
         get_policy("best")
 
 
