@@ -192,7 +192,7 @@ def test_the_coarse_form_holds_at_least_as_well_taken_apart() -> None:
     msg = np.arange(200) // 40
     pieces = (msg, np.arange(200), inst.tensors["nbytes"].copy(), np.zeros(5, np.int64))
     small, coarse, first = coarsen(inst, pieces)
-    assert small.ready.size < 100
+    assert small.order.size < 100
     back = refine(inst, coarse, first)
     assert np.bincount(back[1], weights=back[2]).tolist() == inst.tensors["nbytes"].tolist()
     assert (np.sort(back[0]) == np.sort(msg)).all()
