@@ -29,7 +29,7 @@ from pase.backends.to_jax import jax_plan
 from pase.backends.to_jax_buckets_moves import Moves, Region, moves_of, path_of, placement_of
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, check_plan
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -49,7 +49,7 @@ class RunState:
 
 def gradient_problem(
     params: Any, links: Any, *, forward_s: float, backward_s: float, name: str = "model"
-) -> Problem:
+) -> ScheduleProblem:
     """A plain problem for a parameter tree: gradients made in reverse order, compute spread by bytes.
 
     For plans of models that were not compiled by pase; a layout or a profile knows better.
@@ -77,7 +77,7 @@ def step_from_plan(
     loss_fn: Callable[..., Any],
     optimizer: Any,
     *,
-    buckets: tuple[Problem, BucketPlan] | None = None,
+    buckets: tuple[ScheduleProblem, BucketPlan] | None = None,
     mesh: Any = None,
     reduction: Literal["mean", "sum"] = "mean",
     overlap: bool = True,
@@ -131,7 +131,7 @@ class BucketRunner:
     """
 
     loss_fn: Callable[..., Any]
-    problem: Problem
+    problem: ScheduleProblem
     plan: BucketPlan
     optimizer: Any
     mesh: Any

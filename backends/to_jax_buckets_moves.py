@@ -16,7 +16,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, Piece
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 __all__ = ["Moves", "Region", "Slot", "moves_of", "path_of", "placement_of"]
 
@@ -65,7 +65,7 @@ class Moves:
     of its gradient's stages, and of its gather's. left: leaves whose moves are left to the compiler.
     """
 
-    problem: Problem
+    problem: ScheduleProblem
     plan: BucketPlan
     sizes: Mapping[str, int]
     placements: tuple[Placement, ...]
@@ -271,7 +271,7 @@ class Region:
 
 
 def moves_of(
-    problem: Problem,
+    problem: ScheduleProblem,
     plan: BucketPlan,
     *,
     paths: Sequence[str],

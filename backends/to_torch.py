@@ -24,7 +24,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, Piece, check_plan
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 __all__ = ["BucketHook", "attach", "ddp_options", "gradient_problem"]
 
@@ -33,7 +33,7 @@ MIB = 2**20
 
 def gradient_problem(
     module: Any, links: Sequence[Any], *, forward_s: float, backward_s: float, name: str = "model"
-) -> Problem:
+) -> ScheduleProblem:
     """A plain problem for a torch module: gradients made in reverse order of registration, compute spread by bytes."""
     from pase.schedule.pipedream import Layer, problem_from_layers
 
@@ -51,7 +51,7 @@ def gradient_problem(
     return problem_from_layers(layers, tuple(links), name=name)
 
 
-def ddp_options(problem: Problem, plan: BucketPlan) -> dict[str, Any]:
+def ddp_options(problem: ScheduleProblem, plan: BucketPlan) -> dict[str, Any]:
     """Arguments for DistributedDataParallel that come nearest to the plan without a hook: a cap for each bucket in the
     order of sending where this PyTorch takes a list (it keeps that order once it has rebuilt its buckets, from the
     second iteration on), else the largest.
@@ -69,7 +69,7 @@ def ddp_options(problem: Problem, plan: BucketPlan) -> dict[str, Any]:
 
 
 def attach(
-    ddp: Any, problem: Problem, plan: BucketPlan, *, groups: Mapping[str, Any] | None = None
+    ddp: Any, problem: ScheduleProblem, plan: BucketPlan, *, groups: Mapping[str, Any] | None = None
 ) -> BucketHook:
     """Register the plan's hook on a DistributedDataParallel module.
 
@@ -95,7 +95,7 @@ class BucketHook:
     """The state of a running plan on one rank. ``step`` takes the place of ``optimizer.step`` and ``zero_grad``."""
 
     module: Any
-    problem: Problem
+    problem: ScheduleProblem
     plan: BucketPlan
     group: Any
     groups: Mapping[str, Any]

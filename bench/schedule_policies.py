@@ -24,13 +24,13 @@ from pase.schedule.bound import lower_bound_s, preemptive_bound_s  # noqa: E402
 from pase.schedule.chain import plain_iteration_s  # noqa: E402
 from pase.schedule.exact import exact_plan  # noqa: E402
 from pase.schedule.fast import fast_plan  # noqa: E402
-from pase.schedule.types import Problem  # noqa: E402
+from pase.schedule.types import ScheduleProblem  # noqa: E402
 from tests.schedule.cases import BETA, PROFILES, link, profile, random_problem, vgg19  # noqa: E402
 
 BANDWIDTHS = (5e9, 1e9, 2.5e8)
 
 
-def one(problem: Problem, exact_up_to: int) -> dict[str, object]:
+def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, object]:
     seconds = float("inf")
     for _ in range(3):  # the least of three: what runs beside only adds
         began = time.process_time()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
     from pase.schedule.registry import Options
-    from pase.schedule.types import Problem
+    from pase.schedule.types import ScheduleProblem
 
 __all__ = ["Plan", "compare", "compile", "load", "resolve"]
 
@@ -64,7 +64,7 @@ class Plan(PlanData):
         return None if self._schedule is None else self._schedule[1]
 
     @cached_property
-    def bucket_problem(self) -> Problem | None:
+    def bucket_problem(self) -> ScheduleProblem | None:
         """What ``bucket_plan`` solves: the step's blocks of compute, its tensors to send, and its links."""
         return None if self._schedule is None else self._schedule[0]
 
@@ -76,7 +76,7 @@ class Plan(PlanData):
         return None if self._schedule is None else timeline_of(*self._schedule)
 
     @cached_property
-    def _schedule(self) -> tuple[Problem, BucketPlan] | None:
+    def _schedule(self) -> tuple[ScheduleProblem, BucketPlan] | None:
         from pase.plan.buckets import schedule_of
 
         return schedule_of(self)

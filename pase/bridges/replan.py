@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pase.replay.report import Rewrite
     from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
-    from pase.schedule.types import Link, Problem
+    from pase.schedule.types import Link, ScheduleProblem
 
 __all__ = ["Replanned", "as_measured", "by_policy", "replan", "what_if_bucket_plan"]
 
@@ -89,7 +89,7 @@ def by_policy(policy: str, links: Sequence[Link] = ()) -> Rewrite:
     return change
 
 
-def as_measured(problem: Problem) -> BucketPlan:
+def as_measured(problem: ScheduleProblem) -> BucketPlan:
     """The plan that the run had: each collective on its own, in the order in which they started."""
     from pase.schedule.plan import BucketPlan, whole
 
@@ -97,7 +97,7 @@ def as_measured(problem: Problem) -> BucketPlan:
     return BucketPlan(policy="as measured", messages=alone, barrier=True)
 
 
-def replan(g: DataflowGraph, problem: Problem, plan: BucketPlan) -> Replanned:
+def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Replanned:
     """``g`` with the tensors of ``problem`` (made from the same timeline) sent as ``plan`` says."""
     from pase.replay import replay_graph
     from pase.replay.coarse import coarsen
@@ -143,7 +143,7 @@ def _ready(g: DataflowGraph, r: Any, is_moved: np.ndarray) -> np.ndarray:
     return ready
 
 
-def _tasks(g: DataflowGraph, problem: Problem) -> np.ndarray:
+def _tasks(g: DataflowGraph, problem: ScheduleProblem) -> np.ndarray:
     """The task of each tensor on each rank, int64 [tensors, ranks].
 
     Tensors are named by their place among the rank's collectives ("3 all_reduce"); other ranks have the members of the
@@ -183,7 +183,7 @@ def _tasks(g: DataflowGraph, problem: Problem) -> np.ndarray:
 
 
 def _messages(
-    g: DataflowGraph, problem: Problem, plan: BucketPlan, tasks: np.ndarray
+    g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan, tasks: np.ndarray
 ) -> tuple[dict[str, list[Any]], dict[tuple[int, int], int]]:
     """The new tasks as columns, and their numbers by (message, column of ``tasks``)."""
     new: dict[str, list[Any]] = {

@@ -34,7 +34,7 @@ from pase.errors import Infeasible, PaseError
 if TYPE_CHECKING:
     from pase.replay.graph import DataflowGraph
     from pase.replay.types import Timeline
-    from pase.schedule.types import Curve, Link, Problem
+    from pase.schedule.types import Curve, Link, ScheduleProblem
 
 __all__ = ["fit_curve", "is_trace", "problem_from_timeline", "problem_from_traces"]
 
@@ -74,7 +74,9 @@ def is_trace(path: Path) -> bool:
     return b"pase.timeline/" in head or b'"traceEvents"' in head
 
 
-def problem_from_traces(path: str | Path, *, links: Sequence[Link] = (), rank: int | None = None) -> Problem:
+def problem_from_traces(
+    path: str | Path, *, links: Sequence[Link] = (), rank: int | None = None
+) -> ScheduleProblem:
     """The problem of a folder of traces, a trace, or a timeline. See ``problem_from_timeline``."""
     from pase.replay import align, load
 
@@ -85,7 +87,7 @@ def problem_from_traces(path: str | Path, *, links: Sequence[Link] = (), rank: i
 
 def problem_from_timeline(
     t: Timeline, *, links: Sequence[Link] = (), rank: int | None = None, name: str = "trace", source: str = ""
-) -> Problem:
+) -> ScheduleProblem:
     """The problem of one rank (None: the first with collectives) of an aligned timeline.
 
     links: in place of those that the trace shows; the first also gives the bytes of collectives whose sizes the trace
@@ -281,9 +283,9 @@ def _links(sent: Sequence[_Sent]) -> tuple[Link, ...]:
 def _problem(
     kept: Sequence[_Sent], between: Sequence[_Sent], gradients: Sequence[_Sent], *, forward_s: float,
     backward_s: float, end_s: float, links: tuple[Link, ...], name: str, source: str,
-) -> Problem:  # fmt: skip
+) -> ScheduleProblem:  # fmt: skip
     """Compute cut into blocks at every moment that a tensor names."""
-    from pase.schedule.types import Block, Problem, Tensor
+    from pase.schedule.types import Block, ScheduleProblem, Transfer
 
     back_s = max(backward_s - forward_s, 1e-12)
 
@@ -326,7 +328,7 @@ def _problem(
         ready, need = index(s.ready_s), index(need_of(s))
         gradient = s in gradients
         tensors.append(
-            Tensor(
+            Transfer(
                 name=s.name,
                 nbytes=s.nbytes,
                 ready_after=ready - 1 if ready else None,
@@ -336,4 +338,6 @@ def _problem(
                 kind=s.kind,
             )
         )
-    return Problem(name=name, blocks=tuple(blocks), tensors=tuple(tensors), links=links, source=source)
+    return ScheduleProblem(
+        name=name, blocks=tuple(blocks), tensors=tuple(tensors), links=links, source=source
+    )

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from pase.api import Plan
     from pase.schedule.compare import Outcome
-    from pase.schedule.types import Link, Problem
+    from pase.schedule.types import Link, ScheduleProblem
 
 __all__ = ["schedule"]
 
@@ -123,7 +123,7 @@ def schedule(
 
 def _problem(
     source: Path, links: tuple[Link, ...], dataflow: bool, rank: int | None
-) -> tuple[Plan | None, Problem]:
+) -> tuple[Plan | None, ScheduleProblem]:
     """(the plan, where the file is a layout; the problem)."""
     from pase.bridges.trace_profile import is_trace, problem_from_traces
     from pase.replay.report import is_layout
@@ -165,7 +165,7 @@ def _walk(text: str | None):  # type: ignore[no-untyped-def]
     return Walk(**values)  # type: ignore[arg-type]
 
 
-def _table(problem: Problem, outcomes: list[Outcome]) -> None:
+def _table(problem: ScheduleProblem, outcomes: list[Outcome]) -> None:
     from rich.console import Console
     from rich.table import Table
 

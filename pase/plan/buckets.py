@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
     from pase.schedule.registry import Options
-    from pase.schedule.types import Link, Problem
+    from pase.schedule.types import Link, ScheduleProblem
 
 P = TypeVar("P", bound="PlanData")
 
@@ -52,7 +52,7 @@ def curves_of(plan: PlanData) -> CurveOf | None:
     return curves_from_model(costmodels.get(plan.cost_model, machine), machine, plan.mesh)
 
 
-def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> Problem:
+def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> ScheduleProblem:
     """links: in place of the machine's. Infeasible where no collective is on a parameter: nothing to schedule."""
     from pase.plan.communication import communication_problem
 
@@ -62,7 +62,7 @@ def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> Problem:
 
 def scheduled(
     plan: PlanData, *, policy: str = "ours", options: Options | None = None
-) -> tuple[Problem, BucketPlan] | None:
+) -> tuple[ScheduleProblem, BucketPlan] | None:
     """(problem, bucket plan in one fixed order); None where nothing is to be scheduled."""
     from pase.schedule.registry import Options, get_policy
     from pase.schedule.simulate import as_sequence
@@ -74,7 +74,7 @@ def scheduled(
     return problem, as_sequence(problem, get_policy(policy).make(problem, options or Options()))
 
 
-def stored(problem: Problem, buckets: BucketPlan) -> dict[str, Any]:
+def stored(problem: ScheduleProblem, buckets: BucketPlan) -> dict[str, Any]:
     """What layout.json holds under ``bucket_plan``."""
     from pase.schedule.io import plan_to_json
     from pase.schedule.simulate import evaluate
@@ -90,7 +90,7 @@ def stored(problem: Problem, buckets: BucketPlan) -> dict[str, Any]:
     return plan_to_json(problem, buckets, evaluation=figures, link_costs=True)
 
 
-def read_buckets(plan: PlanData, data: Any, where: str) -> tuple[Problem, BucketPlan]:
+def read_buckets(plan: PlanData, data: Any, where: str) -> tuple[ScheduleProblem, BucketPlan]:
     """What ``stored`` wrote, for this plan. PaseError where it does not fit it."""
     from pase.plan.communication import communication_problem
     from pase.schedule.io import links_from_json, plan_from_json
@@ -103,7 +103,7 @@ def read_buckets(plan: PlanData, data: Any, where: str) -> tuple[Problem, Bucket
     return problem, plan_from_json(data, problem, where=where)
 
 
-def schedule_of(plan: PlanData) -> tuple[Problem, BucketPlan] | None:
+def schedule_of(plan: PlanData) -> tuple[ScheduleProblem, BucketPlan] | None:
     """The bucket plan that the plan holds, else ours; None where nothing is to be scheduled."""
     if plan.buckets is not None:
         return read_buckets(plan, plan.buckets, f"the plan for '{plan.model}', at bucket_plan")
@@ -116,7 +116,7 @@ def with_buckets(plan: P, *, policy: str = "ours", options: Options | None = Non
     return plan if made is None else replace(plan, buckets=stored(*made))
 
 
-def timeline_of(problem: Problem, buckets: BucketPlan) -> Timeline:
+def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
     """The steady step as `pase replay` reads it: compute on one lane, each link on its own.
 
     A step ends where its last block does; what a link still sends then stands at the beginning too, as the rest

@@ -25,7 +25,7 @@ from pase.errors import Infeasible, PaseError
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.plan.itemize import Collective
 from pase.plan.types import NodePlan, PlanData
-from pase.schedule.types import Block, Curve, Link, Problem, Tensor
+from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer
 
 __all__ = ["CurveOf", "communication_problem", "curves_from_model"]
 
@@ -45,7 +45,7 @@ class _Part:
 
 def communication_problem(
     plan: PlanData, *, where: str, links: tuple[Link, ...] = (), curve_of: CurveOf | None = None
-) -> Problem:
+) -> ScheduleProblem:
     """The step's communication as a problem; ``where`` names the plan in errors.
 
     links: replace what the plan implies (every link then carries every group). curve_of: prices a kind of
@@ -83,7 +83,7 @@ def communication_problem(
     tensors = list(_tensors(schedulable, times, place, len(parts), dtypes))
     if not tensors:
         raise Infeasible(f"{where}: no collective on a parameter: this plan has nothing to schedule")
-    return Problem(
+    return ScheduleProblem(
         name=f"{plan.model} on {plan.devices} devices",
         blocks=tuple(blocks),
         tensors=tuple(tensors),
@@ -139,7 +139,7 @@ def _updates(
 
 
 def _key(c: Collective) -> str:
-    """What prices a collective: its axes and its kind, as `Tensor.axes`."""
+    """What prices a collective: its axes and its kind, as `Transfer.axes`."""
     return f"{','.join(c.axes)}/{c.kind}"
 
 
@@ -149,7 +149,7 @@ def _tensors(
     place: dict[_Part, int],
     n: int,
     dtypes: dict[str, str],
-) -> Iterator[Tensor]:
+) -> Iterator[Transfer]:
     """In an order in which each follows only earlier ones."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
@@ -165,7 +165,7 @@ def _tensors(
             last: int | None = None
             for i, c in enumerate(backward):
                 final = i + 1 == len(backward)
-                yield Tensor(
+                yield Transfer(
                     name=f"{name}.grad.{c.kind}" + (f".{i}" if i else ""),
                     nbytes=c.nbytes,
                     ready_after=2 * n - 1 - at if last is None else None,
@@ -179,7 +179,7 @@ def _tensors(
             lag = 0 if last is None else 1
             before: dict[int, int] = {}  # the stage before, of each repetition of the gather
             for i, c in enumerate(forward):
-                yield Tensor(
+                yield Transfer(
                     name=f"{name}.{c.kind}" + (f".{i}" if i else ""),
                     nbytes=c.nbytes,
                     ready_after=None,
@@ -192,7 +192,7 @@ def _tensors(
                 )
                 last, count = count, count + 1
                 for again in range(1, round(c.times / times[node])):
-                    yield Tensor(
+                    yield Transfer(
                         name=f"{name}.{c.kind}" + (f".{i}" if i else "") + f".again{again}",
                         nbytes=c.nbytes,
                         ready_after=at,
@@ -207,7 +207,7 @@ def _tensors(
 
 
 def _links(
-    tensors: list[Tensor], collectives: list[Collective], curve_of: CurveOf | None
+    tensors: list[Transfer], collectives: list[Collective], curve_of: CurveOf | None
 ) -> tuple[Link, ...]:
     """One link per name that the groups run on, with a curve for each group."""
     curves: dict[str, dict[str, Curve]] = {}

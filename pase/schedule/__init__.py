@@ -1,6 +1,6 @@
 """Communication scheduling: which tensors travel together, in which order, on which link, and when they apply.
 
-`Problem` in, `BucketPlan` out, and one evaluator for all policies. Papers and figures: docs/schedule.md.
+`ScheduleProblem` in, `BucketPlan` out, and one evaluator for all policies. Papers and figures: docs/schedule.md.
 """
 
 from pase.schedule.bound import lower_bound_s
@@ -8,7 +8,10 @@ from pase.schedule.compare import Outcome, compare_policies
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan, whole
 from pase.schedule.registry import Options, all_policies, get_policy
 from pase.schedule.simulate import Evaluation, as_sequence, evaluate
-from pase.schedule.types import Block, Curve, Link, Problem, Tensor, problem_from_times
+from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer, problem_from_times
+
+# What they were called before a compilation and a trace had problems of their own.
+Problem, Tensor = ScheduleProblem, Transfer
 
 __all__ = [
     "Block",
@@ -21,7 +24,9 @@ __all__ = [
     "Outcome",
     "Piece",
     "Problem",
+    "ScheduleProblem",
     "Tensor",
+    "Transfer",
     "Update",
     "all_policies",
     "as_sequence",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pase.schedule.types import Curve, Problem
+from pase.schedule.types import Curve, ScheduleProblem
 from pase.schedule.view import PlainView, plain_view, positions
 
 __all__ = ["delayed_bound_s", "jackson_s", "lower_bound_s", "preemptive_bound_s"]
@@ -46,7 +46,7 @@ def _weights(rates: np.ndarray) -> list[np.ndarray]:
     return out
 
 
-def _table(problem: Problem) -> tuple[np.ndarray, list[list[Curve | None]]]:
+def _table(problem: ScheduleProblem) -> tuple[np.ndarray, list[list[Curve | None]]]:
     """(axis group of each tensor, curve of each group on each link)."""
     axes = sorted({t.axes for t in problem.tensors})
     which = np.asarray([axes.index(t.axes) for t in problem.tensors], int)
@@ -59,7 +59,7 @@ def _least(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.where(finite, weights * np.where(finite, values, 0.0), np.inf).min(-1)
 
 
-def _relaxations(problem: Problem) -> Iterator[tuple[float, np.ndarray]]:
+def _relaxations(problem: ScheduleProblem) -> Iterator[tuple[float, np.ndarray]]:
     """(startup, seconds per tensor) of one-machine relaxations of the links.
 
     For weights w >= 0 that sum to 1, the weighted busy time of the links within any window is at most the window,
@@ -81,7 +81,7 @@ def _relaxations(problem: Problem) -> Iterator[tuple[float, np.ndarray]]:
                 yield float(_least(w, a).min()), seconds
 
 
-def _crowded_s(problem: Problem, view: PlainView, low: float, high: float) -> float:
+def _crowded_s(problem: ScheduleProblem, view: PlainView, low: float, high: float) -> float:
     """The least K that survives this: a message with tensor i may take at most K - ready_i - tail_i, so it is no
     bigger than `bytes_within` that, and each byte of i costs at least the best rate up to that size. Where
     startups matter this is what tells how many messages there must be.
@@ -114,14 +114,14 @@ def _crowded_s(problem: Problem, view: PlainView, low: float, high: float) -> fl
     return low
 
 
-def preemptive_bound_s(problem: Problem, view: PlainView | None = None) -> float:
+def preemptive_bound_s(problem: ScheduleProblem, view: PlainView | None = None) -> float:
     """The bound for plain problems without the startup: preemptive priority at no overhead."""
     view = view or plain_view(problem)
     zero = (s for a, s in _relaxations(problem) if a == 0.0)
     return max([view.compute, *(jackson_s(view.ready, s, view.tail) for s in zero)])
 
 
-def lower_bound_s(problem: Problem, *, view: PlainView | None = None) -> float:
+def lower_bound_s(problem: ScheduleProblem, *, view: PlainView | None = None) -> float:
     """No plan without staleness has a shorter iteration."""
     best = problem.compute_s
     if not problem.tensors:
@@ -138,7 +138,7 @@ def lower_bound_s(problem: Problem, *, view: PlainView | None = None) -> float:
     return best
 
 
-def _window_s(problem: Problem, seconds: np.ndarray) -> float:
+def _window_s(problem: ScheduleProblem, seconds: np.ndarray) -> float:
     """Largest (communication that must fit between block a's end and block b's start) + compute outside.
 
     A set of tensors all ready only after block a and all needed before block b takes its time between the two,
@@ -168,7 +168,7 @@ def _window_s(problem: Problem, seconds: np.ndarray) -> float:
     return best
 
 
-def delayed_bound_s(problem: Problem, staleness: int) -> float:
+def delayed_bound_s(problem: ScheduleProblem, staleness: int) -> float:
     """No plan whose oldest gradient is applied after `staleness` iterations is shorter: compute, or the links'
     load at one update every staleness + 1 iterations.
     """

@@ -9,13 +9,13 @@ import numpy as np
 
 from pase.schedule.plan import BucketPlan
 from pase.schedule.simulate import message_seconds
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import PlainView, plain_view
 
 __all__ = ["message_arrays", "plain_iteration_s", "priority_order", "sequence_s"]
 
 
-def message_arrays(problem: Problem, plan: BucketPlan, view: PlainView) -> tuple[np.ndarray, ...]:
+def message_arrays(problem: ScheduleProblem, plan: BucketPlan, view: PlainView) -> tuple[np.ndarray, ...]:
     """(release, seconds, tail, link) of each message, in the plan's order."""
     release = np.asarray([max(view.ready[p.tensor] for p in m.pieces) + m.hold_s for m in plan.messages])
     tail = np.asarray([max(view.tail[p.tensor] for p in m.pieces) for m in plan.messages])
@@ -26,13 +26,13 @@ def message_arrays(problem: Problem, plan: BucketPlan, view: PlainView) -> tuple
     return release, message_seconds(problem, plan.messages), tail, link
 
 
-def _after_cut(problem: Problem) -> float:
+def _after_cut(problem: ScheduleProblem) -> float:
     """Compute from the first block that makes a gradient to the end of the iteration, seconds."""
     cut = min((t.ready_after or 0 for t in problem.tensors), default=0)
     return sum(b.seconds for b in problem.blocks[cut:])
 
 
-def plain_iteration_s(problem: Problem, plan: BucketPlan, view: PlainView | None = None) -> float:
+def plain_iteration_s(problem: ScheduleProblem, plan: BucketPlan, view: PlainView | None = None) -> float:
     """Iteration seconds of an undelayed plan on a plain problem; equals `evaluate(...).iteration_s`."""
     from pase.schedule.kernels_chain import priority, sequence
 

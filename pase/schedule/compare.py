@@ -11,7 +11,7 @@ from pase.schedule.bound import delayed_bound_s, lower_bound_s
 from pase.schedule.plan import BucketPlan
 from pase.schedule.registry import Options, Policy, all_policies, get_policy
 from pase.schedule.simulate import Evaluation, as_sequence, evaluate
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 __all__ = ["Outcome", "compare_policies"]
 
@@ -56,7 +56,9 @@ class Outcome:
         }
 
 
-def compare_policies(problem: Problem, names: Iterable[str] | None, options: Options) -> list[Outcome]:
+def compare_policies(
+    problem: ScheduleProblem, names: Iterable[str] | None, options: Options
+) -> list[Outcome]:
     """Every policy named (None: all), ours last and warm-started from the others, each as one fixed order.
 
     A policy that does not apply is in the list with its reason when all were asked for, and an error when named.
@@ -97,7 +99,7 @@ def _sync_bound(plan: BucketPlan) -> float:
     return float(without.get("bound_s", 0.0))
 
 
-def _why_not(problem: Problem, policy: Policy, options: Options) -> str:
+def _why_not(problem: ScheduleProblem, policy: Policy, options: Options) -> str:
     if policy.delays and options.staleness < 1:
         return (
             f"{policy.name} delays updates: allow it with --staleness N (gradients at most N iterations old)"

@@ -14,7 +14,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.schedule.chain import plain_iteration_s
 from pase.schedule.plan import BucketPlan
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import plain_view
 
 __all__ = ["best_order"]
@@ -24,7 +24,7 @@ TICKS = 10_000_000
 
 
 def best_order(
-    problem: Problem, plan: BucketPlan, *, time_limit_s: float = 10.0, seed: int = 0
+    problem: ScheduleProblem, plan: BucketPlan, *, time_limit_s: float = 10.0, seed: int = 0
 ) -> tuple[BucketPlan, float]:
     """(plan with the same messages in the best order on the best links, lower bound for such plans)."""
     try:

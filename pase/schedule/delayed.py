@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pase.schedule.plan import BucketPlan, Message, Piece, Update
 from pase.schedule.registry import MIB
 from pase.schedule.simulate import evaluate
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import can_fuse, plain_view, ready_order
 
 __all__ = ["delayed_plans"]
@@ -20,7 +20,9 @@ __all__ = ["delayed_plans"]
 CAPS = (8 * MIB, 64 * MIB, 512 * MIB)
 
 
-def delayed_plans(problem: Problem, sync: BucketPlan, staleness: int) -> Iterator[tuple[float, BucketPlan]]:
+def delayed_plans(
+    problem: ScheduleProblem, sync: BucketPlan, staleness: int
+) -> Iterator[tuple[float, BucketPlan]]:
     """(iteration seconds, plan) for every (k, d), best message size of each."""
     view = plain_view(problem)
     for k in range(1, staleness + 2):
@@ -41,7 +43,7 @@ def delayed_plans(problem: Problem, sync: BucketPlan, staleness: int) -> Iterato
             yield costs[best], made[best]
 
 
-def _spread(problem: Problem, cap: int, ready: list[float]) -> tuple[Message, ...]:
+def _spread(problem: ScheduleProblem, cap: int, ready: list[float]) -> tuple[Message, ...]:
     """Tensors in ready order in messages of about cap bytes, each on the link that would end it first."""
     messages: list[Message] = []
     free = [0.0] * len(problem.links)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pase.schedule.plan import BucketPlan
 from pase.schedule.simulate import message_name, message_seconds
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 __all__ = ["ddp_caps_mb", "pgle_text", "xla_flags"]
 
@@ -16,7 +16,7 @@ _THRESHOLD = {
 }
 
 
-def xla_flags(problem: Problem, plan: BucketPlan) -> list[str]:
+def xla_flags(problem: ScheduleProblem, plan: BucketPlan) -> list[str]:
     """XLA's combiner thresholds are one number a kind for the whole program: the largest bucket of each kind, with
     the latency-hiding scheduler on. A plan of unequal buckets needs explicit collectives (`backends.to_jax_buckets`).
     """
@@ -32,7 +32,7 @@ def xla_flags(problem: Problem, plan: BucketPlan) -> list[str]:
     return flags
 
 
-def pgle_text(problem: Problem, plan: BucketPlan) -> str:
+def pgle_text(problem: ScheduleProblem, plan: BucketPlan) -> str:
     """Profile-guided latency estimates, text proto: cost in microseconds of each message's start op, in plan order.
 
     XLA numbers the ops of a kind as they stand in the program; the first has no suffix.
@@ -48,7 +48,7 @@ def pgle_text(problem: Problem, plan: BucketPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ddp_caps_mb(problem: Problem, plan: BucketPlan) -> list[float]:
+def ddp_caps_mb(problem: ScheduleProblem, plan: BucketPlan) -> list[float]:
     """Caps in MiB, bucket by bucket in order of sending: bucket_cap_mb_list of newer PyTorch, and for bucket_cap_mb of
     older the largest.
 

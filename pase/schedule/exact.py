@@ -24,7 +24,7 @@ import numpy as np
 
 from pase.schedule.chain import plain_iteration_s
 from pase.schedule.plan import BucketPlan, Message, Piece
-from pase.schedule.types import Curve, Problem
+from pase.schedule.types import Curve, ScheduleProblem
 from pase.schedule.view import PlainView, plain_view
 
 __all__ = ["Exact", "exact_plan", "slots_needed"]
@@ -47,7 +47,7 @@ class Exact:
 
 
 def exact_plan(
-    problem: Problem, start: BucketPlan, *, time_limit_s: float = 10.0, bound_s: float = 0.0
+    problem: ScheduleProblem, start: BucketPlan, *, time_limit_s: float = 10.0, bound_s: float = 0.0
 ) -> Exact:
     """Improve on `start`, an undelayed plan of a plain problem, until proven or out of time."""
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -100,7 +100,7 @@ def _falls_per_byte(c: Curve) -> bool:
     return all(a >= b - 1e-18 for a, b in itertools.pairwise(rates)) and last >= -1e-15
 
 
-def slots_needed(problem: Problem, view: PlainView, link: int, best_s: float) -> int:
+def slots_needed(problem: ScheduleProblem, view: PlainView, link: int, best_s: float) -> int:
     """2n, or as many messages as fit on the link in the best known iteration."""
     n = len(problem.tensors)
     axes = {t.axes for t in problem.tensors if problem.links[link].carries(t.axes)}
@@ -117,7 +117,7 @@ def slots_needed(problem: Problem, view: PlainView, link: int, best_s: float) ->
 class _Model:
     """The program's rows and columns. Column 0 is the iteration; times and work are in units of `scale`."""
 
-    def __init__(self, problem: Problem, view: PlainView, best_s: float, bound_s: float) -> None:
+    def __init__(self, problem: ScheduleProblem, view: PlainView, best_s: float, bound_s: float) -> None:
         self.problem, self.view, self.scale = problem, view, best_s
         self.row: list[int] = []
         self.column: list[int] = []

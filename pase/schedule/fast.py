@@ -11,7 +11,7 @@ from pase.schedule.greedy import Instance, construct, instance, preemptive
 from pase.schedule.improve import Pieces, improve
 from pase.schedule.plan import BucketPlan, Message, Piece
 from pase.schedule.simulate import as_sequence
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import plain_view
 
 __all__ = ["fast_plan"]
@@ -31,7 +31,7 @@ ENOUGH = 1e-6
 
 
 def fast_plan(
-    problem: Problem, *, seed: int = 0, warm_starts: tuple[BucketPlan, ...] = (), work: int = WORK
+    problem: ScheduleProblem, *, seed: int = 0, warm_starts: tuple[BucketPlan, ...] = (), work: int = WORK
 ) -> tuple[BucketPlan, float, float]:
     """(plan, iteration seconds, lower bound) for a plain problem, no worse than any warm start."""
     view = plain_view(problem)
@@ -84,7 +84,7 @@ def _evaluations(pieces: Pieces, work: float) -> int:
     return int(np.clip(work / (len(pieces[0]) + 2 * len(pieces[3])), 500, 30_000))
 
 
-def _construct(problem: Problem, inst: Instance, bound: float) -> list[tuple[float, Pieces]]:
+def _construct(problem: ScheduleProblem, inst: Instance, bound: float) -> list[tuple[float, Pieces]]:
     """What bisections on the target came to, over reserves for startups and least lengths of a cut message: the best
     of each length, then all tensors in one message per group, which always exists.
     """

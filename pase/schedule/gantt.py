@@ -9,7 +9,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.schedule.simulate import Evaluation, Interval
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 __all__ = ["as_html", "write_gantt"]
 
@@ -20,7 +20,9 @@ MOST_DRAWN = 60
 """Policies on one picture; more would be too high for a file that anybody can open."""
 
 
-def _rows(problem: Problem, e: Evaluation) -> list[tuple[str, list[tuple[Interval, float, float, str]]]]:
+def _rows(
+    problem: ScheduleProblem, e: Evaluation
+) -> list[tuple[str, list[tuple[Interval, float, float, str]]]]:
     """(row, [(interval, start, end, colour)]) with times in ms within the iteration, compute first."""
     phase = {b.name: b.phase for b in problem.blocks}
     out = []
@@ -56,7 +58,7 @@ def _title(e: Evaluation) -> str:
     )
 
 
-def as_html(problem: Problem, evaluations: Sequence[Evaluation]) -> str:
+def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
     """One self-contained page, one drawing per policy on a common time axis; bars name themselves on hover."""
     width, left = 1100.0, 130.0
     span = max(_span_ms(e) for e in evaluations)
@@ -99,7 +101,7 @@ def as_html(problem: Problem, evaluations: Sequence[Evaluation]) -> str:
     return "".join(out)
 
 
-def write_gantt(path: Path, problem: Problem, evaluations: Sequence[Evaluation]) -> None:
+def write_gantt(path: Path, problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> None:
     """Write .html or .png, by the name's ending."""
     if not evaluations:
         raise PaseError("nothing to draw: no policy applied")
@@ -111,7 +113,7 @@ def write_gantt(path: Path, problem: Problem, evaluations: Sequence[Evaluation])
     _figure(problem, evaluations[:MOST_DRAWN]).savefig(path, dpi=120)
 
 
-def _figure(problem: Problem, evaluations: Sequence[Evaluation]) -> Any:
+def _figure(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> Any:
     """A matplotlib Figure, one panel per policy on a common time axis."""
     try:
         from matplotlib.figure import Figure

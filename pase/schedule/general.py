@@ -13,7 +13,7 @@ from pase.schedule.bound import lower_bound_s
 from pase.schedule.plan import BucketPlan, Message, Piece, whole
 from pase.schedule.registry import MIB
 from pase.schedule.simulate import evaluate
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import can_fuse, fastest_link, need_order, ready_order
 
 __all__ = ["fused_plan", "general_plan"]
@@ -25,7 +25,9 @@ ENOUGH = 2.5e-4
 """A gap to the bound that is not worth more messages."""
 
 
-def fused_plan(problem: Problem, caps: dict[str, int], cuts: dict[str, int], *, by_need: bool) -> BucketPlan:
+def fused_plan(
+    problem: ScheduleProblem, caps: dict[str, int], cuts: dict[str, int], *, by_need: bool
+) -> BucketPlan:
     """Neighbours in the order fused up to caps[kind] bytes; tensors above cuts[kind] bytes cut into equal pieces."""
     order = need_order(problem) if by_need else ready_order(problem)
     messages: list[Message] = []
@@ -66,7 +68,7 @@ def fused_plan(problem: Problem, caps: dict[str, int], cuts: dict[str, int], *, 
 
 
 def general_plan(
-    problem: Problem, *, warm_starts: tuple[BucketPlan, ...] = ()
+    problem: ScheduleProblem, *, warm_starts: tuple[BucketPlan, ...] = ()
 ) -> tuple[BucketPlan, float, float]:
     """(plan, iteration seconds, lower bound), no worse than any warm start."""
     kinds = sorted({t.kind for t in problem.tensors})

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pase.schedule.types import Curve, Problem
+from pase.schedule.types import Curve, ScheduleProblem
 from pase.schedule.view import PlainView
 
 __all__ = ["Instance", "construct", "instance", "preemptive"]
@@ -61,7 +61,7 @@ class Instance(NamedTuple):
     compute: float
 
 
-def instance(problem: Problem, view: PlainView) -> Instance:
+def instance(problem: ScheduleProblem, view: PlainView) -> Instance:
     tensors = problem.tensors
     order = np.lexsort((np.arange(len(tensors)), -view.ready, -view.tail))
     groups: dict[tuple[str, str, str], int] = {}

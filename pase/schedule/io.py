@@ -9,7 +9,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan
-from pase.schedule.types import Block, Curve, Link, Problem, Tensor, problem_from_times
+from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer, problem_from_times
 
 __all__ = [
     "PLAN_SCHEMA",
@@ -70,7 +70,7 @@ def _curve_from_json(d: dict[str, Any]) -> Curve:
     return Curve.table(d["bytes"], d["seconds"])
 
 
-def problem_to_json(p: Problem) -> dict[str, Any]:
+def problem_to_json(p: ScheduleProblem) -> dict[str, Any]:
     """The problem as a JSON object of schema "pase.schedule.problem/1"."""
     tensors = []
     for t in p.tensors:
@@ -123,7 +123,7 @@ def _links_from_json(data: list[dict[str, Any]]) -> tuple[Link, ...]:
     )
 
 
-def problem_from_json(data: Any, *, where: str = "problem") -> Problem:
+def problem_from_json(data: Any, *, where: str = "problem") -> ScheduleProblem:
     """Read a problem; ``where`` names the file in errors."""
     _validate(data, "problem", PROBLEM_SCHEMA, where)
     try:
@@ -136,7 +136,7 @@ def problem_from_json(data: Any, *, where: str = "problem") -> Problem:
                     f"tensors/{i} '{d['name']}' gives times, but the problem gives blocks: use ready_after and "
                     f"needed_before, or leave out blocks and give forward_s and backward_s"
                 )
-        return Problem(
+        return ScheduleProblem(
             name=data["name"],
             blocks=tuple(
                 Block(
@@ -148,7 +148,7 @@ def problem_from_json(data: Any, *, where: str = "problem") -> Problem:
                 for i, d in enumerate(data["blocks"])
             ),
             tensors=tuple(
-                Tensor(
+                Transfer(
                     name=d["name"],
                     nbytes=d["bytes"],
                     ready_after=d.get("ready_after"),
@@ -169,7 +169,7 @@ def problem_from_json(data: Any, *, where: str = "problem") -> Problem:
         raise PaseError(f"{where}: {e}") from e
 
 
-def _from_times(data: dict[str, Any], links: tuple[Link, ...]) -> Problem:
+def _from_times(data: dict[str, Any], links: tuple[Link, ...]) -> ScheduleProblem:
     rows = []
     for i, d in enumerate(data["tensors"]):
         if "ready_s" not in d or "next_use_s" not in d:
@@ -194,7 +194,7 @@ def _from_times(data: dict[str, Any], links: tuple[Link, ...]) -> Problem:
 
 
 def plan_to_json(
-    problem: Problem,
+    problem: ScheduleProblem,
     plan: BucketPlan,
     *,
     evaluation: dict[str, Any] | None = None,
@@ -254,7 +254,7 @@ def links_from_json(data: Any, *, where: str = "bucket plan") -> tuple[Link, ...
         raise PaseError(f"{where}: {e}") from e
 
 
-def plan_from_json(data: Any, problem: Problem, *, where: str = "bucket plan") -> BucketPlan:
+def plan_from_json(data: Any, problem: ScheduleProblem, *, where: str = "bucket plan") -> BucketPlan:
     """Read a plan made for that problem; names that the problem lacks, or has twice, are an error."""
     _validate(data, "bucket_plan", PLAN_SCHEMA, where)
     links = {link.name: i for i, link in enumerate(problem.links)}

@@ -9,7 +9,7 @@ from pase.errors import PaseError
 from pase.files.quantities import parse_rate, parse_seconds
 from pase.schedule.io import PROBLEM_SCHEMA, problem_from_json
 from pase.schedule.pipedream import looks_like_pipedream, read_pipedream
-from pase.schedule.types import Curve, Link, Problem
+from pase.schedule.types import Curve, Link, ScheduleProblem
 
 __all__ = ["load_problem", "parse_link"]
 
@@ -49,7 +49,7 @@ def _curve_from_csv(path: Path) -> Curve:
     return Curve.table([r[0] for r in rows], [r[1] for r in rows])
 
 
-def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = False) -> Problem:
+def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = False) -> ScheduleProblem:
     """Read the file, whichever of the two it is. links are for profiles, which name none, and replace a problem's.
 
     Raises PaseError naming the file and the place in it.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from pase.errors import PaseError
-from pase.schedule.types import Block, Link, Problem, Tensor
+from pase.schedule.types import Block, Link, ScheduleProblem, Transfer
 
 __all__ = ["Layer", "looks_like_pipedream", "problem_from_layers", "read_pipedream"]
 
@@ -38,7 +38,7 @@ def looks_like_pipedream(text: str) -> bool:
 
 def read_pipedream(
     text: str, links: tuple[Link, ...], *, name: str = "profile", axes: str = "", dataflow: bool = False
-) -> Problem:
+) -> ScheduleProblem:
     """A data-parallel problem from the profile; errors name the line."""
     rows: dict[str, tuple[str, float, float, int]] = {}
     edges: list[tuple[int, str, str]] = []
@@ -104,7 +104,7 @@ def problem_from_layers(
     axes: str = "",
     dataflow: bool = False,
     source: str = "",
-) -> Problem:
+) -> ScheduleProblem:
     """Forward through the layers, backward in reverse; each parameter's gradient is ready after its layer's
     backward and needed before its layer's next forward.
 
@@ -138,10 +138,10 @@ def problem_from_layers(
             )
         )
     tensors = [
-        Tensor(name=pname, nbytes=nbytes, ready_after=2 * n - 1 - i, needed_before=i, axes=axes)
+        Transfer(name=pname, nbytes=nbytes, ready_after=2 * n - 1 - i, needed_before=i, axes=axes)
         for i, layer in enumerate(layers)
         for pname, nbytes in layer.parameters
     ]
-    return Problem(
+    return ScheduleProblem(
         name=name, blocks=tuple(blocks), tensors=tuple(tensors), links=links, dataflow=dataflow, source=source
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pase.errors import PaseError
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 __all__ = ["BucketPlan", "Message", "Piece", "Update", "check_plan", "issue_order", "whole"]
 
@@ -95,7 +95,7 @@ class BucketPlan:
 
 
 def whole(
-    problem: Problem, tensors: Iterable[int], *, link: int | None = None, hold_s: float = 0.0
+    problem: ScheduleProblem, tensors: Iterable[int], *, link: int | None = None, hold_s: float = 0.0
 ) -> Message:
     """One message of whole tensors, on the link given or the first that may carry them."""
     ts = tuple(tensors)
@@ -106,7 +106,9 @@ def whole(
     )
 
 
-def issue_order(problem: Problem, messages: Sequence[Message], place: Sequence[int]) -> tuple[Message, ...]:
+def issue_order(
+    problem: ScheduleProblem, messages: Sequence[Message], place: Sequence[int]
+) -> tuple[Message, ...]:
     """Messages by the latest place of their tensors, but none before one that holds what its tensors follow: a
     link that sends strictly in order would wait for ever.
     """
@@ -137,7 +139,7 @@ def issue_order(problem: Problem, messages: Sequence[Message], place: Sequence[i
     return tuple(out)
 
 
-def check_plan(problem: Problem, plan: BucketPlan) -> None:
+def check_plan(problem: ScheduleProblem, plan: BucketPlan) -> None:
     """Raise unless every byte of every tensor is sent exactly once per update, on a link that may carry it,
     fused only within its group, and updates cover every iteration once, in order.
     """

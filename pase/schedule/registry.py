@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pase.registry import Registry
 from pase.schedule.plan import BucketPlan
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 if TYPE_CHECKING:
     from pase.schedule.preserver import Walk
@@ -38,7 +38,7 @@ class Options:
     """Plans to improve on; ours is never worse than any of them."""
 
 
-Make = Callable[[Problem, Options], BucketPlan]
+Make = Callable[[ScheduleProblem, Options], BucketPlan]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.schedule.engine import run_jobs
 from pase.schedule.plan import BucketPlan, Message, check_plan
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 __all__ = ["Evaluation", "Interval", "as_sequence", "evaluate", "message_name", "message_seconds"]
 
@@ -59,7 +59,7 @@ class Evaluation:
     """End of the steady period's last block, on the run's clock."""
 
 
-def message_seconds(problem: Problem, messages: tuple[Message, ...]) -> np.ndarray:
+def message_seconds(problem: ScheduleProblem, messages: tuple[Message, ...]) -> np.ndarray:
     """Seconds each message holds its link, float64 [M]."""
     out = np.zeros(len(messages))
     by_curve: dict[tuple[int, str], list[int]] = {}
@@ -72,7 +72,7 @@ def message_seconds(problem: Problem, messages: tuple[Message, ...]) -> np.ndarr
 
 
 def evaluate(
-    problem: Problem,
+    problem: ScheduleProblem,
     plan: BucketPlan,
     *,
     kernel: str = "auto",
@@ -121,7 +121,9 @@ def evaluate(
 class _Run:
     """The jobs of several periods, as the arrays `run_jobs` takes."""
 
-    def __init__(self, problem: Problem, plan: BucketPlan, periods: int, seconds: np.ndarray | None) -> None:
+    def __init__(
+        self, problem: ScheduleProblem, plan: BucketPlan, periods: int, seconds: np.ndarray | None
+    ) -> None:
         self.problem, self.plan, self.periods = problem, plan, periods
         self.nb = nb = len(problem.blocks) + 1  # one marker closes each iteration
         self.iterations = periods * plan.period
@@ -248,7 +250,7 @@ class _Run:
         )
 
 
-def _holders(problem: Problem, plan: BucketPlan) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+def _holders(problem: ScheduleProblem, plan: BucketPlan) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
     """(update, tensor) -> (message, from byte, to byte), for tensors that something follows."""
     followed = {f for t in problem.tensors for f in t.follows}
     out: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -260,7 +262,7 @@ def _holders(problem: Problem, plan: BucketPlan) -> dict[tuple[int, int], list[t
     return out
 
 
-def message_name(problem: Problem, message: Message) -> str:
+def message_name(problem: ScheduleProblem, message: Message) -> str:
     """A short name for tables and drawings."""
     first, n = message.pieces[0], len(message.pieces)
     name = problem.tensors[first.tensor].name
@@ -270,7 +272,7 @@ def message_name(problem: Problem, message: Message) -> str:
 
 
 def _report(
-    problem: Problem,
+    problem: ScheduleProblem,
     plan: BucketPlan,
     run: _Run,
     start: np.ndarray,
@@ -356,7 +358,7 @@ def _timeline(run: _Run, start: np.ndarray, end: np.ndarray, t0: float, t1: floa
         )
 
 
-def as_sequence(problem: Problem, plan: BucketPlan, *, kernel: str = "auto") -> BucketPlan:
+def as_sequence(problem: ScheduleProblem, plan: BucketPlan, *, kernel: str = "auto") -> BucketPlan:
     """The same plan as one fixed order for all ranks: the order in which its messages start (of a plain plan).
 
     Ranks that choose by what happens to be ready may issue overlapping collectives in different orders and

@@ -13,7 +13,7 @@ import numpy as np
 
 from pase.errors import PaseError
 
-__all__ = ["Block", "Curve", "Link", "Phase", "Problem", "Tensor", "problem_from_times"]
+__all__ = ["Block", "Curve", "Link", "Phase", "ScheduleProblem", "Transfer", "problem_from_times"]
 
 Phase = Literal["forward", "backward"]
 
@@ -163,7 +163,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
+class Transfer:
     """Something to communicate once per iteration.
 
     ready_after: the block whose end makes it ready; None = ready when the iteration starts (or when what it
@@ -192,7 +192,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class ScheduleProblem:
     """One training iteration, repeated: blocks in execution order, tensors, links.
 
     dataflow: the compute stream may run any block whose inputs are there (TensorFlow's executor); otherwise
@@ -201,7 +201,7 @@ class Problem:
 
     name: str
     blocks: tuple[Block, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Transfer, ...]
     links: tuple[Link, ...]
     dataflow: bool = False
     source: str = ""
@@ -245,7 +245,7 @@ class Problem:
         return self.links[link].curve_for(self.tensors[tensor].axes).seconds_for(nbytes)
 
 
-def _check(p: Problem) -> None:
+def _check(p: ScheduleProblem) -> None:
     """Refuse what cannot be scheduled, naming the place."""
     where = f"problem '{p.name}'"
     if not p.blocks:
@@ -292,7 +292,7 @@ def _check(p: Problem) -> None:
     _check_lag0_chains(p)
 
 
-def _check_lag0_chains(p: Problem) -> None:
+def _check_lag0_chains(p: ScheduleProblem) -> None:
     """A lag-0 tensor that follows another must still be able to arrive in time."""
     latest: list[int] = []
     for i, t in enumerate(p.tensors):
@@ -314,7 +314,7 @@ def problem_from_times(
     links: Sequence[Link],
     axes: str = "",
     source: str = "",
-) -> Problem:
+) -> ScheduleProblem:
     """A problem from absolute times: tensors are (name, bytes, ready_s, next_use_s).
 
     Both times count from the start of an iteration whose forward takes forward_s and whose backward follows
@@ -354,5 +354,7 @@ def problem_from_times(
         ready_s, next_use_s = min(max(ready_s, forward_s), total), min(max(next_use_s, 0.0), forward_s)
         after = forward_blocks - 1 if ready_s == forward_s else forward_blocks + ends.index(ready_s)
         before = forward_blocks if next_use_s == forward_s else starts.index(next_use_s)
-        made.append(Tensor(name=tname, nbytes=nbytes, ready_after=after, needed_before=before, axes=axes))
-    return Problem(name=name, blocks=tuple(blocks), tensors=tuple(made), links=tuple(links), source=source)
+        made.append(Transfer(name=tname, nbytes=nbytes, ready_after=after, needed_before=before, axes=axes))
+    return ScheduleProblem(
+        name=name, blocks=tuple(blocks), tensors=tuple(made), links=tuple(links), source=source
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 __all__ = [
     "PlainView",
@@ -37,7 +37,7 @@ class PlainView:
     nbytes: np.ndarray
 
 
-def plain_view(problem: Problem) -> PlainView:
+def plain_view(problem: ScheduleProblem) -> PlainView:
     """Heads and tails of a plain problem; raises for any other."""
     if not problem.is_plain:
         raise PaseError(
@@ -56,7 +56,7 @@ def plain_view(problem: Problem) -> PlainView:
     )
 
 
-def ready_s(problem: Problem) -> np.ndarray:
+def ready_s(problem: ScheduleProblem) -> np.ndarray:
     """When each tensor could be ready at the earliest if compute never waited, from the iteration's start."""
     upto = np.cumsum([b.seconds for b in problem.blocks])
     out = np.zeros(len(problem.tensors))
@@ -70,7 +70,7 @@ def ready_s(problem: Problem) -> np.ndarray:
     return out
 
 
-def positions(problem: Problem) -> tuple[list[int], list[int]]:
+def positions(problem: ScheduleProblem) -> tuple[list[int], list[int]]:
     """Per tensor: the block it is ready after (-1: the start) and the absolute block it is needed before."""
     kept = problem.__dict__.get("_positions")  # a problem never changes; this is asked for every pair fused
     if kept is None:
@@ -78,7 +78,7 @@ def positions(problem: Problem) -> tuple[list[int], list[int]]:
     return kept
 
 
-def _positions(problem: Problem) -> tuple[list[int], list[int]]:
+def _positions(problem: ScheduleProblem) -> tuple[list[int], list[int]]:
     n = len(problem.blocks)
     ready: list[int] = []
     for t in problem.tensors:
@@ -90,7 +90,7 @@ def _positions(problem: Problem) -> tuple[list[int], list[int]]:
     return ready, need
 
 
-def ready_order(problem: Problem) -> list[int]:
+def ready_order(problem: ScheduleProblem) -> list[int]:
     """Tensors in the order in which they become ready; ties: the one made later in the list first (as autograd
     visits parameters backwards), but never before what it follows.
     """
@@ -101,7 +101,7 @@ def ready_order(problem: Problem) -> list[int]:
     return sorted(range(len(ready)), key=lambda i: (ready[i], depth[i], -need[i], -i))
 
 
-def need_order(problem: Problem) -> list[int]:
+def need_order(problem: ScheduleProblem) -> list[int]:
     """Tensors in the order in which compute waits for them; ties in list order, followers after the followed."""
     _, need = positions(problem)
     depth: list[int] = []
@@ -110,7 +110,7 @@ def need_order(problem: Problem) -> list[int]:
     return sorted(range(len(need)), key=lambda i: (need[i], depth[i], i))
 
 
-def stages(problem: Problem) -> list[int]:
+def stages(problem: ScheduleProblem) -> list[int]:
     """Per tensor, 0; or how many it follows one after another, where its group follows itself in a circle.
 
     Messages of one group and one stage can be fused freely: where no circle of groups exists, none of messages does.
@@ -121,7 +121,7 @@ def stages(problem: Problem) -> list[int]:
     return kept
 
 
-def _stages(problem: Problem) -> list[int]:
+def _stages(problem: ScheduleProblem) -> list[int]:
     if not any(t.follows for t in problem.tensors):
         return [0] * len(problem.tensors)
     import networkx as nx
@@ -137,7 +137,7 @@ def _stages(problem: Problem) -> list[int]:
     return [d if t.group in circular else 0 for t, d in zip(problem.tensors, depth, strict=True)]
 
 
-def can_fuse(problem: Problem, tensors: list[int], more: int) -> bool:
+def can_fuse(problem: ScheduleProblem, tensors: list[int], more: int) -> bool:
     """Whether `more` may join: one group, no tensor needed before another is ready in the same iteration, and no way
     for messages to wait for each other in a circle.
     """
@@ -155,7 +155,7 @@ def can_fuse(problem: Problem, tensors: list[int], more: int) -> bool:
     return max(ready[t] for t in members) < min(need[t] for t in members)
 
 
-def fastest_link(problem: Problem, tensor: int) -> int:
+def fastest_link(problem: ScheduleProblem, tensor: int) -> int:
     """The link on which the whole tensor takes least time."""
     return min(
         problem.links_for(tensor), key=lambda k: problem.message_s(k, tensor, problem.tensors[tensor].nbytes)

@@ -8,12 +8,12 @@ import numpy as np
 
 from pase.errors import Infeasible
 from pase.search.factors import Factor, Pool, View
-from pase.search.plan import Plan, Step, joint_view
+from pase.search.plan import EliminationPlan, Step, joint_view
 
 __all__ = ["back_substitute", "run_plan"]
 
 
-def run_plan(plan: Plan, pool: Pool, kernels: ModuleType, threads: int = 1) -> float:
+def run_plan(plan: EliminationPlan, pool: Pool, kernels: ModuleType, threads: int = 1) -> float:
     """Compute the table of every distinct step; returns the minimum. Raises Infeasible if that is inf."""
     total = 0.0
     for step in plan.steps:
@@ -119,7 +119,7 @@ def _at(table: np.ndarray, have: View, want: View, pool: Pool) -> np.ndarray:
     return table if have is want else table.take(pool.sub(have, want), axis=0)
 
 
-def back_substitute(plan: Plan, pool: Pool, n: int, given: np.ndarray | None = None) -> np.ndarray:
+def back_substitute(plan: EliminationPlan, pool: Pool, n: int, given: np.ndarray | None = None) -> np.ndarray:
     """Choose configs in reverse order of elimination; int64 [n]. given: the choice of nodes kept, int64 [n]."""
     choice = np.zeros(n, np.int64) if given is None else given.copy()
     arrays = pool.arrays

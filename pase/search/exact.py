@@ -11,7 +11,7 @@ import numpy as np
 from pase.search import kernels_numpy
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.factors import Factor, Pool, load
-from pase.search.plan import Plan, plan_elimination
+from pase.search.plan import EliminationPlan, plan_elimination
 from pase.tables.types import CostTables, EdgeTable
 
 __all__ = ["Kernel", "best_plan", "eliminate_pairwise", "kernels_for"]
@@ -36,12 +36,12 @@ def kernels_for(kernel: Kernel, work: float) -> ModuleType:
     return kernels_numba
 
 
-def best_plan(n: int, factors: list[Factor], pool: Pool, seed: int = 0) -> Plan | None:
+def best_plan(n: int, factors: list[Factor], pool: Pool, seed: int = 0) -> EliminationPlan | None:
     """The cheapest order found, or None if all exceed MAX_WORK or MAX_ENTRIES.
 
     Tries more rules, then random ones, while that costs little beside what the best would take.
     """
-    best: Plan | None = None
+    best: EliminationPlan | None = None
     ceiling = float(MAX_WORK)
     tries: list[tuple[str, float]] = [("growth", 0.0), ("work", 0.0), ("size", 0.0)]
     tries += [("growth", 0.5), ("work", 0.5)] * 4

@@ -15,7 +15,7 @@ import numpy as np
 from pase.search.factors import Factor, Pool, View
 from pase.tables.types import CostTables
 
-__all__ = ["Plan", "Step", "dependent_sets", "generate_seq", "plan_elimination"]
+__all__ = ["EliminationPlan", "Step", "dependent_sets", "generate_seq", "plan_elimination"]
 
 
 class Step:
@@ -35,7 +35,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class EliminationPlan:
     """steps in order; work: min-plus operations of the distinct steps; peak: entries of the largest table;
     entries: entries of all distinct tables made; left: the factors over the nodes that were kept."""
 
@@ -251,7 +251,7 @@ def plan_elimination(
     seed: int = 0,
     stop_above: float = np.inf,
     keep: tuple[int, ...] = (),
-) -> Plan:
+) -> EliminationPlan:
     """Simulate the elimination of all n nodes but those of ``keep``; by ``order`` if given, else greedily by ``rule``.
 
     rule: "growth" (entries made less entries removed), "work", "size", or "degree" (the paper's).
@@ -267,8 +267,8 @@ def plan_elimination(
             steps.append(step)
             work, peak, entries = work + w, max(peak, size), entries + size
             if work > stop_above:
-                return Plan(steps=steps, work=work, peak=peak, entries=entries, complete=False)
-        return Plan(steps=steps, work=work, peak=peak, entries=entries)
+                return EliminationPlan(steps=steps, work=work, peak=peak, entries=entries, complete=False)
+        return EliminationPlan(steps=steps, work=work, peak=peak, entries=entries)
 
     rng = np.random.default_rng(seed)
     factor = (1.0 + noise * rng.random(n)).tolist() if noise else None
@@ -290,7 +290,7 @@ def plan_elimination(
         steps.append(step)
         work, peak, entries = work + w, max(peak, size), entries + size
         if work > stop_above:
-            return Plan(steps=steps, work=work, peak=peak, entries=entries, complete=False)
+            return EliminationPlan(steps=steps, work=work, peak=peak, entries=entries, complete=False)
         for u in near:
             if u in keep:
                 continue
@@ -299,4 +299,4 @@ def plan_elimination(
                 current[u] = s
                 heapq.heappush(heap, s)
     left = tuple({serial: f for v in keep for serial, f in planner.at[v].items()}.values())
-    return Plan(steps=steps, work=work, peak=peak, entries=entries, left=left)
+    return EliminationPlan(steps=steps, work=work, peak=peak, entries=entries, left=left)

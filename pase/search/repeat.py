@@ -18,7 +18,7 @@ import numpy as np
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import Kernel, kernels_for
 from pase.search.factors import Pool, View, load
-from pase.search.plan import Plan, plan_elimination
+from pase.search.plan import EliminationPlan, plan_elimination
 from pase.tables.types import CostTables, EdgeTable
 
 __all__ = ["Folded", "fold"]
@@ -124,7 +124,7 @@ class _Block:
     """One block, eliminated down to its two speakers. Node 0 is the predecessor's speaker, node 1 + j
     the block's node j. ``table`` float64 [classes of the predecessor, configs of the speaker]."""
 
-    plan: Plan
+    plan: EliminationPlan
     pool: Pool
     view: View
     table: np.ndarray

@@ -15,7 +15,7 @@ from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import Kernel, best_plan, kernels_for
 from pase.search.factors import Pool, load
 from pase.search.hull import hull
-from pase.search.plan import Plan, generate_seq, plan_elimination
+from pase.search.plan import EliminationPlan, generate_seq, plan_elimination
 from pase.search.repeat import fold
 from pase.search.types import MemoryProfile, Solution
 from pase.tables.types import CostTables
@@ -42,7 +42,7 @@ def find_best_strategy(
 
 
 def _finish(
-    tables: CostTables, plan: Plan, pool: Pool, kernel: Kernel, threads: int, began: float
+    tables: CostTables, plan: EliminationPlan, pool: Pool, kernel: Kernel, threads: int, began: float
 ) -> Solution:
     kernels = kernels_for(kernel, plan.work)
     bound = run_plan(plan, pool, kernels, threads if kernels is not kernels_numpy else 1)

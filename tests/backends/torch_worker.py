@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pase.backends.to_torch import BucketHook, attach, ddp_options, gradient_problem
-from pase.schedule import BucketPlan, Curve, Link, Options, Problem, Update, get_policy, whole
+from pase.schedule import BucketPlan, Curve, Link, Options, ScheduleProblem, Update, get_policy, whole
 
 STEPS = 7
 
@@ -43,7 +43,7 @@ def optimizer_of(m: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
 
 
-def problem_of(m: torch.nn.Module) -> Problem:
+def problem_of(m: torch.nn.Module) -> ScheduleProblem:
     links = (
         Link(name="a", curve=Curve.alpha_beta(alpha_s=2e-6, beta_s_per_byte=1e-8)),
         Link(name="b", curve=Curve.alpha_beta(alpha_s=2e-6, beta_s_per_byte=2e-8)),
@@ -51,7 +51,7 @@ def problem_of(m: torch.nn.Module) -> Problem:
     return gradient_problem(m, links, forward_s=5e-6, backward_s=9e-6)
 
 
-def delayed(problem: Problem, period: int, updates: tuple[Update, ...]) -> BucketPlan:
+def delayed(problem: ScheduleProblem, period: int, updates: tuple[Update, ...]) -> BucketPlan:
     """Whole tensors, some sent an iteration later."""
     messages = []
     for u, update in enumerate(updates):
@@ -75,7 +75,7 @@ PLANS: dict[str, Any] = {
 }
 
 
-def plan_of(problem: Problem, name: str) -> BucketPlan:
+def plan_of(problem: ScheduleProblem, name: str) -> BucketPlan:
     if name in PLANS:
         return delayed(problem, *PLANS[name])
     return get_policy(name).make(problem, Options(mode="fast", partition_elements=300))

@@ -15,7 +15,7 @@ from pase.replay import align, estimate, load, measure, replay_graph
 from pase.replay.graph import build_graph
 from pase.replay.types import COLLECTIVE, OPERATIONS
 from pase.replay.whatif import evaluate
-from pase.schedule import Block, BucketPlan, Curve, Link, Message, Piece, Problem, Tensor, whole
+from pase.schedule import Block, BucketPlan, Curve, Link, Message, Piece, ScheduleProblem, Transfer, whole
 from pase.schedule.load import parse_link
 from tests.replay.synthetic import Run, simulate, write
 
@@ -128,11 +128,11 @@ def test_work_between_parts_goes_behind_the_message_where_it_may(reader: str, mo
     g = build_graph(tasks, [(0, 1), (1, 2), (2, 3), (0, 4), (4, 1), (2, 5), (5, 3)])
     assert replay_graph(g).makespan_ns == 320
     link = Link(name="net", curve=Curve.alpha_beta(alpha_s=10e-9, beta_s_per_byte=1e-9))
-    p = Problem(
+    p = ScheduleProblem(
         name="two",
         blocks=tuple(Block(name=n, phase=n, seconds=1e-7) for n in ("forward", "backward")),  # type: ignore[arg-type]
         tensors=tuple(
-            Tensor(name=f"{k} all_reduce", nbytes=40, ready_after=1, needed_before=0) for k in (0, 1)
+            Transfer(name=f"{k} all_reduce", nbytes=40, ready_after=1, needed_before=0) for k in (0, 1)
         ),
         links=(link,),
     )

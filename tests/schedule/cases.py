@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pase.schedule.pipedream import Layer, problem_from_layers, read_pipedream
-from pase.schedule.types import Curve, Link, Problem
+from pase.schedule.types import Curve, Link, ScheduleProblem
 
 PROFILES = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces" / "pipedream_profiles"
 
@@ -24,7 +24,7 @@ def link(name: str = "net", *, alpha_s: float = 0.0, beta: float = 1.0) -> Link:
     return Link(name=name, curve=Curve.alpha_beta(alpha_s=alpha_s, beta_s_per_byte=beta))
 
 
-def vgg19(*links: Link) -> Problem:
+def vgg19(*links: Link) -> ScheduleProblem:
     """DeFT's six buckets; the default link takes exactly the table's times."""
     rows = zip(FORWARD_US, BACKWARD_US, COMMUNICATION_US, strict=True)
     layers = [
@@ -41,7 +41,7 @@ def vgg19(*links: Link) -> Problem:
 
 def chain(
     forward: list[float], backward: list[float], nbytes: list[int], *links: Link, name: str = "chain"
-) -> Problem:
+) -> ScheduleProblem:
     layers = [
         Layer(name=f"l{i}", forward_s=f, backward_s=b, parameters=((f"w{i}", n),))
         for i, (f, b, n) in enumerate(zip(forward, backward, nbytes, strict=True))
@@ -49,7 +49,7 @@ def chain(
     return problem_from_layers(layers, links or (link(),), name=name)
 
 
-def random_problem(n: int, seed: int, *, links: int = 1, startup: float | None = None) -> Problem:
+def random_problem(n: int, seed: int, *, links: int = 1, startup: float | None = None) -> ScheduleProblem:
     """Lognormal layers; communication 0.5 to 4 times compute; startups 0 to 0.2 of the mean message."""
     g = np.random.default_rng(seed)
     ratio = float(g.choice([0.5, 0.9, 1.2, 2.0, 4.0]))
@@ -64,7 +64,7 @@ def random_problem(n: int, seed: int, *, links: int = 1, startup: float | None =
 
 
 @st.composite
-def small_problems(draw: st.DrawFn, most: int = 6, links: int = 1) -> Problem:
+def small_problems(draw: st.DrawFn, most: int = 6, links: int = 1) -> ScheduleProblem:
     """Chains with whole-number times, so that sums are exact."""
     n = draw(st.integers(1, most))
     times = st.integers(0, 9)
@@ -77,7 +77,7 @@ def small_problems(draw: st.DrawFn, most: int = 6, links: int = 1) -> Problem:
     return chain(f, b, nbytes, *made)
 
 
-def profile(name: str, *links: Link, dataflow: bool = False) -> Problem:
+def profile(name: str, *links: Link, dataflow: bool = False) -> ScheduleProblem:
     path = PROFILES / f"{name}.graph.txt"
     net = links or (link("net", alpha_s=50e-6, beta=2e-10),)
     return read_pipedream(path.read_text(), net, name=name, dataflow=dataflow)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pase.errors import Infeasible, PaseError
-from pase.schedule import Options, Problem, compare_policies, evaluate, get_policy
+from pase.schedule import Options, ScheduleProblem, compare_policies, evaluate, get_policy
 from pase.schedule.bound import delayed_bound_s
 from pase.schedule.policies.deft import profile, solve, to_plan
 from pase.schedule.preserver import Walk, expected_loss, expected_next, judge
@@ -56,7 +56,7 @@ def test_speedups_from_table_1(
     n, beta = 13, c / (4 * parameters)
     nccl, gloo = link("nccl", beta=beta), link("gloo", beta=1.65 * beta)
 
-    def made(*links) -> Problem:  # type: ignore[no-untyped-def]
+    def made(*links) -> ScheduleProblem:  # type: ignore[no-untyped-def]
         return chain([f / n] * n, [b / n] * n, [4 * parameters // n] * n, *links)
 
     both = made(nccl, gloo)
@@ -84,7 +84,7 @@ def test_gpt2_by_its_shapes(head: float) -> None:
     seconds = [0.0, *[each] * layers, head]
     sizes = [4 * embedding, *[4 * layer] * layers, 1]
 
-    def made(*links) -> Problem:  # type: ignore[no-untyped-def]
+    def made(*links) -> ScheduleProblem:  # type: ignore[no-untyped-def]
         return chain([f * s for s in seconds], [b * s for s in seconds], sizes, *links)
 
     plain, both = made(link("nccl", beta=beta)), made(link("nccl", beta=beta), link("gloo", beta=1.65 * beta))

@@ -17,8 +17,8 @@ from pase.schedule import (
     Message,
     Options,
     Piece,
-    Problem,
-    Tensor,
+    ScheduleProblem,
+    Transfer,
     Update,
     all_policies,
     as_sequence,
@@ -31,7 +31,7 @@ from pase.schedule.types import Curve
 from tests.schedule.cases import chain, link, random_problem, small_problems, vgg19
 
 
-def by_hand(problem: Problem, order: tuple[int, ...]) -> float:
+def by_hand(problem: ScheduleProblem, order: tuple[int, ...]) -> float:
     """Iteration of whole tensors in that order on one link, written out for a chain of layers."""
     n = len(problem.tensors)
     f = [b.seconds for b in problem.blocks[:n]]
@@ -50,7 +50,7 @@ def by_hand(problem: Problem, order: tuple[int, ...]) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(small_problems(most=5), st.randoms(use_true_random=False))
-def test_agrees_with_a_run_by_hand(problem: Problem, random) -> None:  # type: ignore[no-untyped-def]
+def test_agrees_with_a_run_by_hand(problem: ScheduleProblem, random) -> None:  # type: ignore[no-untyped-def]
     order = list(range(len(problem.tensors)))
     random.shuffle(order)
     plan = BucketPlan(policy="x", messages=tuple(whole(problem, [t]) for t in order))
@@ -111,9 +111,9 @@ def test_links_are_exclusive_and_tensors_ready() -> None:
 def test_a_gather_needed_in_its_own_iteration() -> None:
     """Forward waits for the gather (2 s), backward makes the gradient, and the next gather waits for its scatter."""
     blocks = (Block(name="f", phase="forward", seconds=1.0), Block(name="b", phase="backward", seconds=2.0))
-    scatter = Tensor(name="g", nbytes=3, ready_after=1, needed_before=None, kind="reduce_scatter")
-    gather = Tensor(name="p", nbytes=2, ready_after=None, needed_before=0, kind="all_gather", follows=(0,))
-    problem = Problem(name="zero", blocks=blocks, tensors=(scatter, gather), links=(link(),))
+    scatter = Transfer(name="g", nbytes=3, ready_after=1, needed_before=None, kind="reduce_scatter")
+    gather = Transfer(name="p", nbytes=2, ready_after=None, needed_before=0, kind="all_gather", follows=(0,))
+    problem = ScheduleProblem(name="zero", blocks=blocks, tensors=(scatter, gather), links=(link(),))
     plan = BucketPlan(policy="x", messages=(whole(problem, [0]), whole(problem, [1])))
     assert evaluate(problem, plan).iteration_s == 1 + 2 + 3 + 2
 
@@ -148,9 +148,9 @@ def test_merging_two_batches_halves_the_load() -> None:
 
 def test_a_dead_order_is_named() -> None:
     blocks = (Block(name="f", phase="forward", seconds=1.0), Block(name="b", phase="backward", seconds=1.0))
-    first = Tensor(name="gather", nbytes=1, ready_after=None, needed_before=0, lag=0, kind="all_gather")
-    grad = Tensor(name="grad", nbytes=1, ready_after=1, needed_before=0)
-    problem = Problem(name="dead", blocks=blocks, tensors=(first, grad), links=(link(),))
+    first = Transfer(name="gather", nbytes=1, ready_after=None, needed_before=0, lag=0, kind="all_gather")
+    grad = Transfer(name="grad", nbytes=1, ready_after=1, needed_before=0)
+    problem = ScheduleProblem(name="dead", blocks=blocks, tensors=(first, grad), links=(link(),))
     plan = BucketPlan(policy="x", messages=(whole(problem, [1]), whole(problem, [0])))
     with pytest.raises(PaseError, match="deadlocks on problem 'dead'"):
         evaluate(problem, plan)

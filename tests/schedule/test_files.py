@@ -27,7 +27,7 @@ from pase.schedule.io import plan_from_json, plan_to_json, problem_from_json, pr
 from pase.schedule.load import load_problem, parse_link
 from pase.schedule.pipedream import read_pipedream
 from pase.schedule.policies.tictac import parameter_server
-from pase.schedule.types import Block, Curve, Link, Problem, Tensor
+from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer
 from tests.schedule.cases import PROFILES, link, profile, random_problem, vgg19
 
 
@@ -288,9 +288,9 @@ def test_messages_do_not_wait_for_each_other_in_a_circle() -> None:
     net = link("net", alpha_s=1.0, beta=0.0)
     blocks = (Block(name="f", phase="forward", seconds=1.0), Block(name="b", phase="backward", seconds=1.0))
 
-    def tensor(name: str, kind: str, follows: tuple[int, ...]) -> Tensor:
+    def tensor(name: str, kind: str, follows: tuple[int, ...]) -> Transfer:
         after = None if follows else 1
-        return Tensor(name=name, nbytes=8, ready_after=after, needed_before=0, kind=kind, follows=follows)
+        return Transfer(name=name, nbytes=8, ready_after=after, needed_before=0, kind=kind, follows=follows)
 
     for kinds in (("permute", "permute"), ("permute", "all_gather")):
         one, other = kinds
@@ -300,7 +300,7 @@ def test_messages_do_not_wait_for_each_other_in_a_circle() -> None:
             tensor("v1", other, ()),
             tensor("v2", one, (2,)),
         )
-        p = Problem(name="circle", blocks=blocks, tensors=tensors, links=(net,))
+        p = ScheduleProblem(name="circle", blocks=blocks, tensors=tensors, links=(net,))
         for name in ("ddp", "horovod", "ours", "fifo", "tac"):
             e = evaluate(p, get_policy(name).make(p, Options()))
             assert e.iteration_s >= 2 + 2  # two stages at the least

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from pase.backends.to_jax_buckets import BucketRunner, gradient_problem  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
-from pase.schedule import Block, BucketPlan, Options, Problem, Tensor, Update, get_policy, whole  # noqa: E402
+from pase.schedule import Block, BucketPlan, Options, ScheduleProblem, Transfer, Update, get_policy, whole  # noqa: E402
 from tests.schedule.cases import link  # noqa: E402
 
 LAYERS, WIDTH = 3, 16
@@ -34,7 +34,7 @@ def loss_fn(params: Any, x: Any, y: Any) -> Any:
 graded = jax.jit(jax.value_and_grad(loss_fn))
 
 
-def setup(seed: int = 0) -> tuple[Any, Problem, list[tuple[Any, Any]]]:
+def setup(seed: int = 0) -> tuple[Any, ScheduleProblem, list[tuple[Any, Any]]]:
     keys = jax.random.split(jax.random.key(seed), 5)
     params = {
         "in": jax.random.normal(keys[0], (8, WIDTH)) / 3,
@@ -100,7 +100,9 @@ def run(runner: BucketRunner, params: Any, batches: list[Any]) -> tuple[Any, lis
     return runner.finish(state)[0], losses
 
 
-def check(plan: BucketPlan, problem: Problem, params: Any, batches: list[Any], optimizer: Any) -> list[float]:
+def check(
+    plan: BucketPlan, problem: ScheduleProblem, params: Any, batches: list[Any], optimizer: Any
+) -> list[float]:
     runner = BucketRunner(
         loss_fn=loss_fn, problem=problem, plan=plan, optimizer=optimizer, mesh=mesh(8), data_axes=("data",)
     )
@@ -257,7 +259,7 @@ SHARDED = {
 }
 
 
-def stages(name: str, nbytes: int, at: int, n: int, axes: list[str], sizes: dict[str, int]) -> list[Tensor]:
+def stages(name: str, nbytes: int, at: int, n: int, axes: list[str], sizes: dict[str, int]) -> list[Transfer]:
     """Of one parameter (or layer), stored split over these axes: first used by block `at` of n."""
     rest = [a for a in ("data", "data2") if a not in axes]
     steps = [("reduce_scatter", axes, nbytes)]
@@ -267,7 +269,7 @@ def stages(name: str, nbytes: int, at: int, n: int, axes: list[str], sizes: dict
         part *= sizes[a]
         steps.append(("all_gather", [a], part))
     return [
-        Tensor(
+        Transfer(
             name=f"{name}{'' if kind == 'all_gather' else '.grad'}.{kind}.{i}",
             nbytes=size,
             ready_after=None if i else 2 * n - 1 - at,
@@ -280,11 +282,11 @@ def stages(name: str, nbytes: int, at: int, n: int, axes: list[str], sizes: dict
     ]
 
 
-def sharded_problem(params: Any, sizes: dict[str, int]) -> Problem:
+def sharded_problem(params: Any, sizes: dict[str, int]) -> ScheduleProblem:
     """Gradients scattered over the data axes of a parameter's storage, then summed over the others; parameters
     gathered axis by axis, the minor one first.
     """
-    tensors: list[Tensor] = []
+    tensors: list[Transfer] = []
     leaves = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves(SHARDED, is_leaf=lambda s: isinstance(s, P))
     for i, ((path, x), spec) in enumerate(zip(leaves, specs, strict=True)):
@@ -299,7 +301,7 @@ def sharded_problem(params: Any, sizes: dict[str, int]) -> Problem:
     blocks = [
         Block(name=f"b{i}", phase="forward" if i < n else "backward", seconds=1e-6) for i in range(2 * n)
     ]
-    return Problem(
+    return ScheduleProblem(
         name="sharded",
         blocks=tuple(blocks),
         tensors=tuple(tensors),

@@ -17,7 +17,7 @@ from pase.schedule import (
     Message,
     Options,
     Piece,
-    Problem,
+    ScheduleProblem,
     all_policies,
     check_plan,
     compare_policies,
@@ -37,7 +37,7 @@ from pase.schedule.view import plain_view
 from tests.schedule.cases import PROFILES, chain, link, profile, random_problem, small_problems, vgg19
 
 
-def enumerate_all(problem: Problem, cuts: int) -> float:
+def enumerate_all(problem: ScheduleProblem, cuts: int) -> float:
     """Best iteration over every way to send atoms (each tensor cut in up to `cuts` equal parts): every assignment of
     atoms to messages, in every order of messages, on every link.
     """
@@ -66,7 +66,7 @@ def enumerate_all(problem: Problem, cuts: int) -> float:
 
 @settings(max_examples=12)
 @given(small_problems(most=3))
-def test_exact_is_no_worse_than_any_enumerated_plan(problem: Problem) -> None:
+def test_exact_is_no_worse_than_any_enumerated_plan(problem: ScheduleProblem) -> None:
     start = BucketPlan(policy="x", messages=(whole(problem, range(len(problem.tensors))),))
     exact = exact_plan(problem, start, bound_s=lower_bound_s(problem), time_limit_s=20)
     enumerated = enumerate_all(problem, 1)
@@ -110,7 +110,7 @@ def test_never_worse_than_any_other(seed: int, links: int) -> None:
 
 @settings(max_examples=15)
 @given(small_problems(most=5, links=2))
-def test_in_a_comparison_never_worse(problem: Problem) -> None:
+def test_in_a_comparison_never_worse(problem: ScheduleProblem) -> None:
     outcomes = compare_policies(problem, None, Options(mode="fast"))
     done = {o.policy: o for o in outcomes if o.evaluation is not None}
     assert done["ours"].evaluation is not None
@@ -167,7 +167,7 @@ def test_exact_on_a_measured_table_and_two_groups() -> None:
     check_plan(problem, exact.plan)
 
 
-def enumerate_groups(problem: Problem) -> float:
+def enumerate_groups(problem: ScheduleProblem) -> float:
     """Tensors 0 and 2 together or apart, 1 alone, in every order."""
     best = float("inf")
     for parts in (((0, 2), (1,)), ((0,), (1,), (2,))):

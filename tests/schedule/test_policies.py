@@ -15,7 +15,7 @@ from pase.schedule import (
     Curve,
     Link,
     Options,
-    Problem,
+    ScheduleProblem,
     all_policies,
     check_plan,
     evaluate,
@@ -92,7 +92,7 @@ def test_credit_lets_later_needed_bytes_through() -> None:
     assert costs == [19.0, 23.0]
 
 
-def _half(problem: Problem, tensor: int, i: int):  # type: ignore[no-untyped-def]
+def _half(problem: ScheduleProblem, tensor: int, i: int):  # type: ignore[no-untyped-def]
     from pase.schedule import Message, Piece
 
     n = problem.tensors[tensor].nbytes // 2
@@ -110,7 +110,7 @@ def test_us_byte_fills_gaps_and_keeps_only_swaps_that_pay() -> None:
 # --- TicTac ------------------------------------------------------------------------------------------------------
 
 
-def two_machine_flow_shop(m: list[float], p: list[float]) -> Problem:
+def two_machine_flow_shop(m: list[float], p: list[float]) -> ScheduleProblem:
     """Transfers of m seconds, each freeing one independent block of p seconds; then one block of nothing."""
     layers = [
         Layer(name=f"x{i}", forward_s=c, backward_s=0.0, parameters=((f"x{i}", int(t)),), after=())
@@ -145,7 +145,7 @@ def test_the_printed_comparator_is_reversed_and_not_transitive() -> None:
     assert before(ops[0], ops[1]) and before(ops[1], ops[2]) and before(ops[2], ops[0])
 
 
-def figure_1() -> Problem:
+def figure_1() -> ScheduleProblem:
     """TicTac's toy graph: op1 needs recv1, op2 needs op1 and recv2."""
     layers = [
         Layer(name="op1", forward_s=2.0, backward_s=0.0, parameters=(("recv1", 3),)),

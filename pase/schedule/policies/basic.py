@@ -7,28 +7,28 @@ import math
 from pase.schedule.plan import BucketPlan, Message, issue_order, whole
 from pase.schedule.registry import MIB, Options, register
 from pase.schedule.simulate import evaluate
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import can_fuse, fastest_link, need_order, ready_order, ready_s
 
 __all__ = ["ddp", "fifo", "horovod", "priority"]
 
 
 @register("fifo", "wait-free backpropagation: each tensor alone, as it becomes ready", rank=0)
-def fifo(problem: Problem, options: Options) -> BucketPlan:
+def fifo(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """Poseidon's WFBP: send each gradient the moment it is made. Zhang et al., USENIX ATC 2017."""
     messages = [whole(problem, [t], link=fastest_link(problem, t)) for t in ready_order(problem)]
     return BucketPlan(policy="fifo", messages=tuple(messages))
 
 
 @register("priority", "each tensor alone, the ready one needed soonest first", rank=0)
-def priority(problem: Problem, options: Options) -> BucketPlan:
+def priority(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """P3 without its partitions: non-preemptive priority by next use. Jayarajan et al., MLSys 2019."""
     messages = [whole(problem, [t], link=fastest_link(problem, t)) for t in need_order(problem)]
     return BucketPlan(policy="priority", messages=tuple(messages), dispatch="priority")
 
 
 @register("ddp", "PyTorch DDP: buckets of 1 MiB, then 25 MiB, in ready order; step() waits for all", rank=0)
-def ddp(problem: Problem, options: Options) -> BucketPlan:
+def ddp(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """A bucket closes once its size reaches the limit (never splits a tensor); rebuilt in ready order, as DDP
     does after its first iteration. Li et al., VLDB 2020; torch/csrc/distributed/c10d/reducer.cpp.
     """
@@ -54,7 +54,7 @@ def ddp(problem: Problem, options: Options) -> BucketPlan:
     return BucketPlan(policy="ddp", messages=_launched(problem, messages), barrier=_steps(problem))
 
 
-def _launched(problem: Problem, messages: list[Message]) -> tuple[Message, ...]:
+def _launched(problem: ScheduleProblem, messages: list[Message]) -> tuple[Message, ...]:
     place = [0] * len(problem.tensors)
     for i, t in enumerate(ready_order(problem)):
         place[t] = i
@@ -67,7 +67,7 @@ def _launched(problem: Problem, messages: list[Message]) -> tuple[Message, ...]:
     plain_only=True,
     rank=0,
 )
-def horovod(problem: Problem, options: Options) -> BucketPlan:
+def horovod(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """Every cycle the ready tensors are fused, in ready order, up to the fusion threshold; Horovod's autotuner
     walks over both, here by the evaluator. Sergeev & Del Balso, 2018.
     """
@@ -82,7 +82,7 @@ def horovod(problem: Problem, options: Options) -> BucketPlan:
     return best[1]
 
 
-def _horovod(problem: Problem, cycle_s: float, limit_bytes: int) -> BucketPlan:
+def _horovod(problem: ScheduleProblem, cycle_s: float, limit_bytes: int) -> BucketPlan:
     ready = ready_s(problem)
     order = ready_order(problem)
     messages: list[Message] = []
@@ -109,6 +109,6 @@ def _horovod(problem: Problem, cycle_s: float, limit_bytes: int) -> BucketPlan:
     )
 
 
-def _steps(problem: Problem) -> bool:
+def _steps(problem: ScheduleProblem) -> bool:
     """Whether optimizer.step() can stand as a barrier: nothing is gathered after it for the next forward."""
     return not any(t.follows for t in problem.tensors)

@@ -14,7 +14,7 @@ from pase.schedule.chain import plain_iteration_s
 from pase.schedule.plan import BucketPlan, Message, Piece
 from pase.schedule.registry import MIB, Options, register
 from pase.schedule.simulate import evaluate
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import fastest_link, need_order, plain_view
 
 __all__ = ["bytescheduler", "partitioned"]
@@ -25,7 +25,9 @@ CREDITS = (1, 2, 4)
 MOST_MESSAGES = 4000
 
 
-def partitioned(problem: Problem, partition_bytes: int, *, order: list[int] | None = None) -> list[Message]:
+def partitioned(
+    problem: ScheduleProblem, partition_bytes: int, *, order: list[int] | None = None
+) -> list[Message]:
     """Each tensor cut into equal pieces of at most that size, one message each, in order of next use."""
     messages = []
     for t in need_order(problem) if order is None else order:
@@ -39,7 +41,7 @@ def partitioned(problem: Problem, partition_bytes: int, *, order: list[int] | No
 
 
 @register("bytescheduler", "ByteScheduler: partition and credit, priority by next use, tuned")
-def bytescheduler(problem: Problem, options: Options) -> BucketPlan:
+def bytescheduler(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """The best (partition, credit) of a grid, then of the neighbourhood of the best partition."""
     view = plain_view(problem) if problem.is_plain else None
     tried: dict[tuple[int, int], tuple[float, BucketPlan]] = {}

@@ -23,10 +23,10 @@ from pase.errors import Infeasible
 from pase.schedule.plan import BucketPlan, Message, Piece, Update
 from pase.schedule.preserver import Verdict, Walk, judge
 from pase.schedule.registry import Options, register
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import can_fuse, plain_view, ready_order
 
-__all__ = ["Profile", "Send", "Solution", "deft", "profile", "solve"]
+__all__ = ["Horizon", "Profile", "Send", "deft", "profile", "solve"]
 
 RETRIES = 10
 GROWTH = 1.2
@@ -60,7 +60,7 @@ class Send:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solution:
+class Horizon:
     """sends and generations (first, last, applied after) of every generation applied within the horizon."""
 
     sends: tuple[Send, ...]
@@ -73,7 +73,7 @@ class Solution:
         return len(self.generations)
 
 
-def profile(problem: Problem, partition_bytes: int) -> Profile:
+def profile(problem: ScheduleProblem, partition_bytes: int) -> Profile:
     """Tensors fused up to the partition size or cut down to it, then cut until the largest fits the least knapsack.
 
     DeFT III.D: 6.5 M parameters; then every bucket shorter than forward / mu, that is, on every link it may use
@@ -107,7 +107,7 @@ def profile(problem: Problem, partition_bytes: int) -> Profile:
 
 
 def _cut(
-    problem: Problem, members: list[int], size: int, partition_bytes: int, forward_s: float
+    problem: ScheduleProblem, members: list[int], size: int, partition_bytes: int, forward_s: float
 ) -> list[tuple[Piece, ...]]:
     """The members as one bucket, or as equal parts short enough for both limits."""
     t = members[0]
@@ -215,7 +215,7 @@ def solve(
     release_aware: bool = True,
     iterations: int = HORIZON,
     stop: bool = True,
-) -> Solution:
+) -> Horizon:
     """The two queues and four cases, iteration by iteration, until the state repeats.
 
     capacity: factor on the knapsacks, which the Preserver's feedback raises; stop: once the period is known.
@@ -273,10 +273,10 @@ def solve(
         send(chosen, generation, it, "ready")
         current = [i for i in every if i not in chosen]
         k_current, k_future = k_future, 0
-    return Solution(sends=tuple(sends), generations=generations, period=period)
+    return Horizon(sends=tuple(sends), generations=generations, period=period)
 
 
-def to_plan(problem: Problem, p: Profile, solution: Solution) -> BucketPlan:
+def to_plan(problem: ScheduleProblem, p: Profile, solution: Horizon) -> BucketPlan:
     """The steady period as a bucket plan; iterations count from the period's start."""
     assert solution.period is not None
     begin, end = solution.period
@@ -315,7 +315,7 @@ def to_plan(problem: Problem, p: Profile, solution: Solution) -> BucketPlan:
     plain_only=True,
     delays=True,
 )
-def deft(problem: Problem, options: Options) -> BucketPlan:
+def deft(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """The Solver's plan at the smallest capacity that the Preserver, and the staleness allowed, let pass."""
     walk = options.walk or Walk()
     p = profile(problem, options.partition_elements * 4)

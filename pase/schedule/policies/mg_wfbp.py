@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pase.schedule.plan import BucketPlan, issue_order, whole
 from pase.schedule.registry import Options, register
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import can_fuse, fastest_link, ready_order, ready_s
 
 __all__ = ["mg_wfbp"]
 
 
 @register("mg_wfbp", "MG-WFBP: merge gradients where a startup saved outweighs the wait")
-def mg_wfbp(problem: Problem, options: Options) -> BucketPlan:
+def mg_wfbp(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """Walk the tensors in ready order with the link's clock; merge the pending bucket into the next tensor when
     that is ready before the bucket could start, or less than a startup after. Any cost curve serves: its value
     at no bytes is alpha.

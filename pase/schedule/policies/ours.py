@@ -15,7 +15,7 @@ from pase.schedule.policies.deft import deft
 from pase.schedule.preserver import Walk, judge
 from pase.schedule.registry import Options, register
 from pase.schedule.simulate import evaluate
-from pase.schedule.types import Problem
+from pase.schedule.types import ScheduleProblem
 
 __all__ = ["ours"]
 
@@ -24,7 +24,7 @@ AUTO_EXACT_TENSORS = 8
 
 
 @register("ours", "fusion + partition + order + link at once, with a lower bound and the gap", rank=2)
-def ours(problem: Problem, options: Options) -> BucketPlan:
+def ours(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """The best plan found and, in detail, bound_s, gap, proven and how it was found."""
     if options.mode not in ("auto", "fast", "exact"):
         raise PaseError(f"mode '{options.mode}' is none of auto, fast, exact")
@@ -53,7 +53,7 @@ def ours(problem: Problem, options: Options) -> BucketPlan:
     return plan
 
 
-def _delayed(problem: Problem, sync: BucketPlan, cost: float, options: Options) -> BucketPlan:
+def _delayed(problem: ScheduleProblem, sync: BucketPlan, cost: float, options: Options) -> BucketPlan:
     """The shortest iteration among the plain plan, merges and delays, and DeFT's, that the Preserver lets pass; of
     equals, the one that updates most often, then the freshest.
     """

@@ -16,13 +16,13 @@ import numpy as np
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, whole
 from pase.schedule.registry import Options, register
-from pase.schedule.types import Block, Link, Problem, Tensor
+from pase.schedule.types import Block, Link, ScheduleProblem, Transfer
 from pase.schedule.view import fastest_link, ready_order
 
 __all__ = ["dependencies", "parameter_server", "tac", "tac_order", "tic", "tic_order", "update_properties"]
 
 
-def parameter_server(problem: Problem, *, push: Link, pull: Link) -> Problem:
+def parameter_server(problem: ScheduleProblem, *, push: Link, pull: Link) -> ScheduleProblem:
     """The problem with each all-reduce as a push after backward and a pull before the next forward.
 
     push and pull are the two directions of the worker's channel; every pull of an iteration becomes ready once
@@ -35,7 +35,7 @@ def parameter_server(problem: Problem, *, push: Link, pull: Link) -> Problem:
         for t in problem.tensors
     ]
     pulls = [
-        Tensor(
+        Transfer(
             name=f"{t.name}.pull",
             nbytes=t.nbytes,
             ready_after=None,
@@ -55,7 +55,7 @@ def parameter_server(problem: Problem, *, push: Link, pull: Link) -> Problem:
     )
 
 
-def dependencies(problem: Problem) -> np.ndarray:
+def dependencies(problem: ScheduleProblem) -> np.ndarray:
     """op.dep as bool [blocks, tensors]: the transfers each block waits for, directly or through other blocks."""
     blocks: tuple[Block, ...] = problem.blocks
     dep = np.zeros((len(blocks), len(problem.tensors)), bool)
@@ -87,11 +87,11 @@ def update_properties(
     return p, m_plus
 
 
-def _receives(problem: Problem) -> list[int]:
+def _receives(problem: ScheduleProblem) -> list[int]:
     return [i for i, t in enumerate(problem.tensors) if t.needed_before is not None]
 
 
-def tic_order(problem: Problem) -> list[int]:
+def tic_order(problem: ScheduleProblem) -> list[int]:
     """Receives by M+ under the general time oracle (1 per transfer, 0 per block).
 
     The paper leaves ties open (in a chain the first two transfers always tie); block order settles them.
@@ -102,7 +102,7 @@ def tic_order(problem: Problem) -> list[int]:
     return sorted(_receives(problem), key=lambda i: (m_plus[i], problem.tensors[i].needed_before or 0, i))
 
 
-def tac_order(problem: Problem) -> list[int]:
+def tac_order(problem: ScheduleProblem) -> list[int]:
     """Receives in the order TAC sends them: at each step Johnson's first, with P and M+ brought up to date."""
     dep = dependencies(problem)
     block_s = np.asarray([b.seconds for b in problem.blocks])
@@ -150,7 +150,7 @@ def _distinct(dep: np.ndarray) -> np.ndarray:
     return np.unique(dep, axis=0)
 
 
-def _plan(problem: Problem, policy: str, receives: list[int]) -> BucketPlan:
+def _plan(problem: ScheduleProblem, policy: str, receives: list[int]) -> BucketPlan:
     """Sends in the order they become ready, receives by priority; each link takes the first that is ready."""
     chosen = set(receives)
     order = [t for t in ready_order(problem) if t not in chosen] + receives
@@ -159,10 +159,10 @@ def _plan(problem: Problem, policy: str, receives: list[int]) -> BucketPlan:
 
 
 @register("tic", "TicTac, timing-independent: receives by the DAG's structure alone")
-def tic(problem: Problem, options: Options) -> BucketPlan:
+def tic(problem: ScheduleProblem, options: Options) -> BucketPlan:
     return _plan(problem, "tic", tic_order(problem))
 
 
 @register("tac", "TicTac, timing-aware: receives by Johnson's rule on the DAG with times")
-def tac(problem: Problem, options: Options) -> BucketPlan:
+def tac(problem: ScheduleProblem, options: Options) -> BucketPlan:
     return _plan(problem, "tac", tac_order(problem))

@@ -10,7 +10,7 @@ import numpy as np
 from pase.schedule.chain import message_arrays, sequence_s
 from pase.schedule.plan import BucketPlan, Message, Piece
 from pase.schedule.registry import MIB, Options, register
-from pase.schedule.types import Curve, Problem
+from pase.schedule.types import Curve, ScheduleProblem
 from pase.schedule.view import fastest_link, need_order, plain_view
 
 __all__ = ["us_byte"]
@@ -21,7 +21,7 @@ PASSES = 2
 
 
 @register("us_byte", "US-Byte: blocks sized to the gaps of backward, then a greedy order", plain_only=True)
-def us_byte(problem: Problem, options: Options) -> BucketPlan:
+def us_byte(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """Phase 1: while backward runs, whenever the link is free, the ready layer needed soonest sends as many basic
     blocks as fit before the next gradient (at least one). Phase 2: what is left, one message a layer, in order of
     next use; then, from the last layer down, a layer's priority is raised while the iteration shortens.
@@ -62,7 +62,7 @@ def us_byte(problem: Problem, options: Options) -> BucketPlan:
 
 
 def _fill(
-    problem: Problem, link: int, tensors: list[int], ready: np.ndarray
+    problem: ScheduleProblem, link: int, tensors: list[int], ready: np.ndarray
 ) -> tuple[list[Message], list[Message]]:
     """Phase 1's messages in order of sending, and phase 2's. ``tensors`` stand in order of next use."""
     place = {t: i for i, t in enumerate(tensors)}
