@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
@@ -102,3 +103,6 @@ def layouts(data: Mapping[str, Any], devices: list[str] | None = None) -> tuple[
         for path, specs in data[kind].items()
     }
     return mesh, out
+
+
+BACKENDS.add("dtensor", Backend(writes="TensorFlow DTensor layouts, by variable name", emit=emit))

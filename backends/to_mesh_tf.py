@@ -22,15 +22,14 @@ from pase.backends.mtf_lower import Rules, apply
 from pase.backends.mtf_names import Names, flat
 from pase.backends.mtf_program import Program, SourceOp, Value, comment
 from pase.backends.mtf_rules import check_layout, check_tensor
+from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 from pase.ir import Graph, named, simplify
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
 
-__all__ = ["NEEDS_MODEL", "Layout", "emit", "layout", "program"]
-
-NEEDS_MODEL = True
+__all__ = ["Layout", "emit", "layout", "program"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,3 +240,11 @@ def _constants(arrays: Mapping[str, np.ndarray]) -> str:
 
 def _plain(a: np.ndarray) -> np.ndarray:
     return a.astype(np.float32) if a.dtype.name == "bfloat16" else a
+
+
+BACKENDS.add(
+    "mesh-tf",
+    Backend(
+        writes="a Mesh-TensorFlow program with its mesh_shape and layout_rules", emit=emit, needs_model=True
+    ),
+)

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
@@ -172,3 +173,6 @@ def jax_shardings(data: Mapping[str, Any], devices: Any = None) -> dict[str, Any
         for kind in ("parameters", "inputs", "activations")
         for name, t in data[kind].items()
     }
+
+
+BACKENDS.add("names", Backend(writes="JSON: every parameter's and input's sharding, by name", emit=emit))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pase.backends.onnx_sharding import Digits, check, from_spec, restated, to_spec
+from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.frontends import from_onnx
@@ -252,3 +253,6 @@ def _specs(proto: Any, name: str, mesh: Mesh) -> Iterator[tuple[tuple[int, str],
             if conf.configuration_id == name:
                 for spec in conf.sharding_spec:
                     yield (i, spec.tensor_name), from_spec(spec, mesh)
+
+
+BACKENDS.add("onnx", Backend(writes="the ONNX model itself, with ONNX's own sharding annotations", emit=emit))

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 
-from pase.errors import PaseError
 from pase.machine import CostModel, Machine
+from pase.registry import Registry
 
-__all__ = ["get", "names", "register"]
+__all__ = ["COST_MODELS", "get", "names", "register"]
 
-Factory = Callable[[Machine], CostModel]
-_models: dict[str, Factory] = {}
-
-
-def register(name: str) -> Callable[[Factory], Factory]:
-    """Class decorator: ``name`` -> the class, which is called with the machine alone."""
-
-    def add(factory: Factory) -> Factory:
-        if name in _models:
-            raise ValueError(f"cost model '{name}' is registered twice")
-        _models[name] = factory
-        return factory
-
-    return add
-
-
-def _discover() -> None:
-    """Imports every module of this package, so that a new file is all that a new model takes."""
-    package = importlib.import_module("pase.costmodels")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"pase.costmodels.{module.name}")
+COST_MODELS: Registry[Callable[[Machine], CostModel]] = Registry("cost model", package="pase.costmodels")
+register = COST_MODELS.register
+"""Class decorator: ``@register("name")``; the class is called with the machine alone."""
 
 
 def names() -> list[str]:
@@ -40,13 +20,9 @@ def names() -> list[str]:
     >>> names()
     ['analytic', 'paper']
     """
-    _discover()
-    return sorted(_models)
+    return list(COST_MODELS)
 
 
 def get(name: str, machine: Machine) -> CostModel:
     """The cost model of that name for a machine. PaseError lists the names if there is none."""
-    _discover()
-    if name not in _models:
-        raise PaseError(f"no cost model named '{name}'; known: {', '.join(sorted(_models))}")
-    return _models[name](machine)
+    return COST_MODELS[name](machine)

@@ -1,4 +1,4 @@
-"""The ``pase`` program: one table of commands, each imported only when it is run.
+"""The ``pase`` program. Each file of ``pase/commands`` is a command, found by itself and imported only when it is run.
 
 Exit status: 0 done; 1 the request cannot be met (``Infeasible``); 2 bad usage or bad input
 (``PaseError``, a file that cannot be read); 130 stopped by Ctrl-C; 70 a fault of pase's own,
@@ -7,12 +7,14 @@ with its traceback.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 import traceback
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -21,39 +23,13 @@ from typer.core import TyperGroup
 from pase import __version__
 from pase.errors import Infeasible, PaseError
 
-__all__ = ["COMMANDS", "command_group", "main"]
+__all__ = ["command_group", "main"]
 
 INFEASIBLE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 1, 2, 70, 130
 
-# name -> (module:function, one line of help). To add a command: write the function, add its line here.
-# A line whose module is not there (yet) is left out of the program.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "compile": (
-        "pase.commands.compile:compile",
-        "Find a model's best strategy, print it, write layout.json.",
-    ),
-    "compare": (
-        "pase.commands.compare:compare",
-        "Data parallel, the experts' strategies and ours, side by side.",
-    ),
-    "run": ("pase.commands.run:run", "Run one sharded training step of a layout on devices here."),
-    "emit": ("pase.commands.emit:emit", "Write a layout in the terms of ONNX or another program."),
-    "explain": ("pase.commands.explain:explain", "Where every second and byte of a layout comes from."),
-    "report": ("pase.commands.report:report", "A layout as one page of HTML."),
-    "zoo": ("pase.commands.zoo:zoo", "The models that come with pase."),
-    "machines": (
-        "pase.commands.machines:machines",
-        "The machines that come with pase, each number with its source.",
-    ),
-    "ops": ("pase.commands.ops:ops", "The framework ops that pase can read."),
-    "calibrate": ("pase.commands.calibrate:calibrate", "Measure this machine and write a machine file."),
-    "schedule": ("pase.commands.schedule:schedule", "Order, fuse and split a step's communication."),
-    "replay": ("pase.commands.replay:replay", "Replay traces of a run, or a layout, as one timeline."),
-    "diagnose": ("pase.commands.diagnose:diagnose", "Why a traced run is slow."),
-    "optimize": ("pase.commands.optimize:optimize", "What would make a traced run faster."),
-    "profile": ("pase.commands.profile:profile", "Run a program and collect what replay needs."),
-    "solve": ("pase.commands.solve:solve", "The search engine alone, on an instance file."),
-}
+PACKAGE = "pase.commands"
+SHARED = "options"
+"""The module of that package which is no command: what several commands share."""
 
 HELP = """How to split every layer of a model over the devices, proven best under its cost model."""
 
@@ -71,19 +47,26 @@ Exit status: 0 done, 1 the request cannot be met, 2 bad usage or input.
 pase COMMAND --help says more."""
 
 
-def _known(target: str) -> bool:
-    """True where the target's module exists; only its parent package is imported."""
-    try:
-        return importlib.util.find_spec(target.partition(":")[0]) is not None
-    except ModuleNotFoundError:
-        return False
+def _names(package: str) -> list[str]:
+    """The commands of a package: its modules, none of them imported."""
+    found = pkgutil.iter_modules(importlib.import_module(package).__path__)
+    return [m.name for m in found if m.name != SHARED]
 
 
-def _loaded(name: str, target: str) -> Any:
-    """The command behind ``module:function``, with the options that the function's signature asks for."""
-    module, _, function = target.partition(":")
+def _line(package: str, name: str) -> str:
+    """One line of help: the first of the docstring of the command's function, which is not imported for it."""
+    spec = importlib.util.find_spec(f"{package}.{name}")
+    assert spec is not None and spec.origin is not None
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    raise AttributeError(f"{spec.origin} has no function '{name}': each module of {package} is a command")
+
+
+def _loaded(package: str, name: str) -> Any:
+    """The command, with the options that its function's signature asks for."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(name=name)(getattr(importlib.import_module(module), function))
+    app.command(name=name)(getattr(importlib.import_module(f"{package}.{name}"), name))
     return typer.main.get_command(app)
 
 
@@ -98,15 +81,20 @@ def _stop_writing() -> None:
 
 
 class _Group(TyperGroup):
-    """Lists all commands from their one line of help, loads only the one that runs, maps its errors."""
+    """Lists all commands, loads only the one that runs, maps its errors."""
 
-    targets: Mapping[str, str]
+    package: str
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and name in self.targets:
-            command = _loaded(name, self.targets[name])
+        if name is not None and name in self.commands:
+            command = _loaded(self.package, name)
         return name, command, rest
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for name, command in self.commands.items():
+            command.help = _line(self.package, name)
+        super().format_commands(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -135,10 +123,9 @@ def _placeholder() -> None:
     """Stands for a command in the list of commands; resolve_command puts the real one in its place."""
 
 
-def command_group(commands: Mapping[str, tuple[str, str]] = COMMANDS) -> Any:
-    """The program with those of these commands whose modules exist; call its ``main(args=…)``."""
-    known = {name: (target, line) for name, (target, line) in commands.items() if _known(target)}
-
+def command_group(package: str = "") -> Any:
+    """The program with the commands of a package, pase's own unless one is named; call its ``main(args=…)``."""
+    package = package or PACKAGE
     app = typer.Typer(
         cls=_Group,
         help=HELP,
@@ -161,11 +148,11 @@ def command_group(commands: Mapping[str, tuple[str, str]] = COMMANDS) -> Any:
             typer.echo(ctx.get_help())
             raise typer.Exit()
 
-    for name, (_, line) in known.items():
-        app.command(name=name, help=line)(_placeholder)
+    for name in _names(package):
+        app.command(name=name)(_placeholder)
     group = typer.main.get_command(app)
     assert isinstance(group, _Group)
-    group.targets = {name: target for name, (target, _) in known.items()}
+    group.package = package
     return group
 
 

@@ -75,7 +75,7 @@ def calibrate(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure the devices here with JAX and write a machine file.
+    """Measure this machine and write a machine file.
 
     Measured: matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and
     collectives by size; launch overhead; convolutions. All devices work at once, as they do in training, so what

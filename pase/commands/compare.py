@@ -29,7 +29,9 @@ def compare(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Data parallelism, FSDP, one weird trick, Megatron at every degree, and ours, side by side.
+    """Data parallel, the experts' strategies and ours, side by side.
+
+    Compares data parallelism, FSDP, one weird trick, Megatron at every degree, and ours.
 
     Each is a strategy on the same graph, made as good as its method allows by the same exact search, and priced
     by the same cost model. Predictions, not measurements. Ours is never worse than any of them.

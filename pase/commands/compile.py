@@ -34,7 +34,9 @@ def compile(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Find the best split of every layer of MODEL over the devices, over every mesh that fits the machine.
+    """Find a model's best strategy, print it, write layout.json.
+
+    Finds the best split of every layer of MODEL over the devices, over every mesh that fits the machine.
 
     Prints the chosen strategy beside data parallelism and the experts' strategies, all priced by the same
     cost model: predictions, not measurements. The answer is exact under that model, and says so.

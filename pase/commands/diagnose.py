@@ -22,7 +22,10 @@ def diagnose(
     align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Why a traced run is slow, in plain words, each reason with what it costs."""
+    """Why a traced run is slow.
+
+    Gives each reason in plain words, with what it costs.
+    """
     from pase.errors import PaseError
     from pase.replay.analyse import path_steps
     from pase.replay.clocks import align as align_clocks

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pase.backends.registry import BACKENDS
+from pase.backends.registry import emit as write
 from pase.commands.options import JsonOption, Layout, console, print_json
 
 __all__ = ["emit"]
@@ -24,13 +26,9 @@ def emit(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a layout in another program's terms.
+    """Write a layout in the terms of ONNX or another program.
 
-    \b
-    --to onnx     the ONNX model itself, with ONNX's own sharding annotations
-    --to names    JSON: every parameter's and input's sharding, by name
-    --to mesh-tf  a Mesh-TensorFlow program with its mesh_shape and layout_rules
-    --to dtensor  TensorFlow DTensor layouts, by variable name
+    BACKENDS
 
     \b
     Example:
@@ -38,14 +36,17 @@ def emit(
       pase emit layout.json --to onnx -o annotated.onnx
     """
     import pase
-    from pase.backends import registry
     from pase.compiler.resolve import resolve
 
     plan = pase.load(layout)
-    if registry.needs_model(to):
+    if BACKENDS[to].needs_model:
         plan = plan.with_model(resolve(model or plan.model))
-    written = registry.emit(plan, to, output, model)
+    written = write(plan, to, output, model)
     if json:
         print_json({"layout": str(layout), "to": to, "file": str(output), "written": written})
     else:
         console().print(written, highlight=False)
+
+
+_LISTED = "\n    ".join(["\b", *(f"--to {name:<8} {backend.writes}" for name, backend in BACKENDS.items())])
+emit.__doc__ = (emit.__doc__ or "").replace("BACKENDS", _LISTED)

@@ -37,7 +37,9 @@ def explain(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Say where a layout's predicted time and memory come from, and how close the other choices are.
+    """Where every second and byte of a layout comes from.
+
+    Also says how close the other choices are.
 
     Without --layer: every cause of time (products, gathers of parameters, sums of gradients, ...) and, for each
     layer, what the best strategy would cost that splits this layer in another way. With --layer: the layer's work

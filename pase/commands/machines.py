@@ -99,7 +99,9 @@ def machines(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """The machines that come with pase; or one of them, or a file of your own, with every source.
+    """The machines that come with pase, each number with its source.
+
+    Lists all of them; or shows one of them, or a file of your own, with every source.
 
     A copy of a machine file with other figures, or one from pase calibrate, is given as --machine FILE.
     """

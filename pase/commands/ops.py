@@ -8,7 +8,9 @@ __all__ = ["ops"]
 
 
 def ops(json: JsonOption = False) -> None:
-    """Which ops of which framework pase can read, and the loop nests that each becomes.
+    """The framework ops that pase can read.
+
+    Also says which loop nest each op becomes.
 
     An op that is not listed is an error that names it and its place in your model, or with --unknown replicate an
     op that is not split.

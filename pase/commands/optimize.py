@@ -25,7 +25,10 @@ def optimize(
     align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What would make a traced run faster: tensor fusion and partition, op fusion, memory passes."""
+    """What would make a traced run faster.
+
+    Tries tensor fusion and partition, op fusion, and memory passes.
+    """
     from pase.errors import PaseError
     from pase.files.quantities import parse_bytes
     from pase.replay.clocks import align as align_clocks

@@ -22,7 +22,10 @@ def profile(
     steps: Annotated[int, typer.Option(min=1, help="PyTorch: optimizer steps to trace then.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run a JAX or PyTorch program, with all processes that it starts, and collect what replay needs."""
+    """Run a program and collect what replay needs.
+
+    PROGRAM uses JAX or PyTorch; all processes that it starts are profiled.
+    """
     from pase.errors import PaseError
     from pase.replay.profiling import environment
 

@@ -31,7 +31,9 @@ def report(
     time_limit: ChoicesTimeLimit = 20.0,
     json: JsonOption = False,
 ) -> None:
-    """Draw a layout as one page: beside the baselines, by cause, by layer, in memory. No scripts, one file.
+    """A layout as one page of HTML.
+
+    Shows it beside the baselines, by cause, by layer, and in memory. No scripts, one file.
 
     \b
     Example:

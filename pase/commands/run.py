@@ -32,7 +32,7 @@ def run(
     seed: Annotated[int, typer.Option("--seed", help="For the parameters and the batch.", min=0)] = 0,
     json: JsonOption = False,
 ) -> None:
-    """Run one training step as the layout says and compare it with the same step on one device.
+    """Run one sharded training step of a layout on devices here.
 
     On a machine without accelerators the devices are JAX host devices. Compares the loss, every gradient and
     every updated parameter, and the bytes that the compiled program moves with those predicted. Exits with 1

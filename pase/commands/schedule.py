@@ -66,7 +66,10 @@ def schedule(
     emit: Annotated[str | None, typer.Option(help="Print for others to run: xla, pgle or ddp.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Which tensors travel together, in which order, on which link, and what the iteration then takes."""
+    """Order, fuse and split a step's communication.
+
+    Decides which tensors travel together, in which order, on which link, and what the iteration then takes.
+    """
     from pase.errors import PaseError
     from pase.schedule.compare import compare_policies
     from pase.schedule.io import plan_to_json

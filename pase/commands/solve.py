@@ -39,7 +39,9 @@ def solve(
     kernel: Annotated[str, typer.Option(help="numba (fast) or numpy (to check it).")] = "numba",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Minimise node costs + edge costs, under the instance's memory limit if it has one.
+    """The search engine alone, on an instance file.
+
+    Minimises node costs + edge costs, under the instance's memory limit if it has one.
 
     Exact where an elimination order fits in memory; otherwise the best found within the time limit,
     with a lower bound. Ctrl-C gives the best so far.

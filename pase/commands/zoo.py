@@ -12,7 +12,9 @@ __all__ = ["zoo"]
 def zoo(
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """List the zoo: each model's parameters, its settings with their defaults, and where it is from.
+    """The models that come with pase.
+
+    Lists each model's parameters, its settings with their defaults, and where it is from.
 
     Use one as zoo:NAME, with settings as in zoo:gpt2?batch=32&seq=512.
     """

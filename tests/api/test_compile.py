@@ -93,7 +93,7 @@ def unknown_op(params, x):
         (lambda: pase.compile(loss, PARAMS, BATCH, devices=8, machine="abacus"), "abacus"),
         (
             lambda: pase.compile(loss, PARAMS, BATCH, devices=8, cost_model="vibes"),
-            "no cost model named 'vibes'",
+            "no cost model 'vibes'",
         ),
         (
             lambda: pase.compile(loss, PARAMS, BATCH, devices=8, optimizer="hope"),

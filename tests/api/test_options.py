@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 import pase
-from pase.cli import COMMANDS, _loaded
+from pase.cli import PACKAGE, _loaded
 from pase.compiler.options import CompileOptions
 from pase.errors import PaseError
 from pase.questions.sensitivity import sensitivity
@@ -36,14 +36,14 @@ def test_a_call_that_does_not_fit_is_a_type_error(keywords, message):
 
 
 def test_the_command_line_has_each_option_with_its_help_and_default():
-    command = {p.name: p for p in _loaded("compile", COMMANDS["compile"][0]).params}
+    command = {p.name: p for p in _loaded(PACKAGE, "compile").params}
     for f in fields(CompileOptions):
         flag = f.metadata["flag"]
         assert (f.name in command) == bool(flag.names)
         if flag.names:
             assert set(flag.names) == set(command[f.name].opts)
             assert command[f.name].help.startswith(f.metadata["help"])
-    compared = {p.name for p in _loaded("compare", COMMANDS["compare"][0]).params}
+    compared = {p.name for p in _loaded(PACKAGE, "compare").params}
     assert {"devices", "machine", "dims"} <= compared and "memory_limit" not in compared
 
 

@@ -2,61 +2,56 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import pase.commands
 from pase import __version__, cli
 
-COMMANDS = '''
-import json, sys
+HEAD = """
+import json
 from typing import Annotated
 import typer
 from pase.errors import Infeasible, PaseError
 
-def ok(size: Annotated[int, typer.Option(help="How many.")] = 3) -> None:
-    """Do it.
+"""
+COMMANDS = {
+    "ok": """def ok(size: Annotated[int, typer.Option(help="How many.")] = 3) -> None:
+    '''Do it.
 
     >>> no doctest, but longer help
-    """
+    '''
     print(json.dumps({"size": size}))
-
-def bad() -> None:
+""",
+    "bad": """def bad() -> None:
     raise PaseError("layout.json, line 3: no such axis 'q'; the mesh has data, model")
-
-def infeasible() -> None:
+""",
+    "infeasible": """def infeasible() -> None:
+    '''Line about infeasible.'''
     raise Infeasible("nothing fits in 1 GiB; the least is 3.2 GiB a device")
-
-def missing() -> None:
-    open("/no/such/layout.json")
-
-def crash() -> None:
-    raise RuntimeError("boom")
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-def chatty() -> None:
-    for i in range(100_000):
-        print(i)
-'''
+""",
+    "missing": "def missing() -> None:\n    open('/no/such/layout.json')\n",
+    "crash": "def crash() -> None:\n    raise RuntimeError('boom')\n",
+    "interrupt": "def interrupt() -> None:\n    raise KeyboardInterrupt\n",
+    "chatty": "def chatty() -> None:\n    for i in range(100_000):\n        print(i)\n",
+}
 
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    """The program with dummy commands, one of which has no module."""
-    (tmp_path / "dummy_commands.py").write_text(COMMANDS)
+    """The program with dummy commands, each in a file of a package, beside what they share."""
+    folder = tmp_path / "dummy_commands"
+    folder.mkdir()
+    for name, source in {"__init__": "", "options": "later = 1\n", **COMMANDS}.items():
+        (folder / f"{name}.py").write_text(HEAD + source)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    names = ["ok", "bad", "infeasible", "missing", "crash", "interrupt", "chatty"]
-    table = {n: (f"dummy_commands:{n}", f"Line about {n}.") for n in names}
-    yield cli.command_group({**table, "later": ("dummy_later:later", "Not there yet.")})
-    sys.modules.pop("dummy_commands", None)
+    yield cli.command_group("dummy_commands")
+    for module in [m for m in sys.modules if m.startswith("dummy_commands")]:
+        del sys.modules[module]
 
 
 def call(group, *args: str) -> int:
@@ -94,7 +89,7 @@ def test_failures_have_one_message_and_their_status(group, capsys, command, stat
         (["okk"], "No such command 'okk'. Did you mean 'ok'?"),
         (["ok", "--size", "many"], "Invalid value for '--size'"),
         (["ok", "--colour"], "No such option: --colour"),
-        (["later"], "No such command 'later'"),
+        (["options"], "No such command 'options'"),
     ],
 )
 def test_bad_usage_is_status_2_on_stderr(group, capsys, args, message):
@@ -106,9 +101,9 @@ def test_bad_usage_is_status_2_on_stderr(group, capsys, args, message):
 def test_the_list_of_commands_loads_none_of_them(group, capsys):
     assert call(group, "--help") == 0
     text = capsys.readouterr().out
-    assert "Line about infeasible." in text and "later" not in text
+    assert "Line about infeasible." in text and "options" not in text
     assert "pase compile zoo:gpt2 --devices 32 " in text
-    assert "dummy_commands" not in sys.modules
+    assert [m for m in sys.modules if m.startswith("dummy_commands.")] == []
 
 
 def test_no_arguments_print_the_help(group, capsys):
@@ -143,12 +138,7 @@ def test_the_program_itself():
 
 
 def test_a_reader_that_leaves_is_no_error(group, tmp_path):
-    program = (
-        "from pase import cli\n"
-        "cli.COMMANDS.clear()\n"
-        "cli.COMMANDS['chatty'] = ('dummy_commands:chatty', 'Much.')\n"
-        "cli.main(['chatty'])\n"
-    )
+    program = "from pase import cli\ncli.PACKAGE = 'dummy_commands'\ncli.main(['chatty'])\n"
     with subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
@@ -162,22 +152,17 @@ def test_a_reader_that_leaves_is_no_error(group, tmp_path):
     assert child.returncode == 0
 
 
-def test_every_command_with_a_module_has_its_function():
-    for name, (target, line) in cli.COMMANDS.items():
-        module, _, function = target.partition(":")
+def test_every_command_has_its_function_and_a_line_of_help():
+    names = cli._names("pase.commands")
+    assert len(names) >= 16
+    for name in names:
+        line = cli._line("pase.commands", name)
         assert line.endswith(".") and len(line) <= 63, name  # one line of help, uncut
-        if cli._known(target):
-            assert callable(getattr(importlib.import_module(module), function)), target
+        assert callable(getattr(importlib.import_module(f"pase.commands.{name}"), name))
 
 
-def test_every_command_is_in_the_table():
-    """A file of pase/commands with a function of its own name is a command; the others are helpers."""
-    files = {
-        file.stem
-        for file in Path(pase.commands.__file__).parent.glob("[!_]*.py")
-        if any(
-            isinstance(n, ast.FunctionDef) and n.name == file.stem for n in ast.parse(file.read_text()).body
-        )
-    }
-    assert len(files) >= 3
-    assert files <= {target.partition(":")[0].rpartition(".")[2] for target, _ in cli.COMMANDS.values()}
+def test_a_file_without_its_function_is_an_error_that_names_it(tmp_path, monkeypatch):
+    (tmp_path / "half.py").write_text("def whole() -> None: ...\n")
+    monkeypatch.setattr(pase.commands, "__path__", [*pase.commands.__path__, str(tmp_path)])
+    with pytest.raises(AttributeError, match=r"half\.py has no function 'half'"):
+        cli._line("pase.commands", "half")
