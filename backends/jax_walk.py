@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_equations import boundary
-from pase.frontends.from_jax import INLINED, KEPT_WHOLE, inner_jaxpr
+from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_control import by_platform
 from pase.frontends.jax_versions import evaluate, is_literal, scan_groups
 from pase.ir.blocks import Block
@@ -91,7 +91,7 @@ class Walk:
             names = traced.operands[path]
             name = eqn.primitive.name
             ins = [value(v) for v in eqn.invars]
-            if name in INLINED and name not in KEPT_WHOLE:
+            if inlined(eqn):
                 outs = self._call(eqn, ins, f"{path}.", copies)
             elif name == "scan":
                 outs = self._scan(eqn, ins, path, copies)

@@ -11,7 +11,9 @@ from pase.backends import mtf_images as images
 from pase.backends import mtf_lower as lower
 from pase.backends.mtf_lower import Rules, refuse
 from pase.backends.mtf_program import Input, Program, SourceOp, Value
+from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
+from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_versions import is_literal, source_line
 
 __all__ = ["RULES", "source_ops"]
@@ -173,6 +175,11 @@ class _Walk:
             self.line = source_line(eqn) or self.line  # a cached inner jaxpr has lost its lines
             name = eqn.primitive.name
             ins = [read(v) for v in eqn.invars]
+            if call_of(eqn):
+                raise PaseError(
+                    f"attention at {self.line}: Mesh-TensorFlow has no fused kernel for it; write the two products and "
+                    f"the softmax out (a model of the zoo takes attention=plain)"
+                )
             if name in INLINED:
                 jaxpr, consts = inner_jaxpr(eqn)
                 inner = dict(zip(jaxpr.constvars, (_value(np.asarray(c)) for c in consts), strict=True))

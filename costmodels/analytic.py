@@ -51,8 +51,8 @@ class Analytic:
     ) -> np.ndarray:
         """Seconds: the slower of arithmetic and memory, plus a launch. No work costs nothing."""
         device = self.machine.device
-        if kind not in ("matmul", "conv", "memory"):
-            raise ValueError(f"compute kind must be 'matmul', 'conv' or 'memory', got '{kind}'")
+        if kind not in ("matmul", "conv", "attention", "memory"):
+            raise ValueError(f"compute kind must be 'matmul', 'conv', 'attention' or 'memory', got '{kind}'")
         flops, nbytes = np.asarray(flops, dtype=float), np.asarray(nbytes, dtype=float)
         launch = device.launch_s
         if device.memory_curve is not None:
@@ -77,6 +77,10 @@ class Analytic:
         mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None,
     ) -> np.ndarray:
         device = self.machine.device
+        if kind == "attention":
+            if device.attention is not None and mnk is not None:
+                return flops / (device.peak(dtype) * device.attention.at(np.asarray(mnk[1], dtype=float)))
+            kind = "matmul"  # no figure of the fused kernel: the products that it is made of
         rate = device.peak(dtype) * device.efficiency.get(kind, 1.0)
         if mnk is None:
             return flops / rate

@@ -69,8 +69,8 @@ class Paper:
         mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
     ) -> np.ndarray:
         """Multiply-adds of products; FLOPs of anything else. Memory traffic is free, as in the paper."""
-        if kind not in ("matmul", "conv", "memory"):
-            raise ValueError(f"compute kind must be 'matmul', 'conv' or 'memory', got '{kind}'")
+        if kind not in ("matmul", "conv", "attention", "memory"):
+            raise ValueError(f"compute kind must be 'matmul', 'conv', 'attention' or 'memory', got '{kind}'")
         work = np.asarray(flops, dtype=float) * (1.0 if kind == "memory" else 0.5)
         return np.broadcast_to(work, np.broadcast_shapes(work.shape, np.shape(nbytes))).copy()
 

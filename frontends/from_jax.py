@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pase.errors import PaseError
-from pase.frontends import jax_versions, registry
+from pase.frontends import jax_attention, jax_versions, registry
 from pase.frontends.jax_control import CONTROL, Trips
 from pase.frontends.jax_rules import ELEMENTWISE, RULES
 from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Size, Tensor, parse_size
 from pase.ir.sizes import bind_size, free_symbols
 from pase.ops import GraphBuilder, nests
+from pase.ops.attention import attention
 
 __all__ = [
     "INLINED",
@@ -28,6 +29,7 @@ __all__ = [
     "UnknownOp",
     "coverage",
     "from_jax",
+    "inlined",
     "inner_jaxpr",
     "reads",
     "trace",
@@ -85,6 +87,12 @@ def coverage() -> dict[str, list[str]]:
     return out | {"call, inlined": sorted(INLINED), "loop": ["scan", "while"], "branches": ["cond"]}
 
 
+def inlined(eqn: Any) -> bool:
+    """Is the equation a call whose body stands in the graph, op by op? (A backend walks into it, too.)"""
+    name = eqn.primitive.name
+    return name in INLINED and name not in KEPT_WHOLE and jax_attention.call_of(eqn) is None
+
+
 def inner_jaxpr(eqn: Any) -> Any:
     """The jaxpr that a call equation calls: (jaxpr, consts)."""
     return jax_versions.opened(eqn.params[INLINED[eqn.primitive.name]])
@@ -127,7 +135,8 @@ def trace(
         check_dims(bound, symbols, name or _name_of(fn))
         as_shapes = jax.tree.map(lambda t: _bound(t, bound), as_shapes)
     try:
-        closed = jax.make_jaxpr(fn)(*as_shapes)
+        with jax_attention.named():
+            closed = jax.make_jaxpr(fn)(*as_shapes)
     except (TypeError, ValueError, NotImplementedError) as e:
         raise PaseError(f"JAX cannot trace {_name_of(fn)} on these shapes: {e}") from e
     if not closed.out_avals or closed.out_avals[0].shape != ():
@@ -278,7 +287,11 @@ class _Lower:
                 )
             name = eqn.primitive.name
             self.b.saved = self.policy is not None and _saves(self.policy, eqn)
-            if name in INLINED:
+            if call := jax_attention.call_of(eqn):
+                q, k, v, *beside = (self.of(x) for x in eqn.invars)
+                out = attention(self.b, q, k, v, beside, causal=call.causal, order=call.order)
+                self.write(eqn.outvars, [out])
+            elif name in INLINED:
                 self._call(eqn, f"{prefix}{i}.")
             elif name in CONTROL:
                 CONTROL[name](self, eqn, f"{prefix}{i}.")

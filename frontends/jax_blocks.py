@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
-from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr, trace
+from pase.frontends.from_jax import INLINED, Traced, inlined, inner_jaxpr, trace
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
 
@@ -38,7 +38,7 @@ def _blocks(jaxpr: Any, prefix: str) -> Iterator[Block]:
             body = eqn.params["jaxpr"].jaxpr
             if eqn.params["length"] > 1 and _holds(body.eqns, _HEAVY) and not _holds(body.eqns, _REMAT):
                 yield Block(prefix=f"{prefix}{i}.", start=0, stop=len(body.eqns))
-        elif name in INLINED and name not in KEPT_WHOLE and name not in _REMAT:
+        elif inlined(eqn) and name not in _REMAT:
             yield from _blocks(inner_jaxpr(eqn)[0], f"{prefix}{i}.")
     yield from (Block(prefix=prefix, start=a, stop=b) for a, b in _runs(jaxpr))
 

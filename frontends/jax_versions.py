@@ -6,12 +6,14 @@ run the tests with it, mend what differs below, and add it to ``KNOWN`` and to t
 - Up to 0.10 a ClosedJaxpr holds an open Jaxpr and its constants; from 0.11 on there is one class for both.
 - Up to 0.10 a scan says how many of its operands are constants and carried (num_consts, num_carry); from 0.11 on
   ``ft_in`` holds the operands' three groups.
+- ``jax.nn.dot_product_attention`` calls one of two functions of its own module, by name.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,7 @@ from pase.errors import PaseError
 
 __all__ = [
     "KNOWN",
+    "attention_by",
     "check",
     "evaluate",
     "is_dropped",
@@ -96,6 +99,30 @@ def source_line(eqn: Any) -> str:
         return source_info_util.summarize(eqn.source_info)
     except AttributeError:
         return ""
+
+
+Attention = Callable[..., Any]
+
+
+@contextmanager
+def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: str) -> Iterator[None]:
+    """JAX's two implementations of attention, each exchanged for ``stand_in(it, that of XLA)`` for a while.
+
+    file: whose lines are not the user's. A version without these functions, which are JAX's own, is left as it is.
+    """
+    from jax._src import source_info_util
+    from jax._src.nn import functions
+
+    source_info_util.register_exclusion(file)
+    namespace = vars(functions)
+    xla = "_dot_product_attention_xla"
+    kept = {n: namespace[n] for n in (xla, "cudnn_dot_product_attention") if n in namespace}
+    if xla in kept:
+        namespace.update({name: stand_in(f, kept[xla]) for name, f in kept.items()})
+    try:
+        yield
+    finally:
+        namespace.update(kept)
 
 
 def evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:

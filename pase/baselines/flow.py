@@ -159,7 +159,7 @@ def _tensor_dims(
             between = [
                 {classes[m, d.name] for d in graph.node[m].space}
                 for m in _reach(graph, w, readers, back=True)
-                if graph.node[m].kind == "matmul" and m not in readers
+                if graph.node[m].kind in ("matmul", "attention") and m not in readers
             ]
             inner.update([c for c in summed if all(c in here for here in between)] if between else summed[:1])
         elif model in w.contracted and not rows & _reach(graph, w, readers, back=False):

@@ -282,9 +282,8 @@ class _Groups:
                 continue
             (target,) = outside
             reader = self._op(target)
-            if reader.kind in ("matmul", "conv", "gather", "scatter", "output") and _loops(reader) == _loops(
-                self._op(root)
-            ):
+            takes = ("matmul", "conv", "attention", "gather", "scatter", "output")
+            if reader.kind in takes and _loops(reader) == _loops(self._op(root)):
                 self.join(target, root, free=True)
 
     def join_results(self) -> None:
@@ -300,7 +299,11 @@ class _Groups:
                 continue
             kind = self._op(self.find(source)).kind
             alone = len(self.readers[op.reads[0].tensor]) == 1
-            if alone and kind in ("matmul", "conv", "gather") and _loops(self._op(source)) == _loops(op):
+            if (
+                alone
+                and kind in ("matmul", "conv", "attention", "gather")
+                and _loops(self._op(source)) == _loops(op)
+            ):
                 self.join(source, i, free=True)
 
     def finish(self) -> Graph:

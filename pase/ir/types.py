@@ -49,6 +49,7 @@ Role = Literal["parameter", "input", "activation", "constant"]
 OpKind = Literal[
     "matmul",
     "conv",
+    "attention",
     "gather",
     "scatter",
     "window",
@@ -239,7 +240,16 @@ class Node:
     @cached_property
     def main(self) -> Op:
         """The op that gives the node its character: a matmul before an elementwise op."""
-        rank = {"matmul": 0, "conv": 0, "gather": 1, "scatter": 1, "window": 1, "sequential": 1, "opaque": 1}
+        rank = {
+            "matmul": 0,
+            "conv": 0,
+            "attention": 0,
+            "gather": 1,
+            "scatter": 1,
+            "window": 1,
+            "sequential": 1,
+            "opaque": 1,
+        }
         light = {"reduce": 3, "elementwise": 4, "generate": 5, "view": 6}
         return min(self.ops, key=lambda op: rank.get(op.kind, light.get(op.kind, 2)))
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
-from pase.machine.tables import check_curve, check_matmul
+from pase.machine.tables import check_attention, check_curve, check_matmul
 from pase.machine.types import (
     BUCKET_BYTES,
     COLLECTIVES,
     Algorithm,
+    AttentionCurve,
     CollectiveCurve,
     Curve,
     Device,
@@ -138,6 +139,15 @@ def _curve(r: _Reader) -> Curve:
     return curve
 
 
+def _attention(r: _Reader) -> AttentionCurve:
+    curve = AttentionCurve(keys=r.numbers("keys", whole=True, low=1), efficiency=r.numbers("efficiency"))
+    r.done(_keys(AttentionCurve))
+    problem = check_attention(curve)
+    if problem:
+        raise r.error("", problem)
+    return curve
+
+
 def _matmul(r: _Reader) -> MatmulTable:
     table = MatmulTable(
         dtype=r.text("dtype"),
@@ -174,6 +184,7 @@ def _device(r: _Reader) -> Device:
         c = r.sub("memory_curve")
         curve = _curve(c)
         c.done(_keys(Curve))
+    attention = _attention(r.sub("attention")) if "attention" in r.table else None
     device = Device(
         name=r.text("name"),
         peak_flops=peak_flops,
@@ -186,6 +197,7 @@ def _device(r: _Reader) -> Device:
         tiles=tuple(tiles),
         matmul_tables=tuple(_matmul(t) for t in r.subs("matmul_tables")),
         memory_curve=curve,
+        attention=attention,
         memory_tile=r.numbers("memory_tile", (), whole=True, low=1),
     )
     if len(device.memory_tile) not in (0, 2):

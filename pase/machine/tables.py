@@ -7,17 +7,18 @@ measured points a line in log-log is not.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from pase.machine.types import Curve, MatmulTable
+from pase.machine.types import AttentionCurve, Curve, MatmulTable
 
-__all__ = ["check_curve", "check_matmul", "curve_s", "matmul_flops_per_s"]
+__all__ = ["check_attention", "check_curve", "check_matmul", "curve_s", "matmul_flops_per_s"]
 
 _MATMUL_SLACK = 0.10
 
 
-def _falls(values: tuple[float, ...]) -> int | None:
+def _falls(values: Sequence[float]) -> int | None:
     return next((i for i in range(1, len(values)) if values[i] <= values[i - 1]), None)
 
 
@@ -38,6 +39,16 @@ def check_curve(curve: Curve) -> str | None:
                 f"is not monotone: {b:g} s at {at:g} bytes, less than {a:g} s for fewer bytes; measure again"
             )
     return None
+
+
+def check_attention(curve: AttentionCurve) -> str | None:
+    """What is wrong with a fused kernel's curve, as ``check_curve`` says it."""
+    if len(curve.keys) != len(curve.efficiency) or not curve.keys:
+        return f"needs as many efficiencies as keys, one or more; got {len(curve.efficiency)} and {len(curve.keys)}"
+    if not all(0 < e <= 1 for e in curve.efficiency):
+        return "must have efficiencies above 0 and up to 1"
+    i = _falls(curve.keys)
+    return None if i is None else f"is not monotone: keys {curve.keys[i]} follows {curve.keys[i - 1]}"
 
 
 def check_matmul(table: MatmulTable) -> str | None:

@@ -95,6 +95,22 @@ class Tile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionCurve:
+    """The part of the peak that a fused attention kernel reaches, by the number of keys; flat beyond its ends."""
+
+    keys: tuple[int, ...]
+    efficiency: tuple[float, ...]
+
+    def at(self, keys: np.ndarray) -> np.ndarray:
+        """Interpolated over the logarithm of the number of keys.
+
+        >>> AttentionCurve(keys=(1024, 4096), efficiency=(0.5, 0.6)).at(np.array([512.0, 2048.0])).tolist()
+        [0.5, 0.55]
+        """
+        return np.interp(np.log2(keys), np.log2(self.keys), self.efficiency)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator. ``peak_flops`` maps a dtype name to FLOP/s (a multiply-add is two).
 
@@ -103,6 +119,7 @@ class Device:
     vector_flops: FLOP/s outside of the matrix units; None: as slow as the slowest matmul dtype.
     compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization);
     0 and empty: no such effect.
+    attention: of a fused attention kernel; None: priced as the two products that it is made of.
     matmul_tables, memory_curve: measurements, which stand in for efficiency, tiles and launch.
     memory_tile: rows and columns of the tiles in which arrays lie in memory, padded to whole ones; empty: unpadded.
     """
@@ -118,6 +135,7 @@ class Device:
     tiles: tuple[Tile, ...] = ()
     matmul_tables: tuple[MatmulTable, ...] = ()
     memory_curve: Curve | None = None
+    attention: AttentionCurve | None = None
     memory_tile: tuple[int, int] | tuple[()] = ()
 
     def peak(self, dtype: str) -> float:
@@ -294,11 +312,12 @@ class CostModel(Protocol):
         *,
         mnk: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
     ) -> np.ndarray:
-        """Cost of local work on one device. kind: "matmul" | "conv" | "memory".
+        """Cost of local work on one device. kind: "matmul" | "conv" | "attention" | "memory".
 
         flops: a multiply-add is two; nbytes: bytes that device memory must move. Shapes broadcast.
         mnk: local extents of a matmul (or of a conv seen as one), batch dims left out: models that
-        know how speed falls on small or ragged extents use them, the others ignore them.
+        know how speed falls on small or ragged extents use them, the others ignore them. Of an attention: queries,
+        keys and the width of a head.
         """
         ...
 

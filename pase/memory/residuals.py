@@ -52,12 +52,15 @@ def _kept(graph: Graph) -> Iterator[Kept]:
     constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
     maker = {a.tensor: (n, op) for n in graph.nodes for op in n.ops for a in op.writes}
     seen: set[tuple[str, bool]] = set()
+    wanted: tuple[str, ...]
     for n in graph.nodes:
         for op in n.ops:
             if not any(graph.tensors[a.tensor].needs_grad for a in op.writes):
                 continue
-            if op.name in _RESULT:
-                wanted: tuple[str, ...] = tuple(a.tensor for a in op.writes)
+            if op.kind == "attention":
+                wanted = (*needs(op, constant), *(a.tensor for a in op.writes))
+            elif op.name in _RESULT:
+                wanted = tuple(a.tensor for a in op.writes)
             else:
                 wanted = needs(op, constant)
             for t in wanted:

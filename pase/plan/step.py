@@ -22,7 +22,7 @@ from pase.tables.layouts import dim_index, number, shards
 
 __all__ = ["COMPILED", "EAGER", "Executor", "PassTime", "StepTime", "launches", "on_host", "step_time"]
 
-_HEAVY = ("matmul", "conv", "gather", "scatter", "window", "sequential", "opaque")
+_HEAVY = ("matmul", "conv", "attention", "gather", "scatter", "window", "sequential", "opaque")
 _LIGHT = ("elementwise", "reduce")
 _LIBRARY = frozenset(
     ("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "dropout", "bias_gelu", "bias_dropout_add")
@@ -166,7 +166,7 @@ def step_time(
     launch_s = dict(zip(("forward", "backward"), executor.host_s, strict=True))
     for n in graph.nodes:
         cfg = configs[n.name][None, :]
-        products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv") for op in n.ops)
+        products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv", "attention") for op in n.ops)
         apart = not (executor.fused or products or n.kind == "parameter")
         work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
         work = [w for w in work if not (apart and w.kind == "memory")]

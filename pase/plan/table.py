@@ -150,7 +150,7 @@ def layer_table(plan: PlanData) -> Any:
 
 
 def _op_text(n: NodePlan) -> str:
-    return n.einsum if n.op in ("matmul", "conv", "gather", "scatter") else f"{n.op}  {n.einsum}"
+    return n.einsum if n.op in ("matmul", "conv", "attention", "gather", "scatter") else f"{n.op}  {n.einsum}"
 
 
 def storage_table(plan: PlanData) -> Any:

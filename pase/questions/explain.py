@@ -155,6 +155,7 @@ def causes(plan: PlanData) -> tuple[Cause, ...]:
     kinds = {
         "matmul": "matrix products",
         "conv": "convolutions",
+        "attention": "fused attention",
         "gather": "lookups",
         "parameter": "casts of parameters",
     }

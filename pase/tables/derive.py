@@ -83,7 +83,7 @@ class Work:
     ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
     """
 
-    kind: Literal["matmul", "conv", "memory"]
+    kind: Literal["matmul", "conv", "attention", "memory"]
     dtype: str
     flops: np.ndarray
     nbytes: np.ndarray
@@ -147,7 +147,7 @@ def node_work(
     for op in node.ops:
         over = op.dims if op.over is None else op.over
         flops = op.flops_per_point * _local_points(node, over, cfg, mesh)
-        heavy = op.kind in ("matmul", "conv", "gather", "scatter")
+        heavy = op.kind in ("matmul", "conv", "attention", "gather", "scatter")
 
         def touched(a: Access, over: tuple[str, ...] = over) -> np.ndarray:
             t = graph.tensors[a.tensor]
@@ -168,6 +168,8 @@ def node_work(
         grads = [a for a in op.reads if _grad(graph, op, a.tensor)]
         if op.kind in ("matmul", "conv"):
             yield from _products(graph, node, op, flops, nbytes, cfg, mesh, tile)
+        elif op.kind == "attention":
+            yield from _attention(graph, node, op, flops, nbytes, cfg, mesh)
         elif op.kind == "gather":
             light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
             for a in grads:  # a scatter-add into zeros of the table's local size
@@ -232,6 +234,39 @@ def _products(
     for a, mnk in zip(op.reads, ((m, k, n), (k, n, m)), strict=True):
         if _grad(graph, op, a.tensor):
             yield product(mnk, "backward", times)
+
+
+_BACKWARD_PRODUCTS = 5 / 2
+"""Of a fused attention: the scores again, and a product for each of four gradients (scores', values', queries' and
+keys'), where forward has two. Dao et al. 2022 (arXiv 2205.14135), algorithm 4."""
+
+
+def _attention(
+    graph: Graph, node: Node, op: Op, flops: np.ndarray, nbytes: np.ndarray, cfg: np.ndarray, mesh: Mesh
+) -> Iterator[Work]:
+    """A fused attention forward, and backward, which reads once more what forward read and wrote, the result's
+    gradient in place of the result, and writes the operands' gradients.
+
+    Causal: of n contiguous parts of the queries the last sees most keys, and the others wait for it: it has
+    1 - 1/2n of a part's whole work, all of them together have half.
+    """
+    q, k = (set(a.map.dims) for a in op.reads[:2])
+    queries = op.writes[1].map.walks[1].dims
+    width = (q & k) - set(op.writes[0].map.dims)
+    rows, keys, inner = (_local_points(node, tuple(dims), cfg, mesh) for dims in (queries, k - q, width))
+    if op.name == "causal_attention":
+        flops = flops * (1 - 1 / (2 * shards(cfg, dim_index(node, queries), mesh)))
+    times = _runs(op, node.name)
+    dtype = graph.tensors[op.reads[0].tensor].dtype
+    yield Work(
+        kind="attention", dtype=dtype, flops=flops, nbytes=nbytes, mnk=(rows, keys, inner), phase="forward",
+        times=times * (2 if op.remat else 1),
+    )  # fmt: skip
+    if any(_grad(graph, op, a.tensor) for a in op.reads):
+        yield Work(
+            kind="attention", dtype=dtype, flops=_BACKWARD_PRODUCTS * flops, nbytes=2 * nbytes, mnk=(rows, keys, inner),
+            phase="backward", times=times,
+        )  # fmt: skip
 
 
 def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Work]:

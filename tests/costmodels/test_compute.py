@@ -64,7 +64,9 @@ def test_a_dtype_that_is_not_listed_is_slow_but_never_free():
 
 @pytest.mark.parametrize("name", names())
 def test_an_unknown_kind_of_work_is_refused(name):
-    with pytest.raises(ValueError, match="compute kind must be 'matmul', 'conv' or 'memory', got 'sort'"):
+    with pytest.raises(
+        ValueError, match="compute kind must be 'matmul', 'conv', 'attention' or 'memory', got 'sort'"
+    ):
         get(name, flat()).compute("sort", "float32", 1.0, 1.0)
 
 
@@ -298,3 +300,19 @@ def test_paper_model_takes_its_ratio_from_the_machine():
 
     assert r("1080tix8") == r("2080tix8") == 5000
     assert r("h100x8") == pytest.approx(8 * 494.7e12 / 50e9)
+
+
+def test_fused_attention_runs_at_its_own_rate():
+    """Between two measured lengths on the logarithm's line; without a curve, as the products it is made of."""
+    h100 = load("h100x8")
+    model, flops = get("analytic", h100), 1e15
+    seconds = [
+        float(model.compute("attention", "bfloat16", flops, 0.0, mnk=(s, s, 128))) for s in (512, 1024, 65536)
+    ]
+    wanted = [flops / (989.4e12 * e) + h100.device.launch_s for e in (0.435, 0.523, 0.628)]
+    assert seconds == pytest.approx(wanted)
+    bare = replace(h100, device=replace(h100.device, attention=None))
+    products = get("analytic", bare).compute("matmul", "bfloat16", flops, 0.0, mnk=(1024, 1024, 128))
+    assert (
+        get("analytic", bare).compute("attention", "bfloat16", flops, 0.0, mnk=(1024, 1024, 128)) == products
+    )

@@ -170,7 +170,15 @@ def test_a_broken_file_gets_one_clear_error(old, new, message):
     assert message in str(e.value)
 
 
+ATTENTION = """
+[device.attention]
+keys = [512, 4096]
+efficiency = [0.4, 0.6]
+"""
 BROKEN_TABLES = [
+    ("[512, 4096]", "[4096, 512]", "device.attention is not monotone: keys 512 follows 4096"),
+    ("[0.4, 0.6]", "[0.4]", "device.attention needs as many efficiencies as keys, one or more; got 1 and 2"),
+    ("[0.4, 0.6]", "[0.4, 1.6]", "device.attention must have efficiencies above 0 and up to 1"),
     ("[1e3, 1e6, 1e9]", "[1e3, 1e9, 1e6]", "collectives[0] is not monotone: nbytes 1e+06 follows 1e+09"),
     (
         "[1e-5, 2e-5, 1e-2]",
@@ -199,7 +207,7 @@ BROKEN_TABLES = [
 
 @pytest.mark.parametrize(("old", "new", "message"), BROKEN_TABLES, ids=[b[2][-40:] for b in BROKEN_TABLES])
 def test_a_nonsensical_measurement_is_refused(old, new, message):
-    text = with_tables(CURVE + MATMUL)
+    text = with_tables(CURVE + MATMUL + ATTENTION)
     assert old in text
     with pytest.raises(PaseError) as e:
         parse(text.replace(old, new, 1), "f.toml")
