@@ -144,14 +144,17 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
     from pase.backends.mtf_names import Names
     from pase.backends.mtf_rules import parse_pairs
     from pase.backends.mtf_shim import mesh_tensorflow
-    from pase.compiler.problem import Problem
+    from pase.compiler.mesh_search import search_meshes
+    from pase.compiler.methods import complete, price_methods
+    from pase.compiler.plans import plan_of
+    from pase.compiler.problem import SplitProblem
     from pase.frontends import from_tf
 
     mtf, _ = mesh_tensorflow()
     from mesh_tensorflow.auto_mtf import layout_optimizer, memory_estimator
 
     traced = from_tf.trace(loss, *specs)
-    problem = Problem.of(traced.graph, DEVICES, None, "analytic", "sgd")
+    problem = SplitProblem.of(traced.graph, DEVICES, None, "analytic", "sgd")
     (mesh,) = problem.meshes(MESH, 3)
     space = problem.tables(mesh)[1]
     axes = list(mesh.names)
@@ -159,15 +162,15 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
 
     searched = []
     for _ in range(RUNS):
-        again = Problem.of(traced.graph, DEVICES, None, "analytic", "sgd")
+        again = SplitProblem.of(traced.graph, DEVICES, None, "analytic", "sgd")
         began = time.perf_counter()
-        found = again.search([mesh], lambda _: None, {})
+        found = search_meshes(again, [mesh])
         searched.append(time.perf_counter() - began)
-    ours = problem.plan_of(found.configs, mesh, name, traced)  # type: ignore[arg-type]
+    ours = plan_of(problem, found.configs, mesh, name, traced)  # type: ignore[arg-type]
     our_text, our_layout = to_mesh_tf.program(ours)
 
     first = {n.name: c[0] for n, c in zip(space.graph.nodes, space.configs, strict=True)}
-    whole = problem.plan_of(first, mesh, name, traced)  # type: ignore[arg-type]
+    whole = plan_of(problem, first, mesh, name, traced)  # type: ignore[arg-type]
     text, _ = to_mesh_tf.program(whole)
     _, mtf_graph, _, outputs = built(module(text))
     solved = []
@@ -182,8 +185,8 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
 
     layout = dict(parse_pairs(rules, "auto_mtf's layout"))
     pinned = as_strategy(Names(space.graph, mesh, whole.strategy), space, layout, axes)
-    theirs = problem.plan_of(problem.completed(pinned, mesh), mesh, name, traced)  # type: ignore[arg-type]
-    data = problem.baselines()[0]
+    theirs = plan_of(problem, complete(problem, pinned, mesh), mesh, name, traced)  # type: ignore[arg-type]
+    data = price_methods(problem)[0]
 
     our_module = module(our_text)
     _, our_graph, _, our_outputs = built(our_module)

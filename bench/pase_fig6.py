@@ -18,7 +18,8 @@ from provenance import save
 
 from pase import zoo
 from pase.baselines import Baseline, baselines
-from pase.compiler.problem import Problem
+from pase.compiler.mesh_search import search_meshes
+from pase.compiler.problem import SplitProblem
 from pase.frontends.from_jax import trace
 from pase.search.check import cost_of
 
@@ -48,12 +49,12 @@ def predicted(model: str, machine: str, devices: int) -> dict[str, float]:
     """Seconds of a step by strategy."""
     m = zoo.get(SETTINGS[model])
     raw = trace(m.loss_fn, m.params, m.batch).graph
-    real = Problem.of(raw, devices, machine, "analytic", "momentum")
-    paper = Problem.of(raw, devices, machine, "paper", "momentum")
+    real = SplitProblem.of(raw, devices, machine, "analytic", "momentum")
+    paper = SplitProblem.of(raw, devices, machine, "paper", "momentum")
     out: dict[str, float] = {}
     # PaSE's costs know no hierarchy: among equally good meshes, the one that suits the machine.
     over = paper.meshes(None, 3)
-    found = [paper.search([mesh], lambda _: None, {}) for mesh in over]
+    found = [search_meshes(paper, [mesh]) for mesh in over]
     least = min(f.solution.cost for f in found)
     tied = [f for f in found if f.solution.cost <= least * (1 + 1e-6)]
     costs = []
@@ -68,7 +69,7 @@ def predicted(model: str, machine: str, devices: int) -> dict[str, float]:
             continue  # sequence parallelism came later
         name = "data_parallel" if b.name == "data_parallel" else "expert"
         out[name] = min(out.get(name, float("inf")), b.cost)
-    out["ours"] = real.search(real.meshes(None, 3), lambda _: None, {}).solution.cost
+    out["ours"] = search_meshes(real, real.meshes(None, 3)).solution.cost
     return out
 
 

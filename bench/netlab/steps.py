@@ -41,7 +41,9 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
     """Ours, every method's cheapest and no split at all, priced on the machine file, as layouts in a folder;
     cheapest first. stamp: what was planned under the same one is read again."""
     from pase.compiler.compilation import compile_model
+    from pase.compiler.methods import price_methods
     from pase.compiler.options import CompileOptions
+    from pase.compiler.plans import plan_of
     from pase.machine import load as load_machine
 
     kept = folder / f"{name}_{batch}.cells.json"
@@ -51,10 +53,10 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
     options = CompileOptions(devices=devices, machine=load_machine(machine))
     c = compile_model(m.loss_fn, m.params, (m.batch,), options)
     whole = {n.name: np.full(len(c.plan.mesh.sizes), -1, dtype=np.int8) for n in c.problem.graph.nodes}
-    made = [(b.name, b.strategy, b.mesh) for b in c.given or c.problem.baselines()[0]]
+    made = [(b.name, b.strategy, b.mesh) for b in c.given or price_methods(c.problem)[0]]
     made.append((ALONE, whole, c.plan.mesh))
     found = [("ours", c.plan)]
-    found += [(n, c.problem.plan_of(strategy, mesh, c.plan.model, c.traced)) for n, strategy, mesh in made]
+    found += [(n, plan_of(c.problem, strategy, mesh, c.plan.model, c.traced)) for n, strategy, mesh in made]
     cells: list[Cell] = []
     seen: dict[str, Any] = {}
     for strategy, plan in sorted(found, key=lambda pair: (pair[1].cost, pair[0] != "ours")):

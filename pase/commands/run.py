@@ -82,7 +82,9 @@ def _host_devices(devices: int) -> None:
 def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
     """The plan for the model and the devices at hand."""
     from pase import zoo
-    from pase.compiler.problem import Problem
+    from pase.compiler.methods import complete
+    from pase.compiler.plans import plan_of
+    from pase.compiler.problem import SplitProblem
     from pase.compiler.resolve import resolve
     from pase.compiler.variants import Variant
     from pase.errors import PaseError
@@ -100,7 +102,7 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
     if not reduced and devices == plan.devices:
         return {"plan": plan.with_model(resolve(plan.model)), "model": model, "dropped": []}
     traced = trace(model.loss_fn, model.params, model.batch, name=plan.model)
-    problem = Problem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
+    problem = SplitProblem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
     if plan.accumulate > 1 or plan.remat:
         blocks = blocks_of(traced) if plan.remat else ()
         problem = problem.varied(
@@ -108,9 +110,9 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
         )
     mesh = shrunk_mesh(plan.mesh, devices)
     pinned, dropped = transferred(plan, problem.graph, mesh)
-    configs = problem.completed(pinned, mesh)
+    configs = complete(problem, pinned, mesh)
     return {
-        "plan": problem.plan_of(configs, mesh, plan.model, traced),
+        "plan": plan_of(problem, configs, mesh, plan.model, traced),
         "model": model,
         "dropped": list(dropped),
     }

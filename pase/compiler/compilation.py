@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pase.baselines import Baseline
-from pase.compiler.fit import fitted
+from pase.baselines import Baseline, Skipped
+from pase.compiler.fit import fit_variants
+from pase.compiler.mesh_search import search_meshes
+from pase.compiler.methods import never_worse, price_methods
 from pase.compiler.options import CompileOptions
-from pase.compiler.problem import Problem, Progress
+from pase.compiler.plans import plan_found, plan_of
+from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.resolve import traced_model
 from pase.compiler.variants import Variant, variants
 
@@ -26,7 +29,7 @@ class Compiled:
     """A plan, and what it was made of. given: the strategies people write by hand, on the same problem."""
 
     plan: PlanData
-    problem: Problem
+    problem: SplitProblem
     traced: Traced
     given: tuple[Baseline, ...]
 
@@ -39,34 +42,35 @@ def compile_model(
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(model, params, batch, options.unknown, options.dims)
-    problem = Problem.of(
-        traced.graph, options.devices, options.machine, options.cost_model, options.optimizer
+    problem = SplitProblem.of(
+        traced.graph, options.devices, options.machine, options.cost_model, options.optimizer, options.overlap
     )
-    problem = replace(problem, overlap=options.overlap)
     limit = options.limit_bytes(problem.machine)
     tries = list(variants(traced, problem.graph, options.accumulate, options.remat, limit is not None))
     if tries[0][0] != Variant():
         problem = problem.varied(traced, tries[0][0])
-    seconds = {"trace": time.perf_counter() - start}
+    traced_s = time.perf_counter() - start
     over = problem.meshes(options.mesh, options.max_axes)
-    found = problem.search(over, say, seconds)
+    found = search_meshes(problem, over, say)
     if limit is not None:
-        problem, found = fitted(problem, found, tries, traced, over, limit, options.time_limit, say, seconds)
+        problem, found = fit_variants(problem, found, tries, traced, over, limit, options.time_limit, say)
+    methods: dict[str, float] = {}
+    given: list[Baseline] = []
+    skipped: list[Skipped] = []
     if options.baselines:
         say("pricing what people do by hand")
-        t0 = time.perf_counter()
-        given, skipped = problem.baselines()
-        found = problem.never_worse(found, given, limit)
-        seconds["baselines"] = time.perf_counter() - t0
+        began = time.perf_counter()
+        given, skipped = price_methods(problem)
+        found = never_worse(problem, found, given, limit)
+        methods["baselines"] = time.perf_counter() - began
         # A method's mesh may be one that was not among ours: it is searched too.
         if options.mesh is None and limit is None:
             known = {m.sizes for m in over}
             more = [b.mesh for b in given if b.mesh.sizes not in known and b.cost < found.solution.cost]
-            found = problem.search(more, say, seconds, found) if more else found
-    else:
-        given, skipped = [], []
-    seconds["total"] = time.perf_counter() - start
-    plan = problem.plan(found, name, traced, seconds, given, skipped)
+            found = search_meshes(problem, more, say, found) if more else found
+    total_s = time.perf_counter() - start
+    seconds = {"trace": traced_s, **found.seconds, **methods, "total": total_s}
+    plan = plan_found(problem, found, name, traced, seconds, given, skipped)
     return Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
 
 
@@ -75,7 +79,7 @@ def compare_model(
 ) -> list[tuple[str, PlanData]]:
     """What ``pase.compare`` does."""
     c = compile_model(model, params, batch, options, progress)
-    given = c.given or c.problem.baselines()[0]
+    given = c.given or price_methods(c.problem)[0]
     plans = [("pase", c.plan)]
-    plans += [(b.name, c.problem.plan_of(b.strategy, b.mesh, c.plan.model, c.traced)) for b in given]
+    plans += [(b.name, plan_of(c.problem, b.strategy, b.mesh, c.plan.model, c.traced)) for b in given]
     return sorted(plans, key=lambda pair: (pair[1].cost, pair[0] != "pase"))

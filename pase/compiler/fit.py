@@ -7,156 +7,194 @@ been found within the limit cannot help and is not searched further.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pase.compiler.mesh_search import Found, add_seconds, search_meshes
+from pase.compiler.methods import memory_of
+from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.variants import Variant
 from pase.errors import Infeasible
+from pase.machine import Mesh
+from pase.memory.account import Memory
+from pase.search import Solution, solve
+from pase.tables import CostTables
+from pase.tables.layouts import configs
 
 if TYPE_CHECKING:
-    from pase.compiler.problem import Found, Problem
     from pase.frontends.registry import Traced
-    from pase.machine import Mesh
-    from pase.search import Solution
-    from pase.search.types import MemoryProfile
-    from pase.tables import CostTables
-    from pase.tables.build import Space
 
-__all__ = ["fit", "fitted"]
+__all__ = ["fit_limit", "fit_variants", "least_memory"]
 
 
-def fitted(
-    problem: Problem, free: Found, tries: Sequence[Sequence[Variant]], traced: Traced, over: Sequence[Mesh],
-    limit: float, time_limit: float, say: Callable[[str], None], seconds: dict[str, float],
-) -> tuple[Problem, Found]:  # fmt: skip
+def fit_variants(
+    problem: SplitProblem, free: Found, tries: Sequence[Sequence[Variant]], traced: Traced, over: Sequence[Mesh],
+    limit: float, time_limit: float, say: Progress,
+) -> tuple[SplitProblem, Found]:  # fmt: skip
     """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
 
     free: the unconstrained answer to the first variant, which is ``problem``. The search ends with the first number
     of micro-batches none of whose variants could be cheaper than what fits by then; the bound is over those tried.
+    The strategy's ``seconds`` are those of all the searches.
     """
-    best: tuple[Problem, Found] | None = None
+    best: tuple[SplitProblem, Found] | None = None
     least: list[tuple[float, Variant]] = []
     bound = float("inf")
+    spent = dict(free.seconds)
     for group in tries:
         promising = False
         for variant in group:
             first = variant == tries[0][0]
             p = problem if first else problem.varied(traced, variant)
-            needs = min(p.least_memory(m) for m in over)
+            needs = min(least_memory(p, m) for m in over)
             least.append((needs, variant))
             promising |= needs > limit
             if needs > limit:
                 continue
             if not first:
                 say(f"trying {variant}")
-            unlimited = free if first else p.search(over, say, seconds)
+            unlimited = free if first else search_meshes(p, over, say)
+            if not first:
+                spent = add_seconds(spent, unlimited.seconds)
             if best is not None and unlimited.solution.bound >= best[1].solution.cost:
                 continue
             promising = True
-            found, proven = fit(p, unlimited, over, limit, time_limit, say, seconds)
+            start = time.perf_counter()
+            found, proven = fit_limit(p, unlimited, over, limit, time_limit, say)
+            spent = add_seconds(spent, {"search": time.perf_counter() - start})
             bound = min(bound, proven)
             if found is None:
                 continue
             if best is None or found.solution.cost < best[1].solution.cost:
                 best = (p, found)
             if first and found.solution.cost <= free.solution.cost * (1 + 1e-9):
-                return best  # memory does not bind
+                return p, replace(found, seconds=spent)  # memory does not bind
         if best is not None and not promising:
             break
     if best is None:
-        raise _nearest(least, limit, problem.devices, list(_on_more(problem, traced, least, limit)))
+        more = list(_needs_on_more(problem, traced, least, limit))
+        raise _infeasible(least, limit, problem.devices, more)
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
-    return best[0], replace(best[1], solution=replace(s, optimal=s.bound >= s.cost * (1 - 1e-9)))
+    s = replace(s, optimal=s.bound >= s.cost * (1 - 1e-9))
+    return best[0], replace(best[1], solution=s, seconds=spent)
 
 
-def fit(
-    problem: Problem, free: Found, over: Sequence[Mesh], limit: float, time_limit: float,
-    say: Callable[[str], None], seconds: dict[str, float],
-) -> tuple[Found | None, float]:  # fmt: skip
+def fit_limit(
+    problem: SplitProblem, free: Found, over: Sequence[Mesh], limit: float, time_limit: float, say: Progress
+) -> tuple[Found | None, float]:
     """The best strategy found whose predicted memory is at most ``limit`` bytes a device, and a lower bound on all.
 
     A mesh's unconstrained optimum bounds what it can give, so meshes are tried from the cheapest on, until that bound
-    is no better than what has been found. What is in flight is no sum over nodes but a maximum: with the least that
-    any strategy has in flight set aside, the search gives a bound; where its answer has more in flight, that much, and
-    parts of it, are set aside in turn, and configs of nodes that alone have more are left out.
+    is no better than what has been found.
     """
-    from pase.memory.account import in_flight_at_least
-
-    start = time.perf_counter()
-    bound_of = free.bounds
-    order = sorted(over, key=lambda m: bound_of[m.sizes])
+    end = time.perf_counter() + time_limit
+    order = sorted(over, key=lambda m: free.bounds[m.sizes])
     best: Found | None = None
     bound = float("inf")
     for i, mesh in enumerate(order):
-        if best is not None and bound_of[mesh.sizes] >= best.solution.cost:
-            bound = min(bound, bound_of[mesh.sizes])
-            break
+        if best is not None and free.bounds[mesh.sizes] >= best.solution.cost:
+            return best, min(bound, free.bounds[mesh.sizes])
         say(f"mesh {'×'.join(map(str, mesh.sizes))} within {limit / 2**30:.4g} GiB ({i + 1} of {len(order)})")
-        space = problem.tables(mesh)[1] if problem.overlap == "none" else problem.hiding(mesh).space
-        fuses = problem.machine.fuses_products  # what is in flight is then no lower bound of one moment
-        flight = [
-            np.zeros(len(c)) if fuses else in_flight_at_least(problem.graph, n, c, mesh)
-            for n, c in _nodes(space)
-        ]
-        aside = max((float(f.min()) for f in flight), default=0.0)
-        steps: list[float] = []
-        while True:
-            left = max(time_limit - (time.perf_counter() - start), 1.0) / (len(order) - i) / 2
-            relaxed = not steps
-            try:
-                wanted = problem.profile(mesh, space.configs, limit - aside)
-                solution = _solved(problem, mesh, wanted, None if relaxed else (flight, aside), left)
-            except (Infeasible, ValueError):  # nothing is left of the limit, or of a node's configs
-                if relaxed:
-                    break
-                solution = None
-            if relaxed and solution is not None:
-                bound = min(bound, solution.bound)
-            if solution is not None and solution.feasible:
-                found = replace(free, mesh=mesh, space=space, solution=solution)
-                needs = problem.memory(found)
-                if needs.total <= limit and (best is None or solution.cost < best.solution.cost):
-                    best = found
-                unseen = needs.total - float(wanted.usage(solution.choice).max()) if fuses else needs.buffers
-                if relaxed and needs.total > limit:
-                    parts = [unseen * part for part in (1, 0.5, 0.25, 0.125) if unseen * part > aside]
-                    steps = [*parts, aside, 1.25 * unseen, 2.0 * unseen]
-                    aside = steps[0]
-                    continue
-                if needs.total > limit and unseen > aside and unseen not in steps:
-                    steps.insert(1, unseen)
-            if len(steps) < 2 or (best is not None and best.mesh == mesh and len(steps) <= 3):
-                break  # more set aside than that only where nothing else has fitted
-            steps = steps[1:]
-            aside = steps[0]
-    seconds["search"] += time.perf_counter() - start
+
+        def patience(meshes: int = len(order) - i) -> float:
+            return max(end - time.perf_counter(), 1.0) / meshes / 2
+
+        search = _LimitedSearch(problem=problem, mesh=mesh, limit=limit, patience=patience)
+        found, proven = search.cheapest(np.inf if best is None else best.solution.cost)
+        bound = min(bound, proven)
+        if found is not None:
+            best = replace(free, mesh=mesh, space=problem.pricing.space(mesh), solution=found)
     return best, bound
 
 
-def _solved(
-    problem: Problem, mesh: Mesh, wanted: MemoryProfile, without: tuple[Sequence[np.ndarray], float] | None,
-    time_limit: float,
-) -> Solution:  # fmt: skip
-    """The mesh's tables solved under the limit; without: bytes in flight by config, and how many are too many."""
-    from pase.compiler.overlap import solve_hiding
-    from pase.search import solve
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """A strategy found with some bytes set aside. unseen: what of its memory the search's limit does not count."""
 
-    def one(tables: CostTables, seconds: float) -> Solution:
-        return solve(_without(tables, *without) if without else tables, memory=wanted, time_limit=seconds)
-
-    if problem.overlap == "none":
-        return one(problem.tables(mesh)[0], time_limit)
-    return solve_hiding(problem.hiding(mesh), one=lambda tables: one(tables, time_limit / 4))
+    solution: Solution
+    memory: Memory
+    unseen: float
 
 
-def _nodes(space: Space):  # type: ignore[no-untyped-def]
-    return zip(space.graph.nodes, space.configs, strict=True)
+@dataclass(frozen=True, kw_only=True)
+class _LimitedSearch:
+    """The search of one mesh under a memory limit. patience: seconds for the next attempt.
+
+    What is in flight is no sum over nodes but a maximum, so the search's limit leaves it out, and bytes are set aside
+    for it instead. With the least set aside that any strategy has in flight, the search gives a bound. Where its
+    answer has more in flight, that much, and parts of it, are set aside in turn, and configs of nodes that alone have
+    more in flight are forbidden.
+    """
+
+    problem: SplitProblem
+    mesh: Mesh
+    limit: float
+    patience: Callable[[], float]
+
+    def cheapest(self, below: float) -> tuple[Solution | None, float]:
+        """(the cheapest strategy found that fits and costs less than ``below``, a lower bound on all that fit)."""
+        flight = self._in_flight()
+        least = max((float(f.min()) for f in flight), default=0.0)
+        relaxed = self._attempt(least)
+        if relaxed is None:
+            return None, np.inf
+        bound = relaxed.solution.bound
+        if not relaxed.solution.feasible or relaxed.memory.total <= self.limit:
+            fits = relaxed.solution.feasible and relaxed.solution.cost < below
+            return (relaxed.solution if fits else None), bound
+        best: Solution | None = None
+        parts = (relaxed.unseen * part for part in (1, 0.5, 0.25, 0.125))
+        queue = deque([*(b for b in parts if b > least), least, 1.25 * relaxed.unseen, 2.0 * relaxed.unseen])
+        while queue:
+            aside = queue.popleft()
+            found = self._attempt(aside, flight)
+            if found is not None and found.solution.feasible:
+                if found.memory.total <= self.limit:
+                    if found.solution.cost < below:
+                        best, below = found.solution, found.solution.cost
+                elif found.unseen > aside and found.unseen not in queue:
+                    queue.appendleft(found.unseen)
+            if best is not None and len(queue) <= 2:
+                break  # more set aside than that only where nothing else has fitted
+        return best, bound
+
+    def _in_flight(self) -> list[np.ndarray]:
+        """Per node, what each of its configs has in flight at least: bytes [K]."""
+        p, space = self.problem, self.problem.pricing.space(self.mesh)
+        nodes = zip(space.graph.nodes, space.configs, strict=True)
+        return [p.account.in_flight_at_least(p.graph, n, cfg, self.mesh) for n, cfg in nodes]
+
+    def _attempt(self, aside: float, flight: Sequence[np.ndarray] = ()) -> _Attempt | None:
+        """Search with ``aside`` bytes of the limit set aside; flight: forbid configs that have more in flight.
+
+        None where nothing is left of the limit, or of a node's configs.
+        """
+        p, space = self.problem, self.problem.pricing.space(self.mesh)
+        seconds = self.patience()
+
+        def solve_within(tables: CostTables, part: float) -> Solution:
+            allowed = _forbid(tables, flight, aside) if flight else tables
+            return solve(allowed, memory=wanted, time_limit=seconds * part)
+
+        try:
+            wanted = p.account.profile(p.graph, self.mesh, space.configs, self.limit - aside, p.optimizer)
+            solution = p.pricing.solve(self.mesh, solve_within)
+        except (Infeasible, ValueError):
+            return None
+        if not solution.feasible:
+            nothing = Memory(parameters=0, gradients=0, optimizer=0, activations=0, buffers=0)
+            return _Attempt(solution=solution, memory=nothing, unseen=0.0)
+        chosen = zip(space.graph.nodes, space.configs, solution.choice, strict=True)
+        memory = memory_of(p, {n.name: cfg[i] for n, cfg, i in chosen}, self.mesh)
+        unseen = p.account.unseen(memory, float(wanted.usage(solution.choice).max()))
+        return _Attempt(solution=solution, memory=memory, unseen=unseen)
 
 
-def _without(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> CostTables:
+def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> CostTables:
     """The tables with configs forbidden that alone have more in flight; equal vectors stay one array."""
     same: dict[tuple[int, bytes], np.ndarray] = {}
     costs = []
@@ -167,20 +205,28 @@ def _without(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> C
     return replace(tables, node_costs=tuple(costs))
 
 
-def _on_more(
-    problem: Problem, traced: Traced, least: Sequence[tuple[float, Variant]], limit: float
+def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
+    """A lower bound on what any strategy on this mesh needs, what is in flight left out: bytes on a device."""
+    spaces = [configs(n, mesh) for n in problem.graph.nodes]
+    p = problem.account.profile(problem.graph, mesh, spaces, float("inf"), problem.optimizer)
+    live = [(b.min(), lo, hi) for b, lo, hi in zip(p.bytes, p.start, p.stop, strict=True) if hi > lo]
+    return float(max(sum(b for b, lo, hi in live if lo <= t < hi) for t in range(int(p.stop.max()))))
+
+
+def _needs_on_more(
+    problem: SplitProblem, traced: Traced, least: Sequence[tuple[float, Variant]], limit: float
 ) -> Iterator[tuple[int, float]]:
     """(devices, bytes at least) of the least variant on 2, 4, … 64 times the devices, until it fits."""
     p = problem.varied(traced, min(least, key=lambda pair: pair[0])[1])
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(p, devices=factor * p.devices)
-        needs = min((more.least_memory(m) for m in more.meshes(None, 2)), default=float("inf"))
+        needs = min((least_memory(more, m) for m in more.meshes(None, 2)), default=float("inf"))
         yield more.devices, needs
         if needs <= limit:
             return
 
 
-def _nearest(
+def _infeasible(
     least: Sequence[tuple[float, Variant]], limit: float, devices: int, more: Sequence[tuple[int, float]]
 ) -> Infeasible:
     """The error that says what would fit. least: (bytes, variant) that each variant needs at least; more: (devices,

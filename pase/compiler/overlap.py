@@ -28,7 +28,7 @@ from pase.search.check import cost_of
 from pase.tables import CostTables
 from pase.tables.build import Space, build
 
-__all__ = ["Hiding", "exposed", "hiding", "solve_hiding"]
+__all__ = ["Hiding", "build_hiding", "exposed", "solve_hiding"]
 
 _MOST_WEIGHTS = 12
 
@@ -64,7 +64,7 @@ class Hiding:
         )
 
 
-def hiding(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str) -> Hiding:
+def build_hiding(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str) -> Hiding:
     """The tables of a mesh."""
     free, space = build(graph, mesh, model, optimizer, sync=0.0, backward=1.0)
     charged, _ = build(graph, mesh, model, optimizer, sync=1.0, backward=0.0)

@@ -302,6 +302,8 @@ class CostModel(Protocol):
     name: str
     unit: str
     """"s", or "FLOP" for the paper's model."""
+    machine: Machine
+    """The machine that is priced. Its buckets, its memory's tiles and what its compiler sums decide what is priced."""
 
     def compute(
         self,

@@ -13,7 +13,7 @@ from pase.plan.itemize import Collective
 from pase.plan.types import NodePlan, PlanData
 
 if TYPE_CHECKING:
-    from pase.compiler.problem import Problem
+    from pase.compiler.problem import SplitProblem
     from pase.frontends.registry import Traced
 
 __all__ = ["Alternative", "Cause", "Explanation", "LayerReport", "WorkItem", "causes", "explain", "why"]
@@ -236,8 +236,8 @@ def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> 
     return plan.with_model(resolve(name)).traced
 
 
-def _problem(plan: PlanData, traced: Traced, machine: str | None) -> tuple[Problem | None, str]:
-    from pase.compiler.problem import Problem
+def _problem(plan: PlanData, traced: Traced, machine: str | None) -> tuple[SplitProblem | None, str]:
+    from pase.compiler.problem import SplitProblem
     from pase.compiler.variants import Variant
     from pase.machine import load
 
@@ -256,13 +256,13 @@ def _problem(plan: PlanData, traced: Traced, machine: str | None) -> tuple[Probl
             None,
             f"machine '{plan.machine}' has other figures now than when the plan was made: compile it again",
         )
-    problem = Problem.of(traced.graph, plan.devices, there, plan.cost_model, plan.optimizer)
+    problem = SplitProblem.of(traced.graph, plan.devices, there, plan.cost_model, plan.optimizer)
     if plan.accumulate > 1 or plan.remat:
         problem = problem.varied(traced, Variant(accumulate=plan.accumulate, blocks=plan.remat))
     return problem, ""
 
 
-def _groups(plan: PlanData, problem: Problem, v: int) -> dict[tuple[int, ...], list[int]]:
+def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ...], list[int]]:
     """Config indices of node v by how many ways each dim is split: axes of one size are as good as another."""
     _, space = problem.tables(plan.mesh)
     out: dict[tuple[int, ...], list[int]] = {}
@@ -275,7 +275,7 @@ def _groups(plan: PlanData, problem: Problem, v: int) -> dict[tuple[int, ...], l
     return out
 
 
-def _solved(plan: PlanData, problem: Problem, v: int, allowed: Sequence[int]) -> tuple[float, int]:
+def _solved(plan: PlanData, problem: SplitProblem, v: int, allowed: Sequence[int]) -> tuple[float, int]:
     """The cheapest strategy in which node v has one of these configs: (cost, which one); inf where there is none."""
     import numpy as np
 
@@ -290,7 +290,7 @@ def _solved(plan: PlanData, problem: Problem, v: int, allowed: Sequence[int]) ->
     return found.cost, int(keep[found.choice[v]])
 
 
-def _chosen_index(plan: PlanData, problem: Problem, v: int) -> int:
+def _chosen_index(plan: PlanData, problem: SplitProblem, v: int) -> int:
     from pase.plan.itemize import config_of
 
     _, space = problem.tables(plan.mesh)
@@ -305,7 +305,7 @@ def _chosen_index(plan: PlanData, problem: Problem, v: int) -> int:
 
 
 def _next_best(
-    plan: PlanData, problem: Problem, time_limit: float, say: Callable[[str], None]
+    plan: PlanData, problem: SplitProblem, time_limit: float, say: Callable[[str], None]
 ) -> tuple[dict[str, float], int]:
     """Layer -> cost of the best strategy that splits it in other numbers of ways; and how many were left out."""
     start = time.perf_counter()
@@ -323,7 +323,7 @@ def _next_best(
 
 
 def _layer(
-    plan: PlanData, node: NodePlan, problem: Problem | None, say: Callable[[str], None]
+    plan: PlanData, node: NodePlan, problem: SplitProblem | None, say: Callable[[str], None]
 ) -> LayerReport:
     op_of = {n.name: n.op for n in plan.nodes}
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
@@ -359,7 +359,7 @@ def _layer(
     )  # fmt: skip
 
 
-def _work(plan: PlanData, problem: Problem, v: int, chosen: int) -> tuple[WorkItem, ...]:
+def _work(plan: PlanData, problem: SplitProblem, v: int, chosen: int) -> tuple[WorkItem, ...]:
     import numpy as np
 
     from pase.tables.build import array_tile, work_price
@@ -385,7 +385,7 @@ def _work(plan: PlanData, problem: Problem, v: int, chosen: int) -> tuple[WorkIt
     return tuple(out)
 
 
-def _holds(plan: PlanData, problem: Problem, v: int, chosen: int) -> dict[str, int]:
+def _holds(plan: PlanData, problem: SplitProblem, v: int, chosen: int) -> dict[str, int]:
     from pase.memory.account import held
 
     _, space = problem.tables(plan.mesh)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pase.compiler.mesh_search import search_meshes
 from pase.compiler.options import CompileOptions, takes_options
 from pase.errors import PaseError
 from pase.files.quantities import parse_factors
 from pase.machine.scale import QUANTITIES, scaled
 
 if TYPE_CHECKING:
-    from pase.compiler.problem import Problem
+    from pase.compiler.problem import SplitProblem
     from pase.machine import CostModel, Machine, Mesh
 
 __all__ = ["Point", "Range", "parse_range", "sensitivity", "vary_machine"]
@@ -112,7 +113,7 @@ def vary_machine(
 
 
 def _points(
-    problem: Problem,
+    problem: SplitProblem,
     strategies: Mapping[str, tuple[Mesh, Mapping[str, np.ndarray]]],
     ranges: Sequence[Range],
     mesh: str | None,
@@ -122,7 +123,7 @@ def _points(
     from pase import costmodels
     from pase.search.check import cost_of
 
-    def on(machine: Machine) -> Problem:
+    def on(machine: Machine) -> SplitProblem:
         model: CostModel = costmodels.get(problem.model.name, machine)
         return replace(problem, machine=machine, model=model)
 
@@ -136,7 +137,7 @@ def _points(
         known = {m.sizes for m in over}
         # Where a method was given a mesh of its own, the search may use it, too: it is never worse than any.
         over += [m for m in {m.sizes: m for m, _ in strategies.values()}.values() if m.sizes not in known]
-        found = here.search(over, lambda _: None, {})
+        found = search_meshes(here, over)
         prices = {}
         for name, (its, configs) in strategies.items():
             tables, space = here.tables(its)

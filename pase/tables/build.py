@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.ir import Graph
-from pase.machine import BUCKET_BYTES, COLLECTIVES, CostModel, Machine, Mesh
+from pase.machine import COLLECTIVES, CostModel, Mesh
 from pase.tables.derive import Charge, Flow, Work, node_charges, node_work
 from pase.tables.facts import Facts, facts
 from pase.tables.layouts import LayoutRule, configs
@@ -16,7 +16,6 @@ from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
 
 __all__ = [
-    "BUCKET_BYTES",
     "GRANULE_BYTES",
     "Space",
     "array_tile",
@@ -57,7 +56,7 @@ Without it, splitting a bias over 32 devices looks as good as keeping it whole, 
 def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
     """Cost of a charge, all times of it."""
     alone = model.collective(charge.kind, mesh, charge.axes, charge.nbytes)
-    bucket = _bucket_bytes(model)
+    bucket = model.machine.bucket_bytes
     if charge.bucketed and bucket:
         ways = np.array([mesh.ways(axes) for axes in range(1 << len(mesh.sizes))], dtype=float)[charge.axes]
         nbytes = np.where(charge.nbytes > 0, np.maximum(charge.nbytes, GRANULE_BYTES * ways), 0.0)
@@ -66,12 +65,6 @@ def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
         )
         alone = np.where(nbytes < bucket, full * (nbytes / bucket), alone)
     return charge.times * alone
-
-
-def _bucket_bytes(model: CostModel) -> float:
-    """Of the machine that the model prices; a model without one (the paper's has no latency) buckets as usual."""
-    machine = getattr(model, "machine", None)
-    return machine.bucket_bytes if isinstance(machine, Machine) else BUCKET_BYTES
 
 
 def charge_cost(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> np.ndarray | float:
@@ -100,20 +93,17 @@ def _light_bytes_per_s(model: CostModel) -> float:
     The curve is of one op in a chain, everything warm; such ops compute more than they move. An optimizer's update is
     such a chain.
     """
-    machine = getattr(model, "machine", None)
-    if not isinstance(machine, Machine) or model.unit != "s" or machine.device.memory_curve is None:
+    device = model.machine.device
+    part = device.efficiency.get("memory")
+    if model.unit != "s" or device.memory_curve is None or part is None:
         return np.inf
-    part = machine.device.efficiency.get("memory")
-    return np.inf if part is None else part * machine.device.memory_bandwidth_bytes_per_s
+    return part * device.memory_bandwidth_bytes_per_s
 
 
 def array_tile(model: CostModel) -> tuple[int, int] | None:
     """The tiles that the machine which the model prices stores arrays in."""
-    machine = getattr(model, "machine", None)
-    if not isinstance(machine, Machine) or model.unit != "s" or len(machine.device.memory_tile) != 2:
-        return None
-    rows, lanes = machine.device.memory_tile
-    return rows, lanes
+    tile = model.machine.device.memory_tile
+    return tile if model.unit == "s" and len(tile) == 2 else None
 
 
 def build(
@@ -151,8 +141,7 @@ def build(
 
 def _configs(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
     """Per node; equal ones are one array. Where the compiler reduces each reader's gradient, none may wait."""
-    machine = getattr(model, "machine", None)
-    apart = isinstance(machine, Machine) and not machine.sums_readers
+    apart = not model.machine.sums_readers
     memo: dict[int, np.ndarray] = {}
     same: dict[bytes, np.ndarray] = {}
     for n, number in zip(graph.nodes, facts(graph).space, strict=True):

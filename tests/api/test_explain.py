@@ -14,7 +14,7 @@ import pytest
 import pase
 from pase.api import Plan
 from pase.cli import main
-from pase.compiler.problem import Problem
+from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.questions.explain import causes, explain
 from pase.search import brute_force
@@ -57,7 +57,7 @@ def test_causes_add_up(model: str) -> None:
 def test_alternatives_are_the_best_around_a_layer(small: Plan) -> None:
     """Against brute force on the same tables with the layer's other configs struck out."""
     assert small.traced is not None
-    problem = Problem.of(small.traced.graph, 4, small.machine, small.cost_model, small.optimizer)
+    problem = SplitProblem.of(small.traced.graph, 4, small.machine, small.cost_model, small.optimizer)
     tables, space = problem.tables(small.mesh)
     layer = next(n.name for n in small.nodes if n.op == "matmul")
     v = [n.name for n in problem.graph.nodes].index(layer)

@@ -10,7 +10,8 @@ import pytest
 
 import pase
 from pase.baselines import Baseline, baselines
-from pase.compiler.problem import Problem
+from pase.compiler.plans import plan_of
+from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import resolve
 from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
@@ -46,7 +47,7 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
     """Every strategy of every number of micro-batches, priced item by item: none that fits is cheaper. By either
     account of memory, and with gradients hidden behind backward."""
     traced = trace(wide, *WIDE)
-    problem, mesh = Problem.of(traced.graph, 2, machine, "analytic", "adam"), mesh_from("2", 2)
+    problem, mesh = SplitProblem.of(traced.graph, 2, machine, "analytic", "adam"), mesh_from("2", 2)
     problem = replace(problem, overlap=overlap)
     priced = []
     for k in (1, 2, 4, 8):
@@ -54,7 +55,7 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
         spaces = [configs(n, mesh) for n in p.graph.nodes]
         for rows in itertools.product(*spaces):
             chosen = {n.name: row for n, row in zip(p.graph.nodes, rows, strict=True)}
-            plan = p.plan_of(chosen, mesh, "wide", traced)
+            plan = plan_of(p, chosen, mesh, "wide", traced)
             priced.append((plan.memory.total, plan.cost, k))
     assert len(priced) > 200
     free = min(cost for _, cost, _ in priced)
@@ -82,12 +83,12 @@ def test_blocks_computed_again_cost_what_the_users_own_remat_does():
     small = "&layers=4&batch=16&seq=64&vocab=512"
     for remat in (0, 1):
         traced = resolve(f"zoo:gpt2?remat={remat}{small}")
-        p = Problem.of(traced.graph, 4, None, "analytic", "adam")
+        p = SplitProblem.of(traced.graph, 4, None, "analytic", "adam")
         assert len(blocks_of(traced)) == 1 - remat
         p = p.varied(traced, Variant(blocks=blocks_of(traced)))
         for b in baselines(p.graph, 4, p.machine, p.model, only=("data_parallel", "zero2", "fsdp")):
             assert isinstance(b, Baseline)
-            plan = p.plan_of(b.strategy, b.mesh, "gpt2", traced)
+            plan = plan_of(p, b.strategy, b.mesh, "gpt2", traced)
             given.setdefault(b.name, []).append((plan.cost, plan.memory.total))
     assert len(given) == 3
     for name, (block, by_hand) in given.items():
@@ -97,13 +98,13 @@ def test_blocks_computed_again_cost_what_the_users_own_remat_does():
 def test_a_micro_batch_is_the_model_on_a_part_of_the_batch():
     """k micro-batches: as much arithmetic, k times the gathers, one update; activations of one."""
     traced = trace(wide, *WIDE)
-    p = Problem.of(traced.graph, 2, None, "paper", "adam")
+    p = SplitProblem.of(traced.graph, 2, None, "paper", "adam")
     mesh = mesh_from("2", 2)
     by_batch = {}
     for k in (1, 4):
         q = p.varied(traced, Variant(accumulate=k))
         (dp,) = baselines(q.graph, 2, q.machine, q.model, only=("data_parallel",))
-        by_batch[k] = q.plan_of(dp.strategy, mesh, "wide", traced)
+        by_batch[k] = plan_of(q, dp.strategy, mesh, "wide", traced)
     one, four = by_batch[1], by_batch[4]
     assert sum(n.cost.compute for n in four.nodes) == pytest.approx(
         sum(n.cost.compute for n in one.nodes), rel=1e-3
@@ -133,14 +134,18 @@ def test_examples_that_meet_are_noticed():
     x = S((16, 8), "float32")
 
     def where(fn):
-        return mixes_examples(Problem.of(trace(fn, params, x).graph, 2, None, "analytic", "adam").graph)
+        return mixes_examples(SplitProblem.of(trace(fn, params, x).graph, 2, None, "analytic", "adam").graph)
 
     assert "test_fit.py" in (where(norms) or "")
     assert "div" in (where(weighted) or "")
     assert where(lambda p, x: wide(p["w"], x)) is None
     for name, mixes in (("gpt2", False), ("resnet101", True), ("transformer", False), ("vit_l16", False)):
         assert (
-            bool(mixes_examples(Problem.of(resolve(f"zoo:{name}").graph, 2, None, "analytic", "adam").graph))
+            bool(
+                mixes_examples(
+                    SplitProblem.of(resolve(f"zoo:{name}").graph, 2, None, "analytic", "adam").graph
+                )
+            )
             is mixes
         )
     with pytest.raises(
@@ -153,7 +158,7 @@ def test_what_is_fixed_stays_fixed():
     plan = pase.compile(wide, *WIDE, devices=2, accumulate=4, baselines=False)
     assert (plan.accumulate, plan.remat) == (4, ())
     traced = resolve("zoo:gpt2?remat=0&layers=2")
-    graph = Problem.of(traced.graph, 2, None, "analytic", "adam").graph
+    graph = SplitProblem.of(traced.graph, 2, None, "analytic", "adam").graph
     assert [v.blocks != () for (v,) in variants(traced, graph, 2, "all", False)] == [True]
     assert len(list(variants(traced, graph, None, "none", True))) == 8  # 1, 2, … 128 of a batch of 128
     for arguments, message in (

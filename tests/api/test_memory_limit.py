@@ -5,7 +5,7 @@ import pytest
 
 import pase
 from pase.compiler.options import CompileOptions
-from pase.compiler.problem import Problem
+from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import resolve
 from pase.errors import Infeasible, PaseError
 from pase.machine import load, mesh_from
@@ -22,7 +22,7 @@ def free():
 
 def test_the_profile_is_the_plans_own_account(free):
     """Whatever the configs, the profile's peak is the memory that the plan reports, buffers aside."""
-    problem = Problem.of(resolve(MODEL).graph, 4, None, "analytic", "adam")
+    problem = SplitProblem.of(resolve(MODEL).graph, 4, None, "analytic", "adam")
     mesh = mesh_from("2x2", 4)
     _, space = problem.tables(mesh)
     p = profile(problem.graph, mesh, space.configs, float("inf"))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import pase
-from pase.compiler.problem import Problem
+from pase.compiler.plans import plan_of
+from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
@@ -40,11 +41,11 @@ def test_nothing_is_cheaper_than_the_bound_and_the_answer_is_near(rows, width):
     """Every strategy priced by hand; from models that gradients rule to models that compute does."""
     args = ({"w": S((width, width), "float32")}, S((rows, width), "float32"))
     traced, mesh = trace(loss, *args), mesh_from("2", 2)
-    problem = Problem.of(traced.graph, 2, None, "analytic", "adam")
+    problem = SplitProblem.of(traced.graph, 2, None, "analytic", "adam")
     cheapest = np.inf
     for choice in itertools.product(*(configs(n, mesh) for n in problem.graph.nodes)):
         chosen = {n.name: row for n, row in zip(problem.graph.nodes, choice, strict=True)}
-        plan = problem.plan_of(chosen, mesh, "loss", traced)
+        plan = plan_of(problem, chosen, mesh, "loss", traced)
         cheapest = min(cheapest, exposed(problem, plan, mesh, chosen))
     plan = pase.compile(loss, *args, devices=2, mesh="2", overlap="gradients")
     additive = pase.compile(loss, *args, devices=2, mesh="2")

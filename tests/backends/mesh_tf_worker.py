@@ -202,13 +202,13 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
 
     from pase.backends import to_mesh_tf
     from pase.backends.mtf_run import run
-    from pase.compiler.problem import Problem
+    from pase.compiler.problem import SplitProblem
     from pase.frontends import from_tf
     from tests.backends.plans import Case
 
     traced = from_tf.trace(loss, *specs)
     devices = int(np.prod([int(n) for n in strategy.partition("@")[2].split("x")]))
-    problem = Problem.of(traced.graph, devices, None, "analytic", "sgd")
+    problem = SplitProblem.of(traced.graph, devices, None, "analytic", "sgd")
     plan = Case(traced=traced, problem=problem).plan(strategy)  # type: ignore[arg-type]
     assert plan is not None
     text, layout = to_mesh_tf.program(plan)
@@ -250,7 +250,7 @@ def refused() -> dict[str, str]:
     import tensorflow as tf
 
     from pase.backends import to_mesh_tf
-    from pase.compiler.problem import Problem
+    from pase.compiler.problem import SplitProblem
     from pase.errors import PaseError
     from pase.frontends import from_tf
     from tests.backends.plans import Case
@@ -271,7 +271,7 @@ def refused() -> dict[str, str]:
     out = {}
     for name, fn in (("cumulative", cumulative), ("until", until)):
         traced = from_tf.trace(fn, spec)
-        case = Case(traced=traced, problem=Problem.of(traced.graph, 2, None, "analytic", "sgd"))  # type: ignore[arg-type]
+        case = Case(traced=traced, problem=SplitProblem.of(traced.graph, 2, None, "analytic", "sgd"))  # type: ignore[arg-type]
         plan = case.plan("random0@2")
         assert plan is not None
         try:

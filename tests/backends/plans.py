@@ -14,7 +14,9 @@ from pase import costmodels, machine, zoo
 from pase.api import Plan
 from pase.backends.truth import Row, Step, compare, sharded_step, unsharded_step
 from pase.baselines import Baseline, baselines, masks
-from pase.compiler.problem import Problem
+from pase.compiler.mesh_search import search_meshes
+from pase.compiler.plans import plan_of
+from pase.compiler.problem import SplitProblem
 from pase.frontends.from_jax import Traced, trace
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.tables.layouts import configs
@@ -42,7 +44,7 @@ class Case:
     """A traced model and what it may be split by."""
 
     traced: Traced
-    problem: Problem
+    problem: SplitProblem
     model: Any = None
 
     def plan(self, strategy: str) -> Plan | None:
@@ -50,12 +52,12 @@ class Case:
         name = self.traced.graph.name
         kind, _, shape = strategy.partition("@")
         if kind == "ours" and not shape:
-            found = self.problem.search(self.problem.meshes(None, 3), lambda _: None, {})
-            return Plan.of(self.problem.plan_of(found.configs, found.mesh, name, self.traced))
+            found = search_meshes(self.problem, self.problem.meshes(None, 3))
+            return Plan.of(plan_of(self.problem, found.configs, found.mesh, name, self.traced))
         if shape:
             p = self.problem
             price = DearCompute(costmodels.get("paper", p.machine))
-            dear = Problem(
+            dear = SplitProblem(
                 graph=p.graph,
                 devices=p.devices,
                 machine=p.machine,
@@ -67,8 +69,8 @@ class Case:
             if kind.startswith("random"):
                 chosen: Mapping[str, np.ndarray] = self._random(mesh, int(kind.removeprefix("random")))
             else:
-                chosen = dear.search([mesh], lambda _: None, {}).configs
-            return Plan.of(dear.plan_of(chosen, mesh, name, self.traced))
+                chosen = search_meshes(dear, [mesh]).configs
+            return Plan.of(plan_of(dear, chosen, mesh, name, self.traced))
         p, (method, _, label) = self.problem, kind.partition("/")
         with patch.object(
             masks, "PERSISTENT_ELEMENTS", 0
@@ -76,7 +78,7 @@ class Case:
             made = baselines(p.graph, p.devices, p.machine, p.model, only=(method,))
         for b in made:
             if isinstance(b, Baseline) and b.name.endswith(label):
-                return Plan.of(p.plan_of(b.strategy, b.mesh, name, self.traced))
+                return Plan.of(plan_of(p, b.strategy, b.mesh, name, self.traced))
         return None
 
     def _random(self, mesh: Mesh, seed: int) -> dict[str, np.ndarray]:
@@ -87,7 +89,7 @@ class Case:
 
 def case_of(fn: Any, params: Any, *batch: Any, name: str = "model", devices: int = DEVICES) -> Case:
     traced = trace(fn, params, *batch, name=name)
-    problem = Problem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
+    problem = SplitProblem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
     return Case(traced=traced, problem=problem)
 
 

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pase.api import Plan
-from pase.compiler.problem import Problem
+from pase.compiler.plans import plan_of
+from pase.compiler.problem import SplitProblem
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
 from pase.tables.layouts import configs
@@ -43,7 +44,7 @@ def model():
     params = {"w": jnp.asarray(rng.normal(size=(3, 3, 4, 8)), jnp.float32)}
     batch = jnp.asarray(rng.normal(size=(8, 16, 16, 4)), jnp.float32)
     traced = trace(lambda p, x: jnp.mean(conv(x, p["w"]) ** 2), params, batch, name="conv")
-    return traced, Problem.of(traced.graph, 8, None, "analytic", "sgd"), params, batch
+    return traced, SplitProblem.of(traced.graph, 8, None, "analytic", "sgd"), params, batch
 
 
 def test_splits_over_space_leave_no_axis_idle(model):
@@ -74,7 +75,7 @@ def test_gradients_of_space_splits_are_right(model, pick):
     chosen = {n.name: np.full(2, -1, np.int8) for n in problem.graph.nodes}
     chosen[node.name] = np.array(wanted, np.int8)
     assert any((c == chosen[node.name]).all() for c in configs(node, mesh))
-    plan = Plan.of(problem.plan_of(chosen, mesh, "conv", traced))
+    plan = Plan.of(plan_of(problem, chosen, mesh, "conv", traced))
     loss, grads = jax.value_and_grad(lambda p, x: jnp.mean(conv(x, p["w"]) ** 2))(params, batch)
     jp = plan.jax
     split_loss, split = jax.jit(jp.value_and_grad(), in_shardings=jp.in_shardings())(

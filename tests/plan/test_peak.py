@@ -11,7 +11,9 @@ import pytest
 
 import pase
 from pase import machine, zoo
-from pase.compiler.problem import Problem
+from pase.compiler.methods import price_methods
+from pase.compiler.plans import plan_of
+from pase.compiler.problem import SplitProblem
 from pase.compiler.variants import Variant
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
@@ -28,8 +30,8 @@ def test_peak_is_what_the_compiler_allocates(strategy, method):
     row = next(r for r in rows if (r["model"], r["strategy"]) == ("gpt2", strategy))
     m = zoo.get(row["zoo"])
     traced = trace(m.loss_fn, m.params, m.batch, name="gpt2")
-    problem = Problem.of(traced.graph, 32, machine.load("tpu_v5e"), "analytic", "adam")
-    made, _ = problem.baselines()
+    problem = SplitProblem.of(traced.graph, 32, machine.load("tpu_v5e"), "analytic", "adam")
+    made, _ = price_methods(problem)
     by = next(b for b in made if b.name == method)
     found = peak(problem.graph, by.mesh, by.strategy, tile=(8, 128)).total
     assert found == pytest.approx(row["peak"], rel=0.05)
@@ -46,7 +48,7 @@ def test_peak_by_hand():
     f32 = jnp.float32
     params = {"a": jax.ShapeDtypeStruct((512, 64), f32), "b": jax.ShapeDtypeStruct((64, 256), f32)}
     traced = trace(loss, params, jax.ShapeDtypeStruct((128, 512), f32), name="two")
-    problem = Problem.of(traced.graph, 1, machine.load("tpu_v5e"), "analytic", "adam")
+    problem = SplitProblem.of(traced.graph, 1, machine.load("tpu_v5e"), "analytic", "adam")
     whole = {n.name: np.full(1, -1, dtype=np.int8) for n in problem.graph.nodes}
     a, b, x, h, y = (4 * np.prod(s) for s in ((512, 64), (64, 256), (128, 512), (128, 64), (128, 256)))
     stored = 3 * (a + b) + x
@@ -59,17 +61,17 @@ def test_the_profile_is_no_more_than_the_course(accumulate):
     machine says that its compiler fuses, that peak is what the plan reports."""
     m = zoo.get("gpt2?layers=2&batch=32&vocab=4096")
     traced = trace(m.loss_fn, m.params, m.batch, name="gpt2")
-    problem = Problem.of(traced.graph, 4, machine.load("tpu_v5e"), "analytic", "adam")
+    problem = SplitProblem.of(traced.graph, 4, machine.load("tpu_v5e"), "analytic", "adam")
     problem = problem.varied(traced, Variant(accumulate=accumulate))
     mesh = mesh_from("2x2", 4)
     _, space = problem.tables(mesh)
-    seen = problem.profile(mesh, space.configs, float("inf"))
+    seen = problem.account.profile(problem.graph, mesh, space.configs, float("inf"), problem.optimizer)
     rng = np.random.default_rng(0)
     ratios = []
     for _ in range(20):
         choice = np.array([rng.integers(len(c)) for c in space.configs])
         configs = {n.name: c[i] for n, c, i in zip(problem.graph.nodes, space.configs, choice, strict=True)}
-        plan = problem.plan_of(configs, mesh, "gpt2", traced)
+        plan = plan_of(problem, configs, mesh, "gpt2", traced)
         assert plan.memory == peak(problem.graph, mesh, configs, tile=(8, 128))
         ratios.append(seen.usage(choice).max() / plan.memory.total)
     assert 0.5 < min(ratios) <= max(ratios) <= 1 + 1e-9

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pase.baselines import Baseline, baselines
-from pase.compiler.problem import Problem
+from pase.compiler.problem import SplitProblem
 from pase.frontends.from_jax import trace
 from pase.machine import Host, Mesh, load
 from pase.plan.step import COMPILED, EAGER, launches, on_host, step_time
@@ -41,7 +41,7 @@ PARAMS = {"w": shape(64, 256), "b": shape(256), "v": shape(256, 64)}
 @pytest.fixture(scope="module")
 def problem():
     raw = trace(block, PARAMS, shape(32, 64)).graph
-    return Problem.of(raw, 8, "h100x8", "analytic", "adam")
+    return SplitProblem.of(raw, 8, "h100x8", "analytic", "adam")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_the_host_bounds_a_small_model_and_the_device_a_large_one(problem):
     assert small.host_bound
     assert small.micro_batch_s == pytest.approx(6 * EAGER.host_s[0] + 10 * EAGER.host_s[1])
     raw = trace(block, PARAMS, shape(2_000_000, 64)).graph
-    big = Problem.of(raw, 1, "h100x8", "analytic", "adam").graph
+    big = SplitProblem.of(raw, 1, "h100x8", "analytic", "adam").graph
     assert not alone(big, EAGER).host_bound
     # Kernels of their own read and write what a compiler keeps within one.
     fused = alone(big, COMPILED)
@@ -111,7 +111,7 @@ def test_a_framework_runs_a_checkpointed_region_again_whole():
         loss_fn, params, batch = gpt(
             batch=2, seq=128, layers=2, d=256, heads=4, vocab=512, recompute=recompute
         )
-        p = Problem.of(trace(loss_fn, params, batch).graph, 1, "a100x8", "analytic", "adam")
+        p = SplitProblem.of(trace(loss_fn, params, batch).graph, 1, "a100x8", "analytic", "adam")
         configs = {n.name: np.full(1, -1, np.int8) for n in p.graph.nodes}
         for name, executor in (("whole", EAGER), ("needed", replace(EAGER, reruns_all=False))):
             t = step_time(p.graph, mesh, configs, p.model, executor=executor)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pase import costmodels, machine
 from pase.ir import Access, AccessMap, Dim, IterationSpace, Node, Op
 from pase.machine import Mesh
-from pase.tables.build import BUCKET_BYTES, GRANULE_BYTES, build
+from pase.machine import BUCKET_BYTES
+from pase.tables.build import GRANULE_BYTES, build
 from pase.tables.layouts import (
     NOT_SPLIT,
     blocks_of,

@@ -1,0 +1,84 @@
+"""The best strategy over many meshes: each is searched exactly, and bounds what it could give."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pase.compiler.problem import Progress, SplitProblem
+from pase.errors import Infeasible
+from pase.ir.garbage import uncollected
+from pase.machine import Mesh
+from pase.search import Solution
+from pase.tables.build import Space
+
+__all__ = ["Found", "add_seconds", "search_meshes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best strategy over the meshes that were searched.
+
+    bounds: what is proven of each mesh, by its axes' sizes. seconds: what was spent, on "tables" and on "search".
+    """
+
+    mesh: Mesh
+    space: Space
+    solution: Solution
+    tried: tuple[tuple[Mesh, float], ...]
+    bounds: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def configs(self) -> dict[str, np.ndarray]:
+        """The strategy: node name -> int8 [axes]."""
+        chosen = zip(self.space.graph.nodes, self.space.configs, self.solution.choice, strict=True)
+        return {n.name: configs[i] for n, configs, i in chosen}
+
+
+def add_seconds(*spent: Mapping[str, float]) -> dict[str, float]:
+    """
+    >>> add_seconds({"tables": 1.0}, {"tables": 0.5, "search": 2.0})
+    {'tables': 1.5, 'search': 2.0}
+    """
+    out: dict[str, float] = {}
+    for part in spent:
+        for what, seconds in part.items():
+            out[what] = out.get(what, 0.0) + seconds
+    return out
+
+
+@uncollected()
+def search_meshes(
+    problem: SplitProblem, over: Sequence[Mesh], say: Progress = lambda _: None, so_far: Found | None = None
+) -> Found:
+    """The best strategy over these meshes (and over those that ``so_far`` is the best of).
+
+    Raises Infeasible where there is no mesh.
+    """
+    pricing = problem.pricing
+    best = so_far
+    low = so_far.solution.bound if so_far else float("inf")
+    tried = list(so_far.tried) if so_far else []
+    bounds = dict(so_far.bounds) if so_far else {}
+    spent = dict(so_far.seconds) if so_far else {}
+    for i, mesh in enumerate(over):
+        say(f"mesh {'×'.join(map(str, mesh.sizes))} ({i + 1} of {len(over)})")
+        start = time.perf_counter()
+        space = pricing.space(mesh)
+        built = time.perf_counter()
+        solution = pricing.solve(mesh)
+        spent = add_seconds(spent, {"tables": built - start, "search": time.perf_counter() - built})
+        low = min(low, solution.bound)
+        tried.append((mesh, solution.cost))
+        bounds[mesh.sizes] = solution.bound
+        if best is None or solution.cost < best.solution.cost:
+            best = Found(mesh=mesh, space=space, solution=solution, tried=())
+    if best is None:
+        raise Infeasible(f"no mesh of {problem.devices} devices fits machine {problem.machine.name}")
+    s = best.solution  # where a gap is left, another mesh's bound may be the lowest
+    s = replace(s, bound=min(s.bound, low), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
+    return replace(best, solution=s, tried=tuple(tried), bounds=bounds, seconds=spent)

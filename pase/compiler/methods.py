@@ -1,0 +1,77 @@
+"""Strategies that were not searched for: those people write by hand, and those of which a part is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pase.baselines import Baseline, Intent, Skipped, baselines
+from pase.baselines.settle import settle
+from pase.compiler.mesh_search import Found
+from pase.compiler.problem import SplitProblem
+from pase.errors import Infeasible
+from pase.ir import Node
+from pase.ir.garbage import uncollected
+from pase.machine import Mesh
+from pase.memory.account import Memory
+from pase.plan.itemize import collectives
+
+__all__ = ["complete", "memory_of", "never_worse", "price_methods"]
+
+
+@uncollected()
+def price_methods(problem: SplitProblem) -> tuple[list[Baseline], list[Skipped]]:
+    """What people do by hand, on this problem, and what does not apply to it."""
+    made = baselines(problem.graph, problem.devices, problem.machine, problem.model, tables_of=problem.tables)
+    price = problem.pricing.cost
+    given = [replace(b, cost=price(b.mesh, b.strategy, b.cost)) for b in made if isinstance(b, Baseline)]
+    return given, [b for b in made if not isinstance(b, Baseline)]
+
+
+def never_worse(
+    problem: SplitProblem, found: Found, given: Sequence[Baseline], limit_bytes: float | None = None
+) -> Found:
+    """The answer, or a method's own strategy that fits where that is cheaper: which only a search with a gap leaves."""
+    if problem.pricing.exact:
+        return found
+    cheaper = sorted((b for b in given if b.cost < found.solution.cost), key=lambda b: b.cost)
+    best = next(
+        (
+            b
+            for b in cheaper
+            if limit_bytes is None or memory_of(problem, b.strategy, b.mesh).total <= limit_bytes
+        ),
+        None,
+    )
+    if best is None:
+        return found
+    space = problem.pricing.space(best.mesh)
+    solution = replace(
+        found.solution, choice=space.index(best.strategy), cost=best.cost, optimal=False,
+        bound=min(found.solution.bound, best.cost), method=f"the strategy of {best.name}",
+    )  # fmt: skip
+    return replace(found, mesh=best.mesh, space=space, solution=solution)
+
+
+def memory_of(problem: SplitProblem, configs: Mapping[str, np.ndarray], mesh: Mesh) -> Memory:
+    """What a strategy needs on a device: node name -> int8 [axes]."""
+    moved = collectives(problem.graph, mesh, configs, problem.model)
+    return problem.account.memory(problem.graph, mesh, configs, moved, problem.optimizer)
+
+
+def complete(problem: SplitProblem, pinned: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, np.ndarray]:
+    """The cheapest strategy that gives these nodes these configs: node name -> int8 [axes].
+
+    Raises Infeasible where there is none.
+    """
+
+    def allow(node: Node, cfg: np.ndarray, _: Mesh) -> np.ndarray:
+        alike = (cfg == pinned[node.name]).all(axis=1) if node.name in pinned else cfg[:, 0] == cfg[:, 0]
+        return np.asarray(alike)
+
+    found = settle(Intent(name="pinned", mesh=mesh, allow=allow), *problem.tables(mesh))
+    if isinstance(found, Skipped):
+        raise Infeasible(found.reason)
+    return dict(found.strategy)

@@ -1,0 +1,69 @@
+"""From a strategy of a problem to its plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import pase
+from pase.baselines import Baseline, Skipped
+from pase.compiler.mesh_search import Found
+from pase.compiler.problem import SplitProblem
+from pase.ir import Graph, digest
+from pase.machine import Mesh
+from pase.plan.assemble import assemble, axes_by_use
+from pase.plan.itemize import collectives, node_costs
+from pase.plan.types import PlanData, Tried
+
+if TYPE_CHECKING:
+    from pase.frontends.registry import Traced
+
+__all__ = ["plan_found", "plan_of"]
+
+
+def plan_found(
+    problem: SplitProblem, found: Found, name: str, traced: Traced, seconds: Mapping[str, float],
+    given: Sequence[Baseline] = (), skipped: Sequence[Skipped] = (),
+) -> PlanData:  # fmt: skip
+    """The plan of what the search found."""
+    s = found.solution
+    return assemble(
+        problem.graph, axes_by_use(problem.graph, found.mesh, found.configs), found.configs, model=problem.model,
+        machine=problem.machine, name=name, optimizer=problem.optimizer, cost=s.cost, bound=s.bound, optimal=s.optimal,
+        baselines={b.name: b.cost for b in given}, skipped={b.name: b.reason for b in skipped},
+        tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried], seconds=seconds,
+        provenance=_provenance(problem.graph, s.method, s.certificate), traced=traced,
+        graph_digest=digest(traced.graph), accumulate=problem.variant.accumulate, remat=problem.variant.blocks,
+    )  # fmt: skip
+
+
+def plan_of(
+    problem: SplitProblem, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced
+) -> PlanData:
+    """The plan of a strategy that was not searched for (a baseline, a transferred one), priced alike."""
+    moved = collectives(problem.graph, mesh, configs, problem.model)
+    costs = node_costs(problem.graph, mesh, configs, problem.model, moved, problem.optimizer)
+    cost = problem.pricing.cost(mesh, configs, sum(c.total for c in costs.values()))
+    return assemble(
+        problem.graph, mesh, configs, model=problem.model, machine=problem.machine, name=name,
+        optimizer=problem.optimizer, cost=cost, bound=0.0, optimal=False, baselines={}, skipped={}, tried=[],
+        seconds={}, provenance=_provenance(problem.graph, "given", "none"), traced=traced,
+        graph_digest=digest(traced.graph), accumulate=problem.variant.accumulate, remat=problem.variant.blocks,
+    )  # fmt: skip
+
+
+def _provenance(graph: Graph, method: str, certificate: str) -> dict[str, str]:
+    versions = {"pase": pase.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
+    versions |= {k: sys.modules[k].__version__ for k in ("jax", "numpy") if k in sys.modules}
+    return {
+        **versions,
+        **graph.meta,
+        "command": " ".join(sys.argv[:1] and [Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "edges": str(len(graph.edges)),
+        "search": method,
+        "certificate": certificate,
+    }
