@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pase import costmodels, machine
 from pase.ir import Access, AccessMap, Dim, IterationSpace, Node, Op
-from pase.machine import Mesh
-from pase.machine import BUCKET_BYTES
+from pase.machine import BUCKET_BYTES, Mesh
 from pase.tables.build import GRANULE_BYTES, build
 from pase.tables.layouts import (
     NOT_SPLIT,
