@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from pase.backends.jax_step import Stepper
 from pase.backends.jax_walk import Walk
 from pase.errors import PaseError
 from pase.frontends.from_jax import Traced
+from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.plan.constraints import Constraints, Placement, raw_name
@@ -109,66 +111,88 @@ class JaxPlan:
 
     def gradient_shardings(self, mesh: Any | None = None) -> Any:
         """Pytree of NamedSharding like params: how gradients and optimizer state are kept; as the parameters are,
-        or split further."""
+        or split further. None where a parameter is not trained."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
         c = self.constraints
         names = self._leaf_names()[: len(self.traced.param_paths)]
-        flat = [self.sharding(c.state.get(t, c.storage.get(t, ())), mesh) for t in names]
-        return jax.tree.unflatten(jax.tree.structure(self._shapes()[0]), flat)
+        params = self._shapes()[0]
+        flat = [
+            self.sharding(c.state.get(t, c.storage.get(t, ())), mesh) if trained(a) is not None else None
+            for t, a in zip(names, jax.tree.leaves(params), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params), flat)
 
     def loss(self, mesh: Any | None = None) -> Callable[..., Any]:
-        """The user's function, constrained: loss(params, *batch) -> scalar (or what the function returns, flat); of a
-        step in micro-batches, on one of them."""
+        """The user's function, constrained: loss(params, *batch) -> scalar, or (scalar, aux); of a step in
+        micro-batches, on one of them. Of a model that is not trained: what it returns."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
         closed = self.traced.jaxpr
 
         def constrained(*args: Any) -> Any:
-            leaves, tree = jax.tree.flatten(args)
-            if tree != self.traced.in_tree:
-                raise PaseError(f"the plan was compiled for arguments {self.traced.in_tree}, got {tree}")
-            paths = (*self.traced.param_paths, *self.traced.input_paths)
-            for leaf, aval, path in zip(leaves, closed.in_avals, paths, strict=True):
-                got = _shape_and_dtype(leaf)
-                for what, is_, was in zip(("shape", "dtype"), got, (aval.shape, aval.dtype), strict=True):
-                    if is_ != was:
-                        raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
+            leaves = self._checked(args)
             walk = Walk(plan=self, mesh=mesh)
             leaves = [walk.defined(x, t) for x, t in zip(leaves, self._leaf_names(), strict=True)]
             outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
-            return outs[0] if len(outs) == 1 else (outs[0], tuple(outs[1:]))
+            out = combine(jax.tree.unflatten(self.traced.out_tree, outs), self.traced.kept_out)
+            return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
 
         return constrained
 
-    def value_and_grad(self, mesh: Any | None = None) -> Callable[..., Any]:
-        """f(params, *batch) -> (loss, grads), gradients laid out as ``gradient_shardings`` says."""
+    def _checked(self, args: Any) -> list[Any]:
+        """The arguments' arrays, leaf by leaf; PaseError where they are not those of the plan."""
         import jax
 
+        leaves, tree = jax.tree.flatten(arrays(args))
+        if tree != self.traced.in_tree:
+            raise PaseError(f"the plan was compiled for arguments {self.traced.in_tree}, got {tree}")
+        paths = (*self.traced.param_paths, *self.traced.input_paths)
+        for leaf, aval, path in zip(leaves, self.traced.jaxpr.in_avals, paths, strict=True):
+            got = _shape_and_dtype(leaf)
+            for what, is_, was in zip(("shape", "dtype"), got, (aval.shape, aval.dtype), strict=True):
+                if is_ != was:
+                    raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
+        return leaves
+
+    def value_and_grad(self, mesh: Any | None = None) -> Callable[..., Any]:
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) of a loss function that returns more: gradients
+        of the trained leaves, laid out as ``gradient_shardings`` says. Of a step in micro-batches aux is stacked,
+        but what ``carry`` threads, of which it is the last."""
+        import jax
+
+        self._only("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
-        aux = len(self.traced.jaxpr.out_avals) > 1
-        fn = jax.value_and_grad(self.loss(mesh), has_aux=aux)
+        fn, aux = self.loss(mesh), self.traced.has_aux
         kept = self.gradient_shardings(mesh)
 
         def graded(params: Any, *batch: Any) -> Any:
-            value, grads = fn(params, *batch)
-            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
-            return (value[0] if aux else value), grads
+            rest = untrained(arrays(params))
+
+            def of(mine: Any) -> Any:
+                return fn(combine(mine, rest, params), *batch)
+
+            value, grads = jax.value_and_grad(of, has_aux=aux)(trained(arrays(params)))
+            return value, jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
 
         return graded if self.accumulate == 1 else self._summed(graded, kept, mesh)
+
+    def _only(self, mode: str, what: str) -> None:
+        if self.traced.mode != mode:
+            raise PaseError(f"the plan was compiled with mode='{self.traced.mode}': it has no {what}")
 
     def _summed(self, graded: Callable[..., Any], kept: Any, mesh: Any) -> Callable[..., Any]:
         """The mean of loss and gradients over the micro-batches, one at a time."""
         import jax
         import jax.numpy as jnp
 
-        k = self.accumulate
+        k, aux = self.accumulate, self.traced.has_aux
         arrives = jax.tree.leaves(self.in_shardings(mesh)[1:])
 
         def summed(params: Any, *batch: Any) -> Any:
-            leaves, tree = jax.tree.flatten(batch)
+            leaves, tree = jax.tree.flatten(arrays(batch))
             split = [full != part for full, part in zip(*map(self._input_shapes, (True, False)), strict=True)]
 
             def parts(x: Any, sharding: Any) -> Any:
@@ -180,33 +204,52 @@ class JaxPlan:
                 return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
             stacked = [parts(x, s) for x, s, on in zip(leaves, arrives, split, strict=True) if on]
+            threads = self._threads()
 
             def body(so_far: Any, mine: Any) -> Any:
+                total, loss, states = so_far
                 # Without the barrier, gathers of parameters move out of the loop, and stay gathered.
-                here, mine = jax.lax.optimization_barrier((params, mine))
+                here, mine = jax.lax.optimization_barrier((arrays(params), mine))
                 turn = iter(mine)
                 whole = [next(turn) if on else x for x, on in zip(leaves, split, strict=True)]
-                value, grads = graded(here, *jax.tree.unflatten(tree, whole))
-                total = jax.tree.map(jnp.add, so_far[1], grads)
-                return (so_far[0] + value, jax.tree.map(jax.lax.with_sharding_constraint, total, kept)), None
+                for (i, _), state in zip(threads, states, strict=True):
+                    whole[i] = state
+                value, grads = graded(combine(here, params), *combine(jax.tree.unflatten(tree, whole), batch))
+                total = jax.tree.map(jnp.add, total, grads)
+                total = jax.tree.map(jax.lax.with_sharding_constraint, total, kept)
+                outs = jax.tree.leaves(arrays(value))
+                return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
 
-            zeros = jax.tree.map(jnp.zeros_like, params)
+            zeros = jax.tree.map(jnp.zeros_like, trained(arrays(params)))
             zeros = jax.tree.map(jax.lax.with_sharding_constraint, zeros, kept)
             loss = jnp.zeros((), self.traced.jaxpr.out_avals[0].dtype)
-            (loss, grads), _ = jax.lax.scan(body, (loss, zeros), stacked)
-            return loss / k, jax.tree.map(lambda g: g / k, grads)
+            (grads, loss, states), rest = jax.lax.scan(
+                body, (zeros, loss, [leaves[i] for i, _ in threads]), stacked
+            )
+            grads = jax.tree.map(lambda g: g / k, grads)
+            if not aux:
+                return loss / k, grads
+            outs = [loss / k, *rest]
+            for (_, j), state in zip(threads, states, strict=True):
+                outs[j] = state
+            return combine(jax.tree.unflatten(self.traced.out_tree, outs), self.traced.kept_out), grads
 
         return summed
 
+    def _threads(self) -> list[tuple[int, int]]:
+        """(leaf of the batch, leaf of what the function returns) of all that a step hands to the next."""
+        n = len(self.traced.param_paths)
+        return [(i - n, j) for i, j in sorted(self.traced.carried.items()) if i >= n]
+
     def _input_shapes(self, full: bool) -> list[tuple[int, ...]]:
         """Shapes of the batch's leaves: the whole batch's, or a micro-batch's."""
-        from pase.frontends.jax_blocks import batch_size, splits
+        from pase.frontends.jax_blocks import split_inputs
 
         shapes = [a.shape for a in self.traced.jaxpr.in_avals[len(self.traced.param_paths) :]]
         if not full or self.accumulate == 1:
             return shapes
-        size = batch_size(self.traced)
-        return [(s[0] * self.accumulate, *s[1:]) if splits(s, size) else s for s in shapes]
+        split = split_inputs(self.traced)
+        return [(s[0] * self.accumulate, *s[1:]) if on else s for s, on in zip(shapes, split, strict=True)]
 
     def state_shardings(self, optimizer: Any, mesh: Any | None = None) -> Any:
         """Shardings of the optimizer's state: what mirrors a parameter is stored as its gradient is."""
@@ -215,7 +258,7 @@ class JaxPlan:
         from jax.sharding import NamedSharding, PartitionSpec
 
         mesh = mesh if mesh is not None else self.mesh()
-        params = self._shapes()[0]
+        params = trained(self._shapes()[0])
         state = jax.eval_shape(optimizer.init, params)
         whole = NamedSharding(mesh, PartitionSpec())
 
@@ -230,6 +273,14 @@ class JaxPlan:
             transform_non_params=lambda _: whole, is_leaf=masked,
         )  # fmt: skip
 
+    def init(self, optimizer: Any, params: Any, mesh: Any | None = None) -> Any:
+        """The optimizer's state for the trained leaves of these parameters, laid out as the plan keeps it. (Where all
+        leaves are trained, ``optimizer.init(params)`` does as well: ``train_step`` moves what lies elsewhere.)"""
+        import jax
+
+        shardings = self.state_shardings(optimizer, mesh)
+        return jax.jit(optimizer.init, out_shardings=shardings)(trained(arrays(params)))
+
     def _shapes(self) -> tuple[Any, ...]:
         import jax
 
@@ -238,39 +289,88 @@ class JaxPlan:
         avals = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, given, strict=True)]
         return tuple(jax.tree.unflatten(self.traced.in_tree, avals))
 
-    def train_step(
-        self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True
-    ) -> Callable[..., Any]:
-        """A jitted step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer.
+    def train_step(self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True) -> Stepper:
+        """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer; (loss, aux) in place
+        of loss where the loss function returns more.
 
-        Inputs are moved to the plan's layouts as jit does; params and opt_state are donated. Works with more
-        than one process: every process calls it with global arrays (``device_put`` of this plan makes them).
+        Arguments are moved to the plan's layouts; params and opt_state are donated. Leaves of params that are not
+        trained come back as they are. What ``carry`` threads comes back laid out as it is wanted next. Works with
+        more than one process: every process calls it with global arrays (``device_put`` of this plan makes them).
         """
         import jax
         import optax
-        from jax.sharding import NamedSharding, PartitionSpec
 
+        self._only("train", "gradients to step along; plan.jax.step() and plan.jax.apply are what it has")
         mesh = mesh if mesh is not None else self.mesh()
-        params_sharding, *batch_shardings = self.in_shardings(mesh)
+        stored, *arrive = self.in_shardings(mesh)
         state_sharding = self.state_shardings(optimizer, mesh)
         updated_as = self.gradient_shardings(mesh)
         graded = self.value_and_grad(mesh)
 
         def step(params: Any, opt_state: Any, *batch: Any) -> Any:
-            loss, grads = graded(params, *batch)
+            value, grads = graded(params, *batch)
             # Each device updates the part whose state it has; out_shardings then gather the parameters.
-            mine = jax.tree.map(jax.lax.with_sharding_constraint, params, updated_as)
+            mine = trained(params)
+            mine = jax.tree.map(jax.lax.with_sharding_constraint, mine, updated_as)
             updates, opt_state = optimizer.update(grads, opt_state, mine)
             updated = optax.apply_updates(mine, updates)
             updated = jax.tree.map(jax.lax.with_sharding_constraint, updated, updated_as)
-            return updated, opt_state, loss
+            return combine(updated, untrained(params)), opt_state, arrays(value)
 
-        return jax.jit(
-            step,
-            in_shardings=(params_sharding, state_sharding, *batch_shardings),
-            out_shardings=(params_sharding, state_sharding, NamedSharding(mesh, PartitionSpec())),
-            donate_argnums=(0, 1) if donate else (),
+        kept, kept_out = self.traced.kept[0], self.traced.kept_out
+
+        def whole(out: Any) -> Any:
+            params, opt_state, value = out
+            return (
+                combine(params, kept),
+                opt_state,
+                combine(value, kept_out) if self.traced.has_aux else value,
+            )
+
+        return Stepper(
+            run=step,
+            in_shardings=(stored, state_sharding, *arrive),
+            out_shardings=(stored, state_sharding, self._returned(mesh)),
+            donate=(0, 1) if donate else (),
+            whole=whole,
         )
+
+    def _returned(self, mesh: Any) -> Any:
+        """Shardings of what the function returns: the loss whole; what is handed on as it is wanted; else XLA's
+        choice, None."""
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        arrive = jax.tree.leaves(self.in_shardings(mesh))
+        flat: list[Any] = [None] * len(self.traced.jaxpr.out_avals)
+        for i, j in self.traced.carried.items():
+            flat[j] = arrive[i]
+        if self.traced.mode == "train":
+            flat[0] = NamedSharding(mesh, PartitionSpec())
+        out = jax.tree.unflatten(self.traced.out_tree, flat)
+        return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
+
+    def step(self, mesh: Any | None = None, *, donate: bool = True) -> Stepper:
+        """The model itself, jitted under the plan: of mode="step", the user's own train step(params, opt_state,
+        *batch), whose state is donated; of mode="inference", f(params, *inputs). What ``carry`` threads comes back
+        laid out as it is wanted next."""
+        if self.traced.mode == "train":
+            raise PaseError("the plan is of a loss: plan.jax.train_step(optimizer) makes a step of it")
+        mesh = mesh if mesh is not None else self.mesh()
+        own = self.traced.mode == "step"
+        fn, kept = self.loss(mesh), self.traced.kept_out
+        return Stepper(
+            run=lambda *args: arrays(fn(*args)),
+            in_shardings=self.in_shardings(mesh),
+            out_shardings=self._returned(mesh),
+            donate=(0, 1) if own and donate else (),
+            whole=lambda out: combine(out, kept),
+        )
+
+    @cached_property
+    def apply(self) -> Stepper:
+        """A model that is not trained, over all of jax.devices(): apply(params, *inputs)."""
+        return self.step(donate=False)
 
     def lower_train_step(self, optimizer: Any, mesh: Any | None = None) -> Any:
         """The train step lowered on shapes alone; ``.compile()`` it to see what XLA makes of the plan."""
@@ -278,17 +378,8 @@ class JaxPlan:
 
         mesh = mesh if mesh is not None else self.mesh()
         shapes = self._shapes()
-        shardings = self.in_shardings(mesh)
-
-        def struct(shape: Any, sharding: Any) -> Any:
-            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-        state = jax.tree.map(
-            struct, jax.eval_shape(optimizer.init, shapes[0]), self.state_shardings(optimizer, mesh)
-        )
-        params, *batch = (jax.tree.map(struct, s, h) for s, h in zip(shapes, shardings, strict=True))
-        step: Any = self.train_step(optimizer, mesh)  # what jax.jit makes: it can be lowered
-        return step.lower(params, state, *batch)
+        state = jax.eval_shape(optimizer.init, trained(shapes[0]))
+        return self.train_step(optimizer, mesh).lower(shapes[0], state, *shapes[1:])
 
     def device_put(self, params: Any, *batch: Any, mesh: Any | None = None) -> tuple[Any, ...]:
         """Parameters and batch laid out as the plan stores them, as global arrays (each process has all values)."""
@@ -296,6 +387,7 @@ class JaxPlan:
         import numpy as np
 
         shardings = self.in_shardings(mesh)
+        given = arrays((params, *batch))
 
         def put(leaf: Any, sharding: Any) -> Any:
             if jax.process_count() == 1:
@@ -305,7 +397,8 @@ class JaxPlan:
             host = np.asarray(leaf)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-        return tuple(jax.tree.map(put, x, s) for x, s in zip((params, *batch), shardings, strict=True))
+        placed = tuple(jax.tree.map(put, x, s) for x, s in zip(given, shardings, strict=True))
+        return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
 
 
 def jax_plan(plan: PlanData) -> JaxPlan:

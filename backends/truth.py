@@ -214,16 +214,19 @@ def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *ba
     """The step as anybody would write it, on one device."""
     import jax
 
-    kept = _keeping_gradients(optimizer)
+    from pase.frontends.jax_leaves import arrays, combine, static, trained, value_and_grad
+
+    kept, fixed = _keeping_gradients(optimizer), static((params, *batch))
 
     def step(params: Any, *batch: Any) -> Any:
         import optax
 
-        loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
-        updates, (grads, _) = kept.update(grads, kept.init(params), params)
-        return loss, grads, optax.apply_updates(params, updates)
+        (loss, _), grads = value_and_grad(loss_fn)(*combine((params, *batch), fixed))
+        mine = trained(params)
+        updates, (grads, _) = kept.update(grads, kept.init(mine), mine)
+        return loss, grads, optax.apply_updates(mine, updates)
 
-    loss, grads, updated = jax.jit(step)(params, *batch)
+    loss, grads, updated = jax.jit(step)(*arrays((params, *batch)))
     return Step(loss=float(loss), gradients=grads, parameters=updated)
 
 
@@ -231,15 +234,17 @@ def sharded_step(plan: PlanData, optimizer: Any, params: Any, *batch: Any) -> St
     """The same step as ``plan.jax.train_step`` does it, on the plan's devices; compiled once."""
     import jax
 
+    from pase.frontends.jax_leaves import arrays, trained
+
     kept, jp = _keeping_gradients(optimizer), jax_plan(plan)
     mesh = jp.mesh()
     with _stderr() as said:
         compiled = jp.lower_train_step(kept, mesh).compile()
-    placed, *placed_batch = jp.device_put(params, *batch, mesh=mesh)
-    state = jax.jit(kept.init, out_shardings=jp.state_shardings(kept, mesh))(placed)
-    updated, (grads, _), loss = compiled(placed, state, *placed_batch)
+    placed, *placed_batch = arrays(jp.device_put(params, *batch, mesh=mesh))
+    state = jp.init(kept, placed, mesh)
+    updated, (grads, _), value = compiled(placed, state, *placed_batch)
     return Step(
-        loss=float(loss), gradients=grads, parameters=updated, compiled=compiled,
+        loss=float(jax.tree.leaves(value)[0]), gradients=grads, parameters=trained(updated), compiled=compiled,
         rematerialised=tuple(line for line in said if "Involuntary full rematerialization" in line),
     )  # fmt: skip
 

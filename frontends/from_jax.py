@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pase.errors import PaseError
-from pase.frontends import jax_attention, jax_versions, registry
+from pase.frontends import jax_leaves, jax_versions, registry
 from pase.frontends.jax_control import CONTROL, Trips
+from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import ELEMENTWISE, RULES
 from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Size, Tensor, parse_size
@@ -72,6 +73,22 @@ class Traced(registry.Traced):
     fn: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     """What was traced, to trace it on a part of the batch."""
     unknown: Unknown = "error"
+    mode: Mode = "train"
+    carry: Carry = field(default_factory=dict)
+    """Batch argument -> where the function returns its next value, as the user said."""
+    carried: Mapping[int, int] = field(default_factory=dict)
+    """Input leaf -> the output leaf that is its next value."""
+    kept: Any = field(default=None, repr=False, compare=False)
+    """The arguments' static leaves, in their place; None elsewhere."""
+    out_tree: Any = None
+    """Treedef of what the jaxpr returns: of a loss, of (loss, aux)."""
+    kept_out: Any = field(default=None, repr=False, compare=False)
+    """The static leaves of what the function returns."""
+
+    @property
+    def has_aux(self) -> bool:
+        """Does the loss function return more than the loss?"""
+        return self.mode == "train" and len(self.jaxpr.out_avals) > 1
 
 
 def reads(model: Any) -> bool:
@@ -98,11 +115,12 @@ def inner_jaxpr(eqn: Any) -> Any:
     return jax_versions.opened(eqn.params[INLINED[eqn.primitive.name]])
 
 
-def _path(keys: Any, alone: str = "params") -> str:
-    """``blocks.0.w``; a pytree that is one leaf is called ``alone``."""
+def _paths(tree: Any, alone: str = "params") -> tuple[str, ...]:
+    """``blocks.0.w`` for each leaf; of a pytree that is one leaf, ``alone``."""
     import jax
 
-    return jax.tree_util.keystr(keys, simple=True, separator=".") or alone
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return tuple(jax.tree_util.keystr(keys, simple=True, separator=".") or alone for keys, _ in found)
 
 
 def trace(
@@ -112,12 +130,15 @@ def trace(
     name: str | None = None,
     unknown: Unknown = "error",
     dims: Dims | None = None,
+    mode: Mode = "train",
+    carry: Carry | None = None,
 ) -> Traced:
-    """Trace ``fn(params, *batch) -> scalar loss`` (or (loss, aux)) on shapes.
+    """Trace ``fn(params, *batch)`` on shapes.
 
-    params, batch: pytrees of arrays or jax.ShapeDtypeStruct; symbolic dims of jax.export.symbolic_shape stay
-    symbolic in the graph, unless ``dims`` binds them.
+    params, batch: pytrees of arrays or jax.ShapeDtypeStruct, Equinox modules too; symbolic dims of
+    jax.export.symbolic_shape stay symbolic in the graph, unless ``dims`` binds them.
     unknown: what to do at a primitive without a rule: "error", or "replicate" (it may not be split).
+    mode: see ``Mode``. carry: batch argument -> where the function returns its next value.
     """
     if params is None:
         raise PaseError(
@@ -126,57 +147,35 @@ def trace(
     import jax
 
     jax_versions.check()
-    _check_leaves(params, "params")
-    _check_leaves(batch, "batch")
-    as_shapes = jax.tree.map(_shape_struct, (params, *batch))
-    symbols = free_symbols(s for t in jax.tree.leaves(as_shapes) for s in shape_of(t))
-    turns = {k: v for k, v in (dims or {}).items() if k not in symbols}
-    if bound := {k: v for k, v in (dims or {}).items() if k in symbols}:
-        check_dims(bound, symbols, name or _name_of(fn))
-        as_shapes = jax.tree.map(lambda t: _bound(t, bound), as_shapes)
-    try:
-        with jax_attention.named():
-            closed = jax.make_jaxpr(fn)(*as_shapes)
-    except (TypeError, ValueError, NotImplementedError) as e:
-        raise PaseError(f"JAX cannot trace {_name_of(fn)} on these shapes: {e}") from e
-    if not closed.out_avals or closed.out_avals[0].shape != ():
-        got = ", ".join(str(a) for a in closed.out_avals[:4]) or "nothing"
-        raise PaseError(
-            f"{_name_of(fn)} returns {got}: pase needs a scalar loss (or a tuple whose first leaf is the scalar loss)"
-        )
-    if "float" not in str(closed.out_avals[0].dtype):
-        raise PaseError(
-            f"{_name_of(fn)} returns a {closed.out_avals[0].dtype} scalar: a loss must be floating-point"
-        )
-    param_paths = tuple(_path(k) for k, _ in jax.tree_util.tree_flatten_with_path(params)[0])
-    input_paths = tuple(_path(k) for k, _ in jax.tree_util.tree_flatten_with_path(batch)[0])
+    called = name or name_of(fn)
+    as_shapes, turns, symbols = _arguments(fn, (params, *batch), dims, called)
+    program = program_of(fn, (params, *batch), as_shapes, mode, carry)
+    closed = program.jaxpr
+    stored = 2 if mode == "step" else 1
+    param_paths = _paths(as_shapes[:stored] if stored > 1 else as_shapes[0])
+    input_paths = _paths(as_shapes[stored:])
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
         raise PaseError(f"two parameters have the path '{twice[0]}': give the pytree's keys distinct names")
-    b = GraphBuilder(name=name or _name_of(fn))
+    b = GraphBuilder(name=called, frozen=mode != "train")
     lower = _Lower(b=b, unknown=unknown, trips=Trips(given=turns))
-    invars = closed.jaxpr.invars
     n = len(param_paths)
-    for var, path in zip(invars[:n], param_paths, strict=True):
-        lower.env[var] = b.parameter(path, shape_of(var.aval), dtype_of(var.aval))
-    for var, path in zip(invars[n:], input_paths, strict=True):
-        lower.env[var] = b.input(path, shape_of(var.aval), dtype_of(var.aval))
+    for i, (var, path) in enumerate(zip(closed.jaxpr.invars, (*param_paths, *input_paths), strict=True)):
+        leaf = b.parameter if i < n else b.input
+        lower.env[var] = leaf(path, shape_of(var.aval), dtype_of(var.aval))
     for var in closed.jaxpr.constvars:
         lower.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
     lower.eqns(closed.jaxpr.eqns, "")
     check_dims(turns, {*symbols, *lower.trips.seen}, b.name)
-    outs = [t for v in closed.jaxpr.outvars[:1] if (t := lower.read(v)) is not None]
-    if not outs or not b.tensors[outs[0].name].needs_grad:
-        raise PaseError(
-            f"{_name_of(fn)}'s loss does not depend on any parameter: params come first, fn(params, *batch), and "
-            f"at least one must be floating-point and reach the loss"
-            + (
-                "; JAX cannot differentiate a while loop in reverse: use lax.scan, or fori_loop with numbers for bounds"
-                if lower.trips.seen
-                else ""
-            )
-        )
-    for t in outs:
-        b.output(t)
+    returned = [lower.read(v) for v in closed.jaxpr.outvars]
+    outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
+    if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
+        raise PaseError(_no_gradient(called, bool(lower.trips.seen)))
+    for into, of in program.carried.items():
+        if (value := returned[of]) is not None:
+            b.thread(lower.of(closed.jaxpr.invars[into]), value)
+    for t in dict.fromkeys(outs):
+        if t.role == "activation":
+            b.output(t)
     return Traced(
         graph=b.finish(outs, frontend="jax", **lower.trips.meta()),
         jaxpr=closed,
@@ -187,6 +186,43 @@ def trace(
         results=lower.results,
         fn=fn,
         unknown=unknown,
+        mode=mode,
+        carry=dict(carry or {}),
+        carried=program.carried,
+        kept=program.kept,
+        out_tree=program.out_tree,
+        kept_out=program.kept_out,
+    )
+
+
+def _arguments(
+    fn: Any, args: tuple[Any, ...], dims: Dims | None, called: str
+) -> tuple[Any, dict[str, int], set[str]]:
+    """The arrays among the arguments as shapes, what of ``dims`` is none of their sizes, and those sizes."""
+    import jax
+
+    given = jax_leaves.arrays(args)
+    _check_leaves(given[0], "params")
+    _check_leaves(given[1:], "batch")
+    check_order(fn, len(args))
+    as_shapes = jax.tree.map(_shape_struct, given)
+    symbols = set(free_symbols(s for t in jax.tree.leaves(as_shapes) for s in shape_of(t)))
+    turns = {k: v for k, v in (dims or {}).items() if k not in symbols}
+    if bound := {k: v for k, v in (dims or {}).items() if k in symbols}:
+        check_dims(bound, symbols, called)
+        as_shapes = jax.tree.map(lambda t: _bound(t, bound), as_shapes)
+    return as_shapes, turns, symbols
+
+
+def _no_gradient(called: str, loops: bool) -> str:
+    return (
+        f"{called}'s loss does not depend on any parameter: params come first, fn(params, *batch), and at least one "
+        f"must be floating-point and reach the loss"
+        + (
+            "; JAX cannot differentiate a while loop in reverse: use lax.scan, or fori_loop with numbers for bounds"
+            if loops
+            else ""
+        )
     )
 
 
@@ -195,10 +231,6 @@ def from_jax(
 ) -> Graph:
     """The raw graph of ``fn(params, *batch)``; see ``trace``."""
     return trace(fn, params, *batch, name=name, unknown=unknown).graph
-
-
-def _name_of(fn: Any) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _check_leaves(tree: Any, what: str) -> None:

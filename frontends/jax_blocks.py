@@ -10,6 +10,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, Traced, inlined, inner_jaxpr, trace
+from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
 
@@ -120,21 +121,36 @@ def micro(traced: Traced, micro_batches: int) -> Traced:
     if size % micro_batches:
         raise PaseError(f"a batch of {size} does not divide in {micro_batches} micro-batches")
     part = [
-        jax.ShapeDtypeStruct((size // micro_batches, *a.shape[1:]), a.dtype) if splits(a.shape, size) else a
-        for a in avals[n:]
+        jax.ShapeDtypeStruct((size // micro_batches, *a.shape[1:]), a.dtype) if split else a
+        for a, split in zip(avals[n:], split_inputs(traced), strict=True)
     ]
-    params, *batch = jax.tree.unflatten(traced.in_tree, [*avals[:n], *part])
-    return trace(traced.fn, params, *batch, name=traced.graph.name, unknown=traced.unknown)
+    params, *batch = combine(jax.tree.unflatten(traced.in_tree, [*avals[:n], *part]), traced.kept)
+    return trace(
+        traced.fn,
+        params,
+        *batch,
+        name=traced.graph.name,
+        unknown=traced.unknown,
+        mode=traced.mode,
+        carry=traced.carry,
+    )
 
 
-def splits(shape: tuple[int, ...], size: int) -> bool:
-    """Is the first dim the batch?"""
-    return bool(shape) and shape[0] == size
+def split_inputs(traced: Traced) -> list[bool]:
+    """Per leaf of the batch: is its first dim the batch? What a step hands to the next is none."""
+    n, size = len(traced.param_paths), batch_size(traced)
+    return [
+        bool(a.shape) and a.shape[0] == size and n + i not in traced.carried
+        for i, a in enumerate(traced.jaxpr.in_avals[n:])
+    ]
 
 
 def batch_size(traced: Traced) -> int:
     """The first dim that most inputs have; PaseError where none has one."""
-    shapes = [a.shape for a in traced.jaxpr.in_avals[len(traced.param_paths) :] if a.shape]
+    n = len(traced.param_paths)
+    shapes = [
+        a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.carried and a.shape
+    ]
     if not shapes:
         raise PaseError(f"'{traced.graph.name}' has no batch: none of its inputs has a dim")
     return int(Counter(s[0] for s in shapes).most_common(1)[0][0])

@@ -81,9 +81,17 @@ def frontend_of(model: Any) -> Frontend | None:
 
 
 def trace(
-    model: Any, *args: Any, name: str | None = None, unknown: Unknown = "error", dims: Dims | None = None
+    model: Any,
+    *args: Any,
+    name: str | None = None,
+    unknown: Unknown = "error",
+    dims: Dims | None = None,
+    mode: str = "train",
+    carry: Mapping[int, Any] | None = None,
 ) -> Traced:
     """Read a model by whichever frontend reads it.
+
+    mode, carry: what the program is for, see ``CompileOptions``; programs that are not trained are JAX's.
 
     unknown: at an op without a rule: "error", or "replicate" (it may not be split).
     dims: integers for symbolic sizes.
@@ -94,7 +102,13 @@ def trace(
         raise PaseError(
             f"no frontend reads a {type(model).__module__}.{type(model).__name__}; there are frontends for {kinds}"
         )
-    return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims)
+    if mode == "train" and not carry:
+        return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims)
+    from pase.frontends import from_jax
+
+    if frontend.trace is not from_jax.trace:
+        raise PaseError(f"mode='{mode}' and carry are for JAX functions, not for a {type(model).__name__}")
+    return from_jax.trace(model, *args, name=name, unknown=unknown, dims=dims, mode=mode, carry=carry)  # type: ignore[arg-type]
 
 
 def check_dims(dims: Dims | None, known: Iterable[str], model: str) -> dict[str, int]:

@@ -41,7 +41,9 @@ def compile_model(
     say = progress or (lambda _: None)
     start = time.perf_counter()
     say("tracing the model")
-    traced, name = traced_model(model, params, batch, options.unknown, options.dims)
+    traced, name = traced_model(
+        model, params, batch, options.unknown, options.dims, mode=options.mode, carry=options.carry
+    )
     problem = SplitProblem.of(
         traced.graph, options.devices, options.machine, options.cost_model, options.optimizer, options.overlap
     )

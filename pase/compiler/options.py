@@ -71,6 +71,18 @@ class CompileOptions:
         metavar="NAME=SIZE",
         many=True,
     )
+    mode: Literal["train", "inference", "step"] = _option(
+        "train",
+        "'train': a loss, whose gradient and update are priced with it. 'inference': a function that returns anything; "
+        "nothing is trained. 'step': step(params, opt_state, *batch) -> (params, opt_state, …), a train step as the "
+        "model.",
+        "--mode",
+    )
+    carry: Mapping[int, Any] | None = _option(
+        None,
+        "What a call hands to the next, batch statistics or a KV cache: batch argument -> where its next value stands "
+        "in what the function returns, {1: 1} or {1: (1, 'batch_stats')}; it is laid out alike in both.",
+    )
     max_axes: int = _option(3, "Search meshes of at most so many axes.", minimum=1)
     baselines: bool = _option(
         True,

@@ -17,33 +17,33 @@ __all__ = ["resolve", "traced_model"]
 
 
 def traced_model(
-    model: Any, params: Any, batch: Sequence[Any], unknown: Unknown, dims: Dims | None = None
+    model: Any, params: Any, batch: Sequence[Any], unknown: Unknown, dims: Dims | None = None, **purpose: Any
 ) -> tuple[Traced, str]:
-    """Trace what the user gave as a model: (the trace, its name)."""
+    """Trace what the user gave as a model: (the trace, its name). purpose: ``mode`` and ``carry`` of CompileOptions."""
     if isinstance(model, (str, Path)):
         if params is not None or batch:
             raise PaseError(f"'{model}' names a model: give no further arguments with it")
-        return resolve(str(model), unknown, dims), str(model)
+        return resolve(str(model), unknown, dims, **purpose), str(model)
     if registry.frontend_of(model) is None:
         raise PaseError(
             f"a model is a name, a file, a callable, or a framework's own model, not {type(model).__name__}: see "
             f"pase.compile's help"
         )
     args = () if params is None and not batch else (params, *batch)
-    traced = registry.trace(model, *args, unknown=unknown, dims=dims)
+    traced = registry.trace(model, *args, unknown=unknown, dims=dims, **purpose)
     return traced, traced.graph.name
 
 
-def resolve(model: str, unknown: Unknown = "error", dims: Dims | None = None) -> Traced:
+def resolve(model: str, unknown: Unknown = "error", dims: Dims | None = None, **purpose: Any) -> Traced:
     """Trace the model that this name means: zoo:NAME, a file or folder that a frontend reads, or
     package.module:function."""
     if model.startswith("zoo:"):
         from pase import zoo
 
         m = zoo.get(model.removeprefix("zoo:"))
-        return registry.trace(m.loss_fn, m.params, m.batch, name=model, unknown=unknown, dims=dims)
+        return registry.trace(m.loss_fn, m.params, m.batch, name=model, unknown=unknown, dims=dims, **purpose)
     if registry.frontend_of(model) is not None:
-        return registry.trace(model, unknown=unknown, dims=dims)
+        return registry.trace(model, unknown=unknown, dims=dims, **purpose)
     module, _, attribute = model.partition(":")
     if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise PaseError(
@@ -70,4 +70,4 @@ def resolve(model: str, unknown: Unknown = "error", dims: Dims | None = None) ->
         raise PaseError(
             f"{model}() must return (loss_fn, params, *batch), or a framework's own model, got {type(made).__name__}"
         )
-    return registry.trace(target, *args, name=model, unknown=unknown, dims=dims)
+    return registry.trace(target, *args, name=model, unknown=unknown, dims=dims, **purpose)

@@ -372,7 +372,7 @@ def _ordered(nodes: list[Node]) -> tuple[Node, ...]:
     for n in nodes:
         reads = (
             [a.tensor for op in n.ops[:1] for a in op.reads]
-            if n.ops[0].kind == "carry"
+            if n.ops[0].kind in LEAF | {"carry"}
             else [a.tensor for _, a in n.reads]
         )
         waits[n.name] = {producer[t] for t in reads if t in producer} - {n.name}

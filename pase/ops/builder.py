@@ -176,6 +176,12 @@ class GraphBuilder:
             t = self.tensors[t.name] = replace(t, needs_grad=True)
         return t
 
+    def thread(self, leaf: Tensor, value: Tensor) -> None:
+        """A parameter's or an input's next value: it is brought into the layout that the leaf is stored in."""
+        with self.without_gradient():
+            if leaf.name != value.name:
+                self.close_carry(leaf, value)
+
     def close_carry(self, carried: Tensor, value: Tensor) -> None:
         """Inside the loop's region: the body's result goes back into the carry."""
         at = next(i for i in reversed(range(len(self.nodes))) if carried.name in self.nodes[i].internal)

@@ -135,8 +135,8 @@ def test_auxiliary_results():
     assert max(off.values()) < 1e-5, off
     jp = plan.jax
     loss, aux = jax.jit(jp.loss(jp.mesh()))(*jp.device_put(PARAMS, X))
-    np.testing.assert_allclose(aux[0], 2 * loss, rtol=1e-6)
-    np.testing.assert_allclose(aux[1], X.sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(aux["doubled"], 2 * loss, rtol=1e-6)
+    np.testing.assert_allclose(aux["rows"], X.sum(-1), rtol=1e-5)
 
 
 def test_scan_and_remat_survive():

@@ -1,0 +1,73 @@
+"""A jitted step under a plan, called as a user calls it: with modules, with arrays that lie elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pase.errors import PaseError
+from pase.frontends.jax_leaves import arrays
+
+__all__ = ["Stepper"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepper:
+    """Call it as the function that it is made of. Arguments are moved to where it wants them; static leaves of
+    modules stay outside, and stand in the results again."""
+
+    run: Callable[..., Any]
+    """On pytrees of arrays alone."""
+    in_shardings: tuple[Any, ...]
+    out_shardings: Any
+    donate: tuple[int, ...]
+    whole: Callable[[Any], Any]
+    """The results with their static leaves."""
+
+    @cached_property
+    def jitted(self) -> Any:
+        """What jax.jit makes: for pytrees of arrays that lie where it wants them."""
+        import jax
+
+        return jax.jit(
+            self.run,
+            in_shardings=self.in_shardings,
+            out_shardings=self.out_shardings,
+            donate_argnums=self.donate,
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        import jax
+
+        given = arrays(args)
+        if len(given) != len(self.in_shardings):
+            raise PaseError(f"the step takes {len(self.in_shardings)} arguments, got {len(given)}")
+        for k, (x, s) in enumerate(zip(given, self.in_shardings, strict=True)):
+            form: Any = jax.tree.structure(x)
+            if form != jax.tree.structure(s):
+                raise PaseError(
+                    f"argument {k} of the step is {form}; it wants {jax.tree.structure(s)}. The state of an optimizer "
+                    f"is made by plan.jax.init(optimizer, params)"
+                )
+        placed = jax.tree.map(_placed, given, self.in_shardings)
+        return self.whole(self.jitted(*placed))
+
+    def lower(self, *args: Any) -> Any:
+        """Lowered on arrays or shapes, without running; ``.compile()`` it."""
+        import jax
+
+        def struct(x: Any, sharding: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return self.jitted.lower(*jax.tree.map(struct, arrays(args), self.in_shardings))
+
+
+def _placed(x: Any, sharding: Any) -> Any:
+    """What is committed to another layout is moved; jit itself takes care of the rest."""
+    import jax
+
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return x
+    return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)

@@ -1,0 +1,61 @@
+"""The corpus: programs from libraries, each in a process of its own with a time limit.
+
+python -m bench.programs                 # all of them
+python -m bench.programs 'haiku.*' nnx   # these anew, the others' rows are kept
+
+Needs the packages of the extra 'corpus'. Writes bench/results/programs.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from provenance import RESULTS, ROOT, save
+
+from bench.programs.catalog import load
+
+FILE = RESULTS / "programs.json"
+
+
+def run(name: str, limit_s: float) -> dict[str, Any]:
+    """One program's row; a process that dies or does not end says so."""
+    command = [sys.executable, "-m", "bench.programs.child", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return {"agrees": False, "error": f"not done within {limit_s:g} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"agrees": False, "aborted": done.returncode, "error": done.stderr[-1000:]}
+    row: dict[str, Any] = json.loads(lines[-1])
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("programs", nargs="*", help="patterns of names")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for each program")
+    given = parser.parse_args()
+    rows = json.loads(FILE.read_text())["programs"] if FILE.exists() else {}
+    for name in sorted(load()):
+        if given.programs and not any(fnmatch(name, p) for p in given.programs):
+            continue
+        row = rows[name] = run(name, given.limit_s)
+        print(
+            f"{name:36} {'agrees' if row['agrees'] else row.get('stage')} {row.get('error', '')[:160]}",
+            flush=True,
+        )
+        rows = {k: rows[k] for k in sorted(rows)}
+        agree = sum(r["agrees"] for r in rows.values())
+        save({"agree": agree, "of": len(rows), "programs": rows}, FILE)
+
+
+if __name__ == "__main__":
+    main()

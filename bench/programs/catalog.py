@@ -1,0 +1,37 @@
+"""The programs' register. A program is a function without arguments: (loss_fn, params, *batch), with small arrays."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+Program = tuple[Any, ...]
+PROGRAMS: dict[str, Callable[[], Program]] = {}
+MODULES = ("haiku_", "linen_", "nnx_", "equinox_", "keras_", "science", "losses", "plain", "decoders")
+
+
+def program(make: Callable[[], Program]) -> Callable[[], Program]:
+    """Registers the program under its module's and its function's name, haiku.mlp."""
+    library = make.__module__.rpartition(".")[2].removesuffix("_")
+    PROGRAMS[f"{library}.{make.__name__}"] = make
+    return make
+
+
+def load() -> dict[str, Callable[[], Program]]:
+    """All programs; a library is imported when its program is made."""
+    for module in MODULES:
+        importlib.import_module(f"bench.programs.{module}")
+    return PROGRAMS
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Any:
+    import jax
+
+    return scale * jax.random.normal(jax.random.key(seed), shape)
+
+
+def integers(high: int, *shape: int, seed: int = 0) -> Any:
+    import jax
+
+    return jax.random.randint(jax.random.key(seed), shape, 0, high)

@@ -1,0 +1,87 @@
+"""One program in a process of its own: planned, run sharded and unsharded, held against XLA. Prints one JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+STRATEGY = "ours@2x4"
+"""Compute is made expensive, so that all that may be split is split over a mesh of 2 x 4."""
+
+
+def main(name: str) -> dict[str, Any]:
+    """planned, ran, agrees: how far the program came; off: relative differences from the unsharded step; flops,
+    memory: predicted over XLA's."""
+    import optax
+
+    from bench.programs.catalog import load
+    from pase.backends.truth import sharded_step, unsharded_step
+    from pase.backends.truth_memory import compare_memory
+    from tests.backends.plans import case_of
+    from tests.backends.test_numerics import TOLERANCE
+
+    row: dict[str, Any] = {"planned": False, "ran": False, "agrees": False}
+    try:
+        row["stage"] = "made"
+        fn, *args = load()[name]()
+        row["stage"] = "planned"
+        begin = time.perf_counter()
+        case = case_of(fn, *args, name=name)
+        row["nodes"] = len(case.problem.graph.nodes)
+        plan = case.plan(STRATEGY)
+        assert plan is not None
+        row |= {
+            "planned": True,
+            "seconds": round(time.perf_counter() - begin, 2),
+            "notes": list(plan.remarks),
+        }
+        row["collectives"] = len(plan.collectives)
+        row["stage"] = "ran"
+        optimizer = optax.adam(1e-2, eps=1e-3)
+        sharded = sharded_step(plan, optimizer, *args)
+        row["ran"], row["stage"] = True, "agrees"
+        whole = unsharded_step(fn, optimizer, *args)
+        row["off"] = whole.differences(sharded)
+        row["agrees"] = all(v <= TOLERANCE[k] for k, v in row["off"].items())
+        row["stage"] = "compared"
+        row |= _flops(fn, args, case.problem.graph)
+        peak = compare_memory(plan, sharded.compiled)
+        row |= {"memory": peak.on_cpu / peak.compiled, "stage": "done"}
+    except Exception as e:
+        row["error"] = f"{type(e).__name__}: {e}"[:1000]
+    return row
+
+
+def _flops(fn: Any, args: Any, graph: Any) -> dict[str, float]:
+    """FLOPs of loss and gradients: ours over XLA's. XLA counts the body of a loop once."""
+    import numpy as np
+
+    from pase.frontends.jax_leaves import arrays, combine, static, value_and_grad
+    from pase.machine import mesh_from
+    from pase.tables.derive import node_work
+
+    mesh = mesh_from("1", 1)
+    ours = 0.0
+    for n in graph.nodes:
+        for w in node_work(graph, n, np.full((1, 1), -1, np.int8), mesh):
+            ours += float(w.flops[0]) * (w.times if w.phase != "update" else 0.0)
+    import jax
+
+    fixed = static(tuple(args))
+    graded = jax.jit(lambda *given: jax.tree.leaves(value_and_grad(fn)(*combine(given, fixed))))
+    cost = graded.lower(*arrays(tuple(args))).cost_analysis()
+    loops = any("loop" in s for n in graph.nodes for op in n.ops for s in op.scope)
+    return {
+        "flops": ours / max(cost.get("flops", 0.0), 1.0),
+        "flops_xla": cost.get("flops", 0.0),
+        "loops": loops,
+    }
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    print("\n" + json.dumps(main(sys.argv[1])))

@@ -1,0 +1,137 @@
+"""Equinox modules as they are: what is no array in them is static."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.programs.catalog import Program, integers, normal, program
+
+
+def _of(model: Any, x: Any, *, keyed: bool = False) -> Program:
+    import jax
+    import jax.numpy as jnp
+
+    def loss(model: Any, x: Any) -> Any:
+        if keyed:
+            keys = jax.random.split(jax.random.key(0), x.shape[0])
+            return jnp.mean(jax.vmap(lambda x, k: model(x, key=k))(x, keys) ** 2)
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    return loss, model, x
+
+
+def _key() -> Any:
+    import jax
+
+    return jax.random.key(0)
+
+
+@program
+def mlp() -> Program:
+    import equinox as eqx
+
+    return _of(eqx.nn.MLP(24, 8, 64, 2, key=_key()), normal(32, 24))
+
+
+@program
+def conv_net() -> Program:
+    import equinox as eqx
+    import jax
+
+    a, b = jax.random.split(_key())
+    net = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(3, 16, 3, padding=1, key=a),
+            eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.MaxPool2d(2, 2),
+            eqx.nn.Conv2d(16, 8, 3, key=b),
+        ]
+    )
+    return _of(net, normal(8, 3, 16, 16))
+
+
+@program
+def transposed_conv() -> Program:
+    import equinox as eqx
+
+    return _of(eqx.nn.ConvTranspose2d(8, 4, 4, stride=2, key=_key()), normal(8, 8, 8, 8))
+
+
+@program
+def attention_with_dropout() -> Program:
+    import equinox as eqx
+
+    class Block(eqx.Module):
+        attention: eqx.nn.MultiheadAttention
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x: Any, key: Any) -> Any:
+            return self.dropout(self.attention(x, x, x), key=key)
+
+    return _of(
+        Block(eqx.nn.MultiheadAttention(4, 32, key=_key()), eqx.nn.Dropout(0.1)),
+        normal(8, 12, 32),
+        keyed=True,
+    )
+
+
+@program
+def gru() -> Program:
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+
+    class Net(eqx.Module):
+        cell: eqx.nn.GRUCell
+
+        def __call__(self, x: Any) -> Any:
+            return jax.lax.scan(lambda h, x: (self.cell(x, h), None), jnp.zeros(32), x)[0]
+
+    return _of(Net(eqx.nn.GRUCell(24, 32, key=_key())), normal(16, 12, 24))
+
+
+@program
+def batch_norm() -> Program:
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+
+    net, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(24, "batch", mode="batch")
+    linear = eqx.nn.Linear(24, 24, key=_key())
+
+    def loss(model: Any, state: Any, x: Any) -> Any:
+        linear, norm = model
+        y, new = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
+            jax.vmap(linear)(x), state
+        )
+        return jnp.mean(jnp.square(y - x)), new
+
+    return loss, (linear, net), state, normal(32, 24)
+
+
+@program
+def embedding() -> Program:
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+
+    def loss(model: Any, tokens: Any) -> Any:
+        return jnp.mean(jax.vmap(jax.vmap(model))(tokens) ** 2)
+
+    return loss, eqx.nn.Embedding(64, 32, key=_key()), integers(64, 16, 12)
+
+
+@program
+def spectral_norm() -> Program:
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+
+    linear = eqx.nn.Linear(24, 32, key=_key())
+    net, state = eqx.nn.make_with_state(eqx.nn.SpectralNorm)(linear, "weight", key=_key())
+
+    def loss(model: Any, state: Any, x: Any) -> Any:
+        y, new = jax.vmap(model, in_axes=(0, None), out_axes=(0, None))(x, state)
+        return jnp.mean(y**2), new
+
+    return loss, net, state, normal(16, 24)

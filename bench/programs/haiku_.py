@@ -1,0 +1,117 @@
+"""dm-haiku: its networks and its recurrent cores, with and without state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.programs.catalog import Program, integers, normal, program
+
+
+def _stateless(net: Callable[..., Any], x: Any) -> Program:
+    import haiku as hk
+    import jax
+    import jax.numpy as jnp
+
+    f = hk.without_apply_rng(hk.transform(net))
+    params = f.init(jax.random.key(0), x)
+    return lambda p, x: jnp.mean(f.apply(p, x) ** 2), params, x
+
+
+def _stateful(net: Callable[..., Any], x: Any) -> Program:
+    import haiku as hk
+    import jax
+    import jax.numpy as jnp
+
+    f = hk.without_apply_rng(hk.transform_with_state(net))
+    params, state = f.init(jax.random.key(0), x)
+
+    def loss(p: Any, x: Any, state: Any) -> Any:
+        y, new = f.apply(p, state, x)
+        return jnp.mean(y**2), new
+
+    return loss, params, x, state
+
+
+@program
+def mlp() -> Program:
+    import haiku as hk
+
+    return _stateless(lambda x: hk.nets.MLP([64, 32, 16])(x), normal(32, 24))
+
+
+@program
+def resnet18() -> Program:
+    import haiku as hk
+
+    return _stateful(lambda x: hk.nets.ResNet18(10)(x, is_training=True), normal(8, 32, 32, 3))
+
+
+@program
+def mobilenet() -> Program:
+    import haiku as hk
+
+    return _stateful(lambda x: hk.nets.MobileNetV1(num_classes=10)(x, is_training=True), normal(8, 32, 32, 3))
+
+
+@program
+def lstm() -> Program:
+    import haiku as hk
+
+    def net(x: Any) -> Any:
+        core = hk.LSTM(32)
+        return hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))[0]
+
+    return _stateless(net, normal(12, 16, 24))
+
+
+@program
+def gru_static() -> Program:
+    import haiku as hk
+
+    def net(x: Any) -> Any:
+        core = hk.GRU(32)
+        return hk.static_unroll(core, x, core.initial_state(x.shape[1]))[0]
+
+    return _stateless(net, normal(6, 16, 24))
+
+
+@program
+def attention() -> Program:
+    import haiku as hk
+
+    def net(x: Any) -> Any:
+        made = hk.MultiHeadAttention(4, 8, w_init=hk.initializers.VarianceScaling(1.0))(x, x, x)
+        return hk.LayerNorm(-1, True, True)(made + x)
+
+    return _stateless(net, normal(8, 16, 32))
+
+
+@program
+def vqvae() -> Program:
+    import haiku as hk
+
+    def net(x: Any, is_training: bool = True) -> Any:
+        h = hk.Conv2D(16, 4, stride=2)(x)
+        q = hk.nets.VectorQuantizerEMA(16, 32, 0.25, 0.99)(h, is_training)
+        return hk.Conv2DTranspose(3, 4, stride=2)(q["quantize"])
+
+    return _stateful(net, normal(8, 16, 16, 3))
+
+
+@program
+def embedding() -> Program:
+    import haiku as hk
+
+    return _stateless(lambda t: hk.Linear(16)(hk.Embed(128, 32)(t)), integers(128, 16, 24))
+
+
+@program
+def separable_conv() -> Program:
+    import haiku as hk
+
+    def net(x: Any) -> Any:
+        h = hk.SeparableDepthwiseConv2D(channel_multiplier=2, kernel_shape=3)(x)
+        return hk.avg_pool(hk.GroupNorm(4)(h), (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+
+    return _stateless(net, normal(8, 16, 16, 16))

@@ -1,0 +1,136 @@
+"""flax.linen: layers with state, scans, recurrent cells, and its own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.programs.catalog import Program, integers, normal, program
+
+
+def _of(module: Any, *inputs: Any) -> Program:
+    """Mean square of what the module makes; collections besides params are returned as the loss has them."""
+    import jax
+    import jax.numpy as jnp
+
+    variables = dict(module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *inputs))
+    params = variables.pop("params")
+
+    def loss(p: Any, state: Any, *inputs: Any) -> Any:
+        y, new = module.apply(
+            {"params": p, **state}, *inputs, mutable=list(variables), rngs={"dropout": jax.random.key(2)}
+        )
+        return jnp.mean(jnp.square(jnp.asarray(y, jnp.float32))), new
+
+    return loss, params, variables, *inputs
+
+
+@program
+def batch_norm_cnn() -> Program:
+    import flax.linen as nn
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for width in (16, 32):
+                x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(width, (3, 3), strides=2)(x)))
+            return nn.Dense(10)(x.mean((1, 2)))
+
+    return _of(Net(), normal(16, 16, 16, 3))
+
+
+@program
+def spectral_norm() -> Program:
+    import flax.linen as nn
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.SpectralNorm(nn.Dense(32))(x, update_stats=True)
+
+    return _of(Net(), normal(16, 24))
+
+
+@program
+def lstm() -> Program:
+    import flax.linen as nn
+
+    return _of(nn.RNN(nn.OptimizedLSTMCell(32)), normal(16, 12, 24))
+
+
+@program
+def bidirectional() -> Program:
+    import flax.linen as nn
+
+    return _of(nn.Bidirectional(nn.RNN(nn.GRUCell(16)), nn.RNN(nn.GRUCell(16))), normal(16, 12, 24))
+
+
+@program
+def conv_lstm() -> Program:
+    import flax.linen as nn
+
+    return _of(nn.RNN(nn.ConvLSTMCell(8, (3, 3))), normal(8, 4, 8, 8, 4))
+
+
+@program
+def dropout_mlp() -> Program:
+    import flax.linen as nn
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(8)(nn.Dropout(0.5, deterministic=False)(nn.gelu(nn.Dense(64)(x))))
+
+    return _of(Net(), normal(32, 16))
+
+
+@program
+def scanned_transformer() -> Program:
+    import flax.linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            x = x + nn.SelfAttention(4)(nn.LayerNorm()(x))
+            return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x)))), None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: Any) -> Any:
+            x = nn.Embed(64, 32)(tokens)
+            blocks = nn.scan(
+                nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+            )
+            return nn.Dense(64)(blocks()(x, None)[0])
+
+    return _of(Net(), integers(64, 8, 16))
+
+
+@program
+def transposed_conv() -> Program:
+    import flax.linen as nn
+
+    return _of(
+        nn.Sequential([nn.ConvTranspose(16, (4, 4), strides=(2, 2)), nn.relu, nn.Conv(3, (3, 3))]),
+        normal(8, 8, 8, 8),
+    )
+
+
+@program
+def grouped_conv() -> Program:
+    import flax.linen as nn
+
+    return _of(nn.Conv(32, (3, 3), feature_group_count=4), normal(8, 8, 8, 16))
+
+
+@program
+def weight_norm() -> Program:
+    import flax.linen as nn
+
+    return _of(nn.WeightNorm(nn.Dense(32)), normal(16, 24))
+
+
+@program
+def einsum() -> Program:
+    import flax.linen as nn
+
+    return _of(nn.Einsum((24, 4, 8), "abc,cde->abde"), normal(8, 12, 24))

@@ -1,0 +1,232 @@
+"""Probabilities, graphs, symmetries, molecules and differential equations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.programs.catalog import Program, integers, normal, program
+
+
+def _key() -> Any:
+    import jax
+
+    return jax.random.key(0)
+
+
+@program
+def distrax_flow() -> Program:
+    import distrax
+    import jax.numpy as jnp
+
+    def loss(p: Any, x: Any) -> Any:
+        base = distrax.MultivariateNormalDiag(jnp.zeros(8), jnp.ones(8))
+        flow = distrax.Block(distrax.ScalarAffine(p["shift"], log_scale=p["log_scale"]), 1)
+        return -distrax.Transformed(base, flow).log_prob(x).mean()
+
+    return loss, {"shift": normal(8), "log_scale": normal(8, seed=1, scale=0.1)}, normal(64, 8)
+
+
+@program
+def distrax_mixture() -> Program:
+    import distrax
+
+    def loss(p: Any, x: Any) -> Any:
+        parts = distrax.Normal(p["loc"], 1.0)
+        return -distrax.MixtureSameFamily(distrax.Categorical(logits=p["logits"]), parts).log_prob(x).mean()
+
+    return loss, {"loc": normal(8), "logits": normal(8, seed=1)}, normal(256)
+
+
+@program
+def numpyro_regression() -> Program:
+    import numpyro
+    import numpyro.distributions as dist
+    from numpyro.infer import SVI, Trace_ELBO
+    from numpyro.infer.autoguide import AutoNormal
+
+    def model(x: Any, y: Any) -> None:
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([16]).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+    guide, x, y = AutoNormal(model), normal(64, 16), normal(64, seed=1)
+    svi = SVI(model, guide, numpyro.optim.Adam(1e-2), Trace_ELBO())
+    params = svi.get_params(svi.init(_key(), x, y))
+    return lambda p, x, y: Trace_ELBO().loss(_key(), p, model, guide, x, y), params, x, y
+
+
+@program
+def jraph_network() -> Program:
+    import jax
+    import jax.numpy as jnp
+    import jraph
+
+    senders, receivers = integers(32, 96), integers(32, 96, seed=1)
+
+    def loss(p: Any, nodes: Any, edges: Any, senders: Any, receivers: Any) -> Any:
+        graph = jraph.GraphsTuple(
+            nodes=nodes, edges=edges, senders=senders, receivers=receivers, globals=None,
+            n_node=jnp.array([32]), n_edge=jnp.array([96]),
+        )  # fmt: skip
+        net = jraph.GraphNetwork(
+            update_edge_fn=lambda e, s, r, g: jax.nn.relu(jnp.concatenate([e, s, r], -1) @ p["edge"]),
+            update_node_fn=lambda n, s, r, g: jnp.concatenate([n, s, r], -1) @ p["node"],
+        )
+        return jnp.mean(net(graph).nodes ** 2)
+
+    params = {"edge": normal(40, 16, scale=0.1), "node": normal(48, 16, seed=1, scale=0.1)}
+    return loss, params, normal(32, 16), normal(96, 8, seed=2), senders, receivers
+
+
+@program
+def jraph_gcn() -> Program:
+    import jax.numpy as jnp
+    import jraph
+
+    def loss(p: Any, nodes: Any, senders: Any, receivers: Any) -> Any:
+        graph = jraph.GraphsTuple(
+            nodes=nodes, edges=None, senders=senders, receivers=receivers, globals=None,
+            n_node=jnp.array([32]), n_edge=jnp.array([96]),
+        )  # fmt: skip
+        layer = jraph.GraphConvolution(lambda n: n @ p, symmetric_normalization=True, add_self_edges=True)
+        return jnp.mean(layer(graph).nodes ** 2)
+
+    return loss, normal(16, 32, scale=0.2), normal(32, 16), integers(32, 96), integers(32, 96, seed=1)
+
+
+@program
+def e3nn_tensor_product() -> Program:
+    import e3nn_jax as e3nn
+    import jax.numpy as jnp
+
+    def features(x: Any) -> Any:
+        return e3nn.IrrepsArray("8x0e + 8x1o", x)
+
+    def loss(p: Any, x: Any) -> Any:
+        direction = features(x).filter("1o").mul_to_axis()[:, 0]
+        y = e3nn.tensor_product(features(x @ p), e3nn.spherical_harmonics("1o", direction, True))
+        return jnp.mean(y.array**2)
+
+    return loss, normal(32, 32, scale=0.2), normal(16, 32)
+
+
+@program
+def jax_md_energy() -> Program:
+    import jax
+    import jax.numpy as jnp
+    from jax_md import energy, space
+
+    displacement, _ = space.periodic(4.0)
+
+    def loss(p: Any, positions: Any) -> Any:
+        f = energy.lennard_jones_pair(displacement, sigma=p["sigma"], epsilon=p["epsilon"])
+        return jnp.mean(jax.vmap(f)(positions))
+
+    positions = 4.0 * jax.random.uniform(_key(), (16, 24, 3))
+    return loss, {"sigma": jnp.float32(0.3), "epsilon": jnp.float32(1.0)}, positions
+
+
+@program
+def diffrax_ode() -> Program:
+    import diffrax
+    import jax
+    import jax.numpy as jnp
+
+    def loss(p: Any, x: Any) -> Any:
+        term = diffrax.ODETerm(lambda t, y, a: jnp.tanh(y @ p["w"]))
+
+        def solve(y: Any) -> Any:
+            return diffrax.diffeqsolve(term, diffrax.Tsit5(), 0.0, 1.0, 0.1, y, max_steps=32).ys[0]
+
+        return jnp.mean(jax.vmap(solve)(x) ** 2)
+
+    return loss, {"w": normal(16, 16, scale=0.3)}, normal(32, 16)
+
+
+@program
+def diffrax_adaptive() -> Program:
+    import diffrax
+    import jax.numpy as jnp
+
+    def loss(p: Any, x: Any) -> Any:
+        term = diffrax.ODETerm(lambda t, y, a: jnp.tanh(y @ p["w"]))
+        steps = diffrax.PIDController(rtol=1e-3, atol=1e-4)
+        made = diffrax.diffeqsolve(
+            term, diffrax.Dopri5(), 0.0, 1.0, 0.1, x, stepsize_controller=steps, max_steps=64,
+            adjoint=diffrax.RecursiveCheckpointAdjoint(),
+        )  # fmt: skip
+        return jnp.mean(made.ys[0] ** 2)
+
+    return loss, {"w": normal(16, 16, scale=0.3)}, normal(32, 16)
+
+
+@program
+def penzai_mlp() -> Program:
+    import jax.numpy as jnp
+    from penzai import pz
+    from penzai.models.simple_mlp import MLP
+
+    model = MLP.from_config("mlp", _key(), [24, 64, 8])
+    unbound, params = pz.unbind_params(model)
+    frozen = {p.label: p.value for p in params}
+
+    def loss(p: Any, x: Any) -> Any:
+        bound = pz.bind_variables(unbound, [pz.ParameterValue(label=k, value=v) for k, v in p.items()])
+        y = bound(pz.nx.wrap(x).tag("batch", "features"))
+        return jnp.mean(y.untag("batch", "features").unwrap() ** 2)
+
+    return loss, frozen, normal(32, 24)
+
+
+@program
+def tinygp_likelihood() -> Program:
+    import jax.numpy as jnp
+    import tinygp
+
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        kernel = jnp.exp(p["scale"]) * tinygp.kernels.Matern32(jnp.exp(p["length"]))
+        return -tinygp.GaussianProcess(kernel, x, diag=0.1).log_probability(y)
+
+    return loss, {"scale": jnp.float32(0.0), "length": jnp.float32(0.0)}, normal(64), normal(64, seed=1)
+
+
+@program
+def jaxopt_implicit() -> Program:
+    import jax.numpy as jnp
+    import jaxopt
+
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        def ridge(w: Any, l2: Any) -> Any:
+            return jnp.mean((x @ w - y) ** 2) + jnp.exp(l2) * jnp.sum(w**2)
+
+        w = jaxopt.GradientDescent(ridge, maxiter=20, implicit_diff=True).run(jnp.zeros(8), p).params
+        return jnp.mean((x @ w - y) ** 2)
+
+    return loss, jnp.float32(0.0), normal(64, 8), normal(64, seed=1)
+
+
+@program
+def neural_tangents() -> Program:
+    import jax.numpy as jnp
+    from neural_tangents import stax
+
+    init, apply, _ = stax.serial(stax.Dense(64), stax.Relu(), stax.Dense(8))
+    _, params = init(_key(), (32, 24))
+    return lambda p, x: jnp.mean(apply(p, x) ** 2), params, normal(32, 24)
+
+
+@program
+def flowjax_flow() -> Program:
+    import equinox as eqx
+    import jax
+    from flowjax.distributions import Normal
+    from flowjax.flows import coupling_flow
+    from paramax import NonTrainable, unwrap
+
+    flow = coupling_flow(_key(), base_dist=Normal(jax.numpy.zeros(8)), flow_layers=2)
+    params, static = eqx.partition(flow, eqx.is_inexact_array, is_leaf=lambda x: isinstance(x, NonTrainable))
+
+    def loss(p: Any, x: Any) -> Any:
+        return -unwrap(eqx.combine(p, static)).log_prob(x).mean()
+
+    return loss, params, normal(64, 8)

@@ -1,0 +1,190 @@
+"""What a program is for: to be trained, to be run, to be a train step itself; and what it hands to its next call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pase.errors import PaseError
+from pase.frontends import jax_attention, jax_leaves
+
+__all__ = ["Carry", "Mode", "Program", "check_order", "name_of", "program_of", "threaded"]
+
+Mode = Literal["train", "inference", "step"]
+"""train: ``fn(params, *batch) -> loss`` or (loss, aux); its gradient and the update are priced with it.
+inference: ``fn(params, *inputs)`` returns anything; nothing is trained.
+step: ``fn(params, opt_state, *batch) -> (params, opt_state, …)``, a whole train step, gradient and update in it."""
+
+Carry = Mapping[int, Any]
+"""Batch argument (0 is the first after the parameters; of a step, after the state) -> where its next value stands in
+what the function returns: an index, a key, or a tuple of them."""
+
+
+def threaded(mode: Mode, carry: Carry | None, args: tuple[Any, ...], out: Any) -> dict[int, int]:
+    """Input leaf -> the output leaf that is its next value. args, out: pytrees of arrays alone.
+
+    PaseError where the two differ in structure, shape or dtype.
+    """
+    import jax
+
+    stored = 2 if mode == "step" else 1
+    pairs = {stored + k: at if isinstance(at, tuple) else (at,) for k, at in (carry or {}).items()}
+    if mode == "step":
+        if not isinstance(out, tuple) or len(args) < 2 or len(out) < 2:
+            raise PaseError("a train step is step(params, opt_state, *batch) -> (params, opt_state, …)")
+        pairs |= {0: (0,), 1: (1,)}
+    first = [0]
+    for arg in args:
+        first.append(first[-1] + len(jax.tree.leaves(arg)))
+    numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))
+    leaves = jax.tree.leaves(out)
+    found: dict[int, int] = {}
+    for k, at in pairs.items():
+        if not 0 <= k < len(args):
+            raise PaseError(f"carry names batch argument {k - stored}; there are {len(args) - stored}")
+        inside = numbered
+        try:
+            for key in at:
+                inside = inside[key]
+        except (KeyError, IndexError, TypeError) as e:
+            raise PaseError(f"carry: the function returns nothing at {at}") from e
+        given, new = jax.tree.leaves(args[k]), jax.tree.leaves(inside)
+        form: Any = jax.tree.structure(args[k])
+        if form != jax.tree.structure(inside):
+            raise PaseError(
+                f"argument {k} and what the function returns at {at} differ: {form} and {jax.tree.structure(inside)}"
+            )
+        for i, (x, j) in enumerate(zip(given, new, strict=True)):
+            y = leaves[j]
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                raise PaseError(
+                    f"argument {k} has a leaf {x.dtype}{list(x.shape)}; its next value, at {at} of what the function "
+                    f"returns, is {y.dtype}{list(y.shape)}"
+                )
+            found[first[k] + i] = j
+    return found
+
+
+def name_of(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A function's jaxpr, and what its arguments and results are beside arrays."""
+
+    jaxpr: Any
+    kept: Any
+    """The arguments' static leaves."""
+    out_tree: Any
+    """Treedef of what it returns; of a loss, of (loss, aux)."""
+    kept_out: Any
+    """The static leaves of what it returns."""
+    carried: dict[int, int]
+    """Input leaf -> the output leaf that is its next value."""
+
+
+def program_of(
+    fn: Callable[..., Any], args: tuple[Any, ...], as_shapes: Any, mode: Mode, carry: Carry | None
+) -> Program:
+    """PaseError where JAX cannot trace the function, or where it returns no loss; the user's own exceptions pass, with
+    a note of what was traced."""
+    import jax
+
+    kept, called = jax_leaves.static(args), name_of(fn)
+    static_out: list[Any] = []
+    threads: dict[Any, Any] = {}
+
+    def run(*arrays: Any) -> Any:
+        out = fn(*jax_leaves.combine(arrays, kept))
+        leaves = jax.tree.leaves(jax_leaves.arrays(out))
+        found = threaded(mode, carry, arrays, jax_leaves.arrays(out))
+        out = jax_leaves.loss_and_aux(out) if mode == "train" else out
+        before = len(jax.tree.leaves(jax_leaves.arrays(out))) - len(
+            leaves
+        )  # a loss in front of a dict with it
+        threads.update({i: j + before for i, j in found.items()})
+        static_out.append(jax_leaves.static(out))
+        return jax_leaves.arrays(out)
+
+    try:
+        with jax_attention.named():
+            closed, shapes = jax.make_jaxpr(run, return_shape=True)(*as_shapes)
+    except (TypeError, ValueError, NotImplementedError) as e:
+        if isinstance(e, PaseError):
+            raise
+        raise PaseError(f"JAX cannot trace {called} on these shapes: {e}") from e
+    except Exception as e:
+        if "cudnn" in str(e).lower():
+            raise PaseError(
+                f"{called} asks for the attention of cuDNN, which JAX traces only where it finds a GPU ({e}): compile "
+                f"the plan there, or with implementation='xla' in jax.nn.dot_product_attention, which has the same cost"
+            ) from e
+        e.add_note(f"raised while pase traced {called} on the shapes of its arguments")
+        raise
+    if mode == "train":
+        _check_loss(called, closed.out_avals, as_shapes[0], shapes, carry)
+    return Program(
+        jaxpr=closed, kept=kept, out_tree=jax.tree.structure(shapes), kept_out=static_out[-1], carried=threads
+    )
+
+
+def _check_loss(called: str, outs: Sequence[Any], params: Any, returned: Any, carry: Carry | None) -> None:
+    """PaseError unless the function returns a loss first, and no parameters beside it, but an average that it carries."""
+    import jax
+
+    if not outs or outs[0].shape != ():
+        got = ", ".join(str(a) for a in outs[:4]) or "nothing"
+        raise PaseError(
+            f"{called} returns {got}: pase needs a scalar loss (or a tuple whose first leaf is the scalar loss); for "
+            f"what has no loss there are mode='inference' and mode='step'"
+        )
+    if "float" not in str(outs[0].dtype):
+        raise PaseError(f"{called} returns a {outs[0].dtype} scalar: a loss must be floating-point")
+    form: Any = jax.tree.structure(params)
+    mine = [(p.shape, p.dtype) for p in jax.tree.leaves(params)]
+    parts = returned[1] if isinstance(returned[1], tuple) else (returned[1],)
+    again = [
+        part for part in parts
+        if form == jax.tree.structure(part) and [(x.shape, x.dtype) for x in jax.tree.leaves(part)] == mine
+    ]  # fmt: skip
+    if again and len(mine) > 1 and not carry:
+        raise PaseError(
+            f"{called} returns its parameters anew beside a scalar: it is a train step and not a loss. Give the loss "
+            f"function, or the step as step(params, opt_state, *batch) -> (params, opt_state, …) with mode='step'"
+        )
+
+
+def check_order(fn: Any, count: int) -> None:
+    """The parameters come first: names that say otherwise are an error, since the batch would be trained."""
+    try:
+        names = list(inspect.signature(fn).parameters)[:count]
+    except (TypeError, ValueError):  # no signature: nothing to read
+        return
+    late = [n for n in names[1:] if n in _PARAMETERS]
+    if names and names[0] in _BATCH and late:
+        raise PaseError(
+            f"{name_of(fn)}({', '.join(names)}) has its parameters in '{late[0]}', but the first argument is what is "
+            f"trained: write it as fn({late[0]}, …)"
+        )
+
+
+_PARAMETERS = frozenset({"params", "parameters", "param", "weights", "variables", "theta"})
+_BATCH = frozenset(
+    {
+        "batch",
+        "x",
+        "xs",
+        "data",
+        "inputs",
+        "input",
+        "images",
+        "image",
+        "tokens",
+        "examples",
+        "input_ids",
+        "ids",
+    }
+)
