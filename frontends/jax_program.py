@@ -132,7 +132,7 @@ def program_of(
 
 
 def _check_loss(called: str, outs: Sequence[Any], params: Any, returned: Any, carry: Carry | None) -> None:
-    """PaseError unless the function returns a loss first, and no parameters beside it, but an average that it carries."""
+    """PaseError unless the function returns a loss first, and no parameters beside it, but what it carries."""
     import jax
 
     if not outs or outs[0].shape != ():
