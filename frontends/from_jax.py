@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pase.errors import PaseError
-from pase.frontends import jax_leaves, jax_versions, registry
+from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
 from pase.frontends.jax_control import CONTROL, Trips
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import ELEMENTWISE, RULES
