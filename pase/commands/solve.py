@@ -7,10 +7,15 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from pase.search.types import Progress
 
 __all__ = ["solve"]
 
@@ -47,8 +52,6 @@ def solve(
     with a lower bound. Ctrl-C gives the best so far.
     """
     began = time.perf_counter() - _since_start()
-    from rich.console import Console
-
     from pase.errors import Infeasible, PaseError
     from pase.search.readers import read_instance, write_solution
     from pase.search.registry import SEARCHES, SearchOptions
@@ -63,30 +66,22 @@ def solve(
         raise PaseError(f"--search {method} knows no memory limit, and {instance} has one")
     if time_limit is not None:  # writing the answer and giving back the memory take a while, too
         time_limit = max(0.0, time_limit - (time.perf_counter() - began) - _END_S - _END_SHARE * read_s)
-    console = Console(stderr=True)
     counts = {"nodes": len(tables.node_costs), "edges": len(tables.edges)}
 
-    with console.status(f"{instance.name}: {counts['nodes']} nodes, {counts['edges']} edges") as status:
-
-        def progress(phase: str, cost: float, bound: float, seconds: float) -> None:
-            status.update(f"{phase} · best {cost:,.6g} · bound {bound:,.6g} · {seconds:.0f} s")
-
-        try:
-            found = search.run(
-                tables,
-                memory,
-                SearchOptions(
-                    time_limit=time_limit,
-                    seed=seed,
-                    kernel=kernel,  # type: ignore[arg-type]
-                    progress=progress if sys.stderr.isatty() else None,
-                ),
+    try:
+        with _progress(f"{instance.name}: {counts['nodes']} nodes, {counts['edges']} edges") as progress:
+            options = SearchOptions(
+                time_limit=time_limit,
+                seed=seed,
+                kernel=kernel,  # type: ignore[arg-type]
+                progress=progress,
             )
-        except Infeasible:
-            if as_json:
-                none = {"cost": None, "bound": None, "optimal": False, "feasible": False, "seconds": 0.0}
-                print(json.dumps(none | counts))
-            raise
+            found = search.run(tables, memory, options)
+    except Infeasible:
+        if as_json:
+            none = {"cost": None, "bound": None, "optimal": False, "feasible": False, "seconds": 0.0}
+            print(json.dumps(none | counts))
+        raise
     if output is not None:
         write_solution(output, found.choice)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -114,15 +109,28 @@ def solve(
             verdict = f"lower bound {found.bound:,.12g} ({found.certificate}), gap {found.gap:.3%}"
         else:
             verdict = "no choice within the memory limit was found; none was proven impossible"
-        out = Console(soft_wrap=True, highlight=False)
-        out.print(f"cost {found.cost:,.12g}   {verdict}")
-        out.print(
-            f"{counts['nodes']} nodes, {counts['edges']} edges, {found.seconds:.3f} s by {found.method}"
-        )
+        print(f"cost {found.cost:,.12g}   {verdict}")
+        print(f"{counts['nodes']} nodes, {counts['edges']} edges, {found.seconds:.3f} s by {found.method}")
         if output is not None:
-            out.print(f"written to {output}")
+            print(f"written to {output}")
     if not found.feasible:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Progress | None]:
+    """A line on the terminal that says how far the search is; None where standard error is none (rich stays away)."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what) as status:
+
+        def progress(phase: str, cost: float, bound: float, seconds: float) -> None:
+            status.update(f"{phase} · best {cost:,.6g} · bound {bound:,.6g} · {seconds:.0f} s")
+
+        yield progress
 
 
 def _since_start() -> float:

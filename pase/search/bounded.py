@@ -2,14 +2,13 @@
 
 Rounds of three parts until the bound meets the cost or time is up: raise the Lagrangian bound (tree-
 reweighted messages, prices on the points that bind); search neighbourhoods around its choices; remove
-what the bound proves too dear, and contract again. As soon as what is left is small, an integer program
+what the bound proves too costly, and contract again. As soon as what is left is small, an integer program
 runs beside on the other core and may finish it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
@@ -18,20 +17,17 @@ import numpy as np
 from pase.errors import Infeasible
 from pase.search.bundle import Bundle, next_prices
 from pase.search.check import cost_of
-from pase.search.clock import Clock
+from pase.search.clock import DEFAULT_SECONDS, Clock
 from pase.search.contract import Contracted, contract, fixed_bytes, restrict
 from pase.search.exact import eliminate_pairwise
 from pase.search.flat import Flat, flatten
 from pase.search.ilp import IlpJob, ilp_problem, solve_ilp
 from pase.search.rows import Rows, memory_rows
-from pase.search.types import MemoryProfile, Solution
+from pase.search.types import MemoryProfile, Progress, Solution
 from pase.tables.types import CostTables
 
-__all__ = ["Progress", "bounded_search"]
+__all__ = ["bounded_search"]
 
-Progress = Callable[[str, float, float, float], None]
-
-DEFAULT_SECONDS = 60.0
 _ILP_PAIRS = 120_000  # allowed pairs of all edges, at most, for an integer program
 _SMALL_ILP = 6_000  # pairs and configs, at most, for one at once and in this process
 _ACTIVE_POINTS = 400

@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["Clock"]
+__all__ = ["DEFAULT_SECONDS", "Clock"]
+
+DEFAULT_SECONDS = 60.0
+"""For searches that no elimination order fits, where no limit is given."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

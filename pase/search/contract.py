@@ -229,11 +229,13 @@ class _Work:
         self.dominate(v)
 
     def dominate(self, v: int) -> None:
-        """Goldstein: drop config i where some j is no dearer whatever the neighbours do, nor holds more."""
+        """Goldstein: drop config i where some j is no costlier whatever the neighbours do, nor holds more."""
         k = self.costs[v].size
         if k * k * sum(m.shape[1] for m in self.near[v].values()) > _MAX_DOMINANCE_WORK:
             return
-        worse = self.costs[v][:, None] - self.costs[v][None, :]  # [j, i]: how much dearer j is than i at most
+        worse = (
+            self.costs[v][:, None] - self.costs[v][None, :]
+        )  # [j, i]: how much costlier j is than i at most
         with np.errstate(invalid="ignore"):
             for m in self.near[v].values():
                 # inf - inf is NaN: a pair that neither may use, which fmax passes over.

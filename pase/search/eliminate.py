@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy as np
 
 from pase.errors import Infeasible
+from pase.search import kernels_numpy
 from pase.search.factors import Factor, Pool, View
 from pase.search.plan import EliminationPlan, Step, joint_view
 
@@ -45,7 +46,7 @@ def _eliminate(step: Step, pool: Pool, kernels: ModuleType, threads: int) -> np.
         np.minimum.at(least, step.view.cls, base)
         base = least
     views = dict(zip(step.out.scope, step.out.views, strict=True))
-    threaded = (threads,) if threads > 1 else ()
+    threaded = (threads,) if threads > 1 and kernels is not kernels_numpy else ()
     if len(step.groups) == 1:
         (group,) = step.groups
         scope = _memory_order(group, step.out.scope, pool)

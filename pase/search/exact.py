@@ -20,16 +20,29 @@ Kernel = Literal["numba", "numpy"]
 
 MAX_WORK = 20_000_000_000  # min-plus operations: some seconds on two cores
 MAX_ENTRIES = 100_000_000  # entries of all tables together, 8 bytes each
-_SMALL_WORK = 20_000_000  # below this numpy is done before numba is imported
+_IMPORT_WORK = 1e9  # what numpy does in the time that numba and its kernels take to load, about 1.5 s
 _PLANNING_WORK = 4_000_000  # looking for another order costs about as much, for each ten nodes
 
 
+class _Rented:
+    """Work done by numpy in this process so far, in min-plus operations (whether numba is loaded is of the process
+    too). Either kernel gives the same bits, so that this decides about time alone.
+    """
+
+    work = 0.0
+
+
 def kernels_for(kernel: Kernel, work: float) -> ModuleType:
-    """The kernel module: numba's where asked for and worth its import (0.4 s), else numpy's."""
+    """The kernel module for about that much work: numpy's, or numba's where asked for and worth its import.
+
+    It is worth it once numpy would have worked for as long as the import takes: at most twice the least time.
+    """
     if kernel not in ("numba", "numpy"):
         raise ValueError(f"kernel {kernel!r}: there are 'numba' and 'numpy'")
-    loaded = "pase.search.kernels_numba" in sys.modules
-    if kernel == "numpy" or (work < _SMALL_WORK and not loaded):
+    if kernel == "numpy":
+        return kernels_numpy
+    if "pase.search.kernels_numba" not in sys.modules and _Rented.work + work < _IMPORT_WORK:
+        _Rented.work += work
         return kernels_numpy
     from pase.search import kernels_numba
 
@@ -66,10 +79,9 @@ def eliminate_pairwise(
     )
     tables = CostTables(node_costs=tuple(costs), edges=edges)
     pool = Pool()
-    kernels = kernels_for("numba", np.inf)
-    factors = load(tables, pool, kernels)
+    factors = load(tables, pool, kernels_for("numba", tables.entries * 20))
     plan = best_plan(len(costs), factors, pool)
     if plan is None:
         return None
-    run_plan(plan, pool, kernels, 2)
+    run_plan(plan, pool, kernels_for("numba", plan.work), 2)
     return back_substitute(plan, pool, len(costs))

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pase.registry import Registry
-from pase.search.types import MemoryProfile, Solution
+from pase.search.types import MemoryProfile, Progress, Solution
 from pase.tables.types import CostTables
 
 if TYPE_CHECKING:
-    from pase.search.bounded import Progress
     from pase.search.exact import Kernel
 
 __all__ = ["SEARCHES", "Run", "Search", "SearchOptions", "register"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 
@@ -53,7 +52,7 @@ def fold(tables: CostTables, kernel: Kernel, threads: int = 1) -> Folded | None:
     """Fold the longest run of equal blocks; None where there is none worth it. Infeasible if a block is."""
     ends = np.array([(e.src, e.dst) for e in tables.edges], np.int64).reshape(-1, 2)
     run = _find_run(tables, ends)
-    return None if run is None else _fold_run(tables, ends, run, kernels_for(kernel, np.inf), threads)
+    return None if run is None else _fold_run(tables, ends, run, kernel, threads)
 
 
 def _find_run(tables: CostTables, ends: np.ndarray) -> _Run | None:
@@ -138,9 +137,7 @@ class _Block:
         return back_substitute(self.plan, self.pool, self.size, given)[1:]
 
 
-def _block(
-    tables: CostTables, ends: np.ndarray, run: _Run, kernels: ModuleType, threads: int
-) -> _Block | None:
+def _block(tables: CostTables, ends: np.ndarray, run: _Run, kernel: Kernel, threads: int) -> _Block | None:
     first = run.start + run.period  # block 1 stands for all that have a predecessor
     before = run.start + run.speaker
     inside = (ends >= first) & (ends < first + run.period)
@@ -157,11 +154,13 @@ def _block(
     block = CostTables(node_costs=costs, edges=edges)
     pool = Pool()
     speaker = 1 + run.speaker
-    factors = load(block, pool, kernels)
+    factors = load(block, pool, kernels_for(kernel, block.entries * 20))
     plan = plan_elimination(len(costs), factors, pool, keep=(0, speaker), stop_above=_MOST_WORK)
     if not plan.complete:
         return None
-    constant = run_plan(plan, pool, kernels, threads)  # of parts of the block that reach no speaker
+    constant = run_plan(
+        plan, pool, kernels_for(kernel, plan.work), threads
+    )  # of parts of the block that reach no speaker
     own = costs[speaker].size
     view = pool.view(np.zeros(free.size, np.int32))
     left = [f for f in plan.left if f.scope != (0,) or pool.arrays[f.sig].any()]
@@ -182,17 +181,17 @@ def _block(
     return _Block(plan, pool, view, table, len(costs), speaker)
 
 
-def _fold_run(
-    tables: CostTables, ends: np.ndarray, run: _Run, kernels: ModuleType, threads: int
-) -> Folded | None:
-    block = _block(tables, ends, run, kernels, threads)
+def _fold_run(tables: CostTables, ends: np.ndarray, run: _Run, kernel: Kernel, threads: int) -> Folded | None:
+    block = _block(tables, ends, run, kernel, threads)
     if block is None:
         return None
     steps = run.count - 1
     classes, own = block.table.shape
-    work = block.plan.work + classes * classes * own * 2 * steps.bit_length()
+    powers_work = classes * classes * own * 2 * steps.bit_length()
+    work = block.plan.work + powers_work
     if work > _MOST_WORK:
         return None
+    kernels = kernels_for(kernel, powers_work)
     powers: dict[int, np.ndarray] = {1: block.table}
     rows = np.arange(own, dtype=np.int32)
     nothing = np.zeros(own)

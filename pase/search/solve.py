@@ -8,16 +8,15 @@ from dataclasses import replace
 import numpy as np
 
 from pase.search import kernels_numpy
-from pase.search.bounded import DEFAULT_SECONDS, Progress, bounded_search
 from pase.search.check import cost_of
-from pase.search.clock import Clock
+from pase.search.clock import DEFAULT_SECONDS, Clock
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import Kernel, best_plan, kernels_for
 from pase.search.factors import Pool, load
 from pase.search.hull import hull
 from pase.search.plan import EliminationPlan, generate_seq, plan_elimination
 from pase.search.repeat import fold
-from pase.search.types import MemoryProfile, Solution
+from pase.search.types import MemoryProfile, Progress, Solution
 from pase.tables.types import CostTables
 
 __all__ = ["find_best_strategy", "solve"]
@@ -45,7 +44,7 @@ def _finish(
     tables: CostTables, plan: EliminationPlan, pool: Pool, kernel: Kernel, threads: int, began: float
 ) -> Solution:
     kernels = kernels_for(kernel, plan.work)
-    bound = run_plan(plan, pool, kernels, threads if kernels is not kernels_numpy else 1)
+    bound = run_plan(plan, pool, kernels, threads)
     choice = back_substitute(plan, pool, len(tables.node_costs))
     cost = cost_of(tables, choice)
     return Solution(
@@ -91,8 +90,7 @@ def solve(
         if free is not None:
             return free
         pool = Pool()
-        entries = sum({id(e.cost): e.cost.size for e in tables.edges}.values())
-        factors = load(tables, pool, kernels_for(kernel, entries * 20))
+        factors = load(tables, pool, kernels_for(kernel, tables.entries * 20))
         plan = best_plan(len(tables.node_costs), factors, pool, seed)
         if plan is not None:
             free = _finish(tables, plan, pool, kernel, threads, began)
@@ -107,6 +105,8 @@ def solve(
             return at.choice, at.bound
 
         known = hull(tables, memory, free.choice, best, clock)
+    from pase.search.bounded import bounded_search
+
     found = bounded_search(tables, memory, time_limit, seed, began, progress, known=known, gap=gap)
     if free is not None and free.bound > found.bound:
         found = replace(found, bound=min(free.bound, found.cost), certificate="elimination without the limit")
@@ -128,8 +128,8 @@ def _fold_and_solve(
     if not folds:
         return None
     pool = Pool()
-    kernels = kernels_for(kernel, np.inf)
-    plan = best_plan(len(small.node_costs), load(small, pool, kernels), pool, seed)
+    factors = load(small, pool, kernels_for(kernel, small.entries * 20))
+    plan = best_plan(len(small.node_costs), factors, pool, seed)
     if plan is None:
         return None
     found = _finish(small, plan, pool, kernel, threads, began)

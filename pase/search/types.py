@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["MemoryProfile", "Solution"]
+__all__ = ["MemoryProfile", "Progress", "Solution"]
+
+Progress = Callable[[str, float, float, float], None]
+"""Called with (phase, best cost, bound, seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -70,6 +70,11 @@ class CostTables:
                     raise ValueError(f"edge ({e.src}, {e.dst}): a class index lies outside the cost matrix")
                 sound.add((id(cls), e.cost.shape[axis]))
 
+    @property
+    def entries(self) -> int:
+        """Entries of all distinct matrices together."""
+        return sum({id(e.cost): e.cost.size for e in self.edges}.values())
+
     def restricted(self, keep: Mapping[int, np.ndarray]) -> CostTables:
         """The same problem with fewer configs: node -> indices of those to keep, in the order to have them in."""
         made: dict[tuple[int, bytes], np.ndarray] = {}
