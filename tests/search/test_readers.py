@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -228,3 +230,27 @@ def test_contest_instance_g_is_proven() -> None:
     found = solve(tables, memory, time_limit=120)
     assert verify(tables, found, memory) == 217_039
     assert found.optimal
+
+
+def test_a_small_instance_is_solved_without_loading_numba(tmp_path: Path) -> None:
+    """A cold start is mostly imports: what a small instance has no use for stays unloaded."""
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(changed("problem", "usage_limit", 1000)))
+    heavy = ["numba", "scipy", "rich", "sympy", "networkx", "highspy", "jax", "tensorflow", "torch"]
+    program = (
+        "import sys\nfrom pase.cli import main\n"
+        f"try: main(['solve', {str(path)!r}])\n"
+        f"except SystemExit as e: print(e.code, sorted(set({heavy!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0].startswith("cost ") and done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_kernels_are_numpys_until_numba_is_worth_its_import() -> None:
+    program = (
+        "import sys\nfrom pase.search.exact import _IMPORT_WORK as all, kernels_for\n"
+        "names = [kernels_for('numba', all * share).__name__ for share in (0.3, 0.3, 0.3, 0.3, 0.0)]\n"
+        "print([n.rpartition('_')[2] for n in names])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "['numpy', 'numpy', 'numpy', 'numba', 'numba']\n"
