@@ -72,7 +72,7 @@ def layouts(
 def _derived(plan: PlanData, traced: from_onnx.Traced) -> dict[str, EquationLayouts]:
     """The layouts of the equations from the plan's strategy, for plans of before these were kept."""
     from pase.ir import named, simplify
-    from pase.plan.itemize import config_of
+    from pase.tables.itemize import config_of
 
     graph = named(simplify(traced.graph))
     for n in graph.nodes:

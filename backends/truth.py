@@ -24,7 +24,7 @@ from pase.plan.types import PlanData
 
 if TYPE_CHECKING:
     from pase.ir import Access, Graph, Op
-    from pase.plan.itemize import Collective
+    from pase.tables.itemize import Collective
 
 __all__ = [
     "Row",

@@ -1,6 +1,6 @@
 """TensorFlow models to graphs: Keras models, tf.function, SavedModel folders, frozen GraphDefs. Nothing is run.
 
-``tf_sources`` (with ``tf_live`` and ``tf_files``) makes a graph of whatever the user has, ``tf_graph`` checks and
+``tf_read`` (with ``tf_live`` and ``tf_files``) makes a graph of whatever the user has, ``tf_graph`` checks and
 orders it, ``tf_lower`` walks it, and the rules for single ops are in ``tf_rules``, ``tf_rules_nn``,
 ``tf_rules_shape``, ``tf_lists`` and ``tf_loops``.
 """
@@ -19,6 +19,7 @@ from pase.frontends.tf_graph import CALLS, TfGraph, TfNode
 from pase.frontends.tf_lists import LISTS
 from pase.frontends.tf_loops import REGIONS
 from pase.frontends.tf_lower import PASSED_ON, Lower
+from pase.frontends.tf_read import read_source
 from pase.frontends.tf_rules import ELEMENTWISE, RULES
 from pase.frontends.tf_sources import Source, Spec, Variable
 from pase.frontends.tf_values import Absent, Handle, Reshaped, Value
@@ -70,7 +71,7 @@ def trace(
 
     A model that returns a scalar returns its loss; of another one, the floating-point outputs stand for it.
     """
-    source = tf_sources.read(model, args, name, dict(dims or {}))
+    source = read_source(model, args, name, dict(dims or {}))
     b = GraphBuilder(name=source.name)
     used: dict[str, Variable] = {}
     handles: dict[str, Tensor] = {}

@@ -10,7 +10,8 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.registry import Dims
-from pase.frontends.tf_graph import dtype_name, graph_of, static_shape
+from pase.frontends.tf_graph import dtype_name, static_shape
+from pase.frontends.tf_graph_def import graph_of
 from pase.frontends.tf_sources import Source, Spec, Variable, bound, distinct
 
 __all__ = ["from_path", "frozen"]

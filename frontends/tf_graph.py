@@ -12,7 +12,7 @@ from typing import Any
 
 from pase.errors import PaseError
 
-__all__ = ["CALLS", "TfBody", "TfGraph", "TfNode", "dtype_name", "graph_of", "static_shape"]
+__all__ = ["CALLS", "TfBody", "TfGraph", "TfNode", "data_inputs", "dtype_name", "ordered", "static_shape"]
 
 CALLS = {
     "PartitionedCall": "f", "StatefulPartitionedCall": "f", "TPUPartitionedCall": "f", "RemoteCall": "f",
@@ -142,40 +142,7 @@ class TfGraph:
         return total
 
 
-def graph_of(graph_def: Any, outputs: Sequence[str], args: Sequence[str] = ()) -> TfGraph:
-    """The part of a GraphDef that ``outputs`` (``node:k``) need.
-
-    args: placeholders whose values come from outside; what feeds them in the graph is not looked at.
-    """
-    from pase.frontends.tf_v1 import raise_loops
-
-    library = {f.signature.name: f for f in graph_def.library.function}
-    made: dict[str, TfBody] = {}
-    nodes: dict[str, TfNode] = {}
-    for n in graph_def.node:
-        if n.name in nodes:
-            raise PaseError(f"two nodes of the graph have the name '{n.name}'")
-        nodes[n.name] = TfNode(name=n.name, op=n.op, inputs=tuple(_inputs(n.input, _plain)), attr=n.attr)
-    wanted = tuple(map(_plain, outputs))
-    if any(n.op == "Enter" or n.op == "RefEnter" for n in nodes.values()):
-        nodes = raise_loops(nodes, made)
-    main = TfBody(name="", nodes=ordered(nodes, wanted, args, "the graph"), args=tuple(args), outputs=wanted)
-    graph = TfGraph(main=main, library=library, made=made)
-    graph.check_size()
-    return graph
-
-
-def _plain(ref: str) -> str:
-    """``node`` or ``node:k`` -> ``node:k``."""
-    name, colon, k = ref.rpartition(":")
-    if not colon:
-        return f"{ref}:0"
-    if not k.isdecimal() or len(k) > 6:
-        raise PaseError(f"'{ref[:200]}' is not a reference to a tensor: NODE or NODE:NUMBER is")
-    return f"{name}:{int(k)}"
-
-
-def _inputs(refs: Sequence[str], plain: Callable[[str], str]) -> list[str]:
+def data_inputs(refs: Sequence[str], plain: Callable[[str], str]) -> list[str]:
     return [plain(r) for r in refs if not r.startswith("^")]
 
 
@@ -245,7 +212,7 @@ def _function(definition: Any, library: Mapping[str, Any]) -> TfBody:
         return f"{node}:{offsets[node].get(which, 0) + int(k)}"
 
     nodes = {
-        n.name: TfNode(name=n.name, op=n.op, inputs=tuple(_inputs(n.input, plain)), attr=n.attr)
+        n.name: TfNode(name=n.name, op=n.op, inputs=tuple(data_inputs(n.input, plain)), attr=n.attr)
         for n in definition.node_def
     }
     ret = dict(definition.ret)

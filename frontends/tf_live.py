@@ -10,7 +10,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.registry import Dims
-from pase.frontends.tf_graph import graph_of
+from pase.frontends.tf_graph_def import graph_of
 from pase.frontends.tf_sources import (
     Source,
     Spec,

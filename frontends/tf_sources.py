@@ -20,8 +20,8 @@ __all__ = [
     "bound",
     "distinct",
     "dtype_of",
+    "is_graph_def",
     "is_keras",
-    "read",
     "reads",
     "shape_of",
     "short",
@@ -85,33 +85,11 @@ def reads(model: Any) -> bool:
         return path.suffix == ".pb" or (path / "saved_model.pb").is_file()
     if isinstance(model, type):
         return False
-    return is_keras(model) or _is_function(model) or _is_graph_def(model)
+    return is_keras(model) or _is_function(model) or is_graph_def(model)
 
 
-def _is_graph_def(model: Any) -> bool:
+def is_graph_def(model: Any) -> bool:
     return any(n.endswith("graph_pb2.GraphDef") for n in type_names(model))
-
-
-def read(model: Any, args: Sequence[Any], name: str | None, dims: Dims) -> Source:
-    """Whatever ``reads`` accepts. dims: sizes for dims that are not known, see ``bound``."""
-    import os
-
-    from pase.frontends import tf_files, tf_live
-
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its greetings on standard error
-    try:
-        import tensorflow  # noqa: F401
-    except ImportError as e:
-        raise PaseError(f"reading TensorFlow models needs TensorFlow: pip install 'pase[tf]' ({e})") from e
-    if isinstance(model, (str, Path)):
-        if args:
-            raise PaseError(f"'{model}' names a model: give no further arguments with it")
-        return tf_files.from_path(Path(model), name or str(model), dims)
-    if _is_graph_def(model):
-        return tf_files.frozen(model, name or "graph", dims)
-    if is_keras(model):
-        return tf_live.from_keras(model, args, name, dims)
-    return tf_live.from_function(model, args, name, dims)
 
 
 # -- dims --

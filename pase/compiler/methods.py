@@ -16,7 +16,7 @@ from pase.ir import Node
 from pase.ir.garbage import uncollected
 from pase.machine import Mesh
 from pase.memory.account import Memory
-from pase.plan.itemize import collectives
+from pase.tables.itemize import collectives
 
 __all__ = ["complete", "memory_of", "never_worse", "price_methods"]
 

@@ -16,8 +16,8 @@ from pase.compiler.problem import SplitProblem
 from pase.ir import Graph, digest
 from pase.machine import Mesh
 from pase.plan.assemble import assemble, axes_by_use
-from pase.plan.itemize import collectives, node_costs
 from pase.plan.types import PlanData, Tried
+from pase.tables.itemize import collectives, node_costs
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced

@@ -20,8 +20,8 @@ from pase.ir import Graph, Node
 from pase.ir.blocks import turns_of
 from pase.machine import Mesh
 from pase.memory.residuals import kept, region_of
-from pase.plan.itemize import Collective
 from pase.tables.derive import OPTIMIZERS
+from pase.tables.itemize import Collective
 from pase.tables.layouts import (
     PARTIAL,
     REPLICATED,

@@ -18,8 +18,8 @@ from pase.memory import account, course
 from pase.memory.account import Memory
 
 if TYPE_CHECKING:
-    from pase.plan.itemize import Collective
     from pase.search import MemoryProfile
+    from pase.tables.itemize import Collective
 
 __all__ = ["Account", "Course", "KeptAndInFlight", "account_for"]
 

@@ -23,8 +23,8 @@ from pase.ir.blocks import turns_of
 from pase.machine import Machine, Mesh
 from pase.memory.account import Kind, Memory, memory
 from pase.memory.residuals import kept, region_of
-from pase.plan.itemize import Collective
 from pase.tables.derive import OPTIMIZERS
+from pase.tables.itemize import Collective
 from pase.tables.layouts import dim_index, number, shards, state_index
 from pase.tables.tiles import padding
 

@@ -15,8 +15,8 @@ from pase.machine import CostModel, Machine, Mesh
 from pase.memory.course import needs
 from pase.plan.accesses import access_states, equation_layouts, raw_name
 from pase.plan.constraints import constraints, stages
-from pase.plan.itemize import collectives, node_costs, split_of
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
+from pase.tables.itemize import collectives, node_costs, split_of
 from pase.tables.layouts import number
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ import numpy as np
 
 from pase.errors import Infeasible, PaseError
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
-from pase.plan.itemize import Collective
 from pase.plan.types import NodePlan, PlanData
 from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer
+from pase.tables.itemize import Collective
 
 __all__ = ["CurveOf", "communication_problem", "curves_from_model"]
 

@@ -16,8 +16,8 @@ from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.plan.accesses import Digits, EquationLayouts, distinct
-from pase.plan.itemize import Collective, NodeCost
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
+from pase.tables.itemize import Collective, NodeCost
 
 __all__ = ["SCHEMA", "diff", "from_json", "load", "save", "schema", "to_json"]
 

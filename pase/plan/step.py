@@ -15,9 +15,9 @@ import numpy as np
 
 from pase.ir import Access, Graph, Node, Op
 from pase.machine import CostModel, Machine, Mesh
-from pase.plan.itemize import collectives
 from pase.tables.build import array_tile, work_price
 from pase.tables.derive import Phase, Work, node_work
+from pase.tables.itemize import collectives
 from pase.tables.layouts import dim_index, number, shards
 
 __all__ = ["COMPILED", "EAGER", "Executor", "PassTime", "StepTime", "launches", "on_host", "step_time"]

@@ -16,7 +16,7 @@ from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.plan.accesses import EquationLayouts
 from pase.plan.constraints import Placement
-from pase.plan.itemize import Collective, NodeCost
+from pase.tables.itemize import Collective, NodeCost
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced

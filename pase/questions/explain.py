@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible, PaseError
-from pase.plan.itemize import Collective
 from pase.plan.types import NodePlan, PlanData
+from pase.tables.itemize import Collective
 
 if TYPE_CHECKING:
     from pase.compiler.problem import SplitProblem
@@ -291,7 +291,7 @@ def _solved(plan: PlanData, problem: SplitProblem, v: int, allowed: Sequence[int
 
 
 def _chosen_index(plan: PlanData, problem: SplitProblem, v: int) -> int:
-    from pase.plan.itemize import config_of
+    from pase.tables.itemize import config_of
 
     _, space = problem.tables(plan.mesh)
     node = problem.graph.nodes[v]
@@ -335,7 +335,7 @@ def _layer(
     moves = tuple((c, why(c, op_of)) for c in plan.collectives if c.node == node.name)
     if problem is None:
         return LayerReport(node=node, local=local, work=(), moves=moves, holds={}, alternatives=())
-    from pase.plan.itemize import split_of
+    from pase.tables.itemize import split_of
 
     v = next(i for i, n in enumerate(problem.graph.nodes) if n.name == node.name)
     chosen = _chosen_index(plan, problem, v)

@@ -95,7 +95,7 @@ def vary_machine(
 ) -> list[Point]:  # fmt: skip
     """What ``sensitivity`` does."""
     from pase.compiler.compilation import compile_model
-    from pase.plan.itemize import config_of
+    from pase.tables.itemize import config_of
 
     if options.memory_limit is not None:
         raise PaseError("the machine cannot be varied under a memory limit; leave one of the two out")

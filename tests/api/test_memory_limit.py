@@ -10,7 +10,7 @@ from pase.compiler.resolve import resolve
 from pase.errors import Infeasible, PaseError
 from pase.machine import load, mesh_from
 from pase.memory.account import memory, profile
-from pase.plan.itemize import collectives
+from pase.tables.itemize import collectives
 
 MODEL = "zoo:gpt2?layers=2&batch=32&vocab=4096"
 

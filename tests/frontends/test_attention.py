@@ -17,8 +17,8 @@ from pase.frontends.from_jax import trace
 from pase.ir import Graph, Node, simplify
 from pase.machine import mesh_from
 from pase.memory.residuals import kept
-from pase.plan.itemize import collectives
 from pase.tables.derive import node_work
+from pase.tables.itemize import collectives
 from tests.backends.plans import measured
 from tests.backends.test_numerics import TOLERANCE
 

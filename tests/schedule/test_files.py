@@ -18,7 +18,6 @@ from pase.errors import PaseError
 from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.plan.communication import communication_problem
-from pase.plan.itemize import Collective, NodeCost
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 from pase.schedule import Options, evaluate, get_policy, problem_from_times
 from pase.schedule.emit import ddp_caps_mb, pgle_text, xla_flags
@@ -28,6 +27,7 @@ from pase.schedule.load import load_problem, parse_link
 from pase.schedule.pipedream import read_pipedream
 from pase.schedule.policies.tictac import parameter_server
 from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer
+from pase.tables.itemize import Collective, NodeCost
 from tests.schedule.cases import PROFILES, link, profile, random_problem, vgg19
 
 

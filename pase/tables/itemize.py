@@ -48,7 +48,7 @@ class NodeCost:
         return self.compute + self.communication + self.update
 
 
-def _one(charge: Charge, node: str, source: str, model: CostModel, mesh: Mesh) -> Collective | None:
+def _priced(charge: Charge, node: str, source: str, model: CostModel, mesh: Mesh) -> Collective | None:
     axes = int(np.ravel(charge.axes)[0])
     nbytes = float(np.ravel(charge.nbytes)[0])
     if not axes or not nbytes:
@@ -78,9 +78,9 @@ def collectives(
         incoming.setdefault(e.dst, []).append((e.src, edge_charges(graph, e, have, want, mesh)))
     for n in graph.nodes:
         for src_name, charges in incoming.get(n.name, []):
-            out += [_one(c, n.name, src_name, model, mesh) for c in charges]
+            out += [_priced(c, n.name, src_name, model, mesh) for c in charges]
         out += [
-            _one(c, n.name, n.name, model, mesh)
+            _priced(c, n.name, n.name, model, mesh)
             for c in node_charges(graph, n, configs[n.name][None, :], mesh)
         ]
     return tuple(c for c in out if c is not None)

@@ -1,0 +1,33 @@
+"""Whatever a user calls a TensorFlow model, read as a graph: a file, a GraphDef, or what lives in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pase.errors import PaseError
+from pase.frontends import tf_files, tf_live
+from pase.frontends.registry import Dims
+from pase.frontends.tf_sources import Source, is_graph_def, is_keras
+
+__all__ = ["read_source"]
+
+
+def read_source(model: Any, args: Sequence[Any], name: str | None, dims: Dims) -> Source:
+    """Whatever ``tf_sources.reads`` accepts. dims: sizes for dims that are not known, see ``bound``."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its greetings on standard error
+    try:
+        import tensorflow  # noqa: F401
+    except ImportError as e:
+        raise PaseError(f"reading TensorFlow models needs TensorFlow: pip install 'pase[tf]' ({e})") from e
+    if isinstance(model, (str, Path)):
+        if args:
+            raise PaseError(f"'{model}' names a model: give no further arguments with it")
+        return tf_files.from_path(Path(model), name or str(model), dims)
+    if is_graph_def(model):
+        return tf_files.frozen(model, name or "graph", dims)
+    if is_keras(model):
+        return tf_live.from_keras(model, args, name, dims)
+    return tf_live.from_function(model, args, name, dims)
