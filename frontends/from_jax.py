@@ -415,4 +415,6 @@ def _saves(policy: Any, eqn: Any) -> bool:
 
 
 # Any callable is its: it is asked last.
-registry.FRONTENDS.add("jax", registry.Frontend(reads=reads, trace=trace, coverage=coverage), rank=1)
+registry.FRONTENDS.add(
+    "jax", registry.Frontend(reads=reads, trace=trace, coverage=coverage, programs=True), rank=1
+)

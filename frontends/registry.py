@@ -64,11 +64,13 @@ class Frontend:
         model (example arguments, for JAX). dims: integers for symbolic sizes by name; a name that the model does not
         have is an error (``check_dims``).
     coverage: loop nest -> the framework's ops, for ``pase ops``; ``by_nest`` derives it from the rules.
+    programs: it reads programs that are not trained too: ``trace`` then takes ``mode`` and ``carry``.
     """
 
     reads: Callable[[Any], bool]
     trace: Callable[..., Traced]
     coverage: Callable[[], dict[str, list[str]]]
+    programs: bool = False
 
 
 FRONTENDS: Registry[Frontend] = Registry("frontend", package="pase.frontends", prefix="from_")
@@ -104,11 +106,9 @@ def trace(
         )
     if mode == "train" and not carry:
         return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims)
-    from pase.frontends import from_jax
-
-    if frontend.trace is not from_jax.trace:
+    if not frontend.programs:
         raise PaseError(f"mode='{mode}' and carry are for JAX functions, not for a {type(model).__name__}")
-    return from_jax.trace(model, *args, name=name, unknown=unknown, dims=dims, mode=mode, carry=carry)  # type: ignore[arg-type]
+    return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims, mode=mode, carry=carry)
 
 
 def check_dims(dims: Dims | None, known: Iterable[str], model: str) -> dict[str, int]:

@@ -27,7 +27,7 @@ def profile(
     PROGRAM uses JAX or PyTorch; all processes that it starts are profiled.
     """
     from pase.errors import PaseError
-    from pase.replay.profiling import environment
+    from pase.replay.autostart import environment
 
     if seconds < 0:
         raise PaseError(f"--seconds {seconds}: give 0 or a positive number")

@@ -10,9 +10,7 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import shutil
 import socket
 import sys
@@ -27,10 +25,7 @@ from pase.errors import PaseError
 if TYPE_CHECKING:
     from pase.replay.profiling_torch import TorchTrace
 
-__all__ = ["FOLDER", "SECONDS", "autostart", "environment", "profile"]
-
-FOLDER, SECONDS = "PASE_PROFILE", "PASE_PROFILE_SECONDS"
-"""Environment variables by which ``pase profile`` tells the program where to write and for how long."""
+__all__ = ["profile"]
 
 
 class profile:
@@ -128,7 +123,7 @@ class profile:
             # Old traces beside new ones would be two files of one rank.
             shutil.rmtree(self.path)
         options = jax.profiler.ProfileOptions()
-        # Python frames are the dear part and replay does not need them.
+        # Python frames are the expensive part, and replay does not need them.
         options.python_tracer_level = 0
         options.host_tracer_level = 2
         try:
@@ -171,39 +166,3 @@ def _jax() -> Any:
             "pase.replay.profile traces JAX and PyTorch programs, and this one has imported neither jax nor torch"
         )
     return jax
-
-
-def environment(folder: Path, seconds: float, skip: int = 2, steps: int = 10) -> dict[str, str]:
-    """Environment in which a program, and every process it starts, traces itself: see _site/sitecustomize.py."""
-    from pase.replay.profiling_torch import SKIP, STEPS
-
-    site = str(Path(__file__).parent / "_site")
-    inherited = os.environ.get("PYTHONPATH")
-    env = {**os.environ, FOLDER: str(folder.resolve()), SECONDS: str(seconds)}
-    env |= {SKIP: str(skip), STEPS: str(steps)}
-    env["PYTHONPATH"] = site + (os.pathsep + inherited if inherited else "")
-    return env
-
-
-def autostart(folder: str, seconds: float) -> None:
-    """Start tracing once JAX has compiled something, so that its backends and process index are settled.
-
-    Ends at exit, or ``seconds`` after the start where that is positive.
-    """
-    import threading
-
-    run = profile(folder)
-    state = {"started": False}
-
-    def begin(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if state["started"] or not event.endswith("backend_compile_duration"):
-            return
-        state["started"] = True
-        run.start()
-        atexit.register(run.stop)
-        if seconds > 0:
-            timer = threading.Timer(seconds, run.stop)
-            timer.daemon = True
-            timer.start()
-
-    _jax().monitoring.register_event_duration_secs_listener(begin)

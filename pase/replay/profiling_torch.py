@@ -6,19 +6,15 @@ their sizes. Iterations end with the first optimizer's step, unless the program 
 
 from __future__ import annotations
 
-import atexit
 import gzip
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-__all__ = ["SKIP", "STEPS", "StepHook", "TorchTrace", "autostart", "world"]
+__all__ = ["StepHook", "TorchTrace", "world"]
 
-SKIP, STEPS = "PASE_PROFILE_SKIP", "PASE_PROFILE_STEPS"
-"""Environment variables: steps to let pass first, and how many to trace."""
 _MARK = "ProfilerStep#"
 
 
@@ -40,7 +36,7 @@ class TorchTrace:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.path = path
-        # Shapes give the bytes of collectives; stacks are the dear part, and replay does not need them.
+        # Shapes give the bytes of collectives; stacks are the expensive part, and replay does not need them.
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._open: Any = None
         self._number = -1
@@ -104,31 +100,3 @@ class StepHook:
 def _stepped(optimizer: Any, *_: Any) -> None:
     for hook in list(StepHook._all):
         hook.after(optimizer)
-
-
-def autostart(folder: str, seconds: float) -> None:
-    """Trace some optimizer steps, after those in which memory and kernels settle; write once they are done, or at
-    exit. ``seconds``: end with the first step after so long, where positive.
-    """
-    from pase.replay.profiling import profile
-
-    skip, steps = (int(os.environ.get(k) or d) for k, d in ((SKIP, 2), (STEPS, 10)))
-    run = profile(folder, framework="torch")
-    state = {"passed": 0, "began": 0.0}
-
-    def after() -> None:
-        state["passed"] += 1
-        if "jax" in sys.modules and not state["began"]:
-            handle.remove()  # JAX's own recording has this process's folder
-            return
-        done = state["passed"] - max(skip, 1)  # the first step is over before anything can be known of it
-        if done == 0:
-            run.start(between=True)
-            state["began"] = time.monotonic()
-            atexit.register(run.stop)
-        late = seconds > 0 and time.monotonic() - state["began"] > seconds
-        if done == steps or (done > 0 and late):
-            run.stop(between=True)
-            handle.remove()
-
-    handle = StepHook(after)

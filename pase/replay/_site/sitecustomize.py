@@ -12,8 +12,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls autostart right after the import has finished, and is out of the way before and afterwards."""
 
-    def __init__(self, name, home):  # type: ignore[no-untyped-def]
-        self.name, self.home = name, home
+    def __init__(self, name):  # type: ignore[no-untyped-def]
+        self.name = name
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != self.name:
@@ -26,7 +26,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module):  # type: ignore[no-untyped-def]
             run(module)
-            start = importlib.import_module(self.home).autostart
+            start = getattr(importlib.import_module("pase.replay.autostart"), f"autostart_{self.name}")
             start(os.environ["PASE_PROFILE"], float(os.environ.get("PASE_PROFILE_SECONDS") or 0))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -42,6 +42,6 @@ def _users_own():  # type: ignore[no-untyped-def]
 
 
 if os.environ.get("PASE_PROFILE"):
-    sys.meta_path.insert(0, _AfterImport("jax", "pase.replay.profiling"))
-    sys.meta_path.insert(0, _AfterImport("torch", "pase.replay.profiling_torch"))
+    sys.meta_path.insert(0, _AfterImport("jax"))
+    sys.meta_path.insert(0, _AfterImport("torch"))
 _users_own()
