@@ -18,9 +18,15 @@ __all__ = ["conv2d", "pool2d"]
 
 
 def conv2d(
-    p: Program, op: SourceOp, x: Value, w: Value, shape: Sequence[int], *, strides: Sequence[int],
+    p: Program,
+    op: SourceOp,
+    x: Value,
+    w: Value,
+    shape: Sequence[int],
+    *,
+    strides: Sequence[int],
     padding: Sequence[tuple[int, int]],
-) -> Value:  # fmt: skip
+) -> Value:
     """x: [b, h, w, c], w: [h, w, c, n] and the result's shape [b, h, w, n], however the source orders its dims."""
     extents = w.shape[:2]
     w = _one_dim(p, w, (0, 1, 2, 3))
@@ -40,9 +46,11 @@ def conv2d(
             code = f"ops.halo({x.code}, {p.dim(block[0])}, {p.dim(d)}, {low}, {reach})"
             wide = replace(d, size=d.size + low + reach)
             x = p.let(
-                code, tuple(wide if e == d else e for e in x.order),
-                tuple((*block, wide) if i == k else g for i, g in enumerate(x.dims)), x.dtype,
-            )  # fmt: skip
+                code,
+                tuple(wide if e == d else e for e in x.order),
+                tuple((*block, wide) if i == k else g for i, g in enumerate(x.dims)),
+                x.dtype,
+            )
             pads[k - 1] = (0, 0)
             d = replace(d, size=shape[k] // block[0].size)
         else:
@@ -61,9 +69,16 @@ def conv2d(
 
 
 def pool2d(
-    p: Program, op: SourceOp, x: Value, kind: str, shape: Sequence[int], *, window: Sequence[int],
-    strides: Sequence[int], padding: str,
-) -> Value:  # fmt: skip
+    p: Program,
+    op: SourceOp,
+    x: Value,
+    kind: str,
+    shape: Sequence[int],
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: str,
+) -> Value:
     x = _one_dim(p, x, (1, 2, 3))
     blocks: list[tuple[Dim, ...]] = []
     rows: list[Dim] = []
@@ -86,10 +101,11 @@ def pool2d(
 
 def _crooked(op: SourceOp, k: int, axis: str | None) -> Exception:
     return refuse(
-        op, f"the plan splits its {'rows' if k == 1 else 'columns'} over mesh axis {axis}, and its windows do not sit "
+        op,
+        f"the plan splits its {'rows' if k == 1 else 'columns'} over mesh axis {axis}, and its windows do not sit "
         f"over a device's own with what its neighbours pass on; compile for a mesh in which the batch or the channels "
-        f"take that axis (--mesh)"
-    )  # fmt: skip
+        f"take that axis (--mesh)",
+    )
 
 
 def _apart(p: Program, op: SourceOp, x: Value, k: int) -> tuple[Value, tuple[Dim, ...], Dim]:

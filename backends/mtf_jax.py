@@ -21,22 +21,49 @@ __all__ = ["RULES", "source_ops"]
 RULES = Rules(
     file="mtf_jax.py",
     unary={
-        "exp": "mtf.exp", "log": "mtf.log", "tanh": "mtf.tanh", "logistic": "mtf.sigmoid", "neg": "mtf.negative",
-        "sqrt": "mtf.sqrt", "rsqrt": "mtf.rsqrt", "square": "mtf.square", "abs": "mtf.abs", "sign": "mtf.sign",
-        "sin": "mtf.sin", "cos": "mtf.cos", "stop_gradient": "mtf.stop_gradient", "erf": "tf.math.erf",
-        "log1p": "tf.math.log1p", "expm1": "tf.math.expm1", "not": "mtf.logical_not", "copy": "same",
-        "is_finite": "tf.math.is_finite", "optimization_barrier": "same",
+        "exp": "mtf.exp",
+        "log": "mtf.log",
+        "tanh": "mtf.tanh",
+        "logistic": "mtf.sigmoid",
+        "neg": "mtf.negative",
+        "sqrt": "mtf.sqrt",
+        "rsqrt": "mtf.rsqrt",
+        "square": "mtf.square",
+        "abs": "mtf.abs",
+        "sign": "mtf.sign",
+        "sin": "mtf.sin",
+        "cos": "mtf.cos",
+        "stop_gradient": "mtf.stop_gradient",
+        "erf": "tf.math.erf",
+        "log1p": "tf.math.log1p",
+        "expm1": "tf.math.expm1",
+        "not": "mtf.logical_not",
+        "copy": "same",
+        "is_finite": "tf.math.is_finite",
+        "optimization_barrier": "same",
     },
     binary={
-        "add": "mtf.add", "add_any": "mtf.add", "sub": "mtf.sub", "mul": "mtf.multiply", "div": "mtf.divide",
-        "max": "mtf.maximum", "min": "mtf.minimum", "pow": "tf.math.pow", "eq": "mtf.equal", "ne": "mtf.not_equal",
-        "lt": "mtf.less", "le": "mtf.less_equal", "gt": "mtf.greater", "ge": "mtf.greater_equal",
-        "and": "mtf.logical_and", "or": "mtf.logical_or",
+        "add": "mtf.add",
+        "add_any": "mtf.add",
+        "sub": "mtf.sub",
+        "mul": "mtf.multiply",
+        "div": "mtf.divide",
+        "max": "mtf.maximum",
+        "min": "mtf.minimum",
+        "pow": "tf.math.pow",
+        "eq": "mtf.equal",
+        "ne": "mtf.not_equal",
+        "lt": "mtf.less",
+        "le": "mtf.less_equal",
+        "gt": "mtf.greater",
+        "ge": "mtf.greater_equal",
+        "and": "mtf.logical_and",
+        "or": "mtf.logical_or",
     },
     reduce={"reduce_sum": "mtf.reduce_sum", "reduce_max": "mtf.reduce_max", "reduce_min": "mtf.reduce_min"},
     axes=lambda op: (op.attrs["axes"], False),
     views=frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "dot_general"}),
-)  # fmt: skip
+)
 
 
 @RULES.rule("convert_element_type")
@@ -202,10 +229,15 @@ class _Walk:
             if not names:
                 names = [self._inner(v) for v in eqn.outvars]
             op = SourceOp(
-                path=path, name=name, label=self.line, inputs=tuple(ins), outputs=tuple(names),
+                path=path,
+                name=name,
+                label=self.line,
+                inputs=tuple(ins),
+                outputs=tuple(names),
                 shapes=tuple(tuple(v.aval.shape) for v in eqn.outvars),
-                dtypes=tuple(str(v.aval.dtype) for v in eqn.outvars), attrs=eqn.params,
-            )  # fmt: skip
+                dtypes=tuple(str(v.aval.dtype) for v in eqn.outvars),
+                attrs=eqn.params,
+            )
             for v, t in zip(eqn.outvars, names, strict=True):
                 env[v] = Input(tensor=t, shape=tuple(v.aval.shape), dtype=str(v.aval.dtype))
             yield op
@@ -218,9 +250,14 @@ class _Walk:
         for var, value, name in zip(eqn.outvars, made, self.traced.results[path], strict=True):
             given = self._named(var, name)
             yield SourceOp(
-                path=f"{path}:out", name="pase:same", label=path, inputs=(value,), outputs=(name,),
-                shapes=(given.shape,), dtypes=(given.dtype,),
-            )  # fmt: skip
+                path=f"{path}:out",
+                name="pase:same",
+                label=path,
+                inputs=(value,),
+                outputs=(name,),
+                shapes=(given.shape,),
+                dtypes=(given.dtype,),
+            )
 
     def _inner(self, var: Any) -> str:
         """A name for what the graph has no name for: a value inside a call that is kept whole."""

@@ -47,9 +47,12 @@ def variable(mesh: Any, name: str, dims: Sequence[Any], dtype: str, values: Mapp
 
     scope = re.sub(r"[^A-Za-z0-9_./]", "_", name).lstrip("_/")
     return mtf.get_variable(
-        mesh, scope or "v", mtf.Shape(list(dims)), dtype=getattr(tf, dtype),
+        mesh,
+        scope or "v",
+        mtf.Shape(list(dims)),
+        dtype=getattr(tf, dtype),
         initializer=initial,
-    )  # fmt: skip
+    )
 
 
 def descend(
@@ -106,9 +109,13 @@ def local(
             return tuple(made) if len(made) > 1 else made[0]
 
         made = mtf.slicewise(
-            back, [*xs, dy], output_shape=[xs[i].shape for i in wanted], output_dtype=[xs[i].dtype for i in wanted],
-            splittable_dims=splittable, grad_function=0,
-        )  # fmt: skip
+            back,
+            [*xs, dy],
+            output_shape=[xs[i].shape for i in wanted],
+            output_dtype=[xs[i].dtype for i in wanted],
+            splittable_dims=splittable,
+            grad_function=0,
+        )
         out: list[Any] = [None] * len(xs)
         for i, g in zip(wanted, made, strict=True):
             out[i] = g
@@ -147,9 +154,11 @@ def log_softmax(x: Any, over: Sequence[Any]) -> Any:
 def sparse_cross_entropy(logits: Any, labels: Any, over: Sequence[Any]) -> Any:
     """-log softmax(logits)[label]; labels: numbers."""
     mtf, _ = mesh_tensorflow()
-    return mtf.negative(mtf.einsum(
-        [*one_hot(labels, over, logits.dtype), log_softmax(logits, over)], output_shape=labels.shape
-    ))  # fmt: skip
+    return mtf.negative(
+        mtf.einsum(
+            [*one_hot(labels, over, logits.dtype), log_softmax(logits, over)], output_shape=labels.shape
+        )
+    )
 
 
 def cross_entropy(logits: Any, labels: Any, over: Sequence[Any]) -> Any:
@@ -265,19 +274,31 @@ def _conv2d_of_parts(x: Any, w: Any, over: list[Any], strides: tuple[int, int]) 
         channels = int(np.prod(of_b[2 : 2 + n]))
         y = tf.nn.conv2d(
             tf.reshape(a, [-1, *of_a[len(batch) : len(batch) + 2], channels]),
-            tf.reshape(b, [*of_b[:2], channels, -1]), [1, *strides, 1], "VALID",
-        )  # fmt: skip
+            tf.reshape(b, [*of_b[:2], channels, -1]),
+            [1, *strides, 1],
+            "VALID",
+        )
         return tf.reshape(y, [*of_a[: len(batch)], *y.shape.as_list()[1:3], *of_b[2 + n :]])
 
     def gradient(dy: Any) -> list[Any]:
         dx = summed(
-            lambda a, b, d: slopes(conv, (a, b), [0], d)[0], x, w, dy, shape=x.shape, over=made,
+            lambda a, b, d: slopes(conv, (a, b), [0], d)[0],
+            x,
+            w,
+            dy,
+            shape=x.shape,
+            over=made,
             name="conv2d_backprop_input",
-        )  # fmt: skip
+        )
         dw = summed(
-            lambda b, a, d: slopes(conv, (a, b), [1], d)[0], w, x, dy, shape=w.shape, over=batch,
+            lambda b, a, d: slopes(conv, (a, b), [1], d)[0],
+            w,
+            x,
+            dy,
+            shape=w.shape,
+            over=batch,
             name="conv2d_backprop_filter",
-        )  # fmt: skip
+        )
         return [dx, dw]
 
     shape = mtf.Shape([*batch, *rows, *made])

@@ -55,9 +55,12 @@ def check_layout(mesh_shape: str, layout_rules: str) -> tuple[dict[str, int], di
 
 
 def check_tensor(
-    what: str, dims: Sequence[tuple[str, int]], mesh: dict[str, int], layout: dict[str, str],
+    what: str,
+    dims: Sequence[tuple[str, int]],
+    mesh: dict[str, int],
+    layout: dict[str, str],
     whole: Iterable[str] = (),
-) -> None:  # fmt: skip
+) -> None:
     """A tensor's (name, size) dims under a layout. whole: names that the op at hand cannot split."""
     seen: dict[str, str] = {}
     for name, size in dims:

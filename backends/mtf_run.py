@@ -44,9 +44,13 @@ def lowered(
 
 
 def run(
-    program: Any, inputs: Mapping[str, np.ndarray], values: Mapping[str, np.ndarray] | None = None, *,
-    learning_rate: float = 0.1, steps: int = 1,
-) -> Step:  # fmt: skip
+    program: Any,
+    inputs: Mapping[str, np.ndarray],
+    values: Mapping[str, np.ndarray] | None = None,
+    *,
+    learning_rate: float = 0.1,
+    steps: int = 1,
+) -> Step:
     """Steps of gradient descent on as many logical CPU devices as the program's mesh has.
 
     program: a module (or anything with its names) that ``emit`` wrote; inputs, values: arrays by the source's names.
@@ -82,9 +86,11 @@ def run(
         return {k: np.asarray(a).reshape(shapes[k]) for k, a in zip(parameters, arrays or (), strict=True)}
 
     return Step(
-        losses=tuple(losses), gradients=shaped(first), parameters=shaped(after),
+        losses=tuple(losses),
+        gradients=shaped(first),
+        parameters=shaped(after),
         counters=counters,
-    )  # fmt: skip
+    )
 
 
 def demo(program: Any, steps: int = 3) -> None:

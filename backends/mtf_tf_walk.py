@@ -164,10 +164,15 @@ class _Walk:
                 made[0] = replace(made[0], behind=source)
         out += made
         yield SourceOp(
-            path=path, name=node.op, label=path, inputs=tuple(inputs), outputs=names,
+            path=path,
+            name=node.op,
+            label=path,
+            inputs=tuple(inputs),
+            outputs=names,
             shapes=tuple(m.shape if m else () for m in made),
-            dtypes=tuple(m.dtype if m else inputs[0].dtype for m in made), attrs=_Attributes(node),
-        )  # fmt: skip
+            dtypes=tuple(m.dtype if m else inputs[0].dtype for m in made),
+            attrs=_Attributes(node),
+        )
 
     def own(
         self, name: str, path: str, inputs: Sequence[Input], made: str, shape: Sequence[int], **attrs: Any
@@ -175,9 +180,15 @@ class _Walk:
         """An op of our own that makes a tensor of this name."""
         dtype = inputs[0].dtype
         return SourceOp(
-            path=path, name=f"pase:{name}", label=path, inputs=tuple(inputs), outputs=(made,),
-            shapes=(tuple(shape),), dtypes=(dtype,), attrs=attrs,
-        )  # fmt: skip
+            path=path,
+            name=f"pase:{name}",
+            label=path,
+            inputs=tuple(inputs),
+            outputs=(made,),
+            shapes=(tuple(shape),),
+            dtypes=(dtype,),
+            attrs=attrs,
+        )
 
     def shapes(self, node: TfNode, ins: Sequence[_Value], names: Sequence[str]) -> list[_Value]:
         out: list[_Value] = []
@@ -370,8 +381,11 @@ def _run(node: TfNode, arrays: Sequence[np.ndarray], path: str) -> list[np.ndarr
             fed.attr["dtype"].type = ins[k].dtype.as_datatype_enum
         wanted.node.append(definition)
         made = tf.import_graph_def(
-            wanted, input_map={f"in{k}:0": t for k, t in enumerate(ins)}, return_elements=["known"], name="",
-        )  # fmt: skip
+            wanted,
+            input_map={f"in{k}:0": t for k, t in enumerate(ins)},
+            return_elements=["known"],
+            name="",
+        )
         with tf.Session(graph=graph) as session:
             try:
                 return [np.asarray(a) for a in session.run(list(made[0].outputs))]

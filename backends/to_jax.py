@@ -269,9 +269,14 @@ class JaxPlan:
             return leaf if masked(leaf) else sharding if leaf.shape == param.shape else whole
 
         return optax.tree_map_params(
-            optimizer, like, state, params, self.gradient_shardings(mesh),
-            transform_non_params=lambda _: whole, is_leaf=masked,
-        )  # fmt: skip
+            optimizer,
+            like,
+            state,
+            params,
+            self.gradient_shardings(mesh),
+            transform_non_params=lambda _: whole,
+            is_leaf=masked,
+        )
 
     def init(self, optimizer: Any, params: Any, mesh: Any | None = None) -> Any:
         """The optimizer's state for the trained leaves of these parameters, laid out as the plan keeps it. (Where all

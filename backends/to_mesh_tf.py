@@ -219,12 +219,21 @@ def _text(plan: PlanData, p: Program, leaves: Mapping[str, Value], loss: Value, 
     dims = [f'{var} = mtf.Dimension("{name}", {size})' for (name, size), var in p.dim_names.items()]
     body = textwrap.indent("\n".join(p.lines), "    ", lambda line: bool(line.strip()))
     return _HEAD.format(
-        model=comment(plan.model).replace("\\", "/").replace('"', "'"), devices=plan.devices, version=pase.__version__,
-        cost=plan.cost, unit=plan.unit, mesh_shape=found.mesh_shape, layout_rules=found.layout_rules,
-        parameters=table(plan.parameters), inputs=table(plan.inputs), dims="\n".join(dims), body=body, loss=loss.code,
+        model=comment(plan.model).replace("\\", "/").replace('"', "'"),
+        devices=plan.devices,
+        version=pase.__version__,
+        cost=plan.cost,
+        unit=plan.unit,
+        mesh_shape=found.mesh_shape,
+        layout_rules=found.layout_rules,
+        parameters=table(plan.parameters),
+        inputs=table(plan.inputs),
+        dims="\n".join(dims),
+        body=body,
+        loss=loss.code,
         constants=_constants(p.constants),
         imports="import base64\nimport io\n\nimport numpy as np\n\n" if p.constants else "",
-    )  # fmt: skip
+    )
 
 
 def _constants(arrays: Mapping[str, np.ndarray]) -> str:

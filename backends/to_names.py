@@ -86,9 +86,10 @@ def to_json(plan: PlanData) -> dict[str, Any]:
         "inputs": {path: tensor(t, stored=False) for path, t in plan.inputs.items()},
         "activations": {
             name: {"shape": t.shape, "dtype": t.dtype, "spec": plan.define[t.name][-1]}
-            for name, t in _named(plan) if plan.define.get(t.name)
+            for name, t in _named(plan)
+            if plan.define.get(t.name)
         },
-    }  # fmt: skip
+    }
     plain: dict[str, Any] = json.loads(json.dumps(out))
     return plain
 
@@ -122,10 +123,14 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     data = to_json(plan)
     write_atomically(path, json.dumps(data, indent=1) + "\n")
     split = sum(any(t["spec"]) for t in data["parameters"].values())
-    known = f"{len(data['activations'])} activations" if data["activations"] else (
-        "no activations (a layout from a file has no names for them: call pase.backends.to_names.emit on the plan "
-        "that pase.compile returns)"
-    )  # fmt: skip
+    known = (
+        f"{len(data['activations'])} activations"
+        if data["activations"]
+        else (
+            "no activations (a layout from a file has no names for them: call pase.backends.to_names.emit on the plan "
+            "that pase.compile returns)"
+        )
+    )
     return f"{path}: {len(data['parameters'])} parameters, {split} of them split, {len(data['inputs'])} inputs, {known}"
 
 

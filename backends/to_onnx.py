@@ -163,9 +163,13 @@ def _about(plan: PlanData, name: str) -> list[bytes]:
 
 
 def _graph(
-    buf: Buffer, start: int, end: int, by_node: Mapping[int, list[tuple[str, tuple[int, ...], Digits]]], mesh: Mesh,
+    buf: Buffer,
+    start: int,
+    end: int,
+    by_node: Mapping[int, list[tuple[str, tuple[int, ...], Digits]]],
+    mesh: Mesh,
     name: str,
-) -> tuple[list[Buffer], bool]:  # fmt: skip
+) -> tuple[list[Buffer], bool]:
     """The GraphProto with annotated nodes, in pieces, and whether an initializer lies outside of the file."""
     import onnx
 
@@ -173,8 +177,11 @@ def _graph(
     since, index, external = start, -1, False
     for f in fields(buf, start, end):
         if f.number == 5 and f.wire == 2:
-            external = external or any(g.number == 14 and varint(buf, g.payload, g.end)[0] == 1
-                                       for g in fields(buf, f.payload, f.end) if g.wire == 0)  # fmt: skip
+            external = external or any(
+                g.number == 14 and varint(buf, g.payload, g.end)[0] == 1
+                for g in fields(buf, f.payload, f.end)
+                if g.wire == 0
+            )
         if f.number != 1 or f.wire != 2:
             continue
         index += 1

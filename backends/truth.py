@@ -244,9 +244,12 @@ def sharded_step(plan: PlanData, optimizer: Any, params: Any, *batch: Any) -> St
     state = jp.init(kept, placed, mesh)
     updated, (grads, _), value = compiled(placed, state, *placed_batch)
     return Step(
-        loss=float(jax.tree.leaves(value)[0]), gradients=grads, parameters=trained(updated), compiled=compiled,
+        loss=float(jax.tree.leaves(value)[0]),
+        gradients=grads,
+        parameters=trained(updated),
+        compiled=compiled,
         rematerialised=tuple(line for line in said if "Involuntary full rematerialization" in line),
-    )  # fmt: skip
+    )
 
 
 def _keeping_gradients(optimizer: Any) -> Any:

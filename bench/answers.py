@@ -1,7 +1,7 @@
 """Every answer that a change of the code's structure must leave alone, written down; and two such files compared.
 
-    python bench/answers.py write FILE [--parts zoo,search,schedule,replay] [--data ../shared/data]
-    python bench/answers.py compare BEFORE AFTER     # exit status 1 where they differ
+    python -m bench.answers write FILE [--parts zoo,search,schedule,replay] [--data ../shared/data]
+    python -m bench.answers compare BEFORE AFTER     # exit status 1 where they differ
 
 ``write`` puts into FILE, through the public commands alone, so that one script serves two versions: each zoo model's
 layout for 8, 32 and 64 devices (cost, bound, memory by kind, strategy, collectives, baselines), the cost of each
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from provenance import ROOT, save
+from bench.provenance import ROOT, save
 
 DEVICES = (8, 32, 64)
 SCHEDULED = ("gpt2", "vgg19", "resnet101")

@@ -1,6 +1,6 @@
 """This host's CPU calibrated, and small models' step times predicted from that and then measured.
 
-    .venv/bin/python bench/calibrate_cpu.py [--budget 60] [--devices 2]     # writes bench/results/calibrate_cpu.json
+    .venv/bin/python -m bench.calibrate_cpu [--budget 60] [--devices 2]     # writes bench/results/calibrate_cpu.json
 
 Two host devices in one process. Every strategy of each model is priced with the measured machine file and then run:
 nothing is fitted to the steps.
@@ -16,10 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from provenance import save
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from bench.provenance import ROOT, save
 
 
 def main() -> None:
@@ -50,8 +47,10 @@ def main() -> None:
     }
     save(result, args.o)
     for r in rows:
-        print(f"{r['model']:>12} {r['batch']:>4} {r['strategy']:<14} predicted {r['predicted_s'] * 1e3:8.2f} ms, "
-              f"measured {r['measured_s'] * 1e3:8.2f} ms, {r['predicted_s'] / r['measured_s']:.2f}")  # fmt: skip
+        print(
+            f"{r['model']:>12} {r['batch']:>4} {r['strategy']:<14} predicted {r['predicted_s'] * 1e3:8.2f} ms, "
+            f"measured {r['measured_s'] * 1e3:8.2f} ms, {r['predicted_s'] / r['measured_s']:.2f}"
+        )
     print(f"median error {result['median_error']:.0%}, Kendall tau {result['kendall_tau']:.2f}")
 
 
@@ -70,11 +69,16 @@ def predicted_and_measured(file: Path, devices: int, folder: Path) -> list[dict]
                 low, middle, high = (sorted(t)[i] for i in (2, 4, 6))
                 rows.append(
                     {
-                        "model": model, "batch": batch, "strategy": cell.strategy, "mesh": list(cell.mesh),
-                        "predicted_s": cell.predicted_s, "predicted_compute_s": cell.predicted_compute_s,
-                        "measured_s": middle, "spread": (high - low) / middle,
+                        "model": model,
+                        "batch": batch,
+                        "strategy": cell.strategy,
+                        "mesh": list(cell.mesh),
+                        "predicted_s": cell.predicted_s,
+                        "predicted_compute_s": cell.predicted_compute_s,
+                        "measured_s": middle,
+                        "spread": (high - low) / middle,
                     }
-                )  # fmt: skip
+                )
     return rows
 
 

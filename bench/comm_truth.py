@@ -1,10 +1,10 @@
 """Communication truth: bytes that plans predict beside bytes in the compiled programs, and their steps' numbers.
 
-.venv/bin/python bench/comm_truth.py                    # every reduced zoo model × every strategy; an hour on two cores
-.venv/bin/python bench/comm_truth.py gpt2 mlp           # these models anew, the others' rows are kept
-.venv/bin/python bench/comm_truth.py --32 gpt2 mlp      # on 32 devices: compiled, not run; rows that stand are kept
-.venv/bin/python bench/comm_truth.py --lines vit_l16 ours@2x4    # what has no partner, line by line; --32 likewise
-.venv/bin/python bench/comm_truth.py --render           # docs/communication-truth.md from the results alone
+.venv/bin/python -m bench.comm_truth                    # every reduced zoo model × every strategy; an hour on two cores
+.venv/bin/python -m bench.comm_truth gpt2 mlp           # these models anew, the others' rows are kept
+.venv/bin/python -m bench.comm_truth --32 gpt2 mlp      # on 32 devices: compiled, not run; rows that stand are kept
+.venv/bin/python -m bench.comm_truth --lines vit_l16 ours@2x4    # what has no partner, line by line; --32 likewise
+.venv/bin/python -m bench.comm_truth --render           # docs/communication-truth.md from the results alone
 
 Writes bench/results/comm_truth.json and docs/communication-truth.md. The devices are 8 JAX host devices, or 32.
 """
@@ -17,18 +17,24 @@ import sys
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from provenance import RESULTS, ROOT, save
+from bench.provenance import RESULTS, ROOT, save
 
 FILE = RESULTS / "comm_truth.json"
 PAGE = ROOT / "docs" / "communication-truth.md"
 STRATEGIES = (
-    "data_parallel", "fsdp", "owt", "megatron/megatron_2x4", "megatron/megatron_sp_2x4", "ours",
-    "ours@8", "ours@2x4", "ours@2x2x2", "random1@2x4",
-)  # fmt: skip
+    "data_parallel",
+    "fsdp",
+    "owt",
+    "megatron/megatron_2x4",
+    "megatron/megatron_sp_2x4",
+    "ours",
+    "ours@8",
+    "ours@2x4",
+    "ours@2x2x2",
+    "random1@2x4",
+)
 WIDE = (
     "data_parallel",
     "fsdp",
@@ -40,9 +46,12 @@ WIDE = (
 )
 """Strategies on 32 devices."""
 KINDS = {
-    "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather",
-    "all_to_all": "all-to-all", "permute": "permute",
-}  # fmt: skip
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "permute": "permute",
+}
 NOTED = 0.10
 IDLE = (
     "On 32 devices this small model is best left to a few of them: axes stand idle in the products and split only the "
@@ -52,52 +61,74 @@ IDLE = (
 )
 REASONS: list[tuple[str, str, str, str]] = [
     (
-        "*", "ours", "*", IDLE,
+        "*",
+        "ours",
+        "*",
+        IDLE,
     ),
     (
-        "rnnlm", "*", "*",
+        "rnnlm",
+        "*",
+        "*",
         "Inside its loops this strategy gathers, at every turn, what no turn changes (the recurrent weights); XLA "
         "moves that out of the loop.",
     ),
     (
-        "bert_base", "*", "all_gather",
+        "bert_base",
+        "*",
+        "all_gather",
         "One gather (512 bytes, 2,048 for a batch of 32) of the gradient of the masked tokens' scores. The loss is "
         "computed whole on each device, so that its gradient is there whole and the plan slices it for nothing; XLA "
         "computes the minus sign in front of it in slices, since slices are wanted next, gathers them because the "
         "layout before was whole, and slices again.",
     ),
     (
-        "bert_base", "ours@*", "permute",
+        "bert_base",
+        "ours@*",
+        "permute",
         "The pooled first tokens of the next-sentence loss, 256 bytes: the plan leads them along the axes in seven "
         "moves, XLA gathers them and slices.",
     ),
     (
-        "transformer", "ours@*", "all_to_all",
+        "transformer",
+        "ours@*",
+        "all_to_all",
         "Sines and cosines of the positions are concatenated along a dim that is split: XLA writes the halves in "
         "another layout and moves them, 512 to 1,024 bytes each.",
     ),
     (
-        "vit_l16", "ours@*", "*",
+        "vit_l16",
+        "ours@*",
+        "*",
         "The logits, 512 bytes: the plan moves them in two steps, XLA in one gather over part of both axes.",
     ),
-    *((
-        model, "ours@*", "*",
-        "Gradients inside of batch norms: XLA lays out those of mean and variance (a dozen to 200 bytes each) and what "
-        "is added up of them in the other order of axes, and at our constraint moves the sum, 100 to 3,136 bytes each, "
-        "by a permute and an all-to-all. All collectives of the plan are there; these come on top.",
-    ) for model in ("inception_v3", "resnet101")),
+    *(
+        (
+            model,
+            "ours@*",
+            "*",
+            "Gradients inside of batch norms: XLA lays out those of mean and variance (a dozen to 200 bytes each) and "
+            "what is added up of them in the other order of axes, and at our constraint moves the sum, 100 to 3,136 "
+            "bytes each, by a permute and an all-to-all. All collectives of the plan are there; these come on top.",
+        )
+        for model in ("inception_v3", "resnet101")
+    ),
     (
-        "densenet121", "ours@*", "permute",
+        "densenet121",
+        "ours@*",
+        "permute",
         "The gradient of an average pool is a sum over windows of a padded array. XLA splits that array evenly for "
         "itself (5 rows over 2 devices: 3 and 2), not as its windows lie, and sends a row (640 bytes) to mend it.",
     ),
     (
-        "*", "random*", "*",
+        "*",
+        "random*",
+        "*",
         "A strategy picked blindly. Our own moves are led one at a time; but where an op itself (a scatter, a sum by "
         "window, a concatenation) stands in a layout that XLA's partitioner has no rule for, it moves operands as it "
         "likes. Not followed line by line.",
     ),
-]  # fmt: skip
+]
 """(model, strategy, kind, why): patterns, the first that matches explains a row that is off by more than NOTED."""
 
 
@@ -108,7 +139,6 @@ def main(arguments: list[str]) -> None:
         os.environ["XLA_FLAGS"] = (
             f"--xla_force_host_platform_device_count={32 if wide else 8} --xla_backend_optimization_level=0"
         )
-        sys.path.insert(0, str(ROOT))
         names = [a for a in arguments if not a.startswith("--")]
         if "--lines" in arguments:
             lines(*names, wide=wide)
@@ -162,8 +192,8 @@ def _keep(row: dict[str, Any], alike: dict[str, str]) -> None:
 def rows_of(name: str) -> Iterator[dict[str, Any]]:
     import optax
 
+    from bench.cases.plans import reduced
     from pase.backends.truth import compare, sharded_step, unsharded_step
-    from tests.backends.plans import reduced
 
     optimizer = optax.sgd(0.1, momentum=0.9)
     case = reduced(name)
@@ -182,10 +212,14 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
             if r.predicted or r.on_cpu or r.compiled
         }
         row = {
-            "model": name, "strategy": strategy, "mesh": list(plan.mesh.sizes), "collectives": collectives,
+            "model": name,
+            "strategy": strategy,
+            "mesh": list(plan.mesh.sizes),
+            "collectives": collectives,
             "differences": {k: float(f"{v:.2g}") for k, v in off.items()},
-            "rematerialised": len(step.rematerialised), "seconds": round(time.perf_counter() - began, 1),
-        }  # fmt: skip
+            "rematerialised": len(step.rematerialised),
+            "seconds": round(time.perf_counter() - began, 1),
+        }
         yield row
 
 
@@ -193,8 +227,8 @@ def lines(model: str, strategy: str, *, wide: bool) -> None:
     """Print the collectives of one plan that the compiled step does not have, and the other way round."""
     import optax
 
+    from bench.cases.plans import reduced
     from pase.backends.truth import unmatched
-    from tests.backends.plans import reduced
 
     plan = (wide_case(model) if wide else reduced(model)).plan(strategy)
     if plan is None:
@@ -213,8 +247,8 @@ def lines(model: str, strategy: str, *, wide: bool) -> None:
 
 
 def wide_case(name: str) -> Any:
+    from bench.cases.plans import case_of
     from pase import zoo
-    from tests.backends.plans import case_of
 
     m = zoo.reduced(name, batch=32)
     return case_of(m.loss_fn, m.params, m.batch, name=f"zoo:{name}", devices=32)
@@ -239,9 +273,13 @@ def wide_rows_of(name: str, known: set[str]) -> Iterator[dict[str, Any]]:
             if r.predicted or r.on_cpu or r.compiled
         }
         row = {
-            "model": name, "strategy": strategy, "devices": 32, "mesh": list(plan.mesh.sizes),
-            "collectives": collectives, "seconds": round(time.perf_counter() - began, 1),
-        }  # fmt: skip
+            "model": name,
+            "strategy": strategy,
+            "devices": 32,
+            "mesh": list(plan.mesh.sizes),
+            "collectives": collectives,
+            "seconds": round(time.perf_counter() - began, 1),
+        }
         yield row
 
 
@@ -256,8 +294,14 @@ def reason(model: str, strategy: str, kind: str) -> str:
     return "not explained yet"
 
 
-METHODS = {"data parallel": "data_parallel", "FSDP": "fsdp", "one weird trick": "owt", "Megatron": "megatron/*",
-           "ours, split by force": "ours@*", "ours": "ours"}  # fmt: skip
+METHODS = {
+    "data parallel": "data_parallel",
+    "FSDP": "fsdp",
+    "one weird trick": "owt",
+    "Megatron": "megatron/*",
+    "ours, split by force": "ours@*",
+    "ours": "ours",
+}
 
 
 def _summary(cells: list[tuple[dict[str, Any], str, dict[str, int]]]) -> list[str]:

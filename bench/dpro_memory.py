@@ -1,6 +1,6 @@
 """dPRO's tables 3 and 4: peak memory of BERT-base, ResNet50, InceptionV3 and VGG16 under TensorFlow, predicted.
 
-    python bench/dpro_memory.py [-o bench/results/dpro_memory.json]
+    python -m bench.dpro_memory [-o bench/results/dpro_memory.json]
 
 One device's share of data parallelism: 32 samples, and 64 for BERT with nothing, recomputation, or two micro-batches.
 float32; Adam for BERT, momentum for the others; images of 224 (InceptionV3: 299). The paper does not give BERT's
@@ -17,8 +17,8 @@ import argparse
 from typing import Any
 
 import numpy as np
-from provenance import save
 
+from bench.provenance import save
 from pase import costmodels, machine
 from pase.frontends.from_jax import trace
 from pase.ir import named, simplify
@@ -99,17 +99,28 @@ def main() -> None:
         apart = None if "recomputation" in name else unfused_bytes(built, optimizer) / 1e9
         if apart is not None and name.startswith("BERT"):
             apart += dropout_bytes(int(name.split(", ")[1])) / 1e9
-        rows.append({
-            "model": name, "measured_gb": measured, "dpro_gb": theirs, "dpro_error": theirs / measured - 1,
-            "predicted_gb": m.total / 1e9, "error": m.total / 1e9 / measured - 1, "parts_gb": parts,
-            "unfused_gb": apart, "unfused_error": apart and apart / measured - 1,
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": name,
+                "measured_gb": measured,
+                "dpro_gb": theirs,
+                "dpro_error": theirs / measured - 1,
+                "predicted_gb": m.total / 1e9,
+                "error": m.total / 1e9 / measured - 1,
+                "parts_gb": parts,
+                "unfused_gb": apart,
+                "unfused_error": apart and apart / measured - 1,
+            }
+        )
         r = rows[-1]
-        print(f"{name:26s} measured {measured:6.2f}  predicted {r['predicted_gb']:6.2f} {r['error']:+.1%}  "
-              f"unfused {apart or 0:.2f} {r['unfused_error'] or 0:+.1%}  {parts}", flush=True)  # fmt: skip
+        print(
+            f"{name:26s} measured {measured:6.2f}  predicted {r['predicted_gb']:6.2f} {r['error']:+.1%}  "
+            f"unfused {apart or 0:.2f} {r['unfused_error'] or 0:+.1%}  {parts}",
+            flush=True,
+        )
     record = {
         "rows": rows,
-    }  # fmt: skip
+    }
     save(record, args.o)
 
 

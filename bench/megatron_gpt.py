@@ -31,9 +31,16 @@ def padded_vocabulary(vocabulary: int, tensor_parallel: int) -> int:
 
 
 def gpt(
-    *, batch: int, seq: int, layers: int, d: int, heads: int, vocab: int, dtype: str = "float16",
+    *,
+    batch: int,
+    seq: int,
+    layers: int,
+    d: int,
+    heads: int,
+    vocab: int,
+    dtype: str = "float16",
     recompute: str = "none",
-) -> tuple[Any, Any, Any]:  # fmt: skip
+) -> tuple[Any, Any, Any]:
     """(loss_fn, params, batch) with shapes for arrays.
 
     recompute: "none"; "full" (each layer from its input); "selective" (scores, softmax and dropout of the
@@ -93,10 +100,17 @@ def gpt(
 
     n = layers
     blocks = {
-        **{f"w{x}": leaf(n, d, heads, k) for x in "qkv"}, **{f"b{x}": leaf(n, heads, k) for x in "qkv"},
-        "wo": leaf(n, heads, k, d), "bo": leaf(n, d), "w1": leaf(n, d, 4 * d), "b1": leaf(n, 4 * d),
-        "w2": leaf(n, 4 * d, d), "b2": leaf(n, d), "norm1": norm(n), "norm2": norm(n),
-    }  # fmt: skip
+        **{f"w{x}": leaf(n, d, heads, k) for x in "qkv"},
+        **{f"b{x}": leaf(n, heads, k) for x in "qkv"},
+        "wo": leaf(n, heads, k, d),
+        "bo": leaf(n, d),
+        "w1": leaf(n, d, 4 * d),
+        "b1": leaf(n, 4 * d),
+        "w2": leaf(n, 4 * d, d),
+        "b2": leaf(n, d),
+        "norm1": norm(n),
+        "norm2": norm(n),
+    }
     params = {"wte": leaf(vocab, d), "wpe": leaf(seq, d), "blocks": blocks, "norm": norm()}
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     return loss_fn, params, {"tokens": tokens, "labels": tokens}

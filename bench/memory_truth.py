@@ -1,7 +1,7 @@
 """Memory truth: peak bytes that plans predict beside what XLA's buffer assignment says of the compiled steps.
 
-.venv/bin/python bench/memory_truth.py             # every reduced zoo model, 8 host devices; minutes
-.venv/bin/python bench/memory_truth.py gpt2 mlp    # these models anew, the others' rows are kept
+.venv/bin/python -m bench.memory_truth             # every reduced zoo model, 8 host devices; minutes
+.venv/bin/python -m bench.memory_truth gpt2 mlp    # these models anew, the others' rows are kept
 
 Writes bench/results/memory_truth.json.
 """
@@ -13,13 +13,10 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from provenance import save
+from bench.provenance import ROOT, save
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "memory_truth.json"
 STRATEGIES = (
     "data_parallel",
@@ -35,11 +32,10 @@ STRATEGIES = (
 def main(models: list[str]) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    sys.path.insert(0, str(ROOT))
     import optax
 
+    from bench.cases.plans import distinct_models, reduced
     from pase.backends.truth_memory import compare_memory
-    from tests.backends.plans import distinct_models, reduced
 
     rows = json.loads(RESULTS.read_text())["rows"] if models and RESULTS.exists() else []
     began = time.perf_counter()
@@ -52,11 +48,16 @@ def main(models: list[str]) -> None:
             p = compare_memory(plan, plan.jax.lower_train_step(optax.adam(1e-3)).compile())
             rows.append(
                 {
-                    "model": name, "strategy": strategy.split("/")[-1], "stored": p.stored,
-                    "stored_compiled": p.stored_compiled, "predicted": p.predicted, "on_cpu": p.on_cpu,
-                    "compiled": p.compiled, "error": round(p.error, 4),
+                    "model": name,
+                    "strategy": strategy.split("/")[-1],
+                    "stored": p.stored,
+                    "stored_compiled": p.stored_compiled,
+                    "predicted": p.predicted,
+                    "on_cpu": p.on_cpu,
+                    "compiled": p.compiled,
+                    "error": round(p.error, 4),
                 }
-            )  # fmt: skip
+            )
             print(rows[-1], flush=True)
         _write(rows, began)
 

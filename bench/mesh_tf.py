@@ -1,6 +1,6 @@
 """Our layouts against those of mesh_tensorflow.auto_mtf, on the same models and meshes.
 
-.venv/bin/python bench/mesh_tf.py [--models mlp,…]      # writes bench/results/mesh_tf.json
+.venv/bin/python -m bench.mesh_tf [--models mlp,…]      # writes bench/results/mesh_tf.json
 
 A Keras model is read, and a Mesh-TensorFlow program written for a plan that splits nothing: its dims have one name
 each, and auto_mtf chooses their layout. Its choice is then priced as a strategy on our graph (what it leaves open, the
@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from provenance import RESULTS, save
+
+from bench.provenance import RESULTS, save
 
 MESH = "4x2"
 DEVICES = 8
@@ -55,16 +56,26 @@ def models() -> dict[str, tuple[Any, list[Any]]]:
     relu = {"activation": "relu"}
     return {
         "mlp": of(
-            keras.Sequential([layers.Dense(4096, **relu), layers.Dense(4096, **relu), layers.Dense(1024)]), (256, 1024)
+            keras.Sequential([layers.Dense(4096, **relu), layers.Dense(4096, **relu), layers.Dense(1024)]),
+            (256, 1024),
         ),
         "alexnet": of(
-            keras.Sequential([
-                layers.Conv2D(96, 11, 4, **relu), layers.MaxPool2D(3, 2),
-                layers.Conv2D(256, 5, padding="same", **relu), layers.MaxPool2D(3, 2),
-                layers.Conv2D(384, 3, padding="same", **relu), layers.Conv2D(384, 3, padding="same", **relu),
-                layers.Conv2D(256, 3, padding="same", **relu), layers.MaxPool2D(3, 2), layers.Flatten(),
-                layers.Dense(4096, **relu), layers.Dense(4096, **relu), layers.Dense(1000),
-            ]),
+            keras.Sequential(
+                [
+                    layers.Conv2D(96, 11, 4, **relu),
+                    layers.MaxPool2D(3, 2),
+                    layers.Conv2D(256, 5, padding="same", **relu),
+                    layers.MaxPool2D(3, 2),
+                    layers.Conv2D(384, 3, padding="same", **relu),
+                    layers.Conv2D(384, 3, padding="same", **relu),
+                    layers.Conv2D(256, 3, padding="same", **relu),
+                    layers.MaxPool2D(3, 2),
+                    layers.Flatten(),
+                    layers.Dense(4096, **relu),
+                    layers.Dense(4096, **relu),
+                    layers.Dense(1000),
+                ]
+            ),
             (128, 227, 227, 3),
         ),
         "transformer": of(transformer, (64, 128), True, (64, 128)),
@@ -72,9 +83,11 @@ def models() -> dict[str, tuple[Any, list[Any]]]:
             keras.Sequential(
                 [layers.Embedding(8192, 512), layers.LSTM(512, return_sequences=True), layers.Dense(8192)]
             ),
-            (64, 8), True, (64, 8),
+            (64, 8),
+            True,
+            (64, 8),
         ),
-    }  # fmt: skip
+    }
 
 
 def module(text: str) -> Any:
@@ -199,23 +212,31 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
         planned[c.kind] = planned.get(c.kind, 0.0) + float(c.nbytes * c.times)
     return {
         "nodes": {
-            "tensorflow": len(traced.operands), "ours": len(space.graph.nodes), "mesh_tf": len(mtf_graph.operations)
+            "tensorflow": len(traced.operands),
+            "ours": len(space.graph.nodes),
+            "mesh_tf": len(mtf_graph.operations),
         },
         "mesh": mesh_shape,
         "ours": {
-            "cost_s": ours.cost, "search_s": statistics.median(searched), "layout_rules": our_layout.layout_rules,
-            "estimated_by_auto_mtf": our_memory, "planned_bytes": planned,
+            "cost_s": ours.cost,
+            "search_s": statistics.median(searched),
+            "layout_rules": our_layout.layout_rules,
+            "estimated_by_auto_mtf": our_memory,
+            "planned_bytes": planned,
             "lowered_bytes": moved_bytes(our_module, our_layout.mesh_shape, our_layout.layout_rules),
         },
         "auto_mtf": {
-            "cost_s": theirs.cost, "search_s": statistics.median(solved), "layout_rules": rules,
-            "estimated_by_auto_mtf": their_memory, "pinned_nodes": len(pinned),
+            "cost_s": theirs.cost,
+            "search_s": statistics.median(solved),
+            "layout_rules": rules,
+            "estimated_by_auto_mtf": their_memory,
+            "pinned_nodes": len(pinned),
             "lowered_bytes": moved_bytes(module(text), mesh_shape, rules),
         },
         "replicated": {"cost_s": whole.cost, "estimated_by_auto_mtf": whole_memory},
         "baselines_s": {b.name: b.cost for b in data if b.mesh.sizes == mesh.sizes},
         "ratio": theirs.cost / ours.cost,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

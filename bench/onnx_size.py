@@ -1,6 +1,6 @@
 """How long an ONNX file takes to lower, and how much memory, against its nodes and against its weights.
 
-    python bench/onnx_size.py            # writes bench/results/onnx_size.json
+    python -m bench.onnx_size            # writes bench/results/onnx_size.json
 
 Chains of transformer blocks as exporters write them (their sizes computed by Shape, Gather, Concat and Reshape),
 up to 50,000 nodes; and one file of 600 MB of weights beside the same graph without any. Each measurement is a process
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from provenance import RESULTS, ROOT, save
+from bench.provenance import RESULTS, ROOT, save
 
 CHILD = """
 import json, resource, sys, time
@@ -70,10 +70,17 @@ def blocks(count: int, d: int, weights: bool) -> Any:
         split = op("Concat", b, s, "heads", "width", axis=0)
         merged = op("Concat", b, s, "all", axis=0)
         q, k, v = (
-            op("Transpose", op("Reshape", op("Add", op("MatMul", y, weight(f"{i}.{p}", d, d)), weight(f"{i}.{p}b", d)),
-                               split), perm=[0, 2, 1, 3])
+            op(
+                "Transpose",
+                op(
+                    "Reshape",
+                    op("Add", op("MatMul", y, weight(f"{i}.{p}", d, d)), weight(f"{i}.{p}b", d)),
+                    split,
+                ),
+                perm=[0, 2, 1, 3],
+            )
             for p in "qkv"
-        )  # fmt: skip
+        )
         scores = op("Mul", op("MatMul", q, op("Transpose", k, perm=[0, 1, 3, 2])), "scale")
         out = op("MatMul", op("Softmax", scores, axis=-1), v)
         out = op("Reshape", op("Transpose", out, perm=[0, 2, 1, 3]), merged)
@@ -100,9 +107,12 @@ def measured(path: Path, simplify: bool, repeats: int) -> dict[str, Any]:
     runs = []
     for _ in range(repeats):
         out = subprocess.run(
-            [sys.executable, "-c", CHILD, str(path), "simplify" if simplify else "no"], capture_output=True, text=True,
-            cwd=ROOT, check=True,
-        )  # fmt: skip
+            [sys.executable, "-c", CHILD, str(path), "simplify" if simplify else "no"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=True,
+        )
         runs.append(json.loads(out.stdout))
     return {k: None if runs[0][k] is None else median(r[k] for r in runs) for k in runs[0]}
 

@@ -1,6 +1,6 @@
 """Table I of PaSE: time to find the best strategy, ours beside the paper's and its released prototype's.
 
-    .venv/bin/python bench/paper_table1.py [--repeats 3]      # writes bench/results/paper_table1.json
+    .venv/bin/python -m bench.paper_table1 [--repeats 3]      # writes bench/results/paper_table1.json
 
 Same models, same space (powers of two: as good as all divisors on every instance tried), same costs
 (tests/paper holds them to the prototype's own tables). ``tables_s`` prices all configs and edges of the
@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 
-from provenance import RESULTS, save
+from bench.provenance import RESULTS, save
 
 DEVICES = (4, 8, 16, 32, 64)
 PAPER_S = {  # PaSE (IPDPS 2021), Table I, column "Ours"
@@ -86,8 +86,11 @@ def main() -> None:
             }
             row["paper_over_ours"] = round(paper[i] / (row["tables_s"] + row["search_s"]), 1)
             rows.append(row)
-            print(f"{model:20s} p={p:<3d} tables {row['tables_s']:.3f} s  search {row['search_s']:.3f} s  "
-                  f"paper {paper[i]:.3f} s", file=sys.stderr)  # fmt: skip
+            print(
+                f"{model:20s} p={p:<3d} tables {row['tables_s']:.3f} s  search {row['search_s']:.3f} s  "
+                f"paper {paper[i]:.3f} s",
+                file=sys.stderr,
+            )
     save({"repeats": repeats, "rows": rows}, RESULTS / "paper_table1.json")
 
 

@@ -1,6 +1,6 @@
 """PaSE's Figure 6 predicted: speedup over data parallelism on 1080 Ti and 2080 Ti machines, 4 to 64 devices.
 
-    python bench/pase_fig6.py [-o bench/results/pase_fig6.json]
+    python -m bench.pase_fig6 [-o bench/results/pase_fig6.json]
 
 Strategies: PaSE's, found by our exact search under PaSE's own cost model (FLOP-equivalents) at the paper's batches;
 the expert's: one weird trick for CNNs, tensor within data parallelism (the best degree) for the Transformer; data
@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from provenance import save
-
+from bench.provenance import save
 from pase import zoo
 from pase.baselines import Baseline, baselines
 from pase.compiler.mesh_search import search_meshes
@@ -39,9 +38,11 @@ MEASURED = {  # PaSE (IPDPS 2021), Figure 6
     },
 }
 SETTINGS = {
-    "alexnet": "alexnet?batch=128", "inception_v3": "inception_v3?batch=128", "rnnlm": "rnnlm?batch=64",
+    "alexnet": "alexnet?batch=128",
+    "inception_v3": "inception_v3?batch=128",
+    "rnnlm": "rnnlm?batch=64",
     "transformer": "transformer?batch=64&dtype=float32&remat=0",
-}  # fmt: skip
+}
 EXPERT = {"alexnet": "owt", "inception_v3": "owt", "transformer": "megatron"}
 
 
@@ -88,22 +89,37 @@ def main() -> None:
                 # Pairs that the figure tells apart by more than its reading error.
                 pairs = [(a, b) for a in names for b in names if measured[a] > measured[b] + 0.02]
                 right = sum(speedup[a] >= speedup[b] * (1 - 1e-9) for a, b in pairs)
-                rows.append({
-                    "machine": machine, "model": model, "devices": p, "measured": measured,
-                    "predicted": {k: round(speedup[k], 3) for k in (*names, "ours")}, "pairs": len(pairs),
-                    "pairs_right": right,
-                    "error": {k: speedup[k] / v - 1 for k, v in measured.items() if k != "data_parallel"},
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "machine": machine,
+                        "model": model,
+                        "devices": p,
+                        "measured": measured,
+                        "predicted": {k: round(speedup[k], 3) for k in (*names, "ours")},
+                        "pairs": len(pairs),
+                        "pairs_right": right,
+                        "error": {k: speedup[k] / v - 1 for k, v in measured.items() if k != "data_parallel"},
+                    }
+                )
                 r = rows[-1]
-                print(machine, model, p, {k: v for k, v in measured.items() if k != "data_parallel"}, r["predicted"],
-                      f"{right}/{len(pairs)}", flush=True)  # fmt: skip
+                print(
+                    machine,
+                    model,
+                    p,
+                    {k: v for k, v in measured.items() if k != "data_parallel"},
+                    r["predicted"],
+                    f"{right}/{len(pairs)}",
+                    flush=True,
+                )
     errors = [abs(e) for r in rows for e in r["error"].values()]
     record = {
         "cells": len(rows),
         "cells_with_every_pair_in_order": sum(r["pairs"] == r["pairs_right"] for r in rows),
-        "magnitudes": len(errors), "magnitudes_within_15_percent": sum(e <= 0.15 for e in errors),
-        "mean_absolute_error": sum(errors) / len(errors), "rows": rows,
-    }  # fmt: skip
+        "magnitudes": len(errors),
+        "magnitudes_within_15_percent": sum(e <= 0.15 for e in errors),
+        "mean_absolute_error": sum(errors) / len(errors),
+        "rows": rows,
+    }
     print({k: v for k, v in record.items() if k != "rows"})
     save(record, args.o)
 

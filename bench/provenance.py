@@ -22,11 +22,10 @@ def provenance() -> dict[str, Any]:
     """
     git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     script = Path(sys.argv[0]).resolve()
-    # ``python -m bench.netlab`` has its ``__main__`` as the first argument.
-    module = script.name == "__main__.py"
-    path = script.parent if module else script
-    where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    name = ["-m", ".".join(where.parts)] if module else [str(where)]
+    # ``python -m bench.netlab`` has its ``__main__`` as the first argument, ``python -m bench.tables`` the file.
+    path = script.parent if script.name == "__main__.py" else script.with_suffix("")
+    inside = path.is_relative_to(ROOT)
+    name = ["-m", ".".join(path.relative_to(ROOT).parts)] if inside else [str(script)]
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "python": platform.python_version(),

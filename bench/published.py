@@ -1,6 +1,6 @@
 """Published step times of large GPTs on A100 80 GB, predicted.
 
-    python bench/published.py [-o bench/results/published.json]
+    python -m bench.published [-o bench/results/published.json]
 
 Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5: full recomputation, and selective recomputation with
 sequence parallelism. Nothing is fitted. The strategy is the Megatron baseline at tensor parallelism 8; where the paper
@@ -11,16 +11,12 @@ schedule (Narayanan et al. 2021, section 2.2.2), with the first and last stage's
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from megatron_gpt import padded_vocabulary
-from provenance import save
-from vtrain import graph_of, strategy
-
+from bench.megatron_gpt import padded_vocabulary
+from bench.provenance import save
+from bench.vtrain import graph_of, strategy
 from pase import costmodels, machine
 from pase.machine import Machine
 from pase.plan.step import COMPILED, EAGER, Executor, StepTime, step_time
@@ -43,15 +39,55 @@ class Published:
 
 
 MODELS = (
-    Published(name="22B", d=6144, heads=64, layers=48, batch=4, micro_batch=4, stages=1, chunks=1,
-              full_s=1.42, selective_s=1.10),
-    Published(name="175B", d=12288, heads=96, layers=96, batch=64, micro_batch=1, stages=8, chunks=3,
-              full_s=18.13, selective_s=13.75),
-    Published(name="530B", d=20480, heads=128, layers=105, batch=280, micro_batch=1, stages=35, chunks=3,
-              full_s=49.05, selective_s=37.83),
-    Published(name="1T", d=25600, heads=160, layers=128, batch=512, micro_batch=1, stages=64, chunks=1,
-              full_s=94.42, selective_s=71.49),
-)  # fmt: skip
+    Published(
+        name="22B",
+        d=6144,
+        heads=64,
+        layers=48,
+        batch=4,
+        micro_batch=4,
+        stages=1,
+        chunks=1,
+        full_s=1.42,
+        selective_s=1.10,
+    ),
+    Published(
+        name="175B",
+        d=12288,
+        heads=96,
+        layers=96,
+        batch=64,
+        micro_batch=1,
+        stages=8,
+        chunks=3,
+        full_s=18.13,
+        selective_s=13.75,
+    ),
+    Published(
+        name="530B",
+        d=20480,
+        heads=128,
+        layers=105,
+        batch=280,
+        micro_batch=1,
+        stages=35,
+        chunks=3,
+        full_s=49.05,
+        selective_s=37.83,
+    ),
+    Published(
+        name="1T",
+        d=25600,
+        heads=160,
+        layers=128,
+        batch=512,
+        micro_batch=1,
+        stages=64,
+        chunks=1,
+        full_s=94.42,
+        selective_s=71.49,
+    ),
+)
 
 
 MEGATRON = replace(
@@ -113,18 +149,27 @@ def main() -> None:
     for p in MODELS:
         for recompute, measured in (("full", p.full_s), ("selective", p.selective_s)):
             found = {e.name: predict(p, recompute, m, e) for e in (MEGATRON, COMPILED)}
-            rows.append({
-                "model": p.name, "recompute": recompute, "devices": 8 * p.stages, "measured_s": measured,
-                "predicted_s": found["eager"], "error": found["eager"] / measured - 1,
-                "predicted_compiled_s": found["compiled"],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "model": p.name,
+                    "recompute": recompute,
+                    "devices": 8 * p.stages,
+                    "measured_s": measured,
+                    "predicted_s": found["eager"],
+                    "error": found["eager"] / measured - 1,
+                    "predicted_compiled_s": found["compiled"],
+                }
+            )
             r = rows[-1]
-            print(f"{p.name:5s} {recompute:10s} measured {measured:7.2f} s  predicted {r['predicted_s']:7.2f} s  "
-                  f"{r['error']:+.1%}  (compiled {r['predicted_compiled_s']:.2f})", flush=True)  # fmt: skip
+            print(
+                f"{p.name:5s} {recompute:10s} measured {measured:7.2f} s  predicted {r['predicted_s']:7.2f} s  "
+                f"{r['error']:+.1%}  (compiled {r['predicted_compiled_s']:.2f})",
+                flush=True,
+            )
     record = {
         "rows": rows,
         "mean_absolute_error": sum(abs(r["error"]) for r in rows) / len(rows),
-    }  # fmt: skip
+    }
     print(f"mean {record['mean_absolute_error']:.1%}")
     save(record, args.o)
 

@@ -1,6 +1,6 @@
 """pase profile on a run of several processes on this machine: what tracing costs, and what replay makes of it.
 
-    .venv/bin/python bench/replay_profile.py [--processes 2] [--rounds 3]   # writes bench/results/replay_profile.json
+    .venv/bin/python -m bench.replay_profile [--processes 2] [--rounds 3]   # writes bench/results/replay_profile.json
 
 A data-parallel JAX program on CPU devices, one a process, joined by gloo. The same program runs with and without
 ``pase profile`` in turn; the overhead is the ratio of median step times as the program itself measures them. On a
@@ -19,10 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from provenance import RESULTS, save
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from bench.provenance import RESULTS, save
 
 PROGRAM = """
 import json, sys, time

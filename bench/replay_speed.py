@@ -1,6 +1,6 @@
 """How fast traces are read and graphs replayed, and in how much memory.
 
-    .venv/bin/python bench/replay_speed.py [--megabytes 1000]      # writes bench/results/replay_speed.json
+    .venv/bin/python -m bench.replay_speed [--megabytes 1000]      # writes bench/results/replay_speed.json
 
 The trace is an imagined run's with Kineto's usual arguments, repeated until it is as large as asked for. Every part
 runs in a process of its own, so that its peak memory is its own.
@@ -18,10 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from provenance import RESULTS, save
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from bench.provenance import RESULTS, ROOT, save
 
 
 def main() -> None:
@@ -46,7 +43,7 @@ def main() -> None:
 
 
 def part(name: str, *more: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--part", name, *more]
+    command = [sys.executable, "-m", "bench.replay_speed", "--part", name, *more]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return json.loads(done.stdout)
 
@@ -54,17 +51,24 @@ def part(name: str, *more: str) -> dict[str, Any]:
 # What Kineto writes with every event of a kind, here with the same value each time: it only has to be read past.
 PADDING = {
     "kernel": {
-        "External id": 12353, "queued": 0, "context": 1, "registers per thread": 40, "shared memory": 400,
-        "blocks per SM": 4.740741, "warps per SM": 75.851852, "grid": [512, 1, 1], "block": [512, 1, 1],
+        "External id": 12353,
+        "queued": 0,
+        "context": 1,
+        "registers per thread": 40,
+        "shared memory": 400,
+        "blocks per SM": 4.740741,
+        "warps per SM": 75.851852,
+        "grid": [512, 1, 1],
+        "block": [512, 1, 1],
         "est. achieved occupancy %": 75,
     },
     "cuda_runtime": {"External id": 57532, "cbid": 211},
     "cpu_op": {"External id": 2049, "Record function id": 1909, "Sequence number": 1080, "Fwd thread id": 1},
-}  # fmt: skip
+}
 
 
 def generate(file: Path, size: int) -> int:
-    from tests.replay.synthetic import Run, simulate, trace
+    from bench.cases.timelines import Run, simulate, trace
 
     document = trace(simulate(Run(ranks=1, iterations=20, layers=200)), 0)
     events = document.pop("traceEvents")

@@ -1,6 +1,6 @@
 """Replay on real traces: how well iterations and ranks are predicted that were not used, how clocks are recovered.
 
-    .venv/bin/python bench/replay_traces.py [--traces ../shared/data/traces]   # writes bench/results/replay_traces.json
+    .venv/bin/python -m bench.replay_traces [--traces ../shared/data/traces]   # writes bench/results/replay_traces.json
 
 held_out: each steady iteration predicted from medians of the others. "naive" is the median length of those others:
 what one would guess without any replay; iterations of host-bound runs differ from each other by as much. What the
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -21,18 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from provenance import RESULTS, save
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-
-from pase.replay import align, estimate, held_out, load, measure, optimize_graph, replay_graph  # noqa: E402
-from pase.replay.graph import DataflowGraph  # noqa: E402
-from pase.replay.model import Measured  # noqa: E402
-from pase.replay.predict import rank_length_ns  # noqa: E402
-from pase.replay.types import GPU_KINDS, Timeline  # noqa: E402
-from pase.replay.whatif import apply, evaluate  # noqa: E402
+from bench.provenance import RESULTS, ROOT, save
+from pase.replay import align, estimate, held_out, load, measure, optimize_graph, replay_graph
+from pase.replay.graph import DataflowGraph
+from pase.replay.model import Measured
+from pase.replay.predict import rank_length_ns
+from pase.replay.types import GPU_KINDS, Timeline
+from pase.replay.whatif import apply, evaluate
 
 RUNS = {
     "pax FSDP on 4 A100 (device-bound)": "jaxtoolbox_pax_fsdp4",
@@ -177,8 +172,8 @@ def disturbed(t: Timeline, skew: np.ndarray, drift: np.ndarray) -> Timeline:
 
 def synthetic() -> list[dict[str, Any]]:
     """Runs of an independent simulator (tests/replay/synthetic.py): error of the replay, and of what-ifs."""
-    from tests.replay.synthetic import Run, simulate
-    from tests.replay.synthetic import write as write_traces
+    from bench.cases.timelines import Run, simulate
+    from bench.cases.timelines import write as write_traces
 
     shapes: dict[str, dict[str, Any]] = {
         "device-bound": {"kernel_us": 300.0, "between_us": 4.0},

@@ -1,6 +1,6 @@
 """Ours against every policy, the exact optimum and the bounds, on random and measured instances.
 
-    python bench/schedule_policies.py [--quick]
+    python -m bench.schedule_policies [--quick]
 
 Writes bench/results/schedule_policies.json. Seconds are CPU seconds of this process (the machine may be shared).
 """
@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 
-from provenance import RESULTS, save
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-
-from pase.schedule import Options, all_policies, evaluate, get_policy  # noqa: E402
-from pase.schedule.bound import lower_bound_s, preemptive_bound_s  # noqa: E402
-from pase.schedule.chain import plain_iteration_s  # noqa: E402
-from pase.schedule.exact import exact_plan  # noqa: E402
-from pase.schedule.fast import fast_plan  # noqa: E402
-from pase.schedule.types import ScheduleProblem  # noqa: E402
-from tests.schedule.cases import BETA, PROFILES, link, profile, random_problem, vgg19  # noqa: E402
+from bench.cases.schedules import BETA, PROFILES, link, profile, random_problem, vgg19
+from bench.provenance import RESULTS, save
+from pase.schedule import Options, all_policies, evaluate, get_policy
+from pase.schedule.bound import lower_bound_s, preemptive_bound_s
+from pase.schedule.chain import plain_iteration_s
+from pase.schedule.exact import exact_plan
+from pase.schedule.fast import fast_plan
+from pase.schedule.types import ScheduleProblem
 
 BANDWIDTHS = (5e9, 1e9, 2.5e8)
 

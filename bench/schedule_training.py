@@ -1,6 +1,6 @@
 """Loss curves side by side: plain data parallelism, and the same training by bucket plans with and without delays.
 
-    python bench/schedule_training.py [--steps 400] [--picture FILE.png]
+    python -m bench.schedule_training [--steps 400] [--picture FILE.png]
 
 GPT-2 in its reduced size on 8 host devices, next-byte prediction on this repository's documentation, a network slow
 enough that gradients take twice as long as compute. Writes bench/results/schedule_training.json. Losses are of a
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,14 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from provenance import RESULTS, save
+import jax
+import numpy as np
+import optax
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-from pase import zoo  # noqa: E402
-from pase.backends.to_jax_buckets import BucketRunner, gradient_problem  # noqa: E402
-from pase.schedule import Curve, Link, Options, evaluate, get_policy  # noqa: E402
+from bench.provenance import RESULTS, ROOT, save
+from pase import zoo
+from pase.backends.to_jax_buckets import BucketRunner, gradient_problem
+from pase.schedule import Curve, Link, Options, evaluate, get_policy
 
 BATCH, SEQ, RATE = 64, 16, 1e-3
 HELD_OUT = "cost-model.md"

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from provenance import RESULTS, ROOT, save
 
+from bench.provenance import RESULTS, ROOT, save
 from pase.errors import Infeasible
 from pase.search import MemoryProfile, solve, verify
 from pase.search.contract import contract, fixed_bytes

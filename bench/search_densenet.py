@@ -4,22 +4,17 @@ Each dense layer reads the features of all layers before it, so that a block of 
 clique. Costs follow the paper's formulas (a convolution as a GEMM with its three all-reduces, edges by
 the bytes that a consumer's shard lacks), over splits of batch, height, width, input and output channels.
 
-    python bench/search_densenet.py [--seconds 10]
+    python -m bench.search_densenet [--seconds 10]
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_common import bench_arguments, measure, write_results
-
+from bench.search_common import bench_arguments, measure, write_results
 from pase.tables.types import CostTables, EdgeTable
 
 BATCH, GROWTH, RATIO = 128, 32, 5000.0  # 10 TFLOPS over 16 GB/s, as the paper's prototype

@@ -3,22 +3,17 @@
 A layer of 12 nodes with residual edges, in the sizes of the paper's Transformer at p = 64: 566 configs a
 node, 84 classes an edge. Costs are random: nothing prunes them.
 
-    python bench/search_growth.py            # writes search_growth.json and search_growth.html
+    python -m bench.search_growth            # writes search_growth.json and search_growth.html
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_common import ROOT, bench_arguments, write_results
-
+from bench.search_common import ROOT, bench_arguments, write_results
 from pase.search import solve, verify
 from pase.tables.types import CostTables, EdgeTable
 

@@ -1,6 +1,6 @@
 """The IOPDDL contest's instances, within the contest's own time limits; general solvers on the same tables beside.
 
-python bench/search_iopddl.py [--only S] [--seconds 0]     # 0: each instance's limit; others get 60 s at most
+python -m bench.search_iopddl [--only S] [--seconds 0]     # 0: each instance's limit; others get 60 s at most
 
 The limit covers reading, as in the contest. ``wall_s`` of pase is the whole program, from its start to its end.
 """
@@ -15,11 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import numpy as np
-from search_common import DATA, bench_arguments, contracted_size, measure, write_results
 
+from bench.search_common import DATA, bench_arguments, contracted_size, measure, write_results
 from pase.search import Solution, verify
 from pase.search.readers import read_instance
 from pase.search.types import MemoryProfile

@@ -2,19 +2,14 @@
 
 The paper's times and its prototype's are in the notes beside ../shared/data/pase_instances.
 
-    python bench/search_pase.py [--seconds 20] [--only transformer]
+    python -m bench.search_pase [--seconds 20] [--only transformer]
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_common import DATA, bench_arguments, measure, write_results
-
+from bench.search_common import DATA, bench_arguments, measure, write_results
 from pase.search.readers import read_instance
 
 PAPER_S = {  # Table I, PaSE's column; for p = 8, 16, 64

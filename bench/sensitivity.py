@@ -1,6 +1,6 @@
 """Does the strategy found for the H100 stay the best where the machine's file is off by up to a factor of 2?
 
-    python bench/sensitivity.py [-o bench/results/sensitivity.json]
+    python -m bench.sensitivity [-o bench/results/sensitivity.json]
 
 For each model and each quantity of the machine: the strategy found at its stated figures, priced at half and at
 twice the figure, beside a new search there and beside the other methods.
@@ -12,8 +12,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from provenance import save
-
+from bench.provenance import save
 from pase.machine.scale import QUANTITIES
 from pase.questions.sensitivity import sensitivity
 
@@ -40,8 +39,10 @@ def main() -> None:
     record = {
         "devices": DEVICES,
         "worst_regret": max(r["regret"] for r in rows),
-        "ahead_of_every_method": sum(r["winner"] == "pase" for r in rows), "points": len(rows), "rows": rows,
-    }  # fmt: skip
+        "ahead_of_every_method": sum(r["winner"] == "pase" for r in rows),
+        "points": len(rows),
+        "rows": rows,
+    }
     print(
         f"worst regret {record['worst_regret']:.2%}; ahead at {record['ahead_of_every_method']} of {len(rows)}"
     )

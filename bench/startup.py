@@ -1,6 +1,6 @@
 """How long `import pase` and `pase --help` take: medians of fresh processes, beside a bare interpreter.
 
-.venv/bin/python bench/startup.py        # writes bench/results/startup.json
+.venv/bin/python -m bench.startup        # writes bench/results/startup.json
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from provenance import RESULTS, ROOT, save
+from bench.provenance import RESULTS, ROOT, save
 
 RUNS = 21
 CASES = {

@@ -1,6 +1,6 @@
 """Seconds to build the cost tables of zoo models over every mesh that a search looks at.
 
-    python bench/tables.py [-o bench/results/tables.json]
+    python -m bench.tables [-o bench/results/tables.json]
 
 Each model is traced once; then the tables of all meshes of up to three axes are built, in the order of the
 search and without anything kept from an earlier model; the whole is repeated and the median taken. CPU seconds
@@ -14,8 +14,7 @@ import statistics
 import sys
 import time
 
-from provenance import save
-
+from bench.provenance import save
 from pase import costmodels, machine, zoo
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
@@ -25,8 +24,12 @@ from pase.tables.reshard_path import canonical_collectives
 MODELS = ("gpt2", "gpt2?scan=0", "inception_v3", "densenet121", "llama3_405b")
 DEVICES = (32, 64, 1024, 16384)
 BEFORE_S = {  # commit 67aa103, this machine, 64 devices: pairs priced one edge at a time
-    "gpt2": 1.62, "gpt2?scan=0": 13.52, "inception_v3": 12.77, "densenet121": 19.38, "llama3_405b": 2.80,
-}  # fmt: skip
+    "gpt2": 1.62,
+    "gpt2?scan=0": 13.52,
+    "inception_v3": 12.77,
+    "densenet121": 19.38,
+    "llama3_405b": 2.80,
+}
 
 
 def graph(name: str) -> Graph:

@@ -1,7 +1,7 @@
 """Every model of keras.applications through the TensorFlow frontend: multiply-adds, parameters, nodes, seconds.
 
-.venv/bin/python bench/tf_applications.py          # all 40, 20 minutes on two cores
-.venv/bin/python bench/tf_applications.py VGG19    # these anew, the others' rows are kept
+.venv/bin/python -m bench.tf_applications          # all 40, 20 minutes on two cores
+.venv/bin/python -m bench.tf_applications VGG19    # these anew, the others' rows are kept
 
 Shapes of all results are compared with TensorFlow's own inference. Writes bench/results/tf_applications.json.
 """
@@ -21,8 +21,8 @@ import time
 from typing import Any
 
 import keras
-from provenance import RESULTS, save
 
+from bench.provenance import RESULTS, save
 from pase.errors import PaseError
 from pase.frontends.from_tf import trace
 from pase.ir import simplify
@@ -65,8 +65,10 @@ def measured(name: str) -> dict[str, Any]:
                 wrong += traced.graph.tensors[made].shape != wanted
     products = sum(
         op.flops_per_point * math.prod(n.space[d].size for d in (op.dims if op.over is None else op.over))
-        for n in traced.graph.nodes for op in n.ops if op.kind in ("matmul", "conv")
-    )  # fmt: skip
+        for n in traced.graph.nodes
+        for op in n.ops
+        if op.kind in ("matmul", "conv")
+    )
     out = {
         "gmacs_an_image": round(products / 2 / BATCH / 1e9, 4),
         "parameters": int(sum(math.prod(t.shape) for t in traced.graph.parameters)),

@@ -3,12 +3,12 @@
 libtpu changes how JAX starts, so this bench has an environment of its own:
 
     uv venv -p 3.11 /tmp/tpu && uv pip install --python /tmp/tpu/bin/python -e ".[jax]" jax==0.10.2 libtpu==0.0.51
-    /tmp/tpu/bin/python bench/tpu_aot.py                # every row that is not there yet, 20 to 120 s each
-    /tmp/tpu/bin/python bench/tpu_aot.py gpt2           # the rows of these models
-    /tmp/tpu/bin/python bench/tpu_aot.py --again gpt2   # these anew
-    /tmp/tpu/bin/python bench/tpu_aot.py "--only=ours,FSDP,Megatron, sequence parallel"
-    .venv/bin/python bench/tpu_aot.py --predict         # what is predicted of the rows there are; compiles nothing
-    .venv/bin/python bench/tpu_aot.py --render          # docs/tpu-witness.md's tables from the results alone
+    /tmp/tpu/bin/python -m bench.tpu_aot                # every row that is not there yet, 20 to 120 s each
+    /tmp/tpu/bin/python -m bench.tpu_aot gpt2           # the rows of these models
+    /tmp/tpu/bin/python -m bench.tpu_aot --again gpt2   # these anew
+    /tmp/tpu/bin/python -m bench.tpu_aot "--only=ours,FSDP,Megatron, sequence parallel"
+    .venv/bin/python -m bench.tpu_aot --predict         # what is predicted of the rows there are; compiles nothing
+    .venv/bin/python -m bench.tpu_aot --render          # docs/tpu-witness.md's tables from the results alone
 
 Writes bench/results/tpu_aot.json: one row per (model, strategy, digest of what was compiled). Nothing is run: cycles
 are the compiler's estimates, and it gives none for collectives that stand alone in the schedule (``waiting``); those
@@ -25,11 +25,9 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from provenance import RESULTS, ROOT, save
+from bench.provenance import RESULTS, ROOT, save
 
 FILE = RESULTS / "tpu_aot.json"
 PAGE = ROOT / "docs" / "tpu-witness.md"
@@ -69,13 +67,11 @@ RECORDED = {
 
 def main(arguments: list[str]) -> None:
     if "--predict" in arguments:
-        sys.path.insert(0, str(ROOT))
         for name in [a for a in arguments if not a.startswith("-")] or list(MODELS):
             predict(name)
     elif "--render" not in arguments:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-        sys.path.insert(0, str(ROOT))
         names = [a for a in arguments if not a.startswith("-")] or list(MODELS)
         only = [
             name for a in arguments if a.startswith("--only=") for name in listed(a.removeprefix("--only="))
@@ -180,16 +176,24 @@ def strategies(
     chosen: dict[str, Any] = {}
     for name, plan in found:  # cheapest first: of each method, its best mesh
         method = "megatron_sp" if name.startswith("megatron_sp") else name.partition("_")[0]
-        kept = {"pase": "ours", "data": "data parallel", "fsdp": "FSDP", "megatron": "Megatron",
-                "megatron_sp": "Megatron, sequence parallel", "expert": "expert parallel"}.get(method)  # fmt: skip
+        kept = {
+            "pase": "ours",
+            "data": "data parallel",
+            "fsdp": "FSDP",
+            "megatron": "Megatron",
+            "megatron_sp": "Megatron, sequence parallel",
+            "expert": "expert parallel",
+        }.get(method)
         if kept and kept not in chosen:
             chosen[kept] = plan
     for name, plan in chosen.items():
         facts = {
-            "mesh": list(plan.mesh.sizes), "predicted_s": plan.cost, "predicted_peak": plan.memory.total,
+            "mesh": list(plan.mesh.sizes),
+            "predicted_s": plan.cost,
+            "predicted_peak": plan.memory.total,
             "predicted_collectives": _by_kind((c.kind, c.nbytes * c.times) for c in plan.collectives),
             "predicted_collectives_s": sum(c.cost for c in plan.collectives),
-        }  # fmt: skip
+        }
 
         def lower(plan: Any = plan) -> Any:
             return plan.jax.lower_train_step(optimizer, plan.jax.mesh(on))
@@ -248,8 +252,10 @@ def compiled(lowered: Any, mesh_sizes: list[int]) -> dict[str, Any]:
         if asked is None:
             raise
         return {
-            "out_of_memory": asked[0], "limit": asked[1], "compile_s": round(time.perf_counter() - began, 1),
-        }  # fmt: skip
+            "out_of_memory": asked[0],
+            "limit": asked[1],
+            "compile_s": round(time.perf_counter() - began, 1),
+        }
     seconds = time.perf_counter() - began
     mesh = Mesh(names=tuple("abcdef"[: len(mesh_sizes)]), sizes=tuple(mesh_sizes))
     model = costmodels.get("analytic", machine.load(MACHINE))
@@ -263,14 +269,16 @@ def compiled(lowered: Any, mesh_sizes: list[int]) -> dict[str, Any]:
     )
     memory = program.memory_analysis()
     return {
-        "mcycles": round(read.total / 1e6, 2), "waiting_s": waits, "peak": memory.peak_memory_in_bytes,
-        "arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes,
+        "mcycles": round(read.total / 1e6, 2),
+        "waiting_s": waits,
+        "peak": memory.peak_memory_in_bytes,
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
         "waiting": _by_kind((c.kind, c.bytes * c.count) for c in read.waiting if c.group_size > 1),
         "hidden": _by_kind((c.kind, c.bytes * c.count) for c in read.hidden if c.group_size > 1),
         "compile_s": round(seconds, 1),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main(sys.argv[1:])

@@ -1,13 +1,13 @@
 """vTrain's measured step times, predicted: Megatron-DeepSpeed GPTs on one node of 8 A100, the rows without pipeline.
 
-    python bench/vtrain.py [-o bench/results/vtrain.json]
+    python -m bench.vtrain [-o bench/results/vtrain.json]
 
 Nothing is fitted to the rows. The machine is a100x8 with the NCCL all-reduce times that vTrain measured on the same
 node (its own inputs, in the same folder) in place of the formulas; the strategy is the Megatron baseline (or data
 parallelism) on the row's degrees; the program is the eager executor of ``pase.plan.step``. Micro-batches, float16
 parameters with float32 copies, no recomputation: with it, 8 samples of width 2048 would run at 89% of the peak.
 
-    python bench/vtrain.py --multi ground_truth_multi.csv
+    python -m bench.vtrain --multi ground_truth_multi.csv
 
 also predicts the rows without pipeline of vTrain's other table (VIA-Research/vTrain, data/), which was first looked at
 when all was written: 64 and 256 A100 over 800 Gb/s a node, full recomputation, Megatron's optimizer.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -27,10 +26,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau
 
-sys.path.insert(0, str(Path(__file__).parent))
-from megatron_gpt import gpt, padded_vocabulary
-from provenance import save
-
+from bench.megatron_gpt import gpt, padded_vocabulary
+from bench.provenance import ROOT, save
 from pase import costmodels, machine
 from pase.baselines import Baseline, baselines
 from pase.frontends.from_jax import trace
@@ -38,7 +35,7 @@ from pase.ir import Graph, named, simplify
 from pase.machine import CollectiveCurve, CostModel, Curve, Machine, Mesh
 from pase.plan.step import EAGER, Executor, StepTime, step_time
 
-DATA = Path(__file__).parents[1] / ".." / "shared" / "data" / "traces" / "vtrain"
+DATA = ROOT / ".." / "shared" / "data" / "traces" / "vtrain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +144,16 @@ def summary(found: list[tuple[Row, StepTime]]) -> dict[str, Any]:
     shape = predicted / measured / np.median(predicted / measured) - 1
     host = np.array([t.host_bound for _, t in found])
     return {
-        "rows": len(found), "mape": float(np.abs(error).mean()), "mean_error": float(error.mean()),
+        "rows": len(found),
+        "mape": float(np.abs(error).mean()),
+        "mean_error": float(error.mean()),
         "median_absolute_error": float(np.median(np.abs(error))),
         "mape_but_for_one_factor": float(np.abs(shape).mean()),
         "kendall_tau": float(kendalltau(measured, predicted).statistic) if len(found) > 1 else None,
         "host_bound_rows": int(host.sum()),
         "mape_host_bound": float(np.abs(error[host]).mean()) if host.any() else None,
         "mape_device_bound": float(np.abs(error[~host]).mean()) if (~host).any() else None,
-    }  # fmt: skip
+    }
 
 
 def by(found: list[tuple[Row, StepTime]], *fields: str) -> dict[str, Any]:
@@ -200,9 +199,11 @@ def main() -> None:
         model = costmodels.get("analytic", m)
         found = [(r, predict(r, m, model)) for r in measured]
         out[label] = {
-            "all": summary(found), "by_tensor": by(found, "tensor"), "by_micro_batch": by(found, "micro_batch"),
+            "all": summary(found),
+            "by_tensor": by(found, "tensor"),
+            "by_micro_batch": by(found, "micro_batch"),
             "by_width_tensor_micro_batch": by(found, "d", "tensor", "micro_batch"),
-        }  # fmt: skip
+        }
         print(label, json.dumps(out[label]["all"]))
         for name in ("by_tensor", "by_micro_batch", "by_width_tensor_micro_batch"):
             for key, s in out[label][name].items():

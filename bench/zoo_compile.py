@@ -1,7 +1,7 @@
 """Every zoo model compiled for 8, 32 and 64 devices: predicted step, best baseline, and what compiling took.
 
-.venv/bin/python bench/zoo_compile.py [--devices 8,32,64] [-o FILE] [MODEL…]     # writes bench/results/zoo_compile.json
-.venv/bin/python bench/zoo_compile.py llama3_405b --devices 1024,16384 -o bench/results/zoo_compile_405b.json
+.venv/bin/python -m bench.zoo_compile [--devices 8,32,64] [-o FILE] [MODEL…]     # writes bench/results/zoo_compile.json
+.venv/bin/python -m bench.zoo_compile llama3_405b --devices 1024,16384 -o bench/results/zoo_compile_405b.json
 
 Costs are predictions of the cost model. Seconds are of this process on this machine, kernels warm.
 """
@@ -12,9 +12,8 @@ import argparse
 import resource
 import time
 
-from provenance import RESULTS, save
-
 import pase
+from bench.provenance import RESULTS, save
 from pase import zoo
 
 

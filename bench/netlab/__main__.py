@@ -152,10 +152,14 @@ def _steps(
     def policies(part: str, training: int) -> Callable[[], None]:
         def step() -> None:
             buckets.measure(
-                session, rates=rates, policies=buckets.POLICIES if part == "buckets" else buckets.IN_TORCH,
-                iterations=args.iterations, training=training, kind=part,
+                session,
+                rates=rates,
+                policies=buckets.POLICIES if part == "buckets" else buckets.IN_TORCH,
+                iterations=args.iterations,
+                training=training,
+                kind=part,
                 on_rows=lambda found: session.write(part, found),
-            )  # fmt: skip
+            )
 
         return step
 

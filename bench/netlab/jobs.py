@@ -53,10 +53,17 @@ def _seeded(out: Path, hosts: int) -> None:
 
 
 def results_of(
-    network: Network, session: Session, name: str, cells: Sequence[Mapping[str, Any]], *, kind: str = "steps",
-    stamp: str = "", timeout_s: float = 900.0, on_row: Callable[[dict[str, dict[str, Any]]], None] | None = None,
+    network: Network,
+    session: Session,
+    name: str,
+    cells: Sequence[Mapping[str, Any]],
+    *,
+    kind: str = "steps",
+    stamp: str = "",
+    timeout_s: float = 900.0,
+    on_row: Callable[[dict[str, dict[str, Any]]], None] | None = None,
     **more: Any,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+) -> dict[str, dict[str, Any]]:
     """key -> what was measured of each cell, all in one program where none of them fails.
 
     A cell that fails has {"failed": why}, one that the time did not suffice for {"left_out": why}. Rows go into

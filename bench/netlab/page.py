@@ -68,8 +68,18 @@ def _strategies(d: Mapping[str, Any]) -> str:
                 next((s for s, r in by.items() if r["same_as"] == "ours"), ours["same_as"] or ""),
             ]
         )
-    head = ["network", "model", "batch", "ours, ms (predicted)", ALONE, "best other", "worst other",
-            "best other / ours", "compute in ours", "ours is"]  # fmt: skip
+    head = [
+        "network",
+        "model",
+        "batch",
+        "ours, ms (predicted)",
+        ALONE,
+        "best other",
+        "worst other",
+        "best other / ours",
+        "compute in ours",
+        "ours is",
+    ]
     return _about(d) + _table(head, rows)
 
 
@@ -178,8 +188,17 @@ def _buckets(d: Mapping[str, Any]) -> str:
                 f"{ddp / r['measured_s']:.2f}" if ddp else "",
             ]
         )
-    head = ["coverage", "policy", "messages", "predicted, ms", "measured", "exposed", "updates an iteration",
-            "staleness", "times DDP's speed"]  # fmt: skip
+    head = [
+        "coverage",
+        "policy",
+        "messages",
+        "predicted, ms",
+        "measured",
+        "exposed",
+        "updates an iteration",
+        "staleness",
+        "times DDP's speed",
+    ]
     sizes = f"gradients {d['gradient_bytes'] / 1e6:.1f} MB; {d['hosts']} hosts.\n\n"
     compute = f"Compute alone: {_ms(d['compute_s'])} ms; {sizes}"
     return _about(d) + compute + _table(head, rows)
@@ -225,12 +244,24 @@ def _replay(d: Mapping[str, Any]) -> str:
         worst = max(r["errors_by_rank"], key=abs)
         rows.append(
             [
-                r["run"], _ms(r["bare_s"]), _ms(r["traced_s"]), f"{worst:+.1%}",
-                _ms(r["what_if_s"]), _ms(r["faster_traced_s"]), f"{r['what_if_error']:+.1%}",
+                r["run"],
+                _ms(r["bare_s"]),
+                _ms(r["traced_s"]),
+                f"{worst:+.1%}",
+                _ms(r["what_if_s"]),
+                _ms(r["faster_traced_s"]),
+                f"{r['what_if_error']:+.1%}",
             ]
-        )  # fmt: skip
-    head = ["run", "step, ms", "while traced", "replay's worst error by rank", "twice the bandwidth, predicted",
-            "measured", "error"]  # fmt: skip
+        )
+    head = [
+        "run",
+        "step, ms",
+        "while traced",
+        "replay's worst error by rank",
+        "twice the bandwidth, predicted",
+        "measured",
+        "error",
+    ]
     return _about(d) + _table(head, rows)
 
 

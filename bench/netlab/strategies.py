@@ -62,9 +62,14 @@ def measure(
             return [r | {"commit": session.commit} for r in made if r is not None]
 
         found = results_of(
-            network, session, f"steps_{topology.slug}", run, stamp=stamp, timeout_s=60.0 + 40.0 * len(cells),
+            network,
+            session,
+            f"steps_{topology.slug}",
+            run,
+            stamp=stamp,
+            timeout_s=60.0 + 40.0 * len(cells),
             on_row=lambda found: on_rows(rows(found)),
-        )  # fmt: skip
+        )
     return rows(found)
 
 

@@ -119,11 +119,17 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
             )
             rows.append(
                 {
-                    "policy": name, "measured_s": agreed(float(middle)), "spread": float((high - low) / middle),
-                    "predicted_s": e.iteration_s, "staleness": e.staleness, "messages": e.messages,
-                    "updates_per_iteration": e.updates_per_iteration, "losses": losses, "period": outcome.plan.period,
+                    "policy": name,
+                    "measured_s": agreed(float(middle)),
+                    "spread": float((high - low) / middle),
+                    "predicted_s": e.iteration_s,
+                    "staleness": e.staleness,
+                    "messages": e.messages,
+                    "updates_per_iteration": e.updates_per_iteration,
+                    "losses": losses,
+                    "period": outcome.plan.period,
                 }
-            )  # fmt: skip
+            )
         say({"key": key, "rows": rows})
     dist.barrier()
     # Threads of gloo outlive the group now and then, and the interpreter's end then aborts; what counts is written.

@@ -258,10 +258,14 @@ class Devices:
         operands = [filled(shape, dtype, fill) for shape, dtype in shapes]
         result_shape = jax.eval_shape(
             jax.shard_map(
-                lambda *xs: op(*(x[0] for x in xs))[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+                lambda *xs: op(*(x[0] for x in xs))[None],
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=spec,
+                check_vma=False,
             ),
             *operands,
-        )  # fmt: skip
+        )
         state = (operands, filled(result_shape.shape[1:], str(result_shape.dtype), 0.0))
         compiled = program.lower(np.int32(1), *state).compile()
 

@@ -133,7 +133,7 @@ def suite(target: Target) -> list[Task]:
         *_collectives(target),
         *(Task(op="conv.forward", extents=c, rank=1) for c in _CONVS),
         *(Task(op=op, extents=c, rank=2) for c in _CONVS for op in ("conv.input", "conv.filter")),
-    ]  # fmt: skip
+    ]
     unique: dict[str, Task] = {}
     for task in sorted(tasks, key=lambda t: t.rank):
         unique.setdefault(task.key, task)
@@ -164,11 +164,12 @@ def budgeted(
     runs = 2 + settings.repeats[0]
     extent = max(
         (
-            e for e in (128, 512, 2048, 8192)
+            e
+            for e in (128, 512, 2048, 8192)
             if 2 * e**3 / rates[0] * runs < allowed_s and 24 * e * e < memory_bytes
         ),
         default=128,
-    )  # fmt: skip
+    )
     traffic = max(
         (1 << e for e in range(18, 33) if (1 << e) / rates[1] * runs < allowed_s and 8 << e < memory_bytes),
         default=1 << 18,

@@ -45,8 +45,13 @@ Op = Literal[
 FORMS: tuple[Op, ...] = ("matmul.nn", "matmul.nt", "matmul.tn")
 """[m,k]x[k,n] of forward, [m,k]x[n,k] of the input's gradient, [k,m]x[k,n] of the weight's."""
 COLLECTIVE_OPS: tuple[Op, ...] = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast"
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "permute",
+    "broadcast",
+)
 
 BLOCK_SHAPES: tuple[tuple[int, ...], ...] = ((64, 32, 128), (128, 512), (512, 128), (128, 512))
 """Operands of "block": activations, then weights. It says what light ops really cost beside products: in a chain of

@@ -55,18 +55,29 @@ def compare(
     ours = next(plan for name, plan in rows if name == "pase")
     table = [
         {
-            "name": name, "mesh": dict(zip(p.mesh.names, p.mesh.sizes, strict=True)),
-            "cost_s": p.cost if p.unit == "s" else None, "cost": p.cost, "compute": p.compute,
-            "communication": p.communication, "memory_bytes": p.memory.total, "fits": p.fits,
+            "name": name,
+            "mesh": dict(zip(p.mesh.names, p.mesh.sizes, strict=True)),
+            "cost_s": p.cost if p.unit == "s" else None,
+            "cost": p.cost,
+            "compute": p.compute,
+            "communication": p.communication,
+            "memory_bytes": p.memory.total,
+            "fits": p.fits,
             "comm_bytes": sum(c.nbytes * c.times for c in p.collectives),
         }
         for name, p in rows
-    ]  # fmt: skip
+    ]
     if json:
         print_json(
-            {"model": ours.model, "devices": ours.devices, "machine": ours.machine, "unit": ours.unit,
-             "strategies": table, "skipped": dict(ours.skipped)}
-        )  # fmt: skip
+            {
+                "model": ours.model,
+                "devices": ours.devices,
+                "machine": ours.machine,
+                "unit": ours.unit,
+                "strategies": table,
+                "skipped": dict(ours.skipped),
+            }
+        )
         return
     from rich.table import Table
 
@@ -87,11 +98,17 @@ def compare(
         out.add_column(column, justify="left" if column in ("strategy", "mesh", "fits") else "right")
     for (name, p), row in zip(rows, table, strict=True):
         out.add_row(
-            name, " ".join(f"{k}={v}" for k, v in zip(p.mesh.names, p.mesh.sizes, strict=True)),
-            cost_text(p.cost, p.unit), f"×{p.cost / ours.cost:.3f}" if ours.cost else "", cost_text(p.compute, p.unit),
-            cost_text(p.communication, p.unit), bytes_text(float(str(row["comm_bytes"]))), bytes_text(p.memory.total),
-            "yes" if p.fits else "NO", style="bold" if name == "pase" else None,
-        )  # fmt: skip
+            name,
+            " ".join(f"{k}={v}" for k, v in zip(p.mesh.names, p.mesh.sizes, strict=True)),
+            cost_text(p.cost, p.unit),
+            f"×{p.cost / ours.cost:.3f}" if ours.cost else "",
+            cost_text(p.compute, p.unit),
+            cost_text(p.communication, p.unit),
+            bytes_text(float(str(row["comm_bytes"]))),
+            bytes_text(p.memory.total),
+            "yes" if p.fits else "NO",
+            style="bold" if name == "pase" else None,
+        )
     c = console()
     c.print(
         f"{ours.model} on {ours.devices} devices of {ours.machine}, cost model '{ours.cost_model}': predictions",
@@ -110,11 +127,17 @@ def _show(points: list[Point], model: str, options: CompileOptions, json: bool) 
     if json:
         rows = [
             {
-                "factors": dict(p.factors), "cost": p.ours, "best": p.best, "regret": p.regret, "winner": p.winner,
-                "mesh": list(p.mesh), "changed_nodes": p.changed, "others": dict(p.others),
+                "factors": dict(p.factors),
+                "cost": p.ours,
+                "best": p.best,
+                "regret": p.regret,
+                "winner": p.winner,
+                "mesh": list(p.mesh),
+                "changed_nodes": p.changed,
+                "others": dict(p.others),
             }
             for p in points
-        ]  # fmt: skip
+        ]
         print_json(
             {
                 "model": model,
@@ -138,11 +161,15 @@ def _show(points: list[Point], model: str, options: CompileOptions, json: bool) 
     for p in points:
         follower = min(p.others.items(), key=lambda pair: pair[1], default=None)
         out.add_row(
-            *(f"×{f:g}" for f in p.factors.values()), cost_text(p.ours, unit), cost_text(p.best, unit),
-            f"{p.regret:.2%}", "×".join(map(str, p.mesh)), p.winner,
+            *(f"×{f:g}" for f in p.factors.values()),
+            cost_text(p.ours, unit),
+            cost_text(p.best, unit),
+            f"{p.regret:.2%}",
+            "×".join(map(str, p.mesh)),
+            p.winner,
             f"{follower[0]} ×{follower[1] / p.ours:.3f}" if follower and p.ours else "",
             style="bold" if all(f == 1 for f in p.factors.values()) else None,
-        )  # fmt: skip
+        )
     worst = max(points, key=lambda p: p.regret)
     c = console()
     c.print(
@@ -152,6 +179,12 @@ def _show(points: list[Point], model: str, options: CompileOptions, json: bool) 
     c.print(out)
     where = ", ".join(f"{k} ×{v:g}" for k, v in worst.factors.items())
     beaten = sorted({p.winner for p in points} - {"pase"})
-    c.print(f"worst regret {worst.regret:.2%} at {where}; " + (
-        f"another method is ahead somewhere: {', '.join(beaten)}" if beaten else "no other method is ahead anywhere"
-    ), highlight=False)  # fmt: skip
+    c.print(
+        f"worst regret {worst.regret:.2%} at {where}; "
+        + (
+            f"another method is ahead somewhere: {', '.join(beaten)}"
+            if beaten
+            else "no other method is ahead anywhere"
+        ),
+        highlight=False,
+    )

@@ -84,41 +84,66 @@ def summary(e: Explanation) -> dict[str, object]:
         },
         "layers": [
             {
-                "name": n.name, "compute": n.cost.compute, "communication": n.cost.communication,
-                "update": n.cost.update, "next_best": e.next_best.get(n.name),
+                "name": n.name,
+                "compute": n.cost.compute,
+                "communication": n.cost.communication,
+                "update": n.cost.update,
+                "next_best": e.next_best.get(n.name),
             }
             for n in e.plan.nodes
         ],
         "remark": e.remark,
-    }  # fmt: skip
+    }
     if e.layer is not None:
         r = e.layer
         out["layer"] = {
-            "name": r.node.name, "op": r.node.op, "einsum": r.node.einsum, "times": r.node.times,
-            "sizes": dict(r.node.sizes), "local": dict(r.local),
+            "name": r.node.name,
+            "op": r.node.op,
+            "einsum": r.node.einsum,
+            "times": r.node.times,
+            "sizes": dict(r.node.sizes),
+            "local": dict(r.local),
             "split": {d: list(axes) for d, axes in r.node.split.items()},
             "work": [
                 {
-                    "phase": w.phase, "kind": w.kind, "dtype": w.dtype, "flops": w.flops, "bytes": w.nbytes,
-                    "mnk": None if w.mnk is None else list(w.mnk), "times": w.times, "cost": w.cost,
-                    "of_peak_flops": w.achieved_flops, "of_memory_bandwidth": w.achieved_bytes,
+                    "phase": w.phase,
+                    "kind": w.kind,
+                    "dtype": w.dtype,
+                    "flops": w.flops,
+                    "bytes": w.nbytes,
+                    "mnk": None if w.mnk is None else list(w.mnk),
+                    "times": w.times,
+                    "cost": w.cost,
+                    "of_peak_flops": w.achieved_flops,
+                    "of_memory_bandwidth": w.achieved_bytes,
                 }
                 for w in r.work
             ],
             "collectives": [
                 {
-                    "kind": c.kind, "tensor": c.tensor, "axes": list(c.axes), "bytes": c.nbytes, "times": c.times,
-                    "phase": c.phase, "from": c.source, "cost": c.cost, "why": reason,
+                    "kind": c.kind,
+                    "tensor": c.tensor,
+                    "axes": list(c.axes),
+                    "bytes": c.nbytes,
+                    "times": c.times,
+                    "phase": c.phase,
+                    "from": c.source,
+                    "cost": c.cost,
+                    "why": reason,
                 }
                 for c, reason in r.moves
             ],
             "holds_bytes": dict(r.holds),
             "alternatives": [
-                {"split": {d: list(axes) for d, axes in a.split.items()}, "ways": dict(a.ways),
-                 "cost": a.cost if a.cost < float("inf") else None, "chosen": a.chosen}
+                {
+                    "split": {d: list(axes) for d, axes in a.split.items()},
+                    "ways": dict(a.ways),
+                    "cost": a.cost if a.cost < float("inf") else None,
+                    "chosen": a.chosen,
+                }
                 for a in r.alternatives
             ],
-        }  # fmt: skip
+        }
     return out
 
 
@@ -144,9 +169,12 @@ def _overview(e: Explanation, c: Any) -> None:
     for x in e.causes:
         moved = x.group == "communication" and x.cost > 0
         table.add_row(
-            x.what, cost_text(x.cost, plan.unit), f"{x.cost / whole:.1%}", bytes_text(x.nbytes) if moved else "",
+            x.what,
+            cost_text(x.cost, plan.unit),
+            f"{x.cost / whole:.1%}",
+            bytes_text(x.nbytes) if moved else "",
             str(x.count) if moved else "",
-        )  # fmt: skip
+        )
     c.print(table)
     c.print()
     table = _table("layer", "split", "step>", "share>", "split otherwise, at best>")
@@ -155,9 +183,12 @@ def _overview(e: Explanation, c: Any) -> None:
             continue
         other = e.next_best.get(n.name)
         table.add_row(
-            n.name + (f" ×{n.times}" if n.times > 1 else ""), _split(n.split), cost_text(n.cost.total, plan.unit),
-            f"{n.cost.total / whole:.1%}", "" if other is None else _against(other, plan.cost + plan.hidden),
-        )  # fmt: skip
+            n.name + (f" ×{n.times}" if n.times > 1 else ""),
+            _split(n.split),
+            cost_text(n.cost.total, plan.unit),
+            f"{n.cost.total / whole:.1%}",
+            "" if other is None else _against(other, plan.cost + plan.hidden),
+        )
     c.print(table)
 
 
@@ -206,11 +237,15 @@ def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
         )
         for w in r.work:
             table.add_row(
-                f"{w.phase} {w.kind} {w.dtype}", "" if w.mnk is None else " ".join(f"{x:g}" for x in w.mnk),
-                f"{w.flops:.4g}", bytes_text(w.nbytes), f"{w.times:g}", cost_text(w.cost, plan.unit),
+                f"{w.phase} {w.kind} {w.dtype}",
+                "" if w.mnk is None else " ".join(f"{x:g}" for x in w.mnk),
+                f"{w.flops:.4g}",
+                bytes_text(w.nbytes),
+                f"{w.times:g}",
+                cost_text(w.cost, plan.unit),
                 "" if w.achieved_flops is None else f"{w.achieved_flops:.0%}",
                 "" if w.achieved_bytes is None else f"{w.achieved_bytes:.0%}",
-            )  # fmt: skip
+            )
         c.print(table)
     if r.moves:
         c.print()
@@ -218,9 +253,14 @@ def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
         sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
         for m, reason in r.moves:
             table.add_row(
-                f"{m.kind.replace('_', '-')} {m.phase}", m.source, "·".join(f"{a}={sizes[a]}" for a in m.axes),
-                bytes_text(m.nbytes), str(m.times), cost_text(m.cost, plan.unit), reason,
-            )  # fmt: skip
+                f"{m.kind.replace('_', '-')} {m.phase}",
+                m.source,
+                "·".join(f"{a}={sizes[a]}" for a in m.axes),
+                bytes_text(m.nbytes),
+                str(m.times),
+                cost_text(m.cost, plan.unit),
+                reason,
+            )
         c.print(table)
     if r.alternatives:
         c.print()

@@ -99,9 +99,11 @@ def _as_flag(f: Field[Any]) -> inspect.Parameter:
     if f.default is None:
         plain = plain | None
     info = typer.Option(
-        *flag.names, help=f.metadata["help"] + (" May be given several times." if flag.many else ""),
-        metavar=flag.metavar, min=flag.minimum,
-    )  # fmt: skip
+        *flag.names,
+        help=f.metadata["help"] + (" May be given several times." if flag.many else ""),
+        metavar=flag.metavar,
+        min=flag.minimum,
+    )
     default = inspect.Parameter.empty if f.default is MISSING else f.default
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[plain, info])

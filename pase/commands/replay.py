@@ -75,10 +75,17 @@ def replay(
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"--align {align}: there are ends, dpro and none")
     report = replay_report(
-        traces, align=align, what_if=what_if or [], output=output, predicted=predicted, timeline=planned,
-        rewrites=_rewrites(what_if or [], traces if planned is not None else layout, planned is not None, link or []),
+        traces,
+        align=align,
+        what_if=what_if or [],
+        output=output,
+        predicted=predicted,
+        timeline=planned,
+        rewrites=_rewrites(
+            what_if or [], traces if planned is not None else layout, planned is not None, link or []
+        ),
         wire_bytes_per_s=_rate(wire),
-    )  # fmt: skip
+    )
     _print(report, as_json, _summary)
 
 

@@ -146,14 +146,22 @@ def step_against_unsharded(
     )
     return {
         "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
-        "loss": whole.loss, "loss_sharded": split.loss, "difference": off, "parameter_difference": moved,
+        "loss": whole.loss,
+        "loss_sharded": split.loss,
+        "difference": off,
+        "parameter_difference": moved,
         "agrees": all(v <= TOLERANCE for v in off.values()) and moved <= 2.1e-3,
         "collectives": [
-            {"kind": r.kind, "predicted_bytes": r.predicted, "predicted_on_cpu": r.on_cpu, "compiled_bytes": r.compiled}
+            {
+                "kind": r.kind,
+                "predicted_bytes": r.predicted,
+                "predicted_on_cpu": r.on_cpu,
+                "compiled_bytes": r.compiled,
+            }
             for r in compare(plan, split.compiled)
         ],
         "seconds": {"compile_and_step": seconds},
-    }  # fmt: skip
+    }
 
 
 def _print(r: dict[str, Any]) -> None:

@@ -20,13 +20,13 @@ from pase.hlo.protos import parse
 
 __all__ = ["Compiled", "Computation", "Instruction", "Module", "Shape", "modules", "read"]
 
-# Names of xla.PrimitiveType by number; 0 is none. (openxla/xla, xla/xla_data.proto)
-_TYPES = (
-    "", "pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f16", "f32", "f64", "tuple", "opaque",
-    "c64", "bf16", "token", "c128", "f8e5m2", "f8e4m3fn", "s4", "u4", "f8e4m3b11fnuz", "f8e5m2fnuz",
-    "f8e4m3fnuz", "s2", "u2", "f8e4m3", "f8e3m4", "s1", "u1", "f4e2m1fn", "f8e8m0fnu", "buffer",
-)  # fmt: skip
-_NO_DATA = ("tuple", "opaque", "token", "")
+# Names of xla.PrimitiveType by number. (openxla/xla, xla/xla_data.proto)
+_NAMES = (
+    "none pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 f8e4m3fn s4 u4 "
+    "f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn f8e8m0fnu buffer"
+)
+_TYPES = _NAMES.split()
+_NO_DATA = ("none", "tuple", "opaque", "token")
 
 
 class Compiled(Protocol):

@@ -156,10 +156,7 @@ def _closure(start: set[str], step: dict[str, set[str]]) -> set[str]:
 
 
 def _after(graph: Graph, node: Node, names: frozenset[str]) -> bool:
-    return any(
-        (p := _origin(graph, a.tensor)) is not None and p.name in names
-        for _, a in node.reads
-    )  # fmt: skip
+    return any((p := _origin(graph, a.tensor)) is not None and p.name in names for _, a in node.reads)
 
 
 def _recurrence(
@@ -221,13 +218,30 @@ def _recurrence(
     parse = AccessMap.parse
     x, w, y = "l s b two e", "l two e g d", "l s b g d"
     ops = (
-        Op(name="enter", kind="view", reads=(Access(enters, flat(enters, "e")),),
-           writes=(Access("lstm.x", parse(x)),), flops_per_point=0, over=()),
-        Op(name="lstm", kind="matmul", reads=(Access("lstm.x", parse(x)), Access("lstm.w", parse(w))),
-           writes=(Access("lstm.y", parse(y)),), flops_per_point=2),
-        Op(name="leave", kind="view", reads=(Access("lstm.y", parse(y)),),
-           writes=(Access(leaves, flat(leaves, "d")),), flops_per_point=0, over=()),
-    )  # fmt: skip
+        Op(
+            name="enter",
+            kind="view",
+            reads=(Access(enters, flat(enters, "e")),),
+            writes=(Access("lstm.x", parse(x)),),
+            flops_per_point=0,
+            over=(),
+        ),
+        Op(
+            name="lstm",
+            kind="matmul",
+            reads=(Access("lstm.x", parse(x)), Access("lstm.w", parse(w))),
+            writes=(Access("lstm.y", parse(y)),),
+            flops_per_point=2,
+        ),
+        Op(
+            name="leave",
+            kind="view",
+            reads=(Access("lstm.y", parse(y)),),
+            writes=(Access(leaves, flat(leaves, "d")),),
+            flops_per_point=0,
+            over=(),
+        ),
+    )
     made = Node(name="lstm", space=IterationSpace(dims), ops=ops)
     return made, {t.name: t for t in (tensor("lstm.x", x), tensor("lstm.w", w), tensor("lstm.y", y))}
 

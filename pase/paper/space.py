@@ -135,11 +135,15 @@ def _layer_key(layers: Layers, node: Node) -> object:
 
     ops = tuple(
         (
-            op.kind, op.flops_per_point, None if op.over is None else tuple(at[d] for d in op.over), op.times,
-            tuple(map(walked, op.reads)), tuple(map(walked, op.writes)),
+            op.kind,
+            op.flops_per_point,
+            None if op.over is None else tuple(at[d] for d in op.over),
+            op.times,
+            tuple(map(walked, op.reads)),
+            tuple(map(walked, op.writes)),
         )
         for op in node.ops
-    )  # fmt: skip
+    )
     return tuple((d.size, d.kind) for d in node.space), ops
 
 

@@ -200,11 +200,11 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
     """A step of gradient descent by the generated program, and by TensorFlow on one device."""
     import tensorflow as tf
 
+    from bench.cases.plans import Case
     from pase.backends import to_mesh_tf
     from pase.backends.mtf_run import run
     from pase.compiler.problem import SplitProblem
     from pase.frontends import from_tf
-    from tests.backends.plans import Case
 
     traced = from_tf.trace(loss, *specs)
     devices = int(np.prod([int(n) for n in strategy.partition("@")[2].split("x")]))
@@ -249,11 +249,11 @@ def refused() -> dict[str, str]:
     """What comes of models that Mesh-TensorFlow cannot express."""
     import tensorflow as tf
 
+    from bench.cases.plans import Case
     from pase.backends import to_mesh_tf
     from pase.compiler.problem import SplitProblem
     from pase.errors import PaseError
     from pase.frontends import from_tf
-    from tests.backends.plans import Case
 
     w = tf.Variable(tf.ones((8, 8)), name="w")
     spec = tf.TensorSpec((4, 8), tf.float32, name="x")

@@ -10,8 +10,8 @@ import optax
 import pytest
 from jax import lax
 
+from bench.cases.plans import case_of
 from pase.backends.truth import sharded_step, unsharded_step
-from tests.backends.plans import case_of
 from tests.backends.test_numerics import TOLERANCE
 
 KEYS = jax.random.split(jax.random.key(0), 4)

@@ -14,11 +14,11 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 import pase  # noqa: E402
+from bench.cases.plans import Case, case_of, reduced  # noqa: E402
 from pase.api import Plan  # noqa: E402
 from pase.backends.to_jax_buckets import step_from_plan  # noqa: E402
 from pase.backends.to_jax_buckets_plan import data_axes_of, inputs_split  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
-from tests.backends.plans import Case, case_of, reduced  # noqa: E402
 
 
 def by_hand(case: Case, optimizer: Any, steps: int) -> tuple[Any, list[float]]:

@@ -3,8 +3,8 @@
 import optax
 import pytest
 
+from bench.cases.plans import reduced
 from pase.backends.truth_memory import compare_memory
-from tests.backends.plans import reduced
 
 CASES = [
     ("mlp", "data_parallel", 0.05),

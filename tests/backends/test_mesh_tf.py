@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pase
+from bench.cases.plans import case_of, reduced
 from pase.backends import registry, to_mesh_tf
 from pase.backends.mtf_moves import direct, moves
 from pase.backends.mtf_names import Dim, flat, merged_axes
 from pase.backends.mtf_rules import check_layout, check_tensor
 from pase.errors import PaseError
 from pase.machine import Mesh
-from tests.backends.plans import case_of, reduced
 
 ROOT = Path(__file__).parents[2]
 HAVE = all(importlib.util.find_spec(m) for m in ("tensorflow", "mesh_tensorflow"))

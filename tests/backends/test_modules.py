@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from bench.cases.plans import case_of
 from pase.backends.truth import sharded_step, unsharded_step
-from tests.backends.plans import case_of
 
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 X, Y = jax.random.normal(jax.random.key(1), (8, 16)), jnp.arange(8) % 4

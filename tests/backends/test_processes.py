@@ -10,8 +10,8 @@ import jax
 import optax
 import pytest
 
+from bench.cases.plans import DEVICES, reduced
 from pase.backends.truth import unsharded_step
-from tests.backends.plans import DEVICES, reduced
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
@@ -26,7 +26,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], {PROCESSES}, int(sys.argv[2]), initialization_timeout=120)
 
 import optax
-from tests.backends.plans import reduced
+from bench.cases.plans import reduced
 
 case = reduced("gpt2")
 jp = case.plan("ours@2x4").jax

@@ -6,12 +6,12 @@ import numpy as np
 import optax
 import pytest
 
+from bench.cases.plans import case_of, reduced
 from pase.backends.to_jax import jax_plan
 from pase.backends.truth import sharded_step, unsharded_step, worst_difference
 from pase.errors import PaseError
 from pase.machine import mesh_from
 from pase.tables.layouts import configs, state_index
-from tests.backends.plans import case_of, reduced
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 PARAMS = {

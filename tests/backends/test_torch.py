@@ -14,10 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
 
+from bench.cases.schedules import link  # noqa: E402
 from pase.backends.to_torch import BucketHook, ddp_options, gradient_problem  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
 from pase.schedule import BucketPlan, Options, Update, get_policy, whole  # noqa: E402
-from tests.schedule.cases import link  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 WORLD = 2

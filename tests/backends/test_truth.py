@@ -5,8 +5,8 @@ from dataclasses import replace
 import optax
 import pytest
 
+from bench.cases.plans import measured, reduced
 from pase.backends.truth import Row, total_error, unmatched
-from tests.backends.plans import measured, reduced
 
 EXACT = [
     ("mlp", "data_parallel"),

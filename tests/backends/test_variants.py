@@ -8,13 +8,13 @@ import optax
 import pytest
 
 import pase
+from bench.cases.plans import DearCompute, case_of, reduced
 from pase.api import Plan
 from pase.backends.truth import compare as compare_bytes
 from pase.backends.truth import sharded_step, total_error, unsharded_step
 from pase.compiler.variants import Variant
 from pase.frontends.jax_blocks import blocks_of
 from pase.machine import mesh_from
-from tests.backends.plans import DearCompute, case_of, reduced
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 LAYERS = {

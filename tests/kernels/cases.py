@@ -77,10 +77,10 @@ def _search(seed: int) -> Iterator[Any]:
 
 
 def _schedule(seed: int) -> Iterator[Any]:
+    from bench.cases.schedules import random_problem
     from pase.schedule import kernels_chain, kernels_greedy, kernels_search
     from pase.schedule.greedy import instance
     from pase.schedule.view import plain_view
-    from tests.schedule.cases import random_problem
 
     problem = random_problem(10, seed, links=1 + seed % 2)
     inst = instance(problem, plain_view(problem))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.cases.plans import case_of
 from pase import compile as pase_compile
 from pase import machine, zoo
 from pase.backends.to_jax import _as_linked
@@ -19,7 +20,6 @@ from pase.hlo.collectives import collectives
 from pase.machine import Mesh, mesh_from
 from pase.plan.constraints import WIDEST_GATHER, _staged, stages
 from pase.tables.layouts import REPLICATED
-from tests.backends.plans import case_of
 
 
 @given(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=4), st.data())

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.cases.timelines import Run, simulate, write
 from pase.replay.clocks import align, collective_costs
 from pase.replay.ingest import load
 from pase.replay.matching import match_collectives
 from pase.replay.types import Event, Group, Timeline, from_events
-from tests.replay.synthetic import Run, simulate, write
 
 
 def _collectives(

@@ -10,9 +10,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from bench.cases.timelines import Run, simulate, trace, write
 from pase.cli import main
 from pase.replay.timeline_io import schema
-from tests.replay.synthetic import Run, simulate, trace, write
 
 
 @pytest.fixture

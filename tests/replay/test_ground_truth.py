@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.cases.timelines import Run, simulate, write
 from pase.replay.clocks import align
 from pase.replay.graph import EDGES
 from pase.replay.ingest import load
 from pase.replay.model import estimate, measure
 from pase.replay.predict import held_out
 from pase.replay.whatif import apply, evaluate
-from tests.replay.synthetic import Run, simulate, write
 
 GPU_BOUND = {"kernel_us": 300.0, "between_us": 4.0}
 HOST_BOUND = {"kernel_us": 12.0, "between_us": 60.0}

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.cases.timelines import Run, simulate, trace, write
 from pase.errors import PaseError
 from pase.replay.chrome import read_chrome
 from pase.replay.ingest import load
 from pase.replay.reader import Limits
 from pase.replay.timeline_io import chrome_trace, from_json, load_timeline, save_timeline, schema, to_json
 from pase.replay.types import KINDS, OPERATIONS, Event, Mark, from_events
-from tests.replay.synthetic import Run, simulate, trace, write
 
 
 def _kernel(i: int, **more: object) -> dict:

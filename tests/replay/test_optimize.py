@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.cases.timelines import Run, simulate, write
 from pase.errors import Infeasible, PaseError
 from pase.replay import passes
 from pase.replay.clocks import align
@@ -25,7 +26,6 @@ from pase.replay.passes import PASSES, Plan, apply_plan, graph_pass
 from pase.replay.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, OPERATIONS
 from pase.replay.whatif import evaluate
-from tests.replay.synthetic import Run, simulate, write
 
 ALPHA, BETA = 50_000.0, 1e-2
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.cases.timelines import Run, simulate, write
 from pase.bridges.replan import as_measured, replan, what_if_bucket_plan
 from pase.bridges.trace_profile import problem_from_timeline
 from pase.errors import PaseError
@@ -17,7 +18,6 @@ from pase.replay.types import COLLECTIVE, OPERATIONS
 from pase.replay.whatif import evaluate
 from pase.schedule import Block, BucketPlan, Curve, Link, Message, Piece, ScheduleProblem, Transfer, whole
 from pase.schedule.load import parse_link
-from tests.replay.synthetic import Run, simulate, write
 
 GROWTH = 0.2
 

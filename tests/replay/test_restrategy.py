@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import pase
+from bench.cases.timelines import Run, simulate, write
 from pase.bridges.restrategy import _scaled, by_ratio, predicted
 from pase.cli import main
 from pase.errors import PaseError
 from pase.replay.graph import build_graph
 from pase.replay.types import COLLECTIVE, OPERATIONS
 from pase.replay.whatif import evaluate
-from tests.replay.synthetic import Run, simulate, write
 
 
 def run(*argv: object) -> tuple[int, str, str]:

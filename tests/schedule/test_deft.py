@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
+from bench.cases.schedules import BETA, chain, link, random_problem, vgg19
 from pase.errors import Infeasible, PaseError
 from pase.schedule import Options, ScheduleProblem, compare_policies, evaluate, get_policy
 from pase.schedule.bound import delayed_bound_s
 from pase.schedule.policies.deft import profile, solve, to_plan
 from pase.schedule.preserver import Walk, expected_loss, expected_next, judge
-from tests.schedule.cases import BETA, chain, link, random_problem, vgg19
 
 PARTITION = 26_000_000
 NCCL = link("nccl", beta=BETA)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.cases.schedules import chain, link, random_problem, small_problems, vgg19
 from pase.errors import PaseError
 from pase.schedule import (
     Block,
@@ -28,7 +29,6 @@ from pase.schedule import (
 )
 from pase.schedule.chain import plain_iteration_s
 from pase.schedule.types import Curve
-from tests.schedule.cases import chain, link, random_problem, small_problems, vgg19
 
 
 def by_hand(problem: ScheduleProblem, order: tuple[int, ...]) -> float:

@@ -13,6 +13,7 @@ import pytest
 
 import pase
 import pase.replay
+from bench.cases.schedules import PROFILES, link, profile, random_problem, vgg19
 from pase.cli import main
 from pase.errors import PaseError
 from pase.machine import Mesh
@@ -28,7 +29,6 @@ from pase.schedule.pipedream import read_pipedream
 from pase.schedule.policies.tictac import parameter_server
 from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer
 from pase.tables.itemize import Collective, NodeCost
-from tests.schedule.cases import PROFILES, link, profile, random_problem, vgg19
 
 
 def _row(name: str, forward_ms: float, backward_ms: float, activation: str, parameters: float) -> str:

@@ -15,10 +15,10 @@ import optax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from bench.cases.schedules import link  # noqa: E402
 from pase.backends.to_jax_buckets import BucketRunner, gradient_problem  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
 from pase.schedule import Block, BucketPlan, Options, ScheduleProblem, Transfer, Update, get_policy, whole  # noqa: E402
-from tests.schedule.cases import link  # noqa: E402
 
 LAYERS, WIDTH = 3, 16
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from bench.cases.schedules import PROFILES, chain, link, profile, random_problem, small_problems, vgg19
 from pase.errors import PaseError
 from pase.schedule import (
     BucketPlan,
@@ -34,7 +35,6 @@ from pase.schedule.fast import fast_plan
 from pase.schedule.greedy import instance
 from pase.schedule.policies.tictac import parameter_server
 from pase.schedule.view import plain_view
-from tests.schedule.cases import PROFILES, chain, link, profile, random_problem, small_problems, vgg19
 
 
 def enumerate_all(problem: ScheduleProblem, cuts: int) -> float:

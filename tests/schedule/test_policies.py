@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.cases.schedules import chain, link, random_problem, vgg19
 from pase.schedule import (
     BucketPlan,
     Curve,
@@ -31,7 +32,6 @@ from pase.schedule.policies.tictac import (
     update_properties,
 )
 from pase.schedule.registry import MIB
-from tests.schedule.cases import chain, link, random_problem, vgg19
 from tests.schedule.tictac_models import MODELS, TABLE_1
 
 

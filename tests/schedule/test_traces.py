@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.cases.timelines import Run, simulate, write
 from pase.bridges.trace_profile import fit_curve, is_trace, problem_from_timeline, problem_from_traces
 from pase.cli import main
 from pase.errors import Infeasible, PaseError
 from pase.replay import align, load
 from pase.schedule import Options, evaluate, get_policy
 from pase.schedule.load import parse_link
-from tests.replay.synthetic import Run, simulate, write
 
 SHARED = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces"
 KERNEL_US = 120.0
