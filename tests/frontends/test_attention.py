@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
+from bench.cases.plans import TOLERANCE, measured
 from pase import costmodels, machine, zoo
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, Node, simplify
@@ -19,8 +20,6 @@ from pase.machine import mesh_from
 from pase.memory.residuals import kept
 from pase.tables.derive import node_work
 from pase.tables.itemize import collectives
-from tests.backends.plans import measured
-from tests.backends.test_numerics import TOLERANCE
 
 B, S, KV, G, D = 4, 256, 2, 3, 64
 FORWARD = 4 * B * KV * G * S * S * D

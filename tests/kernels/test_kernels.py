@@ -12,13 +12,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.cases.schedules import random_problem
 from pase.schedule import evaluate
 from pase.schedule.fast import _to_plan
 from pase.schedule.greedy import instance
 from pase.schedule.view import plain_view
 from pase.search.flat import Flat
 
-from ..schedule.cases import random_problem
 from .cases import flat_instance, limit_of, results
 
 ROOT = Path(__file__).parents[2]
