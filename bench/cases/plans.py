@@ -22,6 +22,8 @@ from pase.machine import CostModel, Mesh, mesh_from
 from pase.tables.layouts import configs
 
 DEVICES = 8
+TOLERANCE = {"loss": 1e-5, "gradients": 5e-5, "parameters": 5e-5}
+"""Of a sharded step beside the unsharded one, float32; see ``Step.differences``."""
 
 
 class DearCompute:

@@ -13,13 +13,10 @@ import json
 import subprocess
 import sys
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from provenance import RESULTS, ROOT, save
-
 from bench.programs.catalog import load
+from bench.provenance import RESULTS, ROOT, save
 
 FILE = RESULTS / "programs.json"
 

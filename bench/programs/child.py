@@ -16,12 +16,11 @@ def main(name: str) -> dict[str, Any]:
     """planned, ran, agrees: how far the program came; off: relative differences from the unsharded step; flops,
     memory: predicted over XLA's."""
     import optax
-    from tests.backends.plans import case_of
 
+    from bench.cases.plans import TOLERANCE, case_of
     from bench.programs.catalog import load
     from pase.backends.truth import sharded_step, unsharded_step
     from pase.backends.truth_memory import compare_memory
-    from tests.backends.test_numerics import TOLERANCE
 
     row: dict[str, Any] = {"planned": False, "ran": False, "agrees": False}
     try:

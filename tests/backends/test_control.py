@@ -10,9 +10,8 @@ import optax
 import pytest
 from jax import lax
 
-from bench.cases.plans import case_of
+from bench.cases.plans import TOLERANCE, case_of
 from pase.backends.truth import sharded_step, unsharded_step
-from tests.backends.test_numerics import TOLERANCE
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {name: jax.random.normal(k, (64, 64)) / 8 for name, k in zip("abc", KEYS, strict=False)}

@@ -12,9 +12,8 @@ The full matrix of models and strategies is bench/comm_truth.py; here each model
 
 import pytest
 
-from bench.cases.plans import distinct_models, measured, reduced
+from bench.cases.plans import TOLERANCE, distinct_models, measured, reduced
 
-TOLERANCE = {"loss": 1e-5, "gradients": 5e-5, "parameters": 5e-5}
 STRATEGIES = {
     "mlp": [
         "data_parallel",

@@ -76,7 +76,7 @@ def test_a_module_as_it_is_in_the_natural_loop() -> None:
 @pytest.mark.parametrize("zero", [False, True])
 def test_state_made_on_sharded_parameters(zero: bool) -> None:
     """optimizer.init(params) on the plan's own parameters, where state is split as they are and where further."""
-    from tests.backends.plans import case_of
+    from bench.cases.plans import case_of
 
     def loss(p: Any, x: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
