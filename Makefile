@@ -3,20 +3,24 @@
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Add torch,exports for the tests that need PyTorch (a CPU build, where the index has one; else it brings CUDA).
-EXTRAS ?= dev,jax,ortools,traces,onnx,tf
+# What make test installs, and what make test-all installs besides: PyTorch brings CUDA where the index has no CPU build.
+EXTRAS  ?= dev,jax,ortools,traces,onnx,tf
+BESIDES := torch,exports
+ALL     := $(VENV)/.installed-all
 # The first of these that runs and is new enough.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 # Processes that run tests side by side, and what else to tell pytest: make test ARGS="-k search"
 JOBS   ?= 2
 ARGS   ?=
+# Where recorded traces, profiles and contest instances lie.
+PASE_DATA ?= ../shared/data
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format netlab clean
+.PHONY: help install demo test test-all test-root test-data lint format netlab clean
 
 help: ## list the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv and install pase in it (done by the others where needed)
 
@@ -24,8 +28,17 @@ demo: $(STAMP) ## compile GPT-2 for 32 devices, write layout.json, run one shard
 	$(BIN)/pase compile zoo:gpt2 --devices 32 -o layout.json
 	$(BIN)/pase run layout.json --reduced --devices 8
 
-test: $(STAMP) ## run all tests, lint and types included
+test: $(STAMP) ## run all tests, lint and types included; says at the end what was skipped and how to run it
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-all: $(ALL) ## besides: install PyTorch too, and run the tests that make test skips without it
+	$(BIN)/python -m pytest -n $(JOBS) -m torch $(ARGS)
+
+test-root: $(STAMP) ## the tests that need root and iproute2: networks of namespaces, taken down again
+	$(BIN)/python -m pytest -m root $(ARGS)
+
+test-data: $(STAMP) ## the tests on recorded data: make test-data PASE_DATA=FOLDER (docs/replay.md, docs/search.md)
+	PASE_DATA=$(PASE_DATA) $(BIN)/python -m pytest -n $(JOBS) -m data $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy alone
 	$(BIN)/ruff check .
@@ -48,9 +61,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; say make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed; on Debian and Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 2; }
 	@echo "installing into $(VENV) from constraints.txt"
-	@case ",$(EXTRAS)," in *,torch,*) $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch;; esac
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools uv 2>/dev/null \
 	  && $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]' \
 	  || { $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools \
 	    && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'; }
+	@touch $@
+
+# PyTorch by pip alone, which knows its own configuration: an index of CPU builds may be named there.
+$(ALL): $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS),$(BESIDES)]'
 	@touch $@

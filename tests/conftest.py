@@ -1,10 +1,14 @@
-"""Settings that must stand before jax or numba is imported, and the hypothesis profiles."""
+"""Settings that must stand before jax or numba is imported, the hypothesis profiles, and what tests may need."""
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.needs import NEEDS
 
 DEVICES = 8
 
@@ -23,3 +27,42 @@ if "jax" in sys.modules:
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure(config):
+    for name, need in NEEDS.items():
+        config.addinivalue_line("markers", f"{name}: {need.reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    for name, need in NEEDS.items():
+        for mark in item.iter_markers(name):
+            if (why := need.missing(*mark.args)) is not None:
+                pytest.skip(f"{need.reason} ({why})")
+
+
+def skipped(terminal):
+    """Why tests were skipped -> how many, without what differs from test to test (the brackets at the end)."""
+    reasons = (report.longrepr[2].removeprefix("Skipped: ") for report in terminal.stats.get("skipped", ()))
+    return Counter(reason.partition(" (")[0] for reason in reasons)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if found := skipped(terminalreporter):
+        terminalreporter.section("skipped, and how to run it")
+        for reason, count in sorted(found.items()):
+            terminalreporter.write_line(f"{count:5} {reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session):
+    """Under CI nothing is skipped but for a need that is written down."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get("CI") or terminal is None or hasattr(session.config, "workerinput"):
+        return
+    if others := skipped(terminal).keys() - {need.reason for need in NEEDS.values()}:
+        terminal.write_line(
+            f"\nskipped for reasons that tests/needs.py does not know: {sorted(others)}", red=True
+        )
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from hypothesis import strategies as st
 
+from bench.cases import SHARED
 from pase.schedule.pipedream import Layer, problem_from_layers, read_pipedream
 from pase.schedule.types import Curve, Link, ScheduleProblem
 
-PROFILES = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces" / "pipedream_profiles"
+PROFILES = SHARED / "traces" / "pipedream_profiles"
 
 # DeFT's Table II, microseconds. Bucket 1's communication is printed 1,968; the stated total needs 11,968.
 FORWARD_US = (1238, 28799, 4801, 1899, 326, 103)

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
+from bench.cases.schedules import link
+from pase.backends.to_torch import BucketHook, ddp_options, gradient_problem
+from pase.errors import PaseError
+from pase.schedule import BucketPlan, Options, Update, get_policy, whole
 
-from bench.cases.schedules import link  # noqa: E402
-from pase.backends.to_torch import BucketHook, ddp_options, gradient_problem  # noqa: E402
-from pase.errors import PaseError  # noqa: E402
-from pase.schedule import BucketPlan, Options, Update, get_policy, whole  # noqa: E402
-
+pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
 WORLD = 2
 
@@ -72,6 +71,8 @@ def test_all_ranks_issue_the_plans_one_order(ranks: list[dict[str, Any]], policy
 
 
 def module() -> Any:
+    import torch
+
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
 
 
@@ -94,6 +95,8 @@ def test_bucket_sizes_for_ddp_without_a_hook() -> None:
 
 
 def test_what_it_cannot_run_is_said() -> None:
+    import torch
+
     m = module()
     problem = gradient_problem(m, (link("net"),), forward_s=1.0, backward_s=2.0)
     assert [t.name for t in problem.tensors] == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -130,6 +133,8 @@ class Bucket:
     """As much of DDP's bucket as the hook looks at: one parameter's gradient."""
 
     def __init__(self, parameter: Any) -> None:
+        import torch
+
         self.parameter, self.gradient = parameter, torch.ones(parameter.numel())
 
     def parameters(self) -> list[Any]:

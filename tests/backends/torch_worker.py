@@ -1,4 +1,7 @@
-"""One rank of the torch tests: trains by a bucket plan and writes what it got. Not a test itself."""
+"""One rank of the torch tests: trains by a bucket plan and writes what it got. Not a test itself.
+
+PyTorch is imported where it is used: not everybody has it.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,20 @@ import json
 import sys
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.to_torch import BucketHook, attach, ddp_options, gradient_problem
 from pase.schedule import BucketPlan, Curve, Link, Options, ScheduleProblem, Update, get_policy, whole
+
+if TYPE_CHECKING:
+    import torch
 
 STEPS = 7
 
 
 def model() -> torch.nn.Module:
+    import torch
+
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(12, 40),
@@ -30,6 +34,8 @@ def model() -> torch.nn.Module:
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
     g = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(8, 12, generator=g)
     return x, torch.sin(x[:, :3]) + x[:, 3:6]
@@ -40,6 +46,8 @@ def loss_of(m: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 
 
 def optimizer_of(m: torch.nn.Module) -> torch.optim.Optimizer:
+    import torch
+
     return torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
 
 
@@ -89,6 +97,9 @@ def train(
     rank: int, name: str | None, usual: bool = False, cap: float = 0.001
 ) -> tuple[list[float], BucketHook | None]:
     """Parameters after STEPS, by the plan of that name; None = DDP as it is. usual: by the ordinary optimizer.step."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
     m = model()
     problem = problem_of(m)
     hook = None
@@ -112,6 +123,8 @@ def train(
 
 def by_hand(world: int, name: str) -> list[float]:
     """The same update sequence in one process."""
+    import torch
+
     m = model()
     plan = plan_of(problem_of(m), name)
     optimizer = optimizer_of(m)
@@ -133,6 +146,10 @@ def by_hand(world: int, name: str) -> list[float]:
 
 
 def main(rank: int, world: int, store: str, out: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )

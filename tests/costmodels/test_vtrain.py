@@ -11,9 +11,10 @@ from pase.costmodels.analytic import Analytic
 from pase.machine import Curve, load
 from pase.machine.tables import curve_s
 from tests.costmodels.machines import axes
+from tests.needs import SHARED
 
-TABLES = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces" / "vtrain"
-pytestmark = pytest.mark.skipif(not TABLES.is_dir(), reason=f"vTrain's tables are not at {TABLES}")
+TABLES = SHARED / "traces" / "vtrain"
+pytestmark = pytest.mark.data("traces/vtrain")
 
 
 def measured(gpu: str, ways: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ PRESENT = [d for d in DOCUMENTS if d.exists()]
 
 # A fenced block, and the comment on the line before it, where there is one.
 BLOCK = re.compile(r"(?:<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.M | re.S)
-TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 # Written in code quotes, with a slash, and with an ending that this repository has.
 PATH = re.compile(r"`([\w.\-]+(?:/[\w.\-*<>]+)+/?)`")
 
@@ -41,19 +41,21 @@ def test_there_are_documents_to_look_at():
     assert blocks("sh")
 
 
-@pytest.mark.parametrize("document", PRESENT, ids=lambda d: d.name)
+def python_of(document: Path) -> list[str]:
+    return [
+        body
+        for name, note, body in blocks("python")
+        if name == document.name and not note.startswith("not run:")
+    ]
+
+
+@pytest.mark.parametrize("document", [d for d in PRESENT if python_of(d)], ids=lambda d: d.name)
 def test_python_in_documents_runs(document, tmp_path):
     """Top to bottom in one process, as a reader would; ``<!-- not run: why -->`` before a block skips it.
 
     Blocks with prompts (``>>>``) are doctests.
     """
-    bodies = [
-        body
-        for name, note, body in blocks("python")
-        if name == document.name and not note.startswith("not run:")
-    ]
-    if not bodies:
-        pytest.skip("no code in it")
+    bodies = python_of(document)
     for prompted, options in ((False, []), (True, ["-m", "doctest", "-o", "ELLIPSIS"])):
         file = tmp_path / f"document_{prompted}.{'txt' if prompted else 'py'}"
         file.write_text("\n".join(body for body in bodies if (">>> " in body) == prompted))
@@ -91,14 +93,11 @@ def test_commands_in_documents_exist(line):
 
 
 def named() -> list[tuple[str, str]]:
-    return sorted({(d.name, path) for d in PRESENT for path in PATH.findall(d.read_text())})
+    """(document, path): not patterns for names that a contributor chooses, nor paths of other repositories."""
+    found = {(d.name, path) for d in PRESENT for path in PATH.findall(d.read_text())}
+    return sorted((d, path) for d, path in found if "<" not in path and (ROOT / path.split("/")[0]).exists())
 
 
 @pytest.mark.parametrize(("document", "path"), named())
 def test_files_named_in_documents_exist(document, path):
-    if "<" in path:
-        pytest.skip("a pattern for names that a contributor chooses")
-    top = path.split("/")[0]
-    if not (ROOT / top).exists():
-        pytest.skip("not of this repository")
     assert list(ROOT.glob(path.rstrip("/"))), f"{document} names {path}"

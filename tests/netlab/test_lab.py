@@ -9,6 +9,7 @@ import pytest
 from bench.netlab import net, strategies
 from bench.netlab.launch import on_every_host
 from bench.netlab.net import LabError, Network, Topology
+from tests.needs import NEEDS
 
 PROGRAM = """
 import socket, sys
@@ -29,16 +30,14 @@ if len(sys.argv) > 3:
 """
 
 
+@pytest.mark.root
 def test_up_and_down_again(tmp_path):
     """One test: the laboratory is one a machine, and tests run side by side."""
-    reason = net.unavailable()
-    if reason:
-        pytest.skip(reason)
     with net.LOCK.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pytest.skip("a network laboratory is running")
+            pytest.skip(f"{NEEDS['root'].reason} (another one is running)")
         with pytest.raises(LabError, match="another network laboratory is running"):
             Network(Topology(racks=(2,), host_mbit=10)).__enter__()
         # What a killed run leaves behind: a namespace, with a process in it.

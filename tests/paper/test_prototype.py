@@ -5,7 +5,6 @@ The exports are not part of the repository; where they are absent these tests ar
 
 import json
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,11 @@ from pase.paper.costs import flow_cost, layer_cost, map_splits
 from pase.search import solve
 from pase.search.readers import read_instance
 from tests.baselines.helpers import graph_of
+from tests.needs import SHARED
 from tests.paper.table2 import product_dims
 
-DATA = Path(__file__).parents[2] / ".." / "shared" / "data" / "pase_instances"
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"no exported instances at {DATA}")
+DATA = SHARED / "pase_instances"
+pytestmark = pytest.mark.data("pase_instances")
 
 ALEXNET = "alexnet?classes=1024"  # the prototype's last layer
 

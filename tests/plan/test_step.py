@@ -139,12 +139,11 @@ def test_a_measured_host_launches_at_its_own_pace():
     assert on_host(COMPILED, known) is COMPILED and on_host(EAGER, load("a100x8")) is EAGER
 
 
+@pytest.mark.data("traces/vtrain")
 def test_vtrains_rows_are_sums_of_a_few_profiles():
     """What docs/cost-model.md says of the table: to the last digit, and a row that was measured would stand out."""
     import vtrain
 
-    if not vtrain.DATA.exists():
-        pytest.skip("vTrain's table is beside the repository, and is not here")
     rows = [r for r in vtrain.rows() if r.pipeline == 1]
     found = vtrain.composed(rows)
     assert (found["rows"], found["profiles"], found["rows_left_over"]) == (232, 32, 24)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +17,10 @@ from pase.replay.optimize import optimize_graph
 from pase.replay.predict import held_out, rank_length_ns
 from pase.replay.simulate import replay_graph
 from pase.replay.types import Timeline
+from tests.needs import SHARED
 
-SHARED = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces"
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason=f"no shared traces at {SHARED}")
+TRACES = SHARED / "traces"
+pytestmark = pytest.mark.data("traces")
 
 FSDP = "jaxtoolbox_pax_fsdp4"
 DDP = "hta/nccl_parser_config_nccl_data.json.gz"
@@ -30,7 +30,7 @@ DLRM = "hta/trace_diff_control_control.json.gz"
 
 @cache
 def _timeline(name: str) -> Timeline:
-    return align(load(SHARED / name))
+    return align(load(TRACES / name))
 
 
 @cache
@@ -54,7 +54,7 @@ def test_clocks_of_four_processes_agree_within_microseconds() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_injected_skew_and_drift_come_back_out(seed: int) -> None:
-    t = load(SHARED / FSDP)
+    t = load(TRACES / FSDP)
     rng = np.random.default_rng(seed)
     columns = {k: v.copy() for k, v in t.columns.items()}
     skew, drift = rng.uniform(-5e6, 5e6, 4), rng.uniform(-50e-6, 50e-6, 4) * (seed > 0)
@@ -155,7 +155,7 @@ def test_unfused_all_reduces_are_fused() -> None:
 
 
 def test_sampled_traces_are_read_and_paired() -> None:
-    files = sorted((SHARED / "hta").glob("trace_filter_sampled_rank-*"))
+    files = sorted((TRACES / "hta").glob("trace_filter_sampled_rank-*"))
     t = align(load(files))
     assert t.ranks == (0, 1)
     assert any("126 of 128 ranks left no trace" in str(p) for p in t.problems)
@@ -164,6 +164,6 @@ def test_sampled_traces_are_read_and_paired() -> None:
 
 
 def test_xplane_of_eight_devices() -> None:
-    t = load(SHARED / "tracelens")
+    t = load(TRACES / "tracelens")
     assert len(t.ranks) == 8
     assert "cudnn-conv.1" in t.dataflow

@@ -66,7 +66,6 @@ def _run(*argv: object) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("torch")
     (folder / "train.py").write_text(TRAIN)
     (folder / "both.py").write_text(BOTH)
@@ -77,6 +76,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "traces"
 
 
+@pytest.mark.torch
 def test_each_rank_writes_its_steps(traces: Path) -> None:
     for rank in (0, 1):
         about = json.loads((traces / f"rank{rank}" / "manifest.json").read_text())
@@ -94,6 +94,7 @@ def test_each_rank_writes_its_steps(traces: Path) -> None:
     assert total == 4 * layer and all(b % layer == 0 for b in sizes)
 
 
+@pytest.mark.torch
 def test_a_run_over_gloo_is_aligned_and_replayed(traces: Path) -> None:
     t = align(load(traces))
     # Both read one machine's clock: what is found between them is what gloo's ends differ by.
@@ -165,9 +166,9 @@ def test_launches_and_waits_are_found_among_gloos_events(tmp_path: Path) -> None
     assert report["what_if"][0]["iteration_s"] < 1.7e-3
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("how", ["marked", "by the optimizer"])
 def test_two_lines_in_code(tmp_path: Path, how: str) -> None:
-    pytest.importorskip("torch")
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(tmp_path / "t"), how], capture_output=True, text=True, check=False
     )

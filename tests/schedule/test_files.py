@@ -13,7 +13,7 @@ import pytest
 
 import pase
 import pase.replay
-from bench.cases.schedules import PROFILES, link, profile, random_problem, vgg19
+from bench.cases.schedules import link, profile, random_problem, vgg19
 from pase.cli import main
 from pase.errors import PaseError
 from pase.machine import Mesh
@@ -195,7 +195,7 @@ def test_bad_profiles_are_named(old: str, new: str, message: str) -> None:
         read_pipedream(text, NET, name="p")
 
 
-@pytest.mark.skipif(not PROFILES.exists(), reason="the shared profiles are not beside this checkout")
+@pytest.mark.data("traces/pipedream_profiles")
 @pytest.mark.parametrize(
     ("name", "tensors", "megabytes"),
     [("resnet50", 107, 102), ("vgg16", 16, 553), ("gnmt", 11, 775), ("alexnet", 8, 244)],

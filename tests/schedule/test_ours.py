@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from bench.cases.schedules import PROFILES, chain, link, profile, random_problem, small_problems, vgg19
+from bench.cases.schedules import chain, link, profile, random_problem, small_problems, vgg19
 from pase.errors import PaseError
 from pase.schedule import (
     BucketPlan,
@@ -214,7 +214,7 @@ def test_bad_modes_are_named() -> None:
         get_policy("best")
 
 
-@pytest.mark.skipif(not PROFILES.exists(), reason="the shared profiles are not beside this checkout")
+@pytest.mark.data("traces/pipedream_profiles")
 @pytest.mark.parametrize("name", ["gnmt", "resnet101", "vgg16", "inception_v3"])
 def test_on_measured_profiles(name: str) -> None:
     problem = profile(name, link("net", alpha_s=50e-6, beta=1e-9))

@@ -18,8 +18,8 @@ from pase.errors import Infeasible, PaseError
 from pase.replay import align, load
 from pase.schedule import Options, evaluate, get_policy
 from pase.schedule.load import parse_link
+from tests.needs import SHARED
 
-SHARED = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces"
 KERNEL_US = 120.0
 
 
@@ -115,14 +115,14 @@ def test_a_fitted_curve() -> None:
     )
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the shared traces are not beside this checkout")
+@pytest.mark.data("traces")
 @pytest.mark.parametrize(
     ("name", "measured_ms", "tensors"),
     [("jaxtoolbox_pax_fsdp4", 126.5, 23), ("hta/nccl_parser_config_nccl_data.json.gz", 222.0, 5)],
 )
 def test_the_shared_traces(name: str, measured_ms: float, tensors: int) -> None:
     """An FSDP step and a data-parallel one: sent in their own order they take about what was measured."""
-    p = problem_from_traces(SHARED / name)
+    p = problem_from_traces(SHARED / "traces" / name)
     assert len(p.tensors) == tensors
     e = evaluate(p, get_policy("fifo").make(p, Options()))
     assert e.iteration_s * 1e3 == pytest.approx(measured_ms, rel=0.03)

@@ -20,8 +20,7 @@ from pase.commands.solve import solve as solve_command
 from pase.errors import Infeasible, PaseError
 from pase.search import brute_force, solve, verify
 from pase.search.readers import read_instance, write_solution
-
-DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
+from tests.needs import SHARED
 
 # The contest's own example (README of its repository): 5 is not allowed, one edge, two strategies each.
 PROBLEM = {
@@ -215,8 +214,10 @@ def test_command_on_an_impossible_limit(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["feasible"] is False
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="no shared data beside the repository")
-@pytest.mark.parametrize("path", sorted((DATA / "pase_instances").glob("*.json")), ids=lambda p: p.stem)
+@pytest.mark.data("pase_instances")
+@pytest.mark.parametrize(
+    "path", sorted((SHARED / "pase_instances").glob("*.json")) or [SHARED], ids=lambda p: p.stem
+)
 def test_every_pase_instance_exactly(path: Path) -> None:
     tables, _ = read_instance(path)
     found = solve(tables)
@@ -224,9 +225,9 @@ def test_every_pase_instance_exactly(path: Path) -> None:
     assert found.optimal
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="no shared data beside the repository")
+@pytest.mark.data("iopddl")
 def test_contest_instance_g_is_proven() -> None:
-    tables, memory = read_instance(DATA / "iopddl" / "asplos-2025-iopddl-G.json.gz")
+    tables, memory = read_instance(SHARED / "iopddl" / "asplos-2025-iopddl-G.json.gz")
     found = solve(tables, memory, time_limit=120)
     assert verify(tables, found, memory) == 217_039
     assert found.optimal

@@ -17,6 +17,7 @@ import pase  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
 from pase.frontends import from_onnx  # noqa: E402
 from pase.ir import Graph, named, simplify, verify  # noqa: E402
+from tests.frontends.onnx import exports  # noqa: E402
 from tests.frontends.onnx.cases import light, stored_models  # noqa: E402
 from tests.ir.graphs import flops  # noqa: E402
 
@@ -81,19 +82,11 @@ def test_every_file_of_the_package() -> None:
     ), "\n".join(refused)
 
 
-@pytest.fixture(scope="module")
-def exported() -> Any:
-    pytest.importorskip("torch")
-    pytest.importorskip("onnxscript")
-    from tests.frontends.onnx import exports
-
-    return exports
-
-
+@pytest.mark.torch
 @pytest.mark.parametrize("name", ["mlp", "alexnet", "transformer"])
-def test_the_same_model_from_jax(exported: Any, name: str) -> None:
+def test_the_same_model_from_jax(name: str) -> None:
     """Node for node, at one price, with one strategy."""
-    model, fn, params, batch = exported.pair(name)
+    model, fn, params, batch = exports.pair(name)
     ours = pase.compile(model, devices=8, mesh="2x4", baselines=False)
     jax = pase.compile(fn, params, batch, devices=8, mesh="2x4", baselines=False)
     assert len(ours.nodes) == len(jax.nodes)
@@ -107,8 +100,9 @@ def test_the_same_model_from_jax(exported: Any, name: str) -> None:
     assert matrices(ours) == matrices(jax)
 
 
-def test_resnet(exported: Any) -> None:
-    model = exported.resnet()
+@pytest.mark.torch
+def test_resnet() -> None:
+    model = exports.resnet()
     with pytest.raises(PaseError, match=r"has symbolic sizes batch \(of input 'x'\): bind them: dims="):
         from_onnx.trace(model)
     found = graph(model, dims={"batch": 16})
@@ -118,10 +112,11 @@ def test_resnet(exported: Any) -> None:
         from_onnx.trace(model, dims={"batch": 2, "seq": 3})
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_recurrent(exported: Any, kind: str) -> None:
+def test_recurrent(kind: str) -> None:
     """One loop a layer and direction, whose weights are the model's own, in the order that ONNX wants."""
-    model, shapes = exported.recurrent(kind)
+    model, shapes = exports.recurrent(kind)
     found = graph(model)
     loops = {op.scope for n in found.nodes for op in n.ops if op.scope}
     assert len(loops) == {"LSTM": 2, "GRU": 4}[kind]
@@ -148,9 +143,9 @@ model.export(sys.argv[1], format="onnx", verbose=False)
 """
 
 
-def test_keras(exported: Any, tmp_path: Path) -> None:
+@pytest.mark.torch
+def test_keras(tmp_path: Path) -> None:
     """By Keras's own exporter, on its PyTorch backend: images with channels last, transposed for the convolution."""
-    pytest.importorskip("keras")
     path = tmp_path / "keras.onnx"
     environment = os.environ | {"KERAS_BACKEND": "torch"}
     done = subprocess.run(
@@ -167,10 +162,10 @@ def test_keras(exported: Any, tmp_path: Path) -> None:
     assert all(t.needs_grad for t in found.parameters) and [t.shape for t in found.inputs] == [(8, 32, 32, 3)]
 
 
-def test_gpt2(exported: Any) -> None:
+@pytest.mark.torch
+def test_gpt2() -> None:
     """A transformer from a library: as many nodes a layer as from JAX, the tied embedding one parameter."""
-    pytest.importorskip("transformers")
-    found = graph(exported.gpt2(layers=2))
+    found = graph(exports.gpt2(layers=2))
     inner = [n for n in found.nodes if n.kind not in ("parameter", "input", "output")]
     assert len(inner) <= 2 * 14 + 6
     assert sum(t.shape == (512, 64) for t in found.parameters) == 1

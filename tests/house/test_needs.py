@@ -1,0 +1,61 @@
+"""A machine with the default extras alone can load every test, and what it skips has a name and a command."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from tests.needs import NEEDS
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def extras(variable: str) -> set[str]:
+    (found,) = re.findall(rf"^{variable}\s*\??:?=\s*([\w,]+)$", MAKEFILE, re.M)
+    return set(found.split(","))
+
+
+def packages(extra: set[str]) -> set[str]:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return {re.match(r"[\w-]+", line)[0] for e in extra for line in asked[e]}
+
+
+def test_every_module_under_tests_imports_with_the_default_extras_alone():
+    """In a process of its own, in which what the other extras bring cannot be imported."""
+    beyond = packages(extras("BESIDES")) - packages(extras("EXTRAS"))
+    assert beyond >= {"torch", "onnxscript", "transformers"}
+    modules = sorted(
+        ".".join(f.relative_to(ROOT).with_suffix("").parts)
+        for f in (ROOT / "tests").rglob("*.py")
+        if f.name not in ("__init__.py", "conftest.py")
+    )
+    program = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(beyond)!r}))\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(sorted(m for m in {sorted(beyond)!r} if sys.modules[m] is not None))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr[-2000:]
+
+
+def test_what_may_be_skipped_and_the_command_that_runs_it():
+    """PyTorch is CI's second command; root and data that is not ours have targets of their own."""
+    assert set(NEEDS) == {"torch", "root", "data"}
+    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+    for need in NEEDS.values():
+        program, target, *_ = need.how.split()
+        assert program == "make" and target in targets, need.how
+
+
+def test_ci_is_the_readmes_command_and_what_that_leaves_out():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    run = [line.removeprefix("exec ") for line in lines if "make " in line and not line.startswith("#")]
+    assert run[:2] == ["make test", "make test-all"]
+    assert all(re.fullmatch(r"make [a-z-]+", line) for line in run)  # no variables: what a newcomer types
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(r"^make test\b(?! +\w+=)", readme, re.M)
