@@ -3,117 +3,270 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
+from pase.files.codec import convert, json_schema, read_json, to_tree
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.plan.accesses import Digits, EquationLayouts, distinct
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
+from pase.tables.derive import Phase
 from pase.tables.itemize import Collective, NodeCost
 
-__all__ = ["SCHEMA", "diff", "from_json", "load", "save", "schema", "to_json"]
+__all__ = ["SCHEMA", "diff", "from_json", "load", "made_schema", "save", "schema", "to_json"]
 
-SCHEMA = "pase.layout/1"
+Version = Literal["pase.layout/1"]
+SCHEMA: Version = "pase.layout/1"
 _MAX_BYTES = 512 << 20
+
+Count = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=1)]
+Axes = Annotated[tuple[str, ...], Meta(max_length=64)]
+Placement = Annotated[
+    tuple[Axes, ...],
+    Meta(
+        max_length=64,
+        description="per tensor dim, the mesh axes that split it, major to minor: a JAX PartitionSpec",
+    ),
+]
+
+
+class MachineForm(Struct, kw_only=True):
+    """The machine that the plan was made for."""
+
+    name: str
+    digest: str
+    memory_bytes: Count
+
+
+class TensorForm(Struct, kw_only=True):
+    """A parameter or an input; state: of its gradient and optimizer state, where these are split further."""
+
+    shape: Annotated[tuple[Size, ...], Meta(max_length=64)]
+    dtype: str
+    storage: Placement
+    used_as: tuple[Placement, ...]
+    state: Placement | UnsetType = UNSET
+
+
+class NodeForm(Struct, kw_only=True):
+    """A node of the graph and how it is split: iteration dim -> mesh axes."""
+
+    node: str
+    op: str
+    einsum: str
+    sizes: dict[str, Size]
+    split: dict[str, Axes]
+    times: Count
+    source: str
+
+
+class ReshardForm(Struct, kw_only=True):
+    """Where one op reads a tensor in another layout than it was made in: the layouts to go through, the last is used.
+
+    gradient: the layout that its gradient is brought into at once.
+    """
+
+    at: str
+    tensor: str
+    layouts: tuple[Placement, ...]
+    gradient: Placement | UnsetType = UNSET
+
+
+class CollectiveForm(Struct, kw_only=True, rename={"nbytes": "bytes"}):
+    """A collective of a step; bytes: the larger local buffer on one device; cost: of all times."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+    tensor: str
+    axes: Axes
+    nbytes: Count
+    times: Count
+    phase: Phase
+    node: str
+    source: str
+    cost: float
+
+
+class CostForm(Struct, kw_only=True):
+    """Predicted costs of a step, in ``unit``."""
+
+    unit: str
+    model: str
+    total: float
+    bound: float
+    optimal: bool
+    by_node: dict[str, NodeCost]
+    by_kind: dict[str, float]
+    baselines: dict[str, float]
+    skipped: dict[str, str]
+    meshes: tuple[Tried, ...]
+
+
+class EquationForm(Struct, kw_only=True):
+    """Tensor -> which of the layouts an equation reads or writes it in."""
+
+    reads: dict[str, Count]
+    writes: dict[str, Count]
+
+
+class AccessesForm(Struct, kw_only=True):
+    """The layouts in which each equation of the model reads and writes its tensors.
+
+    layouts: per mesh axis what it selects of the tensor, (dim, blocks), or null where the tensor is replicated.
+    equations: path of an equation -> its tensors.
+    """
+
+    layouts: tuple[Annotated[tuple[tuple[Count, Size] | None, ...], Meta(max_length=64)], ...]
+    equations: dict[str, EquationForm]
+
+
+class LayoutForm(Struct, kw_only=True):
+    """How every layer of a model is split over the devices."""
+
+    schema: Version
+    model: Annotated[str, Meta(max_length=4096)]
+    devices: Size
+    machine: MachineForm
+    mesh: Annotated[
+        dict[str, Size], Meta(min_length=1, max_length=64, description="axis name -> size, outermost first")
+    ]
+    optimizer: str
+    parameters: Annotated[dict[str, TensorForm], Meta(description="the user's path -> tensor")]
+    inputs: Annotated[dict[str, TensorForm], Meta(description="the user's path -> tensor")]
+    strategy: tuple[NodeForm, ...]
+    reshards: tuple[ReshardForm, ...]
+    layouts: Annotated[
+        dict[str, tuple[Placement, ...]],
+        Meta(description="tensor -> the layouts it is given where it is made"),
+    ]
+    gradients: Annotated[
+        dict[str, Placement],
+        Meta(
+            description="tensor made of a parameter -> the layout that its gradient is brought into, where that is not "
+            "the tensor's own"
+        ),
+    ] = {}
+    collectives: tuple[CollectiveForm, ...]
+    cost: CostForm
+    memory: Annotated[Memory, Meta(description="bytes on one device")]
+    accumulate: Size = 1
+    remat: tuple[Block, ...] = ()
+    graph_digest: str
+    seconds: dict[str, float]
+    provenance: dict[str, str]
+    accesses: AccessesForm | UnsetType = UNSET
+    bucket_plan: dict[str, Any] | UnsetType = UNSET
+
+
+def made_schema() -> dict[str, Any]:
+    """The JSON Schema of layout.json, made of ``LayoutForm``; the committed file is equal to it."""
+    return json_schema(LayoutForm, "pase.layout/1: how every layer of a model is split over the devices")
 
 
 @cache
 def schema() -> dict[str, Any]:
-    """The JSON Schema of layout.json."""
+    """The published JSON Schema of layout.json."""
     text = resources.files("pase.plan").joinpath("layout-1.json").read_text(encoding="utf-8")
     return json.loads(text)  # type: ignore[no-any-return]
 
 
 def to_json(plan: PlanData) -> dict[str, Any]:
     """The plan as the JSON object that ``from_json`` reads."""
+    tree: dict[str, Any] = to_tree(_form_of(plan))
+    return tree
 
-    def tensor(t: TensorPlan) -> dict[str, Any]:
-        out = {"shape": t.shape, "dtype": t.dtype, "storage": t.storage, "used_as": t.used_as}
-        return out if t.state is None else out | {"state": t.state}
+
+def _form_of(plan: PlanData) -> LayoutForm:
+    def tensor(t: TensorPlan) -> TensorForm:
+        state = UNSET if t.state is None else t.state
+        return TensorForm(shape=t.shape, dtype=t.dtype, storage=t.storage, used_as=t.used_as, state=state)
 
     by_kind: dict[str, float] = {}
     for c in plan.collectives:
         by_kind[c.kind] = by_kind.get(c.kind, 0.0) + c.cost
-    out = {
-        "schema": SCHEMA,
-        "model": plan.model,
-        "devices": plan.devices,
-        "machine": {"name": plan.machine, "digest": plan.machine_digest, "memory_bytes": plan.device_memory},
-        "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
-        "optimizer": plan.optimizer,
-        "parameters": {path: tensor(t) for path, t in plan.parameters.items()},
-        "inputs": {path: tensor(t) for path, t in plan.inputs.items()},
-        "strategy": [
-            {
-                "node": n.name, "op": n.op, "einsum": n.einsum, "sizes": n.sizes, "split": n.split,
-                "times": n.times, "source": n.source,
-            }
+    return LayoutForm(
+        schema=SCHEMA,
+        model=plan.model,
+        devices=plan.devices,
+        machine=MachineForm(
+            name=plan.machine, digest=plan.machine_digest, memory_bytes=plan.device_memory
+        ),
+        mesh=dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        optimizer=plan.optimizer,
+        parameters={path: tensor(t) for path, t in plan.parameters.items()},
+        inputs={path: tensor(t) for path, t in plan.inputs.items()},
+        strategy=tuple(
+            NodeForm(
+                node=n.name, op=n.op, einsum=n.einsum, sizes=dict(n.sizes), split=dict(n.split), times=n.times,
+                source=n.source,
+            )
             for n in plan.nodes
-        ],
-        "reshards": [
-            {"at": key.partition("|")[0], "tensor": key.partition("|")[2], "layouts": layouts}
-            | ({"gradient": plan.gradient[key]} if key in plan.gradient else {})
+        ),
+        reshards=tuple(
+            ReshardForm(
+                at=key.partition("|")[0], tensor=key.partition("|")[2], layouts=layouts,
+                gradient=plan.gradient.get(key, UNSET),
+            )
             for key, layouts in plan.read.items()
-        ],
-        "layouts": plan.define,
-        "gradients": {name: p for name, p in plan.gradient.items() if "|" not in name},
-        "collectives": [
-            {
-                "kind": c.kind, "tensor": c.tensor, "axes": c.axes, "bytes": c.nbytes, "times": c.times,
-                "phase": c.phase, "node": c.node, "source": c.source, "cost": c.cost,
-            }
-            for c in plan.collectives
-        ],
-        "cost": {
-            "unit": plan.unit, "model": plan.cost_model, "total": plan.cost, "bound": plan.bound,
-            "optimal": plan.optimal, "by_node": {n.name: asdict(n.cost) for n in plan.nodes}, "by_kind": by_kind,
-            "baselines": plan.baselines, "skipped": plan.skipped,
-            "meshes": [{"mesh": t.mesh, "cost": t.cost} for t in plan.tried],
-        },
-        "memory": asdict(plan.memory),
-        "accumulate": plan.accumulate,
-        "remat": [asdict(b) for b in plan.remat],
-        "graph_digest": plan.graph_digest,
-        "seconds": plan.seconds,
-        "provenance": plan.provenance,
-    }  # fmt: skip
-    if plan.accesses:
-        out["accesses"] = _accesses_to_json(plan.accesses)
-    if plan.buckets is not None:
-        out["bucket_plan"] = plan.buckets
-    plain: dict[str, Any] = json.loads(json.dumps(out))
-    return plain
+        ),
+        layouts=dict(plan.define),
+        gradients={name: p for name, p in plan.gradient.items() if "|" not in name},
+        collectives=tuple(_copied(c, CollectiveForm) for c in plan.collectives),
+        cost=CostForm(
+            unit=plan.unit, model=plan.cost_model, total=plan.cost, bound=plan.bound, optimal=plan.optimal,
+            by_node={n.name: n.cost for n in plan.nodes}, by_kind=by_kind, baselines=dict(plan.baselines),
+            skipped=dict(plan.skipped), meshes=plan.tried,
+        ),
+        memory=plan.memory,
+        accumulate=plan.accumulate,
+        remat=plan.remat,
+        graph_digest=plan.graph_digest,
+        seconds=dict(plan.seconds),
+        provenance=dict(plan.provenance),
+        accesses=_accesses_form(plan.accesses) if plan.accesses else UNSET,
+        bucket_plan=UNSET if plan.buckets is None else dict(plan.buckets),
+    )  # fmt: skip
+
+
+def _copied(value: Any, cls: Any) -> Any:
+    """The same fields as another class."""
+    return cls(**{name: getattr(value, name) for name in cls.__annotations__})
+
+
+def _accesses_form(accesses: Mapping[str, EquationLayouts]) -> AccessesForm:
+    """Each layout once, and per equation which of them its tensors are read and written in."""
+    number: dict[Digits, int] = {layout: i for i, layout in enumerate(distinct(accesses))}
+
+    def numbered(layouts: Mapping[str, Digits]) -> dict[str, int]:
+        return {t: number[d] for t, d in layouts.items()}
+
+    equations = {
+        at: EquationForm(reads=numbered(e.reads), writes=numbered(e.writes)) for at, e in accesses.items()
+    }
+    return AccessesForm(layouts=tuple(number), equations=equations)
 
 
 def from_json(data: Any, where: str = "layout") -> PlanData:
     """Read the object; PaseError names the place of what is wrong. ``where`` names it in messages."""
-    import jsonschema
-
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
         raise PaseError(
             f"{where}: schema is {version!r}, and this pase reads '{SCHEMA}'; "
             f"use the version of pase that wrote it, or compile again"
         )
-    error = jsonschema.Draft202012Validator(schema()).iter_errors(data)
-    first = next(iter(sorted(error, key=lambda e: list(map(str, e.absolute_path)))), None)
-    if first is not None:
-        place = "/".join(map(str, first.absolute_path)) or "the top"
-        raise PaseError(f"{where}: at {place}: {first.message[:300]}")
-    known = len(data.get("accesses", {}).get("layouts", ()))
-    for at, e in data.get("accesses", {}).get("equations", {}).items():
-        if max((*e["reads"].values(), *e["writes"].values()), default=-1) >= known:
-            raise PaseError(f"{where}: at accesses/equations/{at}: there are {known} layouts, counted from 0")
-    plan = _plan(data)
-    _check(plan, where)
+    form = convert(data, LayoutForm, where)
+    for problem in _problems(form):
+        raise PaseError(f"{where}: at {problem}")
+    plan = _plan_of(form)
     if plan.buckets is not None:
         from pase.plan.buckets import read_buckets
 
@@ -121,142 +274,125 @@ def from_json(data: Any, where: str = "layout") -> PlanData:
     return plan
 
 
-def _placement(p: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(axes) for axes in p)
+def _plan_of(form: LayoutForm) -> PlanData:
+    def tensor(t: TensorForm) -> TensorPlan:
+        state = None if t.state is UNSET else t.state
+        return TensorPlan(shape=t.shape, dtype=t.dtype, storage=t.storage, used_as=t.used_as, state=state)
 
-
-def _plan(d: Mapping[str, Any]) -> PlanData:
-    def tensor(t: Mapping[str, Any]) -> TensorPlan:
-        return TensorPlan(
-            shape=tuple(t["shape"]), dtype=t["dtype"], storage=_placement(t["storage"]),
-            used_as=tuple(map(_placement, t["used_as"])), state=_placement(t["state"]) if "state" in t else None,
-        )  # fmt: skip
-
-    cost = d["cost"]
+    cost, nothing = form.cost, NodeCost(compute=0.0, communication=0.0, update=0.0)
+    read = {f"{r.at}|{r.tensor}": r for r in form.reshards}
     return PlanData(
-        model=d["model"], devices=d["devices"], machine=d["machine"]["name"], machine_digest=d["machine"]["digest"],
-        device_memory=d["machine"]["memory_bytes"], cost_model=cost["model"], unit=cost["unit"],
-        optimizer=d["optimizer"], mesh=Mesh(names=tuple(d["mesh"]), sizes=tuple(d["mesh"].values())),
+        model=form.model,
+        devices=form.devices,
+        machine=form.machine.name,
+        machine_digest=form.machine.digest,
+        device_memory=form.machine.memory_bytes,
+        cost_model=cost.model,
+        unit=cost.unit,
+        optimizer=form.optimizer,
+        mesh=Mesh(names=tuple(form.mesh), sizes=tuple(form.mesh.values())),
         nodes=tuple(
             NodePlan(
-                name=n["node"], op=n["op"], einsum=n["einsum"], sizes=n["sizes"],
-                split={k: tuple(v) for k, v in n["split"].items()}, times=n["times"], source=n["source"],
-                cost=NodeCost(**cost["by_node"].get(n["node"], {"compute": 0.0, "communication": 0.0, "update": 0.0})),
+                name=n.node, op=n.op, einsum=n.einsum, sizes=n.sizes, split=n.split, times=n.times, source=n.source,
+                cost=cost.by_node.get(n.node, nothing),
             )
-            for n in d["strategy"]
+            for n in form.strategy
         ),
-        parameters={k: tensor(t) for k, t in d["parameters"].items()},
-        inputs={k: tensor(t) for k, t in d["inputs"].items()},
-        define={k: tuple(map(_placement, v)) for k, v in d["layouts"].items()},
-        read={f"{r['at']}|{r['tensor']}": tuple(map(_placement, r["layouts"])) for r in d["reshards"]},
-        gradient={f"{r['at']}|{r['tensor']}": _placement(r["gradient"]) for r in d["reshards"] if "gradient" in r}
-        | {name: _placement(p) for name, p in d.get("gradients", {}).items()},
-        collectives=tuple(
-            Collective(
-                kind=c["kind"], tensor=c["tensor"], axes=tuple(c["axes"]), nbytes=c["bytes"], times=c["times"],
-                phase=c["phase"], node=c["node"], source=c["source"], cost=c["cost"],
-            )
-            for c in d["collectives"]
-        ),
-        accumulate=d.get("accumulate", 1), remat=tuple(Block(**b) for b in d.get("remat", ())),
-        memory=Memory(**d["memory"]), cost=cost["total"], optimal=cost["optimal"], bound=cost["bound"],
-        baselines=cost["baselines"], skipped=cost["skipped"],
-        tried=tuple(Tried(mesh=tuple(t["mesh"]), cost=t["cost"]) for t in cost["meshes"]),
-        seconds=d["seconds"], graph_digest=d["graph_digest"], provenance=d["provenance"],
-        accesses=_accesses_from_json(d["accesses"]) if "accesses" in d else {}, buckets=d.get("bucket_plan"),
+        parameters={path: tensor(t) for path, t in form.parameters.items()},
+        inputs={path: tensor(t) for path, t in form.inputs.items()},
+        define=form.layouts,
+        read={key: r.layouts for key, r in read.items()},
+        gradient={key: r.gradient for key, r in read.items() if r.gradient is not UNSET} | form.gradients,
+        collectives=tuple(_copied(c, Collective) for c in form.collectives),
+        accumulate=form.accumulate,
+        remat=form.remat,
+        memory=form.memory,
+        cost=cost.total,
+        optimal=cost.optimal,
+        bound=cost.bound,
+        baselines=cost.baselines,
+        skipped=cost.skipped,
+        tried=cost.meshes,
+        seconds=form.seconds,
+        graph_digest=form.graph_digest,
+        provenance=form.provenance,
+        accesses={} if form.accesses is UNSET else _accesses_of(form.accesses),
+        buckets=None if form.bucket_plan is UNSET else form.bucket_plan,
     )  # fmt: skip
 
 
-def _accesses_to_json(accesses: Mapping[str, EquationLayouts]) -> dict[str, Any]:
-    """Each layout once, and per equation which of them its tensors are read and written in."""
-    number = {layout: i for i, layout in enumerate(distinct(accesses))}
-    return {
-        "layouts": list(number),
-        "equations": {
-            at: {"reads": {t: number[d] for t, d in e.reads.items()},
-                 "writes": {t: number[d] for t, d in e.writes.items()}}
-            for at, e in accesses.items()
-        },
-    }  # fmt: skip
+def _accesses_of(form: AccessesForm) -> dict[str, EquationLayouts]:
+    def laid_out(numbers: Mapping[str, int]) -> dict[str, Digits]:
+        return {t: form.layouts[i] for t, i in numbers.items()}
 
-
-def _accesses_from_json(d: Mapping[str, Any]) -> dict[str, EquationLayouts]:
-    layouts: list[Digits] = [tuple(None if x is None else (x[0], x[1]) for x in row) for row in d["layouts"]]
     return {
-        at: EquationLayouts(
-            reads={t: layouts[i] for t, i in e["reads"].items()},
-            writes={t: layouts[i] for t, i in e["writes"].items()},
-        )
-        for at, e in d["equations"].items()
+        at: EquationLayouts(reads=laid_out(e.reads), writes=laid_out(e.writes))
+        for at, e in form.equations.items()
     }
 
 
-def _check(plan: PlanData, where: str) -> None:
-    """What a schema cannot say: axes exist, a tensor uses an axis once, shards divide."""
-    size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
-    if plan.mesh.devices != plan.devices:
-        raise PaseError(f"{where}: at mesh: {size} is not {plan.devices} devices")
-
-    def check(place: str, layout: Sequence[Sequence[str]], shape: Sequence[int] | None = None) -> None:
-        used = [a for axes in layout for a in axes]
-        for a in used:
-            if a not in size:
-                raise PaseError(
-                    f"{where}: at {place}: mesh axis '{a}' does not exist; the mesh has {', '.join(size)}"
-                )
-        if len(set(used)) != len(used):
-            raise PaseError(f"{where}: at {place}: a mesh axis is used twice in {[list(x) for x in layout]}")
-        if shape is not None:
-            if len(layout) != len(shape):
-                raise PaseError(
-                    f"{where}: at {place}: a layout of {len(layout)} dims for shape {list(shape)}"
-                )
-            for extent, axes in zip(shape, layout, strict=True):
-                ways = 1
-                for a in axes:
-                    ways *= size[a]
-                if extent % ways:
-                    raise PaseError(
-                        f"{where}: at {place}: a dim of {extent} elements in {ways} shards is uneven"
-                    )
-
-    for kind, tensors in (("parameters", plan.parameters), ("inputs", plan.inputs)):
+def _problems(form: LayoutForm) -> Iterator[str]:
+    """What types cannot say, each as "place: what": axes exist, a tensor uses an axis once, shards divide."""
+    size = form.mesh
+    devices = 1
+    for ways in size.values():
+        devices *= ways
+    if devices != form.devices:
+        yield f"mesh: {size} is not {form.devices} devices"
+    for kind, tensors in (("parameters", form.parameters), ("inputs", form.inputs)):
         for path, t in tensors.items():
-            check(f"{kind}/{path}/storage", t.storage, t.shape)
-            if t.state is not None:
-                check(f"{kind}/{path}/state", t.state, t.shape)
-    for n in plan.nodes:
-        check(f"strategy/{n.name}/split", list(n.split.values()))
-    for name, layouts in plan.define.items():
+            yield from _misplaced(f"{kind}/{path}/storage", t.storage, size, t.shape)
+            if t.state is not UNSET:
+                yield from _misplaced(f"{kind}/{path}/state", t.state, size, t.shape)
+    for n in form.strategy:
+        yield from _misplaced(f"strategy/{n.node}/split", list(n.split.values()), size)
+    for name, layouts in form.layouts.items():
         for layout in layouts:
-            check(f"layouts/{name}", layout)
-    for name, layout in plan.gradient.items():
-        check(f"gradients/{name}", layout)
-    for key, layouts in plan.read.items():
-        for layout in (*layouts, *([plan.gradient[key]] if key in plan.gradient else [])):
-            check(f"reshards/{key}", layout)
+            yield from _misplaced(f"layouts/{name}", layout, size)
+    for name, layout in form.gradients.items():
+        yield from _misplaced(f"gradients/{name}", layout, size)
+    for r in form.reshards:
+        for layout in (*r.layouts, *(() if r.gradient is UNSET else (r.gradient,))):
+            yield from _misplaced(f"reshards/{r.at}|{r.tensor}", layout, size)
+    if form.accesses is not UNSET:
+        known = len(form.accesses.layouts)
+        for at, e in form.accesses.equations.items():
+            if max((*e.reads.values(), *e.writes.values()), default=-1) >= known:
+                yield f"accesses/equations/{at}: there are {known} layouts, counted from 0"
+
+
+def _misplaced(
+    place: str, layout: Sequence[Sequence[str]], size: Mapping[str, int], shape: Sequence[int] | None = None
+) -> Iterator[str]:
+    """What is wrong with a layout on a mesh (axis -> size), for a tensor of this shape."""
+    used = [a for axes in layout for a in axes]
+    for a in used:
+        if a not in size:
+            yield f"{place}: mesh axis '{a}' does not exist; the mesh has {', '.join(size)}"
+            return
+    if len(set(used)) != len(used):
+        yield f"{place}: a mesh axis is used twice in {[list(x) for x in layout]}"
+    if shape is None:
+        return
+    if len(layout) != len(shape):
+        yield f"{place}: a layout of {len(layout)} dims for shape {list(shape)}"
+        return
+    for extent, axes in zip(shape, layout, strict=True):
+        ways = 1
+        for a in axes:
+            ways *= size[a]
+        if extent % ways:
+            yield f"{place}: a dim of {extent} elements in {ways} shards is uneven"
 
 
 def save(plan: PlanData, path: str | Path) -> None:
+    """Write layout.json, whole or not at all."""
     write_atomically(path, json.dumps(to_json(plan), indent=1) + "\n")
 
 
 def load(path: str | Path) -> PlanData:
     """Read a layout.json; PaseError where it is missing, corrupt, of another version, or too large to be one."""
-    path = Path(path)
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise PaseError(f"{path}: {path.stat().st_size} bytes; a layout has at most {_MAX_BYTES}")
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise PaseError(f"cannot read {path}: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise PaseError(f"{path} is not text: a layout is JSON, in UTF-8") from e
-    try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as e:
-        raise PaseError(f"{path} is not JSON: {e}; was it cut off? compile it again") from e
-    return from_json(data, str(path))
+    return from_json(read_json(path, "a layout", _MAX_BYTES), str(path))
 
 
 def diff(a: PlanData, b: PlanData) -> list[str]:

@@ -76,7 +76,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # layer -> the packages that it may import at the top of a file (the standard library and numpy always).
 OUTSIDE: dict[str, set[str]] = {
-    "pase.files": set(),
+    "pase.files": {"msgspec"},
+    "pase.plan": {"msgspec"},
     "pase.ir": {"sympy", "networkx"},
     "pase.ops": {"sympy"},
     "pase.machine": set(),

@@ -67,12 +67,19 @@ def broken(data, *path, value):
     ("path", "value", "message"),
     [
         (("schema",), "pase.layout/99", "schema is 'pase.layout/99', and this pase reads 'pase.layout/1'"),
-        (("devices",), "eight", "at devices: 'eight' is not of type 'integer'"),
+        (("devices",), "eight", "at devices: must be a whole number, got 'eight'"),
         (("mesh",), {"data": 3}, "is not 8 devices"),
         (("parameters", "wte", "storage"), [["nowhere"], []], "mesh axis 'nowhere' does not exist"),
         (("parameters", "wte", "storage"), [[]], "a layout of 1 dims for shape"),
-        (("collectives",), {}, "at collectives: {} is not of type 'array'"),
-        (("memory",), {}, "at memory: 'parameters' is a required property"),
+        (("collectives",), {}, "at collectives: must be a list, got {}"),
+        (("parameters", "wte", "shape"), [50257, 0], "at parameters/wte/shape/1: must be at least 1, got 0"),
+        (("cost", "optimal"), 1, "at cost/optimal: must be true or false, got 1"),
+        (
+            ("collectives", 0, "kind"),
+            "gossip",
+            "at collectives/0/kind: must be one of all_gather, all_reduce",
+        ),
+        (("memory",), {}, "at memory/parameters: is missing"),
     ],
 )
 def test_what_is_wrong_is_said(plan, path, value, message):

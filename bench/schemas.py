@@ -1,0 +1,31 @@
+"""Writes the JSON Schemas of pase's files anew, from the types: after a change of a form.
+
+Writes pase/plan/layout-1.json, which tests hold equal to the types.
+
+    python bench/schemas.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pase.files.atomic import write_atomically
+from pase.plan import layout
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {"pase/plan/layout-1.json": layout.made_schema}
+"""File -> what makes it."""
+
+
+def main() -> None:
+    for file, make in SCHEMAS.items():
+        write_atomically(ROOT / file, json.dumps(make(), indent=1) + "\n")
+        print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

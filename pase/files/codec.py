@@ -1,0 +1,186 @@
+"""Typed files: a tree of JSON or TOML becomes a form, or one clear error that says what is wrong, and where.
+
+A form is a ``msgspec.Struct`` or a frozen dataclass; its annotations hold the limits (``Annotated[int, Meta(ge=1)]``).
+The JSON Schema that is published for a file is made of its form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from pase.errors import PaseError
+
+__all__ = ["convert", "json_schema", "parse_json", "read_json", "to_tree"]
+
+T = TypeVar("T")
+Path_ = tuple["str | int", ...]
+
+_WORDS = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
+    "object": "an object", "null": "null",
+}  # fmt: skip
+_BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+_STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+)\]|(\[\.\.\.\])")
+_SHOWN = 80
+
+
+def read_json(path: str | Path, what: str, most_bytes: int) -> Any:
+    """The tree of a JSON file; what: how messages call it ("a layout").
+
+    PaseError where the file is missing, no text, no JSON, or larger than ``most_bytes``.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if size > most_bytes:
+            raise PaseError(f"{path}: {size} bytes; {what} has at most {most_bytes}")
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise PaseError(f"cannot read {path}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise PaseError(f"{path} is not text: {what} is JSON, in UTF-8") from e
+    return parse_json(text, str(path))
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The tree of a JSON text; PaseError where it is none."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise PaseError(f"{where} is not JSON: {e}; was it cut off? compile it again") from e
+
+
+def to_tree(value: Any) -> Any:
+    """A form as the plain lists, dicts and numbers that JSON has."""
+    return json.loads(json.dumps(msgspec.to_builtins(value, str_keys=True)))
+
+
+def convert(tree: Any, form: type[T], where: str) -> T:
+    """The tree as a form: types are held to, nothing is guessed. PaseError names ``where`` and the place in it."""
+    try:
+        return msgspec.convert(tree, form, str_keys=True)
+    except msgspec.ValidationError as e:
+        raise PaseError(f"{where}: {_explain(tree, form, str(e))}") from e
+
+
+def json_schema(form: type, title: str) -> dict[str, Any]:
+    """The JSON Schema of a form (draft 2020-12)."""
+    made = msgspec.json.schema(form)
+    definitions = made.pop("$defs", {})
+    name = made.pop("$ref", "").rpartition("/")[2]
+    body = {k: v for k, v in definitions.pop(name, made).items() if k != "title"}
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, "title": title, **body, "$defs": definitions}
+
+
+def _explain(tree: Any, form: type, message: str) -> str:
+    """msgspec's message, with the place by its keys, the value that stands there, and what may stand there."""
+    said, _, place = message.partition(" - at ")
+    path: Path_ = ()
+    for field, index, some_key in _STEP.findall(place):
+        path += (field,) if field else (int(index),) if index else (_culprit(tree, form, path, message),)
+        assert field or index or some_key
+    if found := re.fullmatch(r"Object missing required field `(.*)`", said):
+        return f"at {_text((*path, found[1]))}: is missing"
+    if found := re.fullmatch(r"Object contains unknown field `(.*)`", said):
+        known = ", ".join(_fields(form, path))
+        return f"at {_text((*path, found[1]))}: is not known; {_text(path)} takes: {known}"
+    return f"at {_text(path)}: {_wanted(form, path, said)}, got {_shown(_at(tree, path))}"
+
+
+def _wanted(form: type, path: Path_, said: str) -> str:
+    if said.startswith("Invalid enum value"):
+        return f"must be one of {', '.join(map(str, _choices(form, path)))}"
+    if found := re.fullmatch(r"Expected `\w+` (of length )?(>=|>|<=|<) (\S+)", said):
+        bound = f"{_BOUNDS[found[2]]} {float(found[3]):g}"
+        return f"must have {bound} entries" if found[1] else f"must be {bound}"
+    if found := re.match(r"Expected `([\w |]+)`", said):
+        return f"must be {' or '.join(_WORDS.get(t, t) for t in found[1].split(' | '))}"
+    return said
+
+
+def _culprit(tree: Any, form: type, path: Path_, message: str) -> str:
+    """The key of the mapping at ``path`` whose value is the first to give this message, by halving."""
+    items = list(_at(tree, path).items())
+    low, high = 0, len(items)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            msgspec.convert(_replaced(tree, path, dict(items[:middle])), form, str_keys=True)
+            low = middle
+        except msgspec.ValidationError as e:
+            low, high = (low, middle) if str(e) == message else (middle, high)
+    return str(items[high - 1][0])
+
+
+def _at(tree: Any, path: Path_) -> Any:
+    for step in path:
+        tree = tree[step]
+    return tree
+
+
+def _replaced(tree: Any, path: Path_, value: Any) -> Any:
+    if not path:
+        return value
+    copy = tree.copy()
+    copy[path[0]] = _replaced(tree[path[0]], path[1:], value)
+    return copy
+
+
+def _types_at(form: type, path: Path_) -> Iterator[Any]:
+    """What msgspec knows of the types that may stand at ``path``."""
+    found = [inspect.type_info(form)]
+    for step in path:
+        found = [t for outer in found for t in _inner(outer, step)]
+    for info in found:
+        yield from _unwrapped(info)
+
+
+def _unwrapped(info: Any) -> Iterator[Any]:
+    if isinstance(info, inspect.Metadata):
+        yield from _unwrapped(info.type)
+    elif isinstance(info, inspect.UnionType):
+        for member in info.types:
+            yield from _unwrapped(member)
+    else:
+        yield info
+
+
+def _inner(info: Any, step: str | int) -> Iterator[Any]:
+    for t in _unwrapped(info):
+        if isinstance(t, inspect.StructType | inspect.DataclassType):
+            yield from (f.type for f in t.fields if f.encode_name == step)
+        elif isinstance(t, inspect.DictType):
+            yield t.value_type
+        elif isinstance(t, inspect.ListType | inspect.VarTupleType):
+            yield t.item_type
+        elif isinstance(t, inspect.TupleType):
+            yield t.item_types[int(step)]
+
+
+def _fields(form: type, path: Path_) -> Iterator[str]:
+    for t in _types_at(form, path):
+        if isinstance(t, inspect.StructType | inspect.DataclassType):
+            yield from (f.encode_name for f in t.fields)
+
+
+def _choices(form: type, path: Path_) -> Iterator[object]:
+    for t in _types_at(form, path):
+        if isinstance(t, inspect.LiteralType):
+            yield from t.values
+
+
+def _text(path: Path_) -> str:
+    return "/".join(map(str, path)) or "the top"
+
+
+def _shown(value: Any) -> str:
+    text = f"{{{len(value)} entries}}" if isinstance(value, Mapping) and value else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"

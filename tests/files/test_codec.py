@@ -1,0 +1,105 @@
+"""One codec: files of the last version load, schemas are made of the types, and what is wrong is said, and where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Meta, Struct
+
+import pase
+from bench.schemas import ROOT, SCHEMAS
+from pase.errors import PaseError
+from pase.files.codec import convert, json_schema, read_json
+from pase.plan.layout import to_json
+
+LAST = Path(__file__).parent / "last"
+"""Written by the version before there was one codec (commit cff8d45)."""
+
+
+@pytest.mark.parametrize("file", sorted(SCHEMAS))
+def test_the_committed_schema_is_the_types(file):
+    """After a change of a form: python bench/schemas.py."""
+    made = json.loads(json.dumps(SCHEMAS[file]()))
+    jsonschema.Draft202012Validator.check_schema(made)
+    assert json.loads((ROOT / file).read_text(encoding="utf-8")) == made
+
+
+@pytest.mark.parametrize("name", ["layout-buckets", "layout-accumulated"])
+def test_layouts_of_the_last_version_load_and_stay_as_they_are(name):
+    path = LAST / f"{name}.json"
+    plan = pase.load(path)
+    assert to_json(plan) == json.loads(path.read_text(encoding="utf-8"))
+    jsonschema.validate(to_json(plan), SCHEMAS["pase/plan/layout-1.json"]())
+    assert plan.accesses == {} and (plan.buckets is not None) == (name == "layout-buckets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    ways: Annotated[int, Meta(ge=1)]
+    rate: Annotated[float, Meta(gt=0)] = 1.0
+
+
+class Form(Struct, kw_only=True, forbid_unknown_fields=True):
+    kind: Literal["ring", "tree"]
+    leaves: dict[str, list[Leaf]] = {}
+    at: Annotated[tuple[int, ...], Meta(min_length=1)] | None = None
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({}, "at kind: is missing"),
+        ({"kind": "star"}, "at kind: must be one of ring, tree, got 'star'"),
+        ({"kind": "ring", "speed": 1}, "at speed: is not known; the top takes: kind, leaves, at"),
+        ({"kind": "ring", "leaves": []}, "at leaves: must be an object, got []"),
+        ({"kind": "ring", "leaves": {"a": [], "b": {}}}, "at leaves/b: must be a list, got {}"),
+        ({"kind": "ring", "leaves": {"a": [{"ways": 0}]}}, "at leaves/a/0/ways: must be at least 1, got 0"),
+        ({"kind": "ring", "leaves": {"a": [{"ways": True}]}}, "at leaves/a/0/ways: must be a whole number, got True"),
+        ({"kind": "ring", "leaves": {"a": [{"ways": 1, "rate": 0}]}}, "at leaves/a/0/rate: must be above 0, got 0"),
+        ({"kind": "ring", "leaves": {"a": [{}]}}, "at leaves/a/0/ways: is missing"),
+        ({"kind": "ring", "at": []}, "at at: must have at least 1 entries, got []"),
+        ({"kind": "ring", "at": ["x"]}, "at at/0: must be a whole number, got 'x'"),
+        ([], "at the top: must be an object, got []"),
+    ],
+)  # fmt: skip
+def test_an_error_says_what_and_where(tree, message):
+    with pytest.raises(PaseError) as e:
+        convert(tree, Form, "f.json")
+    assert str(e.value) == f"f.json: {message}"
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(1, 9), max_size=40), st.data())
+def test_the_first_bad_key_of_a_mapping_is_named(sizes, data):
+    """By halving, and so whatever the other keys are: the oracle is to look at each."""
+    bad = data.draw(st.sets(st.sampled_from(sorted(sizes)))) if sizes else set()
+    tree = {"kind": "ring", "leaves": {k: [{"ways": -1 if k in bad else v}] for k, v in sizes.items()}}
+    first = next((k for k in tree["leaves"] if k in bad), None)
+    if first is None:
+        assert [leaf.ways for leaves in convert(tree, Form, "f").leaves.values() for leaf in leaves] == list(
+            sizes.values()
+        )
+        return
+    with pytest.raises(PaseError) as e:
+        convert(tree, Form, "f")
+    assert str(e.value) == f"f: at leaves/{first}/0/ways: must be at least 1, got -1"
+
+
+def test_a_schema_refuses_what_the_type_refuses():
+    made = jsonschema.Draft202012Validator(json_schema(Form, "a form"))
+    assert made.is_valid({"kind": "ring", "leaves": {"a": [{"ways": 1}]}})
+    assert not made.is_valid({"kind": "ring", "leaves": {"a": [{"ways": 0}]}})
+    assert not made.is_valid({"kind": "ring", "speed": 1})
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    path = tmp_path / "big.json"
+    path.write_text(" " * 100)
+    with pytest.raises(PaseError, match=r"big\.json: 100 bytes; a layout has at most 99"):
+        read_json(path, "a layout", 99)
