@@ -2,11 +2,12 @@
 
     .venv/bin/python -m bench.replay_traces [--traces ../shared/data/traces]   # writes bench/results/replay_traces.json
 
-held_out: each steady iteration predicted from medians of the others. "naive" is the median length of those others:
-what one would guess without any replay; iterations of host-bound runs differ from each other by as much. What the
-replay adds is that it still predicts when something is changed: other_ranks predicts each rank with the compute
-times of the other ranks only, and synthetic predicts runs whose truth is known, under changes of bandwidth and
-CPU speed, from a trace without the change. device_only is the error of a replay that leaves the CPU out.
+held_out: each steady iteration predicted from the others. "naive" is their mean: what one would guess without any
+replay; iterations of host-bound runs differ from each other by as much. What the replay adds is that it still predicts
+when something is changed: other_ranks predicts each rank with the compute times of the other ranks only, and synthetic
+predicts runs whose truth is known, under changes of bandwidth, of the host's, of kernels' and of launches' speed and of
+the bucket plan, from a trace without the change. few_iterations: what is said of the first one, two and three
+iterations alone. device_only is the error of a replay that leaves the CPU out.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from bench.provenance import RESULTS, ROOT, save
-from pase.replay import align, estimate, held_out, load, measure, optimize_graph, replay_graph
-from pase.replay.graph import DataflowGraph
-from pase.replay.model import Measured
-from pase.replay.predict import rank_length_ns
+from pase.replay import align, estimate, held_out, load, measure, optimize_graph
+from pase.replay.predict import held_out_ranks
+from pase.replay.simulate import subgraph
+from pase.replay.steady import evaluate
+from pase.replay.trust import Run as TrustedRun
 from pase.replay.types import GPU_KINDS, Timeline
-from pase.replay.whatif import apply, evaluate
+from pase.replay.whatif import apply
 
 RUNS = {
     "pax FSDP on 4 A100 (device-bound)": "jaxtoolbox_pax_fsdp4",
@@ -51,72 +53,71 @@ def one_run(path: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     t = align(load(path))
     loaded = time.perf_counter()
-    m = measure(t)
-    steady = m.steady()
-    predictions = held_out(m)
+    run = TrustedRun(measured=measure(t))
+    predictions = run.held_out
     done = time.perf_counter()
-    g = estimate(m, steady)
     by_rank = {}
-    for rank in g.ranks:
+    for rank in run.graph.ranks:
         mine = [p for p in predictions if p.rank == rank]
-        measured = statistics.median(p.measured_ns for p in mine)
         by_rank[rank] = {
-            "measured_ms": measured / 1e6,
-            "replayed_ms": statistics.median(p.replayed_ns for p in mine) / 1e6,
-            "error": statistics.median(p.replayed_ns for p in mine) / measured - 1,
-            "worst_iteration_error": max((p.error for p in mine), key=abs),
-            "worst_naive_error": max((p.others_median_ns / p.measured_ns - 1 for p in mine), key=abs),
+            "measured_ms": statistics.fmean(p.measured_ns for p in mine) / 1e6,
+            "replayed_ms": run.replay.length_ns[rank] / 1e6,
+            "median_error": statistics.median(p.error for p in mine),
+            "worst_error": max((p.error for p in mine), key=abs),
+            "median_naive_error": statistics.median(p.naive_error for p in mine),
+            "worst_naive_error": max((p.naive_error for p in mine), key=abs),
         }
-    plan = optimize_graph(g)
+    plan = optimize_graph(run.graph)
+    others = held_out_ranks(run.measured, run.graph, run.iterations)
     return {
         "events": len(t),
         "load_and_align_s": loaded - begun,
         "measure_and_predict_s": done - loaded,
-        "steady_iterations": steady,
-        "all_iterations": m.iterations(),
+        "headline": run.headline,
+        "unexplained": run.unexplained,
+        "measured_ms": run.measured_ns / 1e6,
+        "replayed_ms": run.replayed_ns / 1e6,
+        "steady_iterations": run.iterations,
+        "left_out": run.measured.left_out,
         "ranks": by_rank,
-        "other_ranks": other_ranks(m, g) if len(g.ranks) > 1 else None,
-        "device_only": device_only(m, g),
+        "other_ranks": {p.rank: p.error for p in others} or None,
+        "device_only": device_only(run),
+        "few_iterations": few_iterations(t),
         "optimize": {
             "before_ms": plan.before_ns / 1e6,
             "after_ms": plan.after_ns / 1e6,
             "seconds": plan.seconds,
             "replays": plan.evaluations,
-            "tasks": len(g),
+            "tasks": len(run.graph),
             "ended": plan.ended,
         },
     }
 
 
-def other_ranks(m: Measured, g: DataflowGraph) -> dict[int, float]:
-    """Error of each rank's median iteration, its compute times taken from the other ranks only."""
-    rows: dict[object, dict[int, int]] = {}
-    for i, key in enumerate(g.key):
-        assert isinstance(key, tuple)
-        same = (*(x for x in key[:-1] if not isinstance(x, int)), key[-1] if key[0] != "tail" else 0)
-        rows.setdefault(same, {})[int(g.rank[i])] = i
+def few_iterations(t: Timeline) -> dict[int, dict[str, Any]]:
+    """What is said of the run where only its first iterations were traced."""
     out = {}
-    for rank in g.ranks:
-        duration = g.duration_ns.copy()
-        for twins in rows.values():
-            others = [g.duration_ns[i] for r, i in twins.items() if r != rank]
-            if rank in twins and others:
-                duration[twins[rank]] = np.median(others)
-        r = replay_graph(replace(g, duration_ns=duration))
-        measured = np.median([m.measured_ns[(rank, i)] for i in m.steady()])
-        out[rank] = float(rank_length_ns(g, r, rank) / measured - 1)
+    numbers = sorted({m.iteration for m in t.marks})
+    for count in (1, 2, 3):
+        keep = np.isin(t["iteration"], numbers[:count])
+        cut = replace(t.select(keep), marks=tuple(m for m in t.marks if m.iteration in numbers[:count]))
+        run = TrustedRun(measured=measure(cut))
+        out[count] = {
+            "measured_ms": run.measured_ns / 1e6,
+            "replayed_ms": run.replayed_ns / 1e6,
+            "error": run.error(),
+            "naive_error": run.error(naive=True),
+            "headline": run.headline,
+        }
     return out
 
 
-def device_only(m: Measured, g: DataflowGraph) -> float:
+def device_only(run: TrustedRun) -> float:
     """Error of a replay of the device ops alone, as Daydream-like simulators without launching threads make it."""
-    from pase.replay.simulate import subgraph
-
+    g = run.graph
     part = subgraph(g, np.isin(g.kind, GPU_KINDS))
     part = replace(part, root={}, tail={}, release_ns=np.zeros(len(part)))
-    r = replay_graph(part)
-    measured = max(np.median([m.measured_ns[(k, i)] for i in m.steady()]) for k in g.ranks)
-    return float(max(rank_length_ns(part, r, k) for k in part.ranks) / measured - 1)
+    return float(max(evaluate(part).values()) / run.measured_ns - 1)
 
 
 def alignment(path: Path) -> dict[str, Any]:
@@ -183,12 +184,15 @@ def synthetic() -> list[dict[str, Any]]:
     changes: dict[str, tuple[tuple[str, str, float], dict[str, float]]] = {
         "bandwidth=2": (("bandwidth", "", 2.0), {"bandwidth_bytes_per_us": 120_000.0}),
         "bandwidth=0.5": (("bandwidth", "", 0.5), {"bandwidth_bytes_per_us": 30_000.0}),
+        "compute twice as long": (("op", "fwd_|bwd_|adam_", 2.0), {"kernel_us": 2.0}),
+        "launches twice as long": (("host", "", 2.0), {"between_us": 2.0, "launch_us": 2.0}),
+        "half the latency": (("latency", "", 0.5), {"collective_us": 10.0}),
     }
     out = []
     for name, shape in shapes.items():
-        fixed: dict[str, Any] = {"ranks": 4, "iterations": 6, "bucket_growth": 0.3, **shape}
+        fixed: dict[str, Any] = {"ranks": 4, "iterations": 8, "bucket_growth": 0.3, **shape}
+        run = simulate(Run(noise=0.02, **fixed))
         with tempfile.TemporaryDirectory() as folder:
-            run = simulate(Run(noise=0.02, **fixed))
             m = measure(align(load(write_traces(run, Path(folder)))))
         p = held_out(m)
         row: dict[str, Any] = {"run": name}
@@ -203,11 +207,14 @@ def synthetic() -> list[dict[str, Any]]:
         )
         g = estimate(m, m.steady())
         for label, (knob, change) in changes.items():
-            truth = simulate(Run(**{**fixed, **change}))
-            want = max(statistics.median(x[1:]) for x in truth.iteration_us) * 1e3
+            # Times of the run's shape are doubled, others are set.
+            relative = {k: v * getattr(Run(**fixed), k) for k, v in change.items() if v == 2.0}
+            truth = simulate(Run(**{**fixed, **change, **relative}))
+            want = statistics.median(truth.iteration_us[0][1:]) * 1e3
             row[f"what_if {label}"] = max(evaluate(apply(g, [knob])).values()) / want - 1
         out.append(row)
-    return out
+    errors = [abs(v) for row in out for k, v in row.items() if k.startswith("what_if")]
+    return [*out, {"what_ifs": len(errors), "median": statistics.median(errors), "worst": max(errors)}]
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ class Run:
     noise: float = 0.0
     slow_rank: int = -1
     slow_by: float = 1.0
+    late_us: float = 0.0
+    """What the slow rank's host does more before the first launch of each step."""
     skew_us: tuple[float, ...] = ()
     drift: tuple[float, ...] = ()
     seed: int = 0
@@ -116,6 +118,9 @@ def simulate(run: Run) -> Run:
         for r in range(run.ranks):
             at = main[r]
             slow = run.slow_by if r == run.slow_rank else 1.0
+            if run.late_us and r == run.slow_rank:
+                cpu(r, 1, "preparing", at, run.late_us)
+                at += run.late_us
             for layer in range(run.layers):
                 at = between(r, 1, at, "aten::linear")
                 at, _ = launch(r, 1, at, 7, f"fwd_{layer}", run.kernel_us * slow * jitter(), 0.0)

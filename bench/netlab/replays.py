@@ -97,14 +97,16 @@ def _replayed(traces: Path, wire: float) -> dict[str, Any]:
     from pase.replay.report import replay_report
 
     try:
-        report = replay_report(traces, what_if=["bandwidth=2"], wire_bytes_per_s=wire)
+        report = replay_report(traces, what_if=["bandwidth=2"], wire_bytes_per_s=wire, force=True)
     except PaseError as e:
         return {"refused": str(e)}
     ranks = report["ranks"]
     if not ranks:
         raise LabError(f"{traces}: a replay without ranks")
     return {
-        "errors_by_rank": [r["error"] for r in ranks],
+        "headline": report["headline"],
+        "believable": report["believable"],
+        "errors_by_rank": [r["error"] for r in ranks if r["error"] is not None],
         "measured_s": max(r["measured_s"] for r in ranks),
         "replayed_s": max(r["replayed_s"] for r in ranks),
         "communication_s": max(r["communication_s"] for r in ranks),
@@ -114,10 +116,11 @@ def _replayed(traces: Path, wire: float) -> dict[str, Any]:
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(e) for r in rows for e in r.get("errors_by_rank", ())]
-    ifs = [abs(r["what_if_error"]) for r in rows if "what_if_error" in r]
+    ifs = [abs(r["what_if_error"]) for r in rows if "what_if_error" in r and r["believable"]]
     return {
         "runs": len(rows),
         "refused_or_failed": sum("refused" in r or "failed" in r for r in rows),
+        "not_believable": sum(not r.get("believable", True) for r in rows),
         "median_error_by_rank": statistics.median(errors) if errors else None,
         "largest_error_by_rank": max(errors, default=None),
         "median_what_if_error": statistics.median(ifs) if ifs else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,72 +27,62 @@ def diagnose(
     Gives each reason in plain words, with what it costs.
     """
     from pase.errors import PaseError
-    from pase.replay.analyse import path_steps
     from pase.replay.clocks import align as align_clocks
     from pase.replay.diagnose import diagnose_run
     from pase.replay.model import measure
     from pase.replay.page import diagnosis_page
     from pase.replay.report import load_any
+    from pase.replay.report_diagnose import diagnosis_report
     from pase.replay.timeline_io import save_timeline
 
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"--align {align}: there are ends, dpro and none")
     m = measure(align_clocks(load_any(traces), align))
     d = diagnose_run(m)
-    problems = [str(p) for p in m.timeline.problems]
+    report = diagnosis_report(str(traces), d)
     if page is not None:
-        page.write_text(diagnosis_page(d, str(traces), problems))
+        page.write_text(diagnosis_page(d, report))
     if timeline is not None:
-        steps = path_steps(d.graph, d.replay)
-        marked = [int(d.graph.event[s.task]) for s in steps if d.graph.event[s.task] >= 0]
+        g = d.run.graph
+        tasks = [s.task % len(g) for s in d.run.replay.path()]
         drawn = [{**asdict(e), "name": f"{f.kind}: {e.name}"} for f in d.findings for e in f.evidence]
-        save_timeline(m.timeline, timeline, critical=marked, findings=drawn)
+        save_timeline(
+            m.timeline, timeline, critical=[int(e) for e in g.event[tasks] if e >= 0], findings=drawn
+        )
     if as_json:
-        report = {
-            "source": str(traces),
-            "iteration_s": d.iteration_ns / 1e9,
-            "findings": [
-                {
-                    "kind": f.kind,
-                    "title": f.title,
-                    "detail": f.detail,
-                    "cost_s": f.cost_ns / 1e9,
-                    "share": f.cost_ns / d.iteration_ns,
-                    "evidence": [
-                        {
-                            "rank": e.rank,
-                            "name": e.name,
-                            "start_s": e.start_ns / 1e9,
-                            "seconds": e.duration_ns / 1e9,
-                        }
-                        for e in f.evidence
-                    ],
-                }
-                for f in d.findings
-            ],
-            "ranks": [
-                {
-                    "rank": u.rank,
-                    "iteration_s": u.length_ns / 1e9,
-                    "compute_s": u.compute_ns / 1e9,
-                    "communication_s": u.communication_ns / 1e9,
-                    "exposed_communication_s": u.exposed_ns / 1e9,
-                    "waiting_s": u.waiting_ns / 1e9,
-                    "idle_s": u.idle_ns / 1e9,
-                }
-                for u in d.uses
-            ],
-            "problems": problems,
-        }
         typer.echo(json.dumps(report, allow_nan=False))
-        return
+    else:
+        _show(report)
+
+
+def _show(report: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(f"[bold]{traces}[/bold]: {d.iteration_ns / 1e6:.2f} ms an iteration")
-    for f in d.findings:
-        cost = f"-{f.cost_ns / 1e6:.2f} ms ({f.cost_ns / d.iteration_ns:.1%})" if f.cost_ns else "remark"
-        console.print(f"\n[bold]{f.title}[/bold]  [red]{cost}[/red]", markup=True)
-        console.print(f"  {f.detail}", markup=False)
-    for p in problems:
-        console.print(f"[yellow]note[/yellow] {p}")
+    console.print(report["headline"], markup=False)
+    console.print(
+        f"{report['source']}: {report['measured_s'] * 1e3:.2f} ms an iteration, replayed "
+        f"{report['replayed_s'] * 1e3:.2f} ms",
+        markup=False,
+    )
+    for r in report["ranks"]:
+        console.print(f"\nrank {r['rank']}: {r['measured_s'] * 1e3:.2f} ms", markup=False)
+        small = 0.0
+        for p in r["parts"]:
+            if p["seconds"] < 0.005 * r["measured_s"]:
+                small += p["seconds"]
+                continue
+            what = f" ({p['what']})" if p["what"] else ""
+            console.print(f"  {p['seconds'] * 1e3:9.2f} ms  {p['in_words']}{what}", markup=False)
+        if small:
+            console.print(f"  {small * 1e3:9.2f} ms  other causes, below 0.5% each (--json has them)")
+    for f in report["findings"]:
+        cost = f"-{f['cost_s'] * 1e3:.2f} ms ({f['share']:.1%})" if f["cost_s"] else ""
+        seen = f"{f['measured_s'] * 1e3:.2f} ms measured" if f["measured_s"] else "remark"
+        console.print(f"\n{f['title']}: {cost or seen}", markup=False)
+        console.print(f"  {f['detail']}", markup=False)
+        for e in f["evidence"][:1]:
+            at = f"rank {e['rank']}, {e['start_s'] * 1e3:.3f} ms into the trace, {e['seconds'] * 1e3:.3f} ms long"
+            console.print(f"  See {at}: {e['name'][:80]}", markup=False)
+    for p in report["problems"]:
+        console.print(f"note: {p}", markup=False)

@@ -23,6 +23,9 @@ def optimize(
     ] = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan as JSON.")] = None,
     align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
+    force: Annotated[
+        bool, typer.Option(help="Optimize although the replay of this run is not to be believed.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What would make a traced run faster.
@@ -33,9 +36,11 @@ def optimize(
     from pase.files.quantities import parse_bytes
     from pase.replay.clocks import align as align_clocks
     from pase.replay.memory import memory_use
-    from pase.replay.model import estimate, measure
+    from pase.replay.model import measure
     from pase.replay.optimize import optimize_graph
-    from pase.replay.report import load_any, optimize_report
+    from pase.replay.report import load_any
+    from pase.replay.report_optimize import optimize_report
+    from pase.replay.trust import Run
 
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"--align {align}: there are ends, dpro and none")
@@ -43,16 +48,18 @@ def optimize(
         raise PaseError(f"--scheme {scheme}: there are ring and ps")
     if not 0 < budget < 1e6:
         raise PaseError(f"--budget {budget}: give a positive number of seconds")
-    m = measure(align_clocks(load_any(traces), align))
+    run = Run(measured=measure(align_clocks(load_any(traces), align)))
+    chosen = [p.strip() for p in passes.split(",") if p.strip()]
+    run.must_be_believed(f"{traces}: optimize", force)
     outcome = optimize_graph(
-        estimate(m, m.steady()),
+        run.graph,
         budget_s=budget,
-        passes=[p.strip() for p in passes.split(",") if p.strip()],
+        passes=chosen,
         scheme=scheme,
-        memory=memory_use(m),
+        memory=memory_use(run.measured),
         memory_limit_bytes=int(parse_bytes(memory_limit, "--memory-limit")) if memory_limit else None,
     )
-    report = optimize_report(str(traces), outcome, [str(p) for p in m.timeline.problems])
+    report = optimize_report(str(traces), run, outcome)
     if output is not None:
         output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     if as_json:
@@ -65,17 +72,18 @@ def _show(report: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    console.print(report["headline"], markup=False)
     console.print(
-        f"[bold]{report['source']}[/bold]: {report['before_s'] * 1e3:.2f} -> {report['after_s'] * 1e3:.2f} ms an "
+        f"[bold]{report['source']}[/bold]: measured {report['measured_s'] * 1e3:.2f} ms; "
+        f"{report['before_s'] * 1e3:.2f} -> {report['after_s'] * 1e3:.2f} ms an "
         f"iteration by replay (×{report['speedup']:.3f}); {report['evaluations']} replays in "
         f"{report['seconds']:.2f} s, {report['ended']}"
     )
     for s in report["steps"]:
-        if s["kept"]:
-            console.print(
-                f"  {s['pass']}: {s['what']}: {s['before_s'] * 1e3:.2f} -> {s['after_s'] * 1e3:.2f} ms",
-                markup=False,
-            )
+        console.print(
+            f"  {s['pass']}: {s['what']}: {s['before_s'] * 1e3:.2f} -> {s['after_s'] * 1e3:.2f} ms",
+            markup=False,
+        )
     console.print(f"  {report['rolled_back']} steps were tried and undone")
     for b in report["buckets"]:
         size = f", {b['bytes'] / 1e6:.1f} MB" if b["bytes"] is not None else ""

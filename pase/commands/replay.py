@@ -56,6 +56,9 @@ def replay(
     against: Annotated[
         Path | None, typer.Option(help="Traces of the same plan: compare a layout's timeline op by op.")
     ] = None,
+    force: Annotated[
+        bool, typer.Option(help="Predict --what-if although the replay of this run is not to be believed.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay traces of a run, or a layout, as one timeline."""
@@ -85,6 +88,7 @@ def replay(
             what_if or [], traces if planned is not None else layout, planned is not None, link or []
         ),
         wire_bytes_per_s=_rate(wire),
+        force=force,
     )
     _print(report, as_json, _summary)
 
@@ -151,51 +155,49 @@ def _summary(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    how = (
-        "each iteration predicted from the others"
-        if report["held_out"]
-        else "one iteration, replayed from itself"
+    console = Console(highlight=False)
+    console.print(report["headline"], markup=False)
+    console.print(
+        f"{report['source']}: {report['measured_s'] * 1e3:.2f} ms an iteration (±{report['spread']:.1%}), replayed "
+        f"{report['replayed_s'] * 1e3:.2f} ms; {report['unexplained']:.1%} of its critical path is unexplained",
+        markup=False,
     )
-    table = Table(title=f"{report['source']}: replay ({how})")
-    for column in ("rank", "measured ms", "replayed ms", "error", "clock offset", "compute", "exposed comm."):
-        table.add_column(column, justify="right")
+    table = Table(box=None, padding=(0, 1, 0, 0), title="milliseconds", title_justify="left")
+    for column in ("rank", "measured", "replayed", "held out", "clock", "compute", "exposed", "idle"):
+        table.add_column(column, justify="right", no_wrap=True)
     for r in report["ranks"]:
-        offset = f"{r['clock_offset_s'] * 1e3:+.3f} ms"
-        if r["clock_uncertainty_s"] is not None:
-            offset += f" ±{r['clock_uncertainty_s'] * 1e6:.1f} µs"
-        table.add_row(
-            str(r["rank"]),
-            f"{r['measured_s'] * 1e3:.2f}",
-            f"{r['replayed_s'] * 1e3:.2f}",
-            f"{r['error']:+.2%}",
-            offset,
-            f"{r['compute_s'] * 1e3:.2f} ms",
-            f"{r['exposed_communication_s'] * 1e3:.2f} ms",
-        )
+        offset = f"{r['clock_offset_s'] * 1e3:+.3f}"
+        if r["clock_uncertainty_s"]:
+            offset += f"±{r['clock_uncertainty_s'] * 1e6:.1f}µs"
+        times = [
+            f"{r[k] * 1e3:.2f}"
+            for k in ("measured_s", "replayed_s", "compute_s", "exposed_communication_s", "idle_s")
+        ]
+        error = f"{r['error']:+.2%}" if r["error"] is not None else "-"
+        table.add_row(str(r["rank"]), *times[:2], error, offset, *times[2:])
     console.print(table)
     for i in report["iterations"]:
-        note = "" if i["steady"] else "  (not steady, not used)"
-        replayed = (
-            f"{i['replayed_s'] * 1e3:.2f} ms ({i['error']:+.2%})" if i["replayed_s"] is not None else "-"
+        note = "" if i["steady"] else f"  left out: {i['why_not']}"
+        predicted = (
+            f", from the others {i['replayed_s'] * 1e3:.2f} ms ({i['error']:+.2%})" if i["replayed_s"] else ""
         )
         console.print(
-            f"iteration {i['iteration']}: {i['measured_s'] * 1e3:.2f} ms, replayed {replayed}{note}"
+            f"iteration {i['iteration']}: {i['measured_s'] * 1e3:.2f} ms{predicted}{note}", markup=False
         )
     for w in report["what_if"]:
         console.print(
-            f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})"
+            f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})",
+            markup=False,
         )
         if "control_s" in w:
             console.print(
                 f"  {w['messages']} messages for {w['tensors']} collectives; the run's own plan with durations from "
-                f"the same fitted curve: {w['control_s'] * 1e3:.2f} ms, with which the speedup compares",
-                highlight=False,
+                f"the same fitted curve: {w['control_s'] * 1e3:.2f} ms, with which the speedup compares"
             )
         if "note" in w:
-            console.print(f"  {w['note']}", highlight=False)
+            console.print(f"  {w['note']}", markup=False)
     for p in report["problems"]:
-        console.print(f"[yellow]note[/yellow] {p}", highlight=False)
+        console.print(f"note: {p}", markup=False)
 
 
 def _comparison(report: dict[str, Any]) -> None:

@@ -8,42 +8,16 @@ import numpy as np
 
 from pase.replay.graph import DataflowGraph
 from pase.replay.simulate import Replay, critical_path
-from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, Event, Group, Mark, Timeline, from_events
+from pase.replay.types import KINDS, Event, Group, Mark, Timeline, from_events
 
 __all__ = [
     "PathStep",
-    "RankUse",
     "merged",
     "overlap_ns",
     "path_steps",
-    "rank_uses",
     "to_timeline",
     "waits_ns",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankUse:
-    """Where a rank's iteration went, in ns. exposed: communication while no compute ran on the rank."""
-
-    rank: int
-    length_ns: float
-    compute_ns: float
-    communication_ns: float
-    exposed_ns: float
-    waiting_ns: float
-    """Part of communication spent waiting for a later rank."""
-    idle_ns: float
-    """No device op at all."""
-
-    @property
-    def utilisation(self) -> float:
-        return self.compute_ns / self.length_ns if self.length_ns else 0.0
-
-    @property
-    def overlapped(self) -> float:
-        """Share of communication hidden behind compute."""
-        return 1 - self.exposed_ns / self.communication_ns if self.communication_ns else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,39 +49,6 @@ def overlap_ns(a: np.ndarray, b: np.ndarray) -> float:
     """Length of the intersection of two unions of intervals."""
     both = merged(np.r_[a[:, 0], b[:, 0]], np.r_[a[:, 1], b[:, 1]])
     return _length(a) + _length(b) - _length(both)
-
-
-def rank_uses(g: DataflowGraph, r: Replay) -> list[RankUse]:
-    """One entry for each rank with device ops."""
-    from pase.replay.predict import rank_length_ns
-
-    out = []
-    rank = g.rank
-    device = np.isin(g.kind, GPU_KINDS)
-    wait = waits_ns(g, r)
-    for k in g.ranks:
-        mine = (rank == k) & device
-        if not mine.any():
-            continue
-        comm = mine & (g.kind == COLLECTIVE)
-        work = mine & ~comm
-        a = merged(r.start_ns[work], r.finish_ns[work])
-        b = merged(r.start_ns[comm], r.finish_ns[comm])
-        hidden = overlap_ns(a, b) if len(a) and len(b) else 0.0
-        length = rank_length_ns(g, r, k)
-        busy = _length(a) + _length(b) - hidden
-        out.append(
-            RankUse(
-                rank=k,
-                length_ns=length,
-                compute_ns=_length(a),
-                communication_ns=_length(b),
-                exposed_ns=_length(b) - hidden,
-                waiting_ns=float(wait[comm].sum()),
-                idle_ns=max(0.0, length - busy),
-            )
-        )
-    return out
 
 
 def waits_ns(g: DataflowGraph, r: Replay) -> np.ndarray:
@@ -161,14 +102,11 @@ def to_timeline(g: DataflowGraph, r: Replay) -> Timeline:
                 iteration=0,
             )
         )
-    from pase.replay.predict import rank_lengths_ns
-
     marks = []
-    for rank, ns in rank_lengths_ns(g, r).items():
-        first = g.root.get(rank)
-        mine = (g.rank == rank) & np.isin(g.kind, GPU_KINDS)
-        begin = r.start_ns[first] if first is not None else (r.start_ns[mine].min() if mine.any() else 0.0)
-        marks.append(
-            Mark(rank=rank, iteration=0, start_ns=round(float(begin)), end_ns=round(float(begin) + ns))
-        )
+    for rank in g.ranks:
+        mine = np.flatnonzero(g.rank == rank)
+        if len(mine):
+            first = g.root.get(rank, int(mine[np.argmin(r.start_ns[mine])]))
+            begin, end = float(r.start_ns[first]), float(r.finish_ns[mine].max())
+            marks.append(Mark(rank=rank, iteration=0, start_ns=round(begin), end_ns=round(end)))
     return from_events(events, groups=tuple(Group(name=n) for n in groups.values()), marks=tuple(marks))

@@ -15,7 +15,7 @@ import numpy as np
 
 from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.simulate import Replay
-from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS
+from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
 from pase.replay.whatif import split_cost
 
 __all__ = ["FUSIBLE", "Coarse", "Tensor", "coarsen"]
@@ -25,10 +25,13 @@ FUSIBLE = re.compile(
     r"|add|mul|relu|gelu|silu|softmax|norm|cast|convert|where|compare|scale|bias",
     re.IGNORECASE,
 )
-"""Device ops that a compiler fuses with their neighbours; matrix products, convolutions and attention stay."""
-_NOT_FUSIBLE = re.compile(
+"""Light device ops: what recomputation runs again and what may wait behind a message; fusion takes fewer."""
+_HEAVY = re.compile(
     r"gemm|conv\w*_|cutlass|cudnn|wgrad|dgrad|flash|attention|sort|nccl|custom-call", re.IGNORECASE
 )
+"""Matrix products, convolutions and attention stay as they are."""
+_COPY = re.compile(r"copy|CatArray", re.IGNORECASE)
+"""Copies are light, and compute nothing that could be fused."""
 
 _E = {k: i for i, k in enumerate(EDGES)}
 
@@ -95,8 +98,9 @@ def coarsen(g: DataflowGraph, r: Replay) -> Coarse:
     """The coarsened view of every rank; tensors of different ranks are joined by their order on the rank."""
     n = len(g)
     gpu = np.isin(g.kind, GPU_KINDS)
-    names_ok = np.array([bool(FUSIBLE.search(x)) and not _NOT_FUSIBLE.search(x) for x in g.names])
-    fusible = names_ok[g.name] & gpu & (g.kind != COLLECTIVE)
+    light = np.array([bool(FUSIBLE.search(x)) and not _HEAVY.search(x) for x in g.names])[g.name] & gpu
+    copies = np.array([bool(_COPY.search(x)) for x in g.names])[g.name]
+    fusible = light & ~copies & (g.kind == KINDS.index("kernel"))
     next_op = np.full(n, -1, dtype=np.int64)
     stream = g.edge_kind == _E["stream"]
     next_op[g.src[stream]] = g.dst[stream]
@@ -117,7 +121,7 @@ def coarsen(g: DataflowGraph, r: Replay) -> Coarse:
         into.setdefault(b, []).append(a)
         out.setdefault(a, []).append(b)
     signature = g.name.astype(np.int64) * 64 + np.log2(np.maximum(g.duration_ns, 1.0)).astype(np.int64)
-    heavy = gpu & ~fusible & (g.kind != COLLECTIVE)
+    heavy = gpu & ~light & (g.kind != COLLECTIVE)
     heavy &= ~np.array(["Memcpy" in x or "Memset" in x for x in g.names])[g.name]
     tensors = []
     for k, tasks in enumerate(_by_order(g, r)):

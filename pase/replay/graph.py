@@ -9,7 +9,7 @@ import numpy as np
 
 from pase.errors import PaseError
 
-__all__ = ["EDGES", "DataflowGraph", "Device", "build_graph", "csr"]
+__all__ = ["EDGES", "Carried", "DataflowGraph", "Device", "build_graph", "csr", "twins"]
 
 EDGES = ("program", "launch", "stream", "wait", "sync", "handoff", "depth", "data")
 """Why an edge is there: CPU program order; launch of a device op; order on a stream; a stream waiting for
@@ -25,6 +25,21 @@ class Device:
     name: str
     kind: str
     """"thread", "stream" or "link"."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Carried:
+    """Edges from tasks of one iteration to tasks of the next, as columns. kind: an index in EDGES."""
+
+    src: np.ndarray
+    dst: np.ndarray
+    lag_ns: np.ndarray
+    kind: np.ndarray
+
+
+def _nothing_carried() -> Carried:
+    none = np.zeros(0, dtype=np.int64)
+    return Carried(src=none, dst=none, lag_ns=np.zeros(0), kind=none.astype(np.uint8))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,6 +78,8 @@ class DataflowGraph:
     """rank → task whose end ends it, likewise."""
     gangs: int = 0
     """How many collectives are shared by ranks of the graph."""
+    carried: Carried = field(default_factory=_nothing_carried)
+    """What tasks wait for in the iteration before; counts where iterations are replayed in a row."""
 
     def __len__(self) -> int:
         return len(self.device)
@@ -138,3 +155,17 @@ def csr(g: DataflowGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ptr = np.zeros(n + 1, dtype=np.int64)
     np.cumsum(np.bincount(g.src, minlength=n), out=ptr[1:])
     return ptr, g.dst[order], g.lag_ns[order]
+
+
+def twins(g: DataflowGraph) -> dict[object, dict[int, int]]:
+    """Tasks that are the same but for their rank: rank → task.
+
+    A task's key holds its rank before its names, and a count at the end.
+    """
+    out: dict[object, dict[int, int]] = {}
+    rank = g.rank.tolist()
+    for i, key in enumerate(g.key):
+        if isinstance(key, tuple):
+            place = next((j for j, x in enumerate(key) if x == rank[i] and isinstance(x, int)), len(key))
+            out.setdefault((*key[:place], *key[place + 1 :]), {})[rank[i]] = i
+    return out

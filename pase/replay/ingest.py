@@ -161,14 +161,42 @@ def _missing(t: Timeline) -> list[Problem]:
         out.append(Problem(where="ranks", what=what))
     gpu = np.isin(t["kind"], GPU_KINDS) & (t["correlation"] >= 0)
     rank = t.rank_of
+    graphs = np.array(["GraphLaunch" in n for n in t.names], dtype=bool)[t["name"]]
     for r in t.ranks:
         ids = t["correlation"][gpu & (rank == r)]
+        ids = ids[~np.isin(ids, t["correlation"][graphs & (rank == r)])]
         twice = len(ids) - len(np.unique(ids))
         if twice:
             out.append(
                 Problem(where=f"rank {r}", what=f"{twice} correlation ids stand on more than one device op")
             )
     return out
+
+
+def launch_of(t: Timeline, calls: np.ndarray, ops: np.ndarray) -> np.ndarray:
+    """The call that launched each op, −1 for none: of the calls with its correlation id the last before it.
+
+    Ids come again in long runs, and one call may launch many ops (CUDA graphs). An op that begins before its call, by a
+    clock that is off, takes the first.
+    """
+    both = np.concatenate([calls, ops])
+    is_call = np.arange(len(both)) < len(calls)
+    order = np.lexsort((~is_call, t["start_ns"][both], t["correlation"][both]))
+    place = np.where(is_call[order], np.arange(len(order)), -1)
+    before = np.maximum.accumulate(place) if len(place) else place
+    after = (
+        np.minimum.accumulate(np.where(place >= 0, place, len(order))[::-1])[::-1] if len(place) else place
+    )
+    correlation = t["correlation"][both][order]
+
+    def same(spot: np.ndarray) -> np.ndarray:
+        known = (spot >= 0) & (spot < len(order))
+        return known & (correlation[np.clip(spot, 0, len(order) - 1)] == correlation)
+
+    spot = np.where(same(before), before, np.where(same(after), after, -1))
+    out = np.full(len(both), -1, dtype=np.int64)
+    out[order] = np.where(spot >= 0, both[order][np.maximum(spot, 0)], -1)
+    return out[len(calls) :]
 
 
 def _label_iterations(t: Timeline) -> Timeline:
@@ -208,12 +236,8 @@ def _label_iterations(t: Timeline) -> Timeline:
         # Device ops follow their launch.
         calls = np.flatnonzero(here & launch & (t["correlation"] >= 0))
         ops = np.flatnonzero(here & gpu & (t["correlation"] >= 0))
-        if len(calls) and len(ops):
-            order = calls[np.argsort(t["correlation"][calls], kind="stable")]
-            keys = t["correlation"][order]
-            spot = np.clip(np.searchsorted(keys, t["correlation"][ops]), 0, len(keys) - 1)
-            found = keys[spot] == t["correlation"][ops]
-            iteration[ops[found]] = iteration[order[spot[found]]]
+        call = launch_of(t, calls, ops)
+        iteration[ops[call >= 0]] = iteration[call[call >= 0]]
     return replace(
         t,
         columns={**t.columns, "iteration": iteration},

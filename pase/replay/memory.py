@@ -11,8 +11,8 @@ from pase.replay.coarse import FUSIBLE
 from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.model import Measured
 from pase.replay.simulate import replay_graph
+from pase.replay.steady import evaluate
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
-from pase.replay.whatif import evaluate
 
 __all__ = ["MemoryOption", "MemoryUse", "memory_options", "memory_use"]
 

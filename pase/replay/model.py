@@ -6,24 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from pase.errors import PaseError
-from pase.replay.graph import EDGES, DataflowGraph, Device
+from pase.replay.graph import Carried, DataflowGraph, Device
+from pase.replay.iterations import Iteration, iterations, warm_up
 from pase.replay.matching import Match, match_collectives
 from pase.replay.program import Program, extract
-from pase.replay.types import COLLECTIVE, GPU_KINDS, Timeline
+from pase.replay.times import RankTimes, rank_times
+from pase.replay.types import COLLECTIVE, Timeline
 
 __all__ = ["Measured", "estimate", "measure"]
-
-_E = {k: i for i, k in enumerate(EDGES)}
-_STEADY = 1.05
-"""An iteration longer than this times the median of the shorter two thirds, and past their noise, is not steady."""
-
-_INTO_OP = (_E["launch"], _E["stream"], _E["wait"])
-_DEFAULT_LAG_NS = {_E["launch"]: 8_000.0, _E["stream"]: 1_000.0, _E["wait"]: 4_000.0}
-"""Seen on V100 and A100 traces; used only where a trace shows no instance."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,35 +32,61 @@ class Measured:
     """Event → key of the collective that at least two traced ranks share."""
     wait_ns: dict[int, float]
     """Shared collective's event → how long its rank waited for the latest one."""
-    measured_ns: dict[tuple[int, int], float]
-    """(rank, iteration) → measured length."""
+    iteration_of: dict[tuple[int, int], Iteration]
+    """(rank, number) → when that iteration began and ended, and whether its length is a measurement."""
     start_ns: dict[tuple[int, int], float]
-    """(rank, iteration) → start on the common clock."""
+    """(rank, iteration) → start of its step on the common clock."""
+
+    @cached_property
+    def measured_ns(self) -> dict[tuple[int, int], float]:
+        """(rank, iteration) → measured length."""
+        return {k: x.length_ns for k, x in self.iteration_of.items()}
+
+    @cached_property
+    def left_out(self) -> dict[int, str]:
+        """Iteration → why it is no measurement of the steady run."""
+        return warm_up(self.iteration_of)
 
     def iterations(self) -> list[int]:
-        """Iterations that every rank has whole, in order."""
+        """Iterations that every rank has, in order."""
         ranks = {r for r, _ in self.programs}
         count = Counter(i for _, i in self.programs)
         return sorted(i for i, n in count.items() if n == len(ranks))
 
     def steady(self) -> list[int]:
-        """Iterations without those that are far longer than usual: warm-up, checkpoints, compiling."""
-        every = self.iterations()
-        if len(every) < 3:
-            return every
-        length = np.array([max(v for (_, i), v in self.measured_ns.items() if i == k) for k in every])
-        short = np.sort(length)[: max(3, (2 * len(length) + 2) // 3)]
-        middle = float(np.median(short))
-        noise = 1.4826 * float(np.median(np.abs(short - middle)))
-        limit = middle + max((_STEADY - 1) * middle, 3 * noise)
-        keep = [k for k, v in zip(every, length, strict=True) if v <= limit]
-        return keep if len(keep) >= 2 else every
+        """Iterations that are measurements of the steady run: without warm-up, checkpoints, compiling, cut ones."""
+        return [i for i in self.iterations() if i not in self.left_out]
 
 
 def measure(t: Timeline) -> Measured:
     """Take an aligned timeline apart. PaseError where no rank has a whole iteration with device ops."""
     matches, _ = match_collectives(t)
     shared = [m for m in matches if len(m.members) > 1]
+    wait, gang = _waits(t, shared)
+    of = iterations(t)
+    programs: dict[tuple[int, int], Program] = {}
+    begins: dict[tuple[int, int], float] = {}
+    for mark in sorted(t.marks, key=lambda m: (m.rank, m.start_ns)):
+        at = (mark.rank, mark.iteration)
+        if at not in of or at in programs:
+            continue
+        programs[at] = extract(t, mark, programs.get((mark.rank, mark.iteration - 1)))
+        begins[at] = float(t.clock(mark.rank).to_global(np.array([mark.start_ns]))[0])
+    if not programs:
+        raise PaseError("no rank has a whole iteration with device ops, so there is nothing to replay")
+    return Measured(
+        timeline=t,
+        programs=programs,
+        matches=shared,
+        gang_of_event=gang,
+        wait_ns=wait,
+        iteration_of=of,
+        start_ns=begins,
+    )
+
+
+def _waits(t: Timeline, shared: list[Match]) -> tuple[dict[int, float], dict[int, tuple[object, ...]]]:
+    """Of the events of shared collectives: how long each waited for the latest member, and which collective it is."""
     start, end = t.to_global(t["start_ns"]), t.to_global(t.end_ns)
     wait: dict[int, float] = {}
     gang: dict[int, tuple[object, ...]] = {}
@@ -76,33 +97,7 @@ def measure(t: Timeline) -> Measured:
             gang[e] = m.key
             # A member cannot begin to work before the latest has come, nor after its own end.
             wait[e] = min(latest, float(end[e])) - float(start[e])
-    programs: dict[tuple[int, int], Program] = {}
-    measured: dict[tuple[int, int], float] = {}
-    begins: dict[tuple[int, int], float] = {}
-    gpu = np.isin(t["kind"], GPU_KINDS)
-    has_ops = {(int(r), int(i)) for r, i in zip(t.rank_of[gpu], t["iteration"][gpu], strict=True)}
-    for mark in t.marks:
-        at = (mark.rank, mark.iteration)
-        if not mark.complete or at in programs or at not in has_ops:
-            continue
-        p = programs[at] = extract(t, mark)
-        measured[at] = float(mark.end_ns - mark.start_ns)
-        if p.root < 0 or p.tail < 0:
-            # No thread shows where the step begins and ends: it is as long as its device is at work.
-            ops = [i for i, d in enumerate(p.device) if d[1] == "stream"]
-            measured[at] = float(max(p.end[i] for i in ops) - min(p.start[i] for i in ops))
-        begins[at] = float(t.clock(mark.rank).to_global(np.array([mark.start_ns]))[0])
-    if not programs:
-        raise PaseError("no rank has a whole iteration with device ops, so there is nothing to replay")
-    return Measured(
-        timeline=t,
-        programs=programs,
-        matches=shared,
-        gang_of_event=gang,
-        wait_ns=wait,
-        measured_ns=measured,
-        start_ns=begins,
-    )
+    return wait, gang
 
 
 def estimate(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> DataflowGraph:
@@ -122,173 +117,11 @@ def estimate(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None
             "runs, give one run's folder, or one file"
         )
     ranks = sorted({r for r, _ in m.programs}) if ranks is None else sorted(ranks)
-    parts = [_rank_graph(m, r, chosen) for r in ranks]
+    parts = [rank_times(m.programs, m.wait_ns, m.measured_ns, r, chosen) for r in ranks]
     return _join(m, parts, chosen, ranks)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Part:
-    template: Program
-    duration: np.ndarray
-    src: np.ndarray
-    dst: np.ndarray
-    lag: np.ndarray
-    kind: np.ndarray
-    release: np.ndarray
-    free: dict[str, float]
-
-
-def _rank_graph(m: Measured, rank: int, chosen: list[int]) -> _Part:
-    programs = [m.programs[(rank, i)] for i in chosen if (rank, i) in m.programs]
-    if not programs:
-        raise PaseError(f"rank {rank} has none of the iterations {chosen}")
-    sets = [hash(frozenset(p.keys)) for p in programs]
-    common = Counter(sets).most_common(1)[0][0]
-    candidates = [p for p, s in zip(programs, sets, strict=True) if s == common]
-    template = sorted(candidates, key=lambda p: m.measured_ns[(rank, p.iteration)])[
-        (len(candidates) - 1) // 2
-    ]
-    row = {k: i for i, k in enumerate(template.keys)}
-    n = len(row)
-    start = np.full((len(programs), n), np.nan)
-    end = np.full((len(programs), n), np.nan)
-    own = np.full((len(programs), n), np.nan)
-    for k, p in enumerate(programs):
-        spot = [(row[key], i) for i, key in enumerate(p.keys) if key in row]
-        to, of = np.array(spot, dtype=np.int64).reshape(-1, 2).T
-        s, e = np.array(p.start, dtype=float), np.array(p.end, dtype=float)
-        work = e - s
-        for call, op in p.blocked.items():
-            work[call] = e[call] - max(e[op], s[call])
-        for i, event in enumerate(p.event):
-            if event in m.wait_ns:
-                work[i] -= m.wait_ns[event]
-        start[k, to], end[k, to], own[k, to] = s[of], e[of], work[of]
-    duration = np.maximum(_median(own), 0.0)
-    src, dst, kind = _checked_edges(template, start, end)
-    lag = _lags(template, start, end, src, dst, kind)
-    duration = _match_sums(template, duration, own)
-    has_pred = np.zeros(n, dtype=bool)
-    has_pred[dst] = True
-    release = np.where(has_pred, -np.inf, np.maximum(_median(start), 0.0))
-    streams = {d for d, k in template.device if k == "stream"}
-    free = {d: float(np.median([p.busy_until.get(d, 0) for p in programs])) for d in streams}
-    return _Part(
-        template=template, duration=duration, src=src, dst=dst, lag=lag, kind=kind, release=release, free=free
-    )
-
-
-def _median(x: np.ndarray) -> np.ndarray:
-    """Median of each column over its finite entries; every column has one."""
-    if len(x) == 1:
-        return x[0]
-    ordered = np.sort(x, axis=0)
-    count = np.isfinite(x).sum(axis=0)
-    at = np.arange(x.shape[1])
-    return 0.5 * (ordered[(count - 1) // 2, at] + ordered[count // 2, at])
-
-
-def _match_sums(p: Program, duration: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Scale the work of each thread and stream so that its sum is the median of the measured sums.
-
-    Noise is skewed: a sum of medians lies below the median of sums, by percents on a launch-bound thread.
-    """
-    whole = np.isfinite(own).all(axis=0)
-    device = _numbered(p.device)
-    out = duration.copy()
-    for d in np.unique(device):
-        mine = whole & (device == d)
-        total = float(duration[mine].sum())
-        if total > 0 and len(own) > 1:
-            target = float(np.median(np.maximum(own[:, mine], 0.0).sum(axis=1)))
-            out[device == d] *= min(max(target / total, 0.8), 1.25)
-    return out
-
-
-def _numbered(things: list[tuple[str, str]]) -> np.ndarray:
-    """A number for each thing, equal for equal ones."""
-    numbers: dict[tuple[str, str], int] = {}
-    return np.array([numbers.setdefault(x, len(numbers)) for x in things])
-
-
-def _checked_edges(
-    p: Program, start: np.ndarray, end: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The template's edges, without inferred waits that any measured iteration contradicts."""
-    src = np.array([a for a, _ in p.edges], dtype=np.int64)
-    dst = np.array([b for _, b in p.edges], dtype=np.int64)
-    kind = np.array(list(p.edges.values()), dtype=np.uint8)
-    inferred = np.isin(kind, (_E["wait"], _E["depth"], _E["sync"]))
-    late = np.where(kind == _E["wait"], start[:, dst], end[:, dst]) - end[:, src]
-    broken = inferred & np.nan_to_num(late < -1000.0, nan=False).any(axis=0)
-    return src[~broken], dst[~broken], kind[~broken]
-
-
-def _lags(
-    p: Program, start: np.ndarray, end: np.ndarray, src: np.ndarray, dst: np.ndarray, kind: np.ndarray
-) -> np.ndarray:
-    """Lag of each edge. An op's start is explained by the one edge that bound it; only that one is a sample.
-
-    launch: from the begin of the call to the start of the op on an idle stream. stream: the gap between two
-    ops back to back. wait: the cost of an event. An edge that never bound gets the typical lag of its kind,
-    but no more than it was seen to leave. An iteration that lacks one of an op's predecessors (an op that ran on
-    another lane there) cannot tell which edge bound it, and is no sample.
-    """
-    delay = start[:, dst] - end[:, src]
-    into = np.isin(kind, _INTO_OP)
-    lag = np.zeros(len(src))
-    other = ~into & (kind == _E["handoff"])
-    if other.any():
-        lag[other] = np.maximum(_median(delay[:, other]), 0.0)
-    if not into.any():
-        return lag
-    stream = _numbered(p.device)[dst]
-    typical = np.zeros(len(src))
-    for k in _INTO_OP:
-        these = into & (kind == k)
-        # What no stream shows by itself is taken from all streams, and what none shows, from experience.
-        overall = _typical(delay, these, into, dst)
-        overall = _DEFAULT_LAG_NS[k] if overall is None else overall
-        for s in np.unique(stream[these]):
-            mine = these & (stream == s)
-            own = _typical(delay, mine, into & (stream == s), dst)
-            typical[mine] = overall if own is None else own
-    # The binding edge of each op and iteration: the one that predicts the latest start.
-    predicted = np.where(into, end[:, src] + typical, -np.inf)
-    predicted = np.where(np.isfinite(predicted), predicted, -np.inf)
-    bound = np.full((len(start), start.shape[1]), -np.inf)
-    for k in range(len(start)):
-        np.maximum.at(bound[k], dst, predicted[k])
-    lacking = np.zeros(start.shape, dtype=bool)
-    for k in range(len(start)):
-        np.logical_or.at(lacking[k], dst, into & ~np.isfinite(delay[k]))
-    binding = into & ~lacking[:, dst] & (predicted >= bound[:, dst]) & np.isfinite(predicted)
-    sample = np.where(binding, np.maximum(delay, 0.0), np.nan)
-    seen = binding.any(axis=0)
-    at_most = np.where(np.isfinite(delay), np.maximum(delay, 0.0), np.inf).min(axis=0)
-    lag = np.where(into, np.minimum(typical, at_most), lag)
-    if seen.any():
-        lag[seen] = _median(sample[:, seen])
-    return lag
-
-
-def _typical(delay: np.ndarray, these: np.ndarray, group: np.ndarray, dst: np.ndarray) -> float | None:
-    """Median delay of the edges ``these`` where they were the last to be satisfied; None where they never were.
-
-    Delays past a millisecond are waits for something that the trace does not show.
-    """
-    if not these.any():
-        return None
-    nearest = np.full((len(delay), int(dst.max()) + 1), np.inf)
-    for k in range(len(delay)):
-        np.minimum.at(nearest[k], dst[group], np.nan_to_num(delay[k, group], nan=np.inf))
-    mine = delay[:, these]
-    last = np.isfinite(mine) & (mine <= nearest[:, dst[these]])
-    values = np.maximum(mine[last & (mine < 1e6)], 0.0)
-    return float(np.median(values)) if len(values) else None
-
-
-def _join(m: Measured, parts: list[_Part], chosen: list[int], ranks: list[int]) -> DataflowGraph:
+def _join(m: Measured, parts: list[RankTimes], chosen: list[int], ranks: list[int]) -> DataflowGraph:
     names: dict[str, int] = {}
     devices: list[Device] = []
     gangs: dict[tuple[object, ...], int] = {}
@@ -298,7 +131,7 @@ def _join(m: Measured, parts: list[_Part], chosen: list[int], ranks: list[int]) 
     }
     free: list[float] = []
     keys: list[object] = []
-    edges: dict[str, list[np.ndarray]] = {k: [] for k in ("src", "dst", "lag", "kind")}
+    edges: dict[str, list[np.ndarray]] = {k: [] for k in ("src", "dst", "lag", "kind", "carried")}
     root: dict[int, int] = {}
     tail: dict[int, int] = {}
     t = m.timeline
@@ -329,14 +162,17 @@ def _join(m: Measured, parts: list[_Part], chosen: list[int], ranks: list[int]) 
         columns["device"].append(np.array([local[d] for d in p.template.device], dtype=np.int64))
         columns["event"].append(np.array(p.template.event, dtype=np.int64))
         columns["release"].append(np.where(np.isfinite(p.release), p.release + skew[r], 0.0))
-        for k, v in (("src", p.src + base), ("dst", p.dst + base), ("lag", p.lag), ("kind", p.kind)):
+        own = p.edges
+        for k, v in (("src", own.src + base), ("dst", own.dst + base), ("lag", p.lag), ("kind", own.kind)):
             edges[k].append(v)
+        edges["carried"].append(own.carried)
         if p.template.root >= 0:
             root[r] = base + p.template.root
         if p.template.tail >= 0:
             tail[r] = base + p.template.tail
         keys.extend(p.template.keys)
         base += n
+    src, dst, lag, kind, carried = (np.concatenate(edges[k]) for k in edges)
     event = np.concatenate(columns["event"])
     known = event >= 0
     nbytes = np.where(known, t["nbytes"][event], -1)
@@ -348,10 +184,11 @@ def _join(m: Measured, parts: list[_Part], chosen: list[int], ranks: list[int]) 
         kind=np.concatenate(columns["kind"]),
         device=np.concatenate(columns["device"]),
         duration_ns=np.concatenate([p.duration for p in parts]),
-        src=np.concatenate(edges["src"]),
-        dst=np.concatenate(edges["dst"]),
-        lag_ns=np.concatenate(edges["lag"]),
-        edge_kind=np.concatenate(edges["kind"]),
+        src=src[~carried],
+        dst=dst[~carried],
+        lag_ns=lag[~carried],
+        edge_kind=kind[~carried],
+        carried=Carried(src=src[carried], dst=dst[carried], lag_ns=lag[carried], kind=kind[carried]),
         gang=np.concatenate(columns["gang"]),
         priority=np.zeros(base, dtype=np.int64),
         release_ns=np.concatenate(columns["release"]),

@@ -15,7 +15,7 @@ from pase.replay.graph import DataflowGraph
 from pase.replay.memory import MemoryOption, MemoryUse, memory_options
 from pase.replay.passes import PASSES, Network, Plan, View, apply_plan
 from pase.replay.simulate import critical_path, replay_graph, subgraph
-from pase.replay.whatif import evaluate
+from pase.replay.steady import evaluate
 
 __all__ = ["Outcome", "Step", "optimize_graph", "representative"]
 
@@ -26,18 +26,24 @@ _BETTER = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One change that was tried. Times of the steady iteration in ns, by replay."""
+    """One change that was tried. Times of the steady iteration in ns, by replay: of the representative rank while the
+    search goes on, of all ranks in an ``Outcome``."""
 
     name: str
     what: str
     before_ns: float
     after_ns: float
     kept: bool
+    plan: Plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What the search found; before and after are replays of the whole graph, all ranks."""
+    """What the search found, by replays of the whole graph, all ranks.
+
+    The first step begins at before_ns, each other one where the one before it ended, the last ends at after_ns; all of
+    them are in ``graph``.
+    """
 
     before_ns: float
     after_ns: float
@@ -45,6 +51,8 @@ class Outcome:
     coarse: Coarse
     graph: DataflowGraph
     steps: tuple[Step, ...]
+    undone: int
+    """Steps that were tried and did not help."""
     evaluations: int
     seconds: float
     ended: str
@@ -91,29 +99,45 @@ def optimize_graph(
     search.start(chosen)
     ended = search.climb(chosen)
     coarse = coarsen(g, replay_graph(g))
-    plan, after = search.plan, before
-    if plan != Plan():
-        plan = _for_all_ranks(search, g, coarse)
-        try:
-            after = max(evaluate(apply_plan(g, coarse, plan)).values())
-        except PaseError:
-            after = math.inf
-        if after >= before:
-            # What helps the slowest rank may hurt the whole; then nothing is better.
-            plan, after = Plan(), before
+    steps = _on_all_ranks(search, g, coarse, before)
+    plan = steps[-1].plan if steps else Plan()
     return Outcome(
         before_ns=before,
-        after_ns=after,
+        after_ns=steps[-1].after_ns if steps else before,
         plan=plan,
         coarse=coarse,
         graph=apply_plan(g, coarse, plan),
-        steps=tuple(search.steps),
+        steps=tuple(steps),
+        undone=sum(not s.kept for s in search.steps),
         evaluations=search.evaluations,
         seconds=time.perf_counter() - begun,
         ended=ended,
         memory=option,
         memory_options=tuple(options),
     )
+
+
+def _on_all_ranks(search: _Search, g: DataflowGraph, coarse: Coarse, before: float) -> list[Step]:
+    """The search's steps on the whole graph: of those of one pass in a row, one; what helps one rank may hurt all,
+    and is then taken only with later ones that make up for it."""
+    out: list[Step] = []
+    pending: list[str] = []
+    best = before
+    kept = [s for s in search.steps if s.kept]
+    for k, s in enumerate(kept):
+        pending.append(s.what)
+        if k + 1 < len(kept) and kept[k + 1].name == s.name:
+            continue
+        plan = _for_all_ranks(search, s.plan, g, coarse)
+        try:
+            ns = max(evaluate(apply_plan(g, coarse, plan)).values())
+        except PaseError:  # on another rank the change closes a circle
+            continue
+        if ns < best * (1 - _BETTER):
+            what = pending[0] if len(pending) == 1 else f"{len(pending)} changes, the last: {pending[-1]}"
+            out.append(Step(name=s.name, what=what, before_ns=best, after_ns=ns, kept=True, plan=plan))
+            best, pending = ns, []
+    return out
 
 
 def _fit_memory(
@@ -169,7 +193,7 @@ class _Search:
             # The change closes a circle: a fused run would wait for a tensor that waits for the run.
             ns = math.inf
         kept = ns < self.best * (1 - _BETTER)
-        self.steps.append(Step(name=name, what=what, before_ns=self.best, after_ns=ns, kept=kept))
+        self.steps.append(Step(name=name, what=what, before_ns=self.best, after_ns=ns, kept=kept, plan=plan))
         if kept:
             self.plan, self.best = plan, ns
         return kept
@@ -255,16 +279,15 @@ def _union(a: Plan, b: Plan) -> Plan:
     )
 
 
-def _for_all_ranks(search: _Search, g: DataflowGraph, coarse: Coarse) -> Plan:
+def _for_all_ranks(search: _Search, plan: Plan, g: DataflowGraph, coarse: Coarse) -> Plan:
     """The representative's plan on every rank: tensors have the same numbers, runs the same places."""
     if len(g.ranks) < 2:
-        return search.plan
+        return plan
+    base = plan
     if len(coarse.tensors) != len(search.coarse.tensors):
         # Ranks disagree on their collectives: op fusion alone carries over.
-        base = replace(search.plan, bucket=(), parts=())
-    else:
-        base = search.plan
-    wanted = {tuple(search.graph.key[i] for i in run) for run in search.plan.runs}
+        base = replace(plan, bucket=(), parts=())
+    wanted = {tuple(search.graph.key[i] for i in run) for run in plan.runs}
     place: dict[object, dict[int, int]] = {}
     for i, key in enumerate(g.key):
         place.setdefault(_strip(key), {})[int(g.rank[i])] = i

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
+from typing import Any
 
 import numpy as np
 
-from pase.replay.analyse import path_steps
 from pase.replay.diagnose import Diagnosis
+from pase.replay.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
 
 __all__ = ["diagnosis_page"]
@@ -21,46 +22,54 @@ _COLOURS = {"compute": "#4c78a8", "communication": "#f58518", "host": "#b5b5b5",
 _MOST = 6000
 
 
-def diagnosis_page(d: Diagnosis, source: str, problems: list[str]) -> str:
-    """The page as text."""
+def diagnosis_page(d: Diagnosis, report: dict[str, Any]) -> str:
+    """The page as text. report: what ``report_diagnose`` says of the diagnosis."""
+    source = html.escape(report["source"])
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
-        f"<title>Diagnosis of {html.escape(source)}</title><style>{_STYLE}</style>",
-        f"<h1>Why {html.escape(source)} takes {d.iteration_ns / 1e6:.2f} ms an iteration</h1>",
-        "<p>Each cost is the replayed iteration minus the replay without the cause; costs overlap.</p>",
+        f"<title>Diagnosis of {source}</title><style>{_STYLE}</style>",
+        f"<h1>Why {source} takes {report['measured_s'] * 1e3:.2f} ms an iteration</h1>",
+        f"<p>{html.escape(report['headline'])}</p>",
+        f"<p>Replayed it takes {report['replayed_s'] * 1e3:.2f} ms. Each cost is that minus the replay without the "
+        "cause; costs overlap. Times of evidence count from the beginning of the trace.</p>",
     ]
-    for f in d.findings:
-        cost = f"−{f.cost_ns / 1e6:.2f} ms ({f.cost_ns / d.iteration_ns:.1%})" if f.cost_ns else "remark"
-        seen = "; ".join(
-            f"rank {e.rank}: {html.escape(e.name[:90])} at {e.start_ns / 1e6:.3f} ms for {e.duration_ns / 1e3:.1f} µs"
-            for e in f.evidence
+    for f in report["findings"]:
+        seen = f"{f['measured_s'] * 1e3:.2f} ms measured" if f["measured_s"] else "remark"
+        cost = f"−{f['cost_s'] * 1e3:.2f} ms ({f['share']:.1%})" if f["cost_s"] else seen
+        where = "; ".join(
+            f"rank {e['rank']}: {html.escape(e['name'][:90])} at {e['start_s'] * 1e3:.3f} ms for "
+            f"{e['seconds'] * 1e6:.1f} µs"
+            for e in f["evidence"]
         )
         parts.append(
-            f"<div class='f{'' if f.cost_ns else ' r'}'><span class=c>{cost}</span><h3>{html.escape(f.title)}</h3>"
-            f"<p>{html.escape(f.detail)}</p>"
-            + (f"<p class=e>Evidence: {seen}</p>" if seen else "")
+            f"<div class='f{'' if f['cost_s'] else ' r'}'><span class=c>{cost}</span><h3>{html.escape(f['title'])}</h3>"
+            f"<p>{html.escape(f['detail'])}</p>"
+            + (f"<p class=e>Evidence: {where}</p>" if where else "")
             + "</div>"
         )
-    parts.append(
-        "<h2>Where the time goes</h2><table><tr><th>rank<th>iteration ms<th>compute<th>communication"
-    )
-    parts.append("<th>exposed<th>waiting for others<th>idle</tr>")
-    for u in d.uses:
-        cells = (u.length_ns, u.compute_ns, u.communication_ns, u.exposed_ns, u.waiting_ns, u.idle_ns)
-        parts.append(f"<tr><td>{u.rank}" + "".join(f"<td>{x / 1e6:.2f}" for x in cells) + "</tr>")
-    parts.append("</table><h2>The replayed iteration</h2>")
+    parts.append("<h2>Where the time goes</h2>")
+    for r in report["ranks"]:
+        parts.append(f"<h3>Rank {r['rank']}: {r['measured_s'] * 1e3:.3f} ms</h3><table>")
+        for p in r["parts"]:
+            words = p["in_words"] + (f" ({p['what']})" if p["what"] else "")
+            parts.append(
+                f"<tr><td>{p['seconds'] * 1e3:.3f} ms<td style='text-align:left'>{html.escape(words)}</tr>"
+            )
+        parts.append("</table>")
+    parts.append("<h2>The replayed iteration</h2>")
     parts.append(_drawing(d))
-    if problems:
+    if report["problems"]:
         parts.append("<h2>Notes on the traces</h2><ul>")
-        parts.extend(f"<li>{html.escape(p)}" for p in problems)
+        parts.extend(f"<li>{html.escape(p)}" for p in report["problems"])
         parts.append("</ul>")
     return "\n".join(parts) + "</html>\n"
 
 
 def _drawing(d: Diagnosis) -> str:
     """Devices as rows, tasks as boxes, the critical path in red; the shortest tasks are left out."""
-    g, r = d.graph, d.replay
-    critical = {s.task for s in path_steps(g, r)}
+    g = d.run.graph
+    r = replay_graph(g)
+    critical = {s.task % len(g) for s in d.run.replay.path()}
     kept = {rank: 0 for rank in g.ranks[:8]}
     devices = sorted(
         (i for i, x in enumerate(g.devices) if x.rank in kept), key=lambda i: (g.devices[i].rank, i)

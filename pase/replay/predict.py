@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pase.replay.graph import DataflowGraph
+from pase.replay.graph import DataflowGraph, twins
 from pase.replay.model import Measured, estimate
-from pase.replay.simulate import Replay, replay_graph
-from pase.replay.types import GPU_KINDS
+from pase.replay.steady import evaluate
 
-__all__ = ["HeldOut", "held_out", "rank_length_ns", "rank_lengths_ns"]
+__all__ = ["HeldOut", "held_out", "held_out_ranks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,28 +21,16 @@ class HeldOut:
     iteration: int
     measured_ns: float
     replayed_ns: float
-    others_median_ns: float
-    """Median length of the iterations that the prediction was made from: the guess without any replay."""
+    naive_ns: float
+    """Mean length of the iterations that the prediction was made from: the guess without any replay."""
 
     @property
     def error(self) -> float:
         return self.replayed_ns / self.measured_ns - 1
 
-
-def rank_length_ns(g: DataflowGraph, r: Replay, rank: int) -> float:
-    """Replayed length of a rank's iteration, by the same definition as its measured one.
-
-    From the start of its root to the end of its tail where the step is marked on a thread, else from its
-    first device op to its last.
-    """
-    if rank in g.root and rank in g.tail:
-        return float(r.finish_ns[g.tail[rank]] - r.start_ns[g.root[rank]])
-    mine = (g.rank == rank) & np.isin(g.kind, GPU_KINDS)
-    return float(r.finish_ns[mine].max() - r.start_ns[mine].min()) if mine.any() else 0.0
-
-
-def rank_lengths_ns(g: DataflowGraph, r: Replay) -> dict[int, float]:
-    return {rank: rank_length_ns(g, r, rank) for rank in g.ranks}
+    @property
+    def naive_error(self) -> float:
+        return self.naive_ns / self.measured_ns - 1
 
 
 def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) -> list[HeldOut]:
@@ -60,7 +47,7 @@ def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) 
         left_out = steady[fold::folds]
         rest = [i for i in steady if i not in left_out]
         g = estimate(m, rest)
-        replayed = rank_lengths_ns(g, replay_graph(g))
+        replayed = evaluate(g)
         for rank, ns in replayed.items():
             others = [m.measured_ns[(rank, i)] for i in rest if (rank, i) in m.measured_ns]
             for k in left_out:
@@ -71,7 +58,38 @@ def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) 
                             iteration=k,
                             measured_ns=m.measured_ns[(rank, k)],
                             replayed_ns=ns,
-                            others_median_ns=float(np.median(others)),
+                            naive_ns=float(np.mean(others)),
                         )
                     )
     return sorted(out, key=lambda p: (steady.index(p.iteration), p.rank))
+
+
+def held_out_ranks(m: Measured, g: DataflowGraph, iterations: list[int]) -> list[HeldOut]:
+    """Each rank predicted with the times of the other ranks only, over the mean of the iterations; empty for one rank.
+
+    g: the graph of these iterations. What a rank alone does keeps its own times.
+    """
+    if len(g.ranks) < 2:
+        return []
+    groups = twins(g)
+    mean = {r: float(np.mean([m.measured_ns[r, i] for i in iterations])) for r in g.ranks}
+    out = []
+    for rank in g.ranks:
+        duration = g.duration_ns.copy()
+        for by_rank in groups.values():
+            others = [g.duration_ns[i] for r, i in by_rank.items() if r != rank]
+            if rank in by_rank and others:
+                duration[by_rank[rank]] = np.median(others)
+        length = evaluate(replace(g, duration_ns=duration)).get(rank)
+        if length is not None:
+            naive = float(np.mean([v for r, v in mean.items() if r != rank]))
+            out.append(
+                HeldOut(
+                    rank=rank,
+                    iteration=iterations[0],
+                    measured_ns=mean[rank],
+                    replayed_ns=length,
+                    naive_ns=naive,
+                )
+            )
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
-from pase.replay.analyse import path_steps, rank_uses, to_timeline
+from pase.replay.analyse import to_timeline
+from pase.replay.breakdown import Breakdown, breakdowns
 from pase.replay.clocks import align as align_clocks
 from pase.replay.graph import DataflowGraph
 from pase.replay.ingest import load
-from pase.replay.model import estimate, measure
-from pase.replay.optimize import Outcome
-from pase.replay.predict import held_out, rank_lengths_ns
+from pase.replay.model import measure
 from pase.replay.reader import read_small_json
 from pase.replay.simulate import replay_graph
+from pase.replay.steady import evaluate
 from pase.replay.timeline_io import from_json, save_timeline
+from pase.replay.trust import Run, unexplained_ns
 from pase.replay.types import GPU_KINDS, KINDS, Timeline
-from pase.replay.whatif import apply, evaluate, parse_knob
+from pase.replay.whatif import apply, parse_knob
 
 __all__ = [
     "Rewrite",
@@ -30,8 +31,9 @@ __all__ = [
     "is_layout",
     "layout_timeline",
     "load_any",
-    "optimize_report",
     "replay_report",
+    "summary",
+    "use",
 ]
 
 Rewrite = Callable[[Timeline, DataflowGraph], tuple[DataflowGraph, dict[str, Any]]]
@@ -74,84 +76,117 @@ def replay_report(
     timeline: Timeline | None = None,
     rewrites: Mapping[str, Rewrite] | None = None,
     wire_bytes_per_s: float | None = None,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Everything that ``pase replay`` prints. Times in seconds, errors relative to the measured time.
 
-    timeline: what to replay in place of what ``source`` holds. rewrites: what some of the ``what_if`` do, by their
-    text, where that is not a knob of ours. wire_bytes_per_s: what a rank's link carries each way, where known.
+    timeline: what to replay in place of what ``source`` holds: a plan, of which nothing is measured. rewrites: what
+    some of the ``what_if`` do, by their text, where that is not a knob of ours. wire_bytes_per_s: what a rank's link
+    carries each way, where known. Infeasible for a what-if of a run whose replay is not to be believed, unless forced.
     """
     rewrites = rewrites or {}
     # Rewrites first: they read the graph as measured, and what knobs do holds for any.
     texts = sorted(dict.fromkeys(what_if), key=lambda k: k not in rewrites)
     asked = [(k, rewrites.get(k) or _knob(k, wire_bytes_per_s)) for k in texts]
     t = align_clocks(load_any(source) if timeline is None else timeline, align)
-    m = measure(t)
-    steady = m.steady()
-    predictions = held_out(m, steady)
-    g = estimate(m, steady)
-    r = replay_graph(g)
-    own = rank_lengths_ns(g, r)
-    uses = {u.rank: u for u in rank_uses(g, r)}
-    ranks = []
-    for rank in sorted(own):
-        mine = [p for p in predictions if p.rank == rank]
-        measured = float(np.median([m.measured_ns[(rank, i)] for i in steady]))
-        replayed = float(np.median([p.replayed_ns for p in mine])) if mine else own[rank]
-        clock = t.clock(rank)
-        use = uses.get(rank)
-        ranks.append(
+    run = Run(measured=measure(t))
+    if texts and timeline is None:
+        run.must_be_believed(f"{source}: what-if {', '.join(texts)}", force)
+    heads = [k.partition("=")[0] for k in texts if k in rewrites]
+    changes = _what_ifs(run, asked, joint=len(set(heads)) == len(heads))
+    if output is not None:
+        tasks = [s.task % len(run.graph) for s in run.replay.path()]
+        save_timeline(t, output, critical=[int(e) for e in run.graph.event[tasks] if e >= 0])
+    if predicted is not None:
+        save_timeline(to_timeline(run.graph, replay_graph(run.graph)), predicted)
+    return {
+        "source": str(source),
+        **summary(run, is_planned=timeline is not None),
+        "events": len(t),
+        "tasks": len(run.graph),
+        "held_out": bool(run.held_out),
+        "iterations": _iterations(run),
+        "ranks": _ranks(run),
+        "critical_path": _by_kind(run),
+        "what_if": changes,
+        "problems": [str(p) for p in t.problems],
+    }
+
+
+def summary(run: Run, is_planned: bool = False) -> dict[str, Any]:
+    """What every report says of a run: how long an iteration takes, and how far its replay is to be believed."""
+    return {
+        "headline": "A plan: nothing of it is measured." if is_planned else run.headline,
+        "believable": not run.doubts,
+        "measured_s": run.measured_ns / 1e9,
+        "replayed_s": run.replayed_ns / 1e9,
+        "spread": run.spread,
+        "held_out_error": {"median": run.error(), "worst": run.error(worst=True)},
+        "naive_error": {"median": run.error(naive=True), "worst": run.error(naive=True, worst=True)},
+        "unexplained": run.unexplained,
+        "left_out": {str(i): why for i, why in run.measured.left_out.items()},
+    }
+
+
+def _iterations(run: Run) -> list[dict[str, Any]]:
+    """Steady ones first; replayed and error are of a prediction that did not see the iteration, None without one."""
+    out = []
+    for i in sorted(run.measured.iterations(), key=lambda i: (i in run.measured.left_out, i)):
+        longest = run.length_ns(i)
+        mine = [p for p in run.held_out if p.iteration == i] if len(run.iterations) > 1 else []
+        replayed = max((p.replayed_ns for p in mine), default=None)
+        out.append(
+            {
+                "iteration": i,
+                "measured_s": longest / 1e9,
+                "replayed_s": None if replayed is None else replayed / 1e9,
+                "error": None if replayed is None else replayed / longest - 1,
+                "steady": i not in run.measured.left_out,
+                "why_not": run.measured.left_out.get(i),
+            }
+        )
+    return out
+
+
+def _ranks(run: Run) -> list[dict[str, Any]]:
+    """Per rank: means of the measured iterations and their parts, the replay, and the median error held out."""
+    parts = {b.rank: b for b in breakdowns(run.measured)}
+    out = []
+    for rank, replayed in sorted(run.replay.length_ns.items()):
+        mine = [p.error for p in run.held_out if p.rank == rank]
+        clock = run.measured.timeline.clock(rank)
+        b = parts[rank]
+        out.append(
             {
                 "rank": rank,
-                "measured_s": measured / 1e9,
+                "measured_s": b.iteration_ns / 1e9,
                 "replayed_s": replayed / 1e9,
-                "error": replayed / measured - 1,
+                "error": float(np.median(mine)) if mine else None,
                 "clock_offset_s": clock.offset_ns / 1e9,
                 "clock_drift": clock.drift,
                 "clock_uncertainty_s": clock.uncertainty_ns / 1e9
                 if math.isfinite(clock.uncertainty_ns)
                 else None,
-                "compute_s": use.compute_ns / 1e9 if use else 0.0,
-                "communication_s": use.communication_ns / 1e9 if use else 0.0,
-                "exposed_communication_s": use.exposed_ns / 1e9 if use else 0.0,
-                "waiting_s": use.waiting_ns / 1e9 if use else 0.0,
-                "idle_s": use.idle_ns / 1e9 if use else 0.0,
+                **use(b),
             }
         )
-    iterations = []
-    for i in m.iterations():
-        longest = max(v for (_, k), v in m.measured_ns.items() if k == i)
-        mine = [p for p in predictions if p.iteration == i]
-        replayed_i = max((p.replayed_ns for p in mine), default=None)
-        if replayed_i is None and steady == [i]:
-            replayed_i = max(own.values())
-        iterations.append(
-            {
-                "iteration": i,
-                "measured_s": longest / 1e9,
-                "replayed_s": replayed_i / 1e9 if replayed_i is not None else None,
-                "error": replayed_i / longest - 1 if replayed_i is not None else None,
-                "steady": i in steady,
-            }
-        )
-    slowest = max(own, key=lambda k: own[k])
-    path = path_steps(g, r, g.tail.get(slowest))
-    heads = [k.partition("=")[0] for k in texts if k in rewrites]
-    changes = _what_ifs(t, g, asked, joint=len(set(heads)) == len(heads))
-    if output is not None:
-        marked = [int(g.event[s.task]) for s in path if g.event[s.task] >= 0]
-        save_timeline(t, output, critical=marked)
-    if predicted is not None:
-        save_timeline(to_timeline(g, r), predicted)
+    return out
+
+
+def use(b: Breakdown) -> dict[str, Any]:
+    """Where a rank's mean iteration went, in seconds; parts sum to its length."""
+    n = len(b.iterations)
     return {
-        "source": str(source),
-        "events": len(t),
-        "tasks": len(g),
-        "held_out": bool(predictions),
-        "iterations": [x for x in iterations if x["steady"]] + [x for x in iterations if not x["steady"]],
-        "ranks": ranks,
-        "critical_path": _by_kind(g, path),
-        "what_if": changes,
-        "problems": [str(p) for p in t.problems],
+        "compute_s": b.mean_ns("compute") / 1e9,
+        "communication_s": b.communication_ns / n / 1e9,
+        "exposed_communication_s": b.exposed_ns / 1e9,
+        "waiting_s": b.mean_ns("rank") / 1e9,
+        "idle_s": b.idle_ns / 1e9,
+        "parts": [
+            {"cause": cause, "what": what, "seconds": ns / n / 1e9}
+            for (cause, what), ns in sorted(b.parts.items(), key=lambda x: -x[1])
+            if ns
+        ],
     }
 
 
@@ -160,9 +195,7 @@ def _knob(text: str, wire_bytes_per_s: float | None) -> Rewrite:
     return lambda _, g: (apply(g, [knob], wire_bytes_per_s), {})
 
 
-def _what_ifs(
-    t: Timeline, g: DataflowGraph, asked: list[tuple[str, Rewrite]], joint: bool
-) -> list[dict[str, Any]]:
+def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[dict[str, Any]]:
     """Each change alone, then (joint) all together, one after the other.
 
     A change that says what the run as it is comes to by its own reckoning (control) is compared with that; added_s is
@@ -170,7 +203,7 @@ def _what_ifs(
     """
     if not asked:
         return []
-    base = max(evaluate(g).values())
+    t, g, base = run.measured.timeline, run.graph, run.replayed_ns
     out = []
     changed, added = g, 0.0
     for text, change in asked:
@@ -193,11 +226,16 @@ def _what_ifs(
     return out
 
 
-def _by_kind(g: Any, path: list[Any]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    for s in path:
-        total[KINDS[int(g.kind[s.task])]] += (s.added_ns - s.lag_ns) / 1e9
-        total["gaps"] += s.lag_ns / 1e9
+def _by_kind(run: Run) -> dict[str, float]:
+    """Seconds of the critical path by kind of task; gaps are what launches, streams and events cost between tasks."""
+    total: defaultdict[str, float] = defaultdict(float)
+    lost = unexplained_ns(run.graph)
+    n = len(run.graph)
+    for s in run.replay.path():
+        unknown = min(s.lag_ns, float(lost[s.task % n]))
+        total[KINDS[int(run.graph.kind[s.task % n])]] += (s.added_ns - s.lag_ns) / 1e9
+        total["gaps"] += (s.lag_ns - unknown) / 1e9
+        total["unexplained"] += unknown / 1e9
     return dict(total)
 
 
@@ -233,48 +271,3 @@ def _op_seconds(t: Timeline, iterations: list[int] | None) -> dict[str, float]:
     total = np.bincount(t["name"][keep], weights=t["duration_ns"][keep], minlength=len(t.names))
     ranks = max(1, len(t.ranks))
     return {t.names[i]: float(total[i]) / 1e9 / runs / ranks for i in np.flatnonzero(total).tolist()}
-
-
-def optimize_report(source: str, o: Outcome, problems: list[str]) -> dict[str, Any]:
-    """Everything that ``pase optimize`` prints."""
-    parts = dict(o.plan.parts)
-    buckets = []
-    for last, members in sorted(o.plan.buckets(len(o.coarse.tensors)).items()):
-        if len(members) > 1 or last in parts:
-            sizes = [o.coarse.tensors[k].nbytes for k in members]
-            total = sum(sizes) if min(sizes) >= 0 else None
-            buckets.append({"tensors": members, "bytes": total, "parts": parts.get(last, 1)})
-    return {
-        "source": source,
-        "before_s": o.before_ns / 1e9,
-        "after_s": o.after_ns / 1e9,
-        "speedup": o.before_ns / o.after_ns,
-        "seconds": o.seconds,
-        "evaluations": o.evaluations,
-        "ended": o.ended,
-        "tensors": len(o.coarse.tensors),
-        "buckets": buckets,
-        "fused_runs": len(o.plan.runs),
-        "fused_ops": sum(len(r) for r in o.plan.runs),
-        "rolled_back": sum(not s.kept for s in o.steps),
-        "steps": [
-            {
-                "pass": s.name,
-                "what": s.what,
-                "before_s": s.before_ns / 1e9,
-                "after_s": s.after_ns / 1e9 if math.isfinite(s.after_ns) else None,
-                "kept": s.kept,
-            }
-            for s in o.steps
-        ],
-        "memory": [
-            {
-                "name": x.name,
-                "iteration_s": x.iteration_ns / 1e9,
-                "peak_bytes": x.peak_bytes,
-                "chosen": x is o.memory,
-            }
-            for x in o.memory_options
-        ],
-        "problems": problems,
-    }

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
-from pase.replay.graph import DataflowGraph, csr
+from pase.replay.graph import Carried, DataflowGraph, csr
 
 __all__ = [
     "Replay",
@@ -126,6 +126,8 @@ def subgraph(g: DataflowGraph, keep: np.ndarray) -> DataflowGraph:
     gangs, gang = np.unique(g.gang[keep], return_inverse=True)
     gang = gang - int(len(gangs) > 0 and gangs[0] < 0)
     picked = np.flatnonzero(keep)
+    c = g.carried
+    held = keep[c.src] & keep[c.dst]
     return replace(
         g,
         **{
@@ -142,6 +144,9 @@ def subgraph(g: DataflowGraph, keep: np.ndarray) -> DataflowGraph:
         root={r: int(index[i]) for r, i in g.root.items() if keep[i]},
         tail={r: int(index[i]) for r, i in g.tail.items() if keep[i]},
         gangs=int((gangs >= 0).sum()),
+        carried=Carried(
+            src=index[c.src[held]], dst=index[c.dst[held]], lag_ns=c.lag_ns[held], kind=c.kind[held]
+        ),
     )
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from pase.errors import PaseError
-from pase.replay.graph import EDGES, DataflowGraph
-from pase.replay.predict import rank_lengths_ns
+from pase.replay.graph import EDGES, DataflowGraph, twins
 from pase.replay.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
 
-__all__ = ["KNOBS", "apply", "evaluate", "parse_knob", "split_cost", "unroll"]
+__all__ = ["KNOBS", "apply", "parse_knob", "split_cost"]
 
 KNOBS = {
     "bandwidth": "bandwidth=2: collectives move bytes twice as fast",
@@ -23,7 +21,7 @@ KNOBS = {
     "ranks": "ranks=128: collectives over as many ranks as that, ring rules",
     "host": "host=0.5: CPU work and driver calls take half the time",
     "op": "op:REGEX=0.5: device ops whose name matches take half the time",
-    "balance": "balance=1: every rank computes as fast as the median rank",
+    "balance": "balance=1: no rank is later or slower than the median rank",
 }
 
 _SMALL_NS = 20_000.0
@@ -144,9 +142,11 @@ def apply(
                 moved, fixed = moved * more, fixed * steps
             duration[comm] = (fixed + moved)[comm]
         elif name == "host":
-            mine = np.isin(g.kind, _HOST_KINDS)
-            duration[mine] *= value
-            lag = np.where(g.edge_kind == EDGES.index("handoff"), lag * value, lag)
+            duration[np.isin(g.kind, _HOST_KINDS)] *= value
+            hand = EDGES.index("handoff")
+            lag = np.where(g.edge_kind == hand, lag * value, lag)
+            c = g.carried
+            g = replace(g, carried=replace(c, lag_ns=np.where(c.kind == hand, c.lag_ns * value, c.lag_ns)))
         elif name == "op":
             found = np.array([bool(re.search(pattern, n)) for n in g.names])[g.name]
             mine = found & np.isin(g.kind, GPU_KINDS)
@@ -154,7 +154,8 @@ def apply(
                 raise PaseError(f"what-if op:{pattern}: no device op has a name that matches")
             duration[mine] *= value
         elif name == "balance":
-            duration = _balanced(g)
+            g = _balanced(g)
+            continue
         g = replace(g, duration_ns=duration, lag_ns=lag)
     return g
 
@@ -176,88 +177,36 @@ def _ring_growth(g: DataflowGraph, ranks: float) -> tuple[np.ndarray, np.ndarray
     return more, steps
 
 
-def _balanced(g: DataflowGraph) -> np.ndarray:
-    """Durations where each compute task takes the median of its twins on the other ranks."""
-    twins: dict[object, list[int]] = {}
-    for i, key in enumerate(g.key):
-        if g.kind[i] != COLLECTIVE and isinstance(key, tuple):
-            rank = int(g.devices[int(g.device[i])].rank)
-            place = next((j for j, x in enumerate(key) if isinstance(x, int) and x == rank), -1)
-            twins.setdefault((*key[:place], *key[place + 1 :]) if place >= 0 else key, []).append(i)
-    duration = g.duration_ns.copy()
-    for members in twins.values():
-        duration[members] = np.median(g.duration_ns[members])
-    return duration
+def _balanced(g: DataflowGraph) -> DataflowGraph:
+    """No task takes longer than on the median rank, and no rank begins later than the first: lateness only goes.
 
-
-def unroll(g: DataflowGraph, times: int) -> DataflowGraph:
-    """``times`` iterations one after the other, where steps are marked on threads; else the graph itself.
-
-    Each thread and stream goes on with the next iteration after the last task of this one.
+    Of an even number of ranks the median is the lower one of the two in the middle.
     """
-    if times < 2 or not g.root:
-        return g
-    n = len(g)
-    offsets = np.arange(times)
-    has_pred = np.zeros(n, dtype=bool)
-    has_pred[g.dst] = True
-    # Order within a device by the template's own replay.
-    order = np.argsort(replay_graph(g).start_ns, kind="stable")
-    device = g.device[order]
-    first = {int(d): int(order[np.argmax(device == d)]) for d in np.unique(device)}
-    last = {int(d): int(order[len(order) - 1 - np.argmax(device[::-1] == d)]) for d in np.unique(device)}
-    extra: list[tuple[int, int, float]] = [(last[d], first[d], 0.0) for d in first]
-    for rank, root in g.root.items():
-        tail = g.tail.get(rank)
-        if tail is None:
-            continue
-        begin = float(g.release_ns[root])
-        extra.append((tail, root, 0.0))
-        for i in np.flatnonzero(~has_pred & (g.rank == rank)).tolist():
-            if i != root:
-                extra.append((tail, i, max(0.0, float(g.release_ns[i]) - begin)))
-    link = np.array([(a, b) for a, b, _ in extra], dtype=np.int64).reshape(-1, 2)
-    cross = [(link + k * n) + [0, n] for k in range(times - 1)]
-    src = np.concatenate([g.src + k * n for k in offsets] + [c[:, 0] for c in cross])
-    dst = np.concatenate([g.dst + k * n for k in offsets] + [c[:, 1] for c in cross])
-    lag = np.concatenate([np.tile(g.lag_ns, times), np.tile([x[2] for x in extra], times - 1)])
-    kind = np.concatenate([np.tile(g.edge_kind, times), np.zeros(len(extra) * (times - 1), dtype=np.uint8)])
-    copies: dict[str, Any] = {
-        f: np.tile(getattr(g, f), times) for f in ("name", "kind", "device", "duration_ns", "priority")
-    }
-    copies |= {f: np.tile(getattr(g, f), times) for f in ("priority", "nbytes", "operation", "ways", "event")}
-    release = np.zeros(n * times)
-    release[:n] = g.release_ns
+    duration, free, release = g.duration_ns.copy(), g.device_free_ns.copy(), g.release_ns.copy()
+    lag, carried = g.lag_ns.copy(), g.carried.lag_ns.copy()
+    groups = twins(g)
+    of = np.full(len(g), -1, dtype=np.int64)
+    for n, by_rank in enumerate(groups.values()):
+        members = list(by_rank.values())
+        of[members] = n
+        if g.kind[members[0]] != COLLECTIVE:
+            usual = np.sort(g.duration_ns[members])[(len(members) - 1) // 2]
+            duration[members] = np.minimum(duration[members], usual)
+        release[members] = np.minimum(release[members], g.release_ns[members].min())
+    for src, dst, out in ((g.src, g.dst, lag), (g.carried.src, g.carried.dst, carried)):
+        alike: dict[tuple[int, int], list[int]] = {}
+        for e, pair in enumerate(zip(of[src].tolist(), of[dst].tolist(), strict=True)):
+            alike.setdefault(pair, []).append(e)
+        for pair, edges in alike.items():
+            if min(pair) < 0:
+                continue
+            out[edges] = np.minimum(out[edges], np.sort(out[edges])[(len(edges) - 1) // 2])
+    by_name: dict[str, list[int]] = {}
+    for i, d in enumerate(g.devices):
+        by_name.setdefault(d.name, []).append(i)
+    for same in by_name.values():
+        free[same] = g.device_free_ns[same].min()
     return replace(
-        g,
-        **copies,
-        gang=np.concatenate([np.where(g.gang >= 0, g.gang + k * g.gangs, -1) for k in offsets]),
-        release_ns=release,
-        src=src,
-        dst=dst,
-        lag_ns=lag,
-        edge_kind=kind,
-        key=g.key * times,
-        gangs=g.gangs * times,
-    )
-
-
-def evaluate(g: DataflowGraph, times: int = 4) -> dict[int, float]:
-    """Steady length (ns) of each rank's iteration: of the last of several in a row where steps are marked on
-    threads, else of one on its own.
-
-    In a row, an iteration ends when both its thread and its device are done, so that neither a CPU that runs
-    ahead nor a device that lags behind hides the other.
-    """
-    long = unroll(g, times)
-    if long is g:
-        return rank_lengths_ns(g, replay_graph(g))
-    r = replay_graph(long)
-    finish = r.finish_ns.reshape(times, len(g))
-    rank = g.rank
-    out = {}
-    for k in g.ranks:
-        mine = rank == k
-        if k in g.root and k in g.tail:
-            out[k] = float(finish[-1, mine].max() - finish[-2, mine].max())
-    return out
+        g, duration_ns=duration, device_free_ns=free, release_ns=release, lag_ns=lag,
+        carried=replace(g.carried, lag_ns=carried),
+    )  # fmt: skip

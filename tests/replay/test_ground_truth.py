@@ -14,7 +14,8 @@ from pase.replay.graph import EDGES
 from pase.replay.ingest import load
 from pase.replay.model import estimate, measure
 from pase.replay.predict import held_out
-from pase.replay.whatif import apply, evaluate
+from pase.replay.steady import evaluate
+from pase.replay.whatif import apply
 
 GPU_BOUND = {"kernel_us": 300.0, "between_us": 4.0}
 HOST_BOUND = {"kernel_us": 12.0, "between_us": 60.0}
@@ -114,11 +115,10 @@ def _fields(run: Run) -> dict:
 def test_a_straggler_shows_as_waiting_of_the_others(tmp_path: Path) -> None:
     run = simulate(Run(ranks=3, slow_rank=1, slow_by=1.3, **GPU_BOUND))
     m = _measured(tmp_path, run)
-    from pase.replay.analyse import rank_uses
-    from pase.replay.simulate import replay_graph
+    from pase.replay.breakdown import breakdowns
 
     g = estimate(m, [1, 2, 3])
-    waiting = {u.rank: u.waiting_ns for u in rank_uses(g, replay_graph(g))}
+    waiting = {b.rank: b.mean_ns("rank") for b in breakdowns(m)}
     assert waiting[1] < 0.02 * waiting[0]
     assert waiting[1] < 0.02 * waiting[2]
     balanced = max(evaluate(apply(g, [("balance", "", 1.0)])).values())

@@ -3,8 +3,8 @@
 import numpy as np
 
 from pase.replay.graph import EDGES
-from pase.replay.model import _lags
-from pase.replay.program import Program
+from pase.replay.tasks import Program
+from pase.replay.times import Edges, _lags
 from pase.replay.types import KINDS
 
 KERNEL = KINDS.index("kernel")
@@ -24,6 +24,7 @@ def test_an_iteration_without_a_predecessor_says_nothing_of_the_others():
     kind = np.array([EDGES.index("wait"), EDGES.index("stream")], dtype=np.uint8)
     end = np.array([[2, 200, 201], [2, np.nan, 202], [2, np.nan, 204]]) * MS
     start = np.array([[1, 3, 200.001], [1, np.nan, 201], [1, np.nan, 203]]) * MS
-    lag = _lags(p, start, end, src, dst, kind)
+    edges = Edges(src=src, dst=dst, kind=kind, carried=np.zeros(2, dtype=bool))
+    lag = _lags(p, start, start[:, dst] - end[:, src], edges)
     assert lag[1] == 1000
     assert lag[0] < MS

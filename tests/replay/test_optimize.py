@@ -24,8 +24,8 @@ from pase.replay.model import estimate, measure
 from pase.replay.optimize import optimize_graph
 from pase.replay.passes import PASSES, Plan, apply_plan, graph_pass
 from pase.replay.simulate import replay_graph
+from pase.replay.steady import evaluate
 from pase.replay.types import COLLECTIVE, OPERATIONS
-from pase.replay.whatif import evaluate
 
 ALPHA, BETA = 50_000.0, 1e-2
 

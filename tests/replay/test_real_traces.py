@@ -14,8 +14,7 @@ from pase.replay.ingest import load
 from pase.replay.matching import match_collectives
 from pase.replay.model import Measured, estimate, measure
 from pase.replay.optimize import optimize_graph
-from pase.replay.predict import held_out, rank_length_ns
-from pase.replay.simulate import replay_graph
+from pase.replay.predict import held_out, held_out_ranks
 from pase.replay.types import Timeline
 from tests.needs import SHARED
 
@@ -97,24 +96,10 @@ def test_fsdp_iterations_are_predicted_from_the_others_within_one_percent() -> N
 
 
 def test_fsdp_ranks_are_predicted_from_other_ranks_within_one_percent() -> None:
-    """Times of rank r's compute from the other three only."""
     m = _measured(FSDP)
-    g = estimate(m, m.steady())
-    rows: dict[object, dict[int, int]] = {}
-    for i, key in enumerate(g.key):
-        assert isinstance(key, tuple)
-        # A key holds its rank before the names, and a count at the end.
-        same = (*(x for x in key[:-1] if not isinstance(x, int)), key[-1] if key[0] != "tail" else 0)
-        rows.setdefault(same, {})[int(g.rank[i])] = i
-    for rank in g.ranks:
-        duration = g.duration_ns.copy()
-        for twins in rows.values():
-            others = [g.duration_ns[i] for r, i in twins.items() if r != rank]
-            if rank in twins and others:
-                duration[twins[rank]] = np.median(others)
-        r = replay_graph(replace(g, duration_ns=duration))
-        measured = np.median([m.measured_ns[(rank, i)] for i in m.steady()])
-        assert abs(rank_length_ns(g, r, rank) / measured - 1) < 0.01
+    predictions = held_out_ranks(m, estimate(m, m.steady()), m.steady())
+    assert [p.rank for p in predictions] == [0, 1, 2, 3]
+    assert max(abs(p.error) for p in predictions) < 0.01
 
 
 @pytest.mark.parametrize("name", [DDP, UNFUSED, DLRM])
@@ -127,7 +112,7 @@ def test_host_bound_runs_are_predicted_within_one_percent_of_their_median(name: 
     assert abs(replayed / measured - 1) < 0.01
     # No prediction is worse than its iteration is unusual, within 1%.
     for p in predictions:
-        unusual = abs(p.others_median_ns / p.measured_ns - 1)
+        unusual = abs(p.naive_error)
         assert abs(p.error) < unusual + 0.01
 
 

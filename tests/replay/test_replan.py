@@ -14,8 +14,8 @@ from pase.bridges.trace_profile import problem_from_timeline
 from pase.errors import PaseError
 from pase.replay import align, estimate, load, measure, replay_graph
 from pase.replay.graph import build_graph
+from pase.replay.steady import evaluate
 from pase.replay.types import COLLECTIVE, OPERATIONS
-from pase.replay.whatif import evaluate
 from pase.schedule import Block, BucketPlan, Curve, Link, Message, Piece, ScheduleProblem, Transfer, whole
 from pase.schedule.load import parse_link
 

@@ -16,8 +16,8 @@ from pase.bridges.restrategy import _scaled, by_ratio, predicted
 from pase.cli import main
 from pase.errors import PaseError
 from pase.replay.graph import build_graph
+from pase.replay.steady import evaluate
 from pase.replay.types import COLLECTIVE, OPERATIONS
-from pase.replay.whatif import evaluate
 
 
 def run(*argv: object) -> tuple[int, str, str]:

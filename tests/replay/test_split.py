@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from pase.replay.graph import build_graph
+from pase.replay.steady import evaluate
 from pase.replay.types import COLLECTIVE, OPERATIONS
-from pase.replay.whatif import apply, evaluate, split_cost
+from pase.replay.whatif import apply, split_cost
 
 WIRE = 25e6  # bytes/s: 25 bytes a µs
 MS = 1e6

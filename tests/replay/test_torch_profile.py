@@ -105,7 +105,7 @@ def test_a_run_over_gloo_is_aligned_and_replayed(traces: Path) -> None:
     assert set(g.gang[sends].tolist()) == set(range(g.gangs)) and g.gangs == sends.sum() / 2
     launched = g.dst[g.edge_kind == EDGES.index("launch")]
     assert set(np.flatnonzero(sends).tolist()) <= set(launched.tolist())
-    code, out, err = _run("replay", traces, "--what-if", "bandwidth=2", "--json")
+    code, out, err = _run("replay", traces, "--what-if", "bandwidth=2", "--json", "--force")
     assert code == 0, err
     report = json.loads(out)
     assert [r["rank"] for r in report["ranks"]] == [0, 1] and report["held_out"]

@@ -1,0 +1,145 @@
+"""The steady iteration: several replayed in a row, the last one looked at.
+
+An iteration has one length here and in ``iterations``: from when its rank was done with the one before, on its thread
+and on its device, to when it is done with this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pase.replay.analyse import PathStep, path_steps
+from pase.replay.graph import DataflowGraph, csr
+from pase.replay.simulate import Replay, replay_graph
+from pase.replay.types import GPU_KINDS
+
+__all__ = ["Steady", "evaluate", "steady", "unroll"]
+
+_ROW = 4
+"""Iterations in a row. A CPU ahead of its device, or a device behind it, has settled by then."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Steady:
+    """The last of several iterations. Tasks of ``graph`` repeat: task i of iteration k is i + k · tasks."""
+
+    graph: DataflowGraph
+    replay: Replay
+    tasks: int
+    """Tasks of one iteration."""
+    begin_ns: dict[int, float]
+    """Rank → when it is done with the iteration before."""
+    length_ns: dict[int, float]
+    """Rank → length of the iteration."""
+
+    @property
+    def iteration_ns(self) -> float:
+        """The run's iteration: that of the slowest rank."""
+        return max(self.length_ns.values(), default=0.0)
+
+    def path(self) -> list[PathStep]:
+        """The critical path of the slowest rank's last iteration; additions sum to its length."""
+        rank = max(self.length_ns, key=lambda r: self.length_ns[r])
+        g, r = self.graph, self.replay
+        mine = np.flatnonzero(g.rank == rank)
+        end = int(mine[np.argmax(r.finish_ns[mine])])
+        begin = at = self.begin_ns[rank]
+        out: list[PathStep] = []
+        for s in path_steps(g, r, end):
+            finish = float(r.finish_ns[s.task]) if not out else at + s.added_ns
+            if finish <= begin:
+                continue
+            # The step that crosses the iteration's beginning counts from there.
+            added = finish - at if not out else s.added_ns
+            out.append(PathStep(task=s.task, added_ns=added, lag_ns=min(s.lag_ns, added)))
+            at += added
+        return out
+
+
+def steady(g: DataflowGraph, times: int = _ROW) -> Steady:
+    """Replay ``times`` iterations in a row, where the graph says how one follows the other; else one on its own."""
+    long, times = (unroll(g, times), times) if g.root or len(g.carried.src) else (g, 1)
+    r = replay_graph(long)
+    finish = r.finish_ns.reshape(times, len(g))
+    length: dict[int, float] = {}
+    begin: dict[int, float] = {}
+    for k in g.ranks:
+        mine = g.rank == k
+        if not mine.any():  # a part of a graph keeps all devices
+            continue
+        if times > 1:
+            begin[k] = float(finish[-2, mine].max())
+        elif (mine & np.isin(g.kind, GPU_KINDS)).any():
+            begin[k] = float(r.start_ns[mine & np.isin(g.kind, GPU_KINDS)].min())
+        else:
+            continue
+        length[k] = float(finish[-1, mine].max()) - begin[k]
+    return Steady(graph=long, replay=r, tasks=len(g), begin_ns=begin, length_ns=length)
+
+
+def evaluate(g: DataflowGraph) -> dict[int, float]:
+    """Length (ns) of each rank's steady iteration."""
+    return steady(g).length_ns
+
+
+def unroll(g: DataflowGraph, times: int) -> DataflowGraph:
+    """``times`` iterations one after the other.
+
+    Each thread and stream goes on with the next iteration after the last task of this one, and what the trace shows to
+    wait for the iteration before waits for it.
+    """
+    if times < 2:
+        return g
+    n = len(g)
+    src, dst, lag, kind = _between(g)
+    steps = range(times - 1)
+    copies: dict[str, Any] = {
+        f: np.tile(getattr(g, f), times) for f in ("name", "kind", "device", "duration_ns", "priority")
+    }
+    copies |= {f: np.tile(getattr(g, f), times) for f in ("nbytes", "operation", "ways", "event")}
+    release = np.zeros(n * times)
+    release[:n] = g.release_ns
+    return replace(
+        g,
+        **copies,
+        gang=np.concatenate([np.where(g.gang >= 0, g.gang + k * g.gangs, -1) for k in range(times)]),
+        release_ns=release,
+        src=np.concatenate([g.src + k * n for k in range(times)] + [src + k * n for k in steps]),
+        dst=np.concatenate([g.dst + k * n for k in range(times)] + [dst + (k + 1) * n for k in steps]),
+        lag_ns=np.concatenate([np.tile(g.lag_ns, times), np.tile(lag, times - 1)]),
+        edge_kind=np.concatenate([np.tile(g.edge_kind, times), np.tile(kind, times - 1)]),
+        key=g.key * times,
+        gangs=g.gangs * times,
+    )
+
+
+def _between(g: DataflowGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Edges from one iteration to the next: source, destination, lag, kind."""
+    # Order within a device by the graph's own replay; ties by the edges, which a stable order of tasks keeps.
+    order = replay_graph(g).order
+    device = g.device[order]
+    first = {int(d): int(order[np.argmax(device == d)]) for d in np.unique(device)}
+    last = {int(d): int(order[len(order) - 1 - np.argmax(device[::-1] == d)]) for d in np.unique(device)}
+    known = set(zip(g.carried.src.tolist(), g.carried.dst.tolist(), strict=True))
+    extra = [(last[d], first[d], 0.0) for d in first if (last[d], first[d]) not in known]
+    ptr, _, _ = csr(replace(g, src=g.dst, dst=g.src))
+    free = np.flatnonzero(np.diff(ptr) == 0)
+    for rank, root in g.root.items():
+        tail = g.tail.get(rank)
+        if tail is None:
+            continue
+        begin = float(g.release_ns[root])
+        extra.append((tail, root, 0.0))
+        for i in free[g.rank[free] == rank].tolist():
+            if i != root:
+                extra.append((tail, i, max(0.0, float(g.release_ns[i]) - begin)))
+    link = np.array([(a, b) for a, b, _ in extra], dtype=np.int64).reshape(-1, 2)
+    return (
+        np.concatenate([link[:, 0], g.carried.src]),
+        np.concatenate([link[:, 1], g.carried.dst]),
+        np.concatenate([[x[2] for x in extra], g.carried.lag_ns]),
+        np.concatenate([np.zeros(len(extra), dtype=np.uint8), g.carried.kind]),
+    )

@@ -1,0 +1,187 @@
+"""How far a replay is to be believed: what held-out iterations say, beside the guess that needs no replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pase.errors import Infeasible
+from pase.replay.graph import EDGES, DataflowGraph
+from pase.replay.model import Measured, estimate
+from pase.replay.predict import HeldOut, held_out, held_out_ranks
+from pase.replay.steady import Steady, steady
+from pase.replay.types import GPU_KINDS
+
+__all__ = ["UNEXPLAINED", "Run", "unexplained_ns"]
+
+UNEXPLAINED = 0.1
+"""Above this unexplained share of the critical path a replay of a changed run is a guess."""
+_GOOD = 0.01
+"""A median error up to this is as good as replay is meant to be, however well the mean of the others does."""
+_POOR, _WRONG = 0.1, 0.5
+"""A median and a worst error above which nothing is to be believed, however badly the mean of the others does."""
+_ALLOWED = 0.05
+"""How far outside of the range of the measured iterations a replay of the run as it is may lie."""
+_PLAIN_NS = {"launch": 100_000.0, "stream": 30_000.0, "wait": 50_000.0, "handoff": 1_000_000.0}
+"""What launches, streams, events and threads cost at most; up to three times as much where most lags are so long."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """A measured run, its replay, and what is to be thought of it. One place for the numbers that all reports name."""
+
+    measured: Measured
+
+    @cached_property
+    def iterations(self) -> list[int]:
+        """The steady ones. PaseError where no iteration is whole on every rank."""
+        found = self.measured.steady()
+        if not found:
+            estimate(self.measured, found)  # says which iterations the ranks have
+        return found
+
+    @cached_property
+    def graph(self) -> DataflowGraph:
+        return estimate(self.measured, self.iterations)
+
+    @cached_property
+    def replay(self) -> Steady:
+        return steady(self.graph)
+
+    @cached_property
+    def held_out(self) -> list[HeldOut]:
+        """Each iteration from the others; where there is but one, each rank from the other ranks."""
+        if len(self.iterations) > 1:
+            return held_out(self.measured, self.iterations)
+        return held_out_ranks(self.measured, self.graph, self.iterations)
+
+    @property
+    def _held(self) -> str:
+        return "Iterations held out are" if len(self.iterations) > 1 else "One iteration; ranks held out are"
+
+    def length_ns(self, iteration: int) -> float:
+        """Measured length of an iteration: that of the slowest rank."""
+        return max(v for (_, i), v in self.measured.measured_ns.items() if i == iteration)
+
+    @cached_property
+    def lengths_ns(self) -> np.ndarray:
+        """Measured lengths of the steady iterations."""
+        return np.array([self.length_ns(i) for i in self.iterations])
+
+    @property
+    def measured_ns(self) -> float:
+        """The run's iteration as measured: the mean of the steady ones."""
+        return float(self.lengths_ns.mean())
+
+    @property
+    def replayed_ns(self) -> float:
+        """The run's iteration as replayed: what every what-if and every cost is compared with."""
+        return self.replay.iteration_ns
+
+    @property
+    def spread(self) -> float:
+        """Half of the range of the steady iterations, relative to their mean."""
+        return float(np.ptp(self.lengths_ns)) / 2 / self.measured_ns if self.measured_ns else 0.0
+
+    def error(self, naive: bool = False, worst: bool = False) -> float | None:
+        """Median (or worst) size of the error of iterations predicted from the others; None where there are none.
+
+        naive: of the mean of the others in place of the replay.
+        """
+        sizes = [abs(p.naive_error if naive else p.error) for p in self.held_out]
+        if not sizes:
+            return None
+        return max(sizes) if worst else float(np.median(sizes))
+
+    @cached_property
+    def unexplained(self) -> float:
+        """Share of the replayed critical path that is delay without a known cause."""
+        lost = unexplained_ns(self.graph)
+        path = self.replay.path()
+        total = sum(min(s.lag_ns, float(lost[s.task % self.replay.tasks])) for s in path)
+        return total / self.replayed_ns if self.replayed_ns else 0.0
+
+    @cached_property
+    def doubts(self) -> list[str]:
+        """Why a prediction of a changed run is not to be believed, in words; empty where it is."""
+        out = []
+        low, high = float(self.lengths_ns.min()), float(self.lengths_ns.max())
+        if not low * (1 - _ALLOWED) <= self.replayed_ns <= high * (1 + _ALLOWED):
+            out.append(
+                f"the replay of the run as it is takes {self.replayed_ns / 1e6:.2f} ms, and its iterations take "
+                f"{low / 1e6:.2f} to {high / 1e6:.2f} ms: {self._cause()}"
+            )
+        if self.unexplained > UNEXPLAINED:
+            out.append(
+                f"{self.unexplained:.0%} of the critical path is delay that nothing in the trace explains "
+                "(see pase diagnose)"
+            )
+        cut = [x for x in self.measured.iteration_of.values() if x.number in self.iterations and x.partial]
+        if cut:
+            out.append(
+                f"no iteration is whole: of iteration {cut[0].number} on rank {cut[0].rank}, {cut[0].why_not}"
+            )
+        error, naive, worst = self.error(), self.error(naive=True), self.error(worst=True)
+        if error is not None and worst is not None and (error > _POOR or worst > _WRONG):
+            out.append(f"held out, they are predicted {error:.0%} off in the median and {worst:.0%} at worst")
+        elif error is not None and naive is not None and error > max(_GOOD, 1.1 * naive):
+            out.append(
+                f"the mean of the other iterations predicts one better ({naive:.1%} off in the median) than the "
+                f"replay does ({error:.1%})"
+            )
+        return out
+
+    def _cause(self) -> str:
+        """What a replay far off from the measured iterations is made of."""
+        path = self.replay.path()
+        if not path:
+            return "nothing in the trace ties its ops to each other"
+        s = max(path, key=lambda s: s.added_ns)
+        name = self.graph.task_name(s.task % self.replay.tasks)[:60]
+        if s.lag_ns > 0.5 * s.added_ns:
+            return f"most of it is a delay of {s.lag_ns / 1e6:.2f} ms before '{name}'"
+        own = self.graph.duration_ns[[s.task % self.replay.tasks for s in path]].sum()
+        if self.replayed_ns < self.lengths_ns.min():
+            return f"ops and calls on its critical path are {own / 1e6:.2f} ms, and what fills the rest is not seen"
+        return f"most of it is '{name}', {s.added_ns / 1e6:.2f} ms"
+
+    @property
+    def headline(self) -> str:
+        """The first line of every report: whether to believe it."""
+        if self.doubts:
+            return f"Do not rely on what-ifs of this run: {'; '.join(self.doubts)}."
+        error, naive = self.error(), self.error(naive=True)
+        if error is None or naive is None:
+            return (
+                "One iteration to learn from: nothing is left to test the replay on, so its error is unknown."
+            )
+        return (
+            f"{self._held} predicted within {error:.1%} in the median, {self.error(worst=True) or 0:.1%} at worst "
+            f"(the mean of the others: {naive:.1%}, {self.error(naive=True, worst=True) or 0:.1%})."
+        )
+
+    def must_be_believed(self, what: str, force: bool) -> None:
+        """Infeasible, with the reasons, where a prediction is asked for that is not to be believed."""
+        if self.doubts and not force:
+            raise Infeasible(
+                f"{what}: not predicted, since {'; and '.join(self.doubts)}. --force predicts nevertheless"
+            )
+
+
+def unexplained_ns(g: DataflowGraph) -> np.ndarray:
+    """Delay before each task that no launch, stream, event or hand-over accounts for; float64 [tasks]."""
+    out = np.zeros(len(g))
+    dst = np.concatenate([g.dst, g.carried.dst])
+    lag = np.concatenate([g.lag_ns, g.carried.lag_ns])
+    kind = np.concatenate([g.edge_kind, g.carried.kind])
+    device = g.device[dst]
+    for name, plain in _PLAIN_NS.items():
+        mine = np.flatnonzero(kind == EDGES.index(name))
+        mine = mine[np.isin(g.kind[dst[mine]], GPU_KINDS)] if name != "handoff" else mine
+        for d in np.unique(device[mine]):
+            these = mine[device[mine] == d]
+            usual = min(max(plain, 3 * float(np.median(lag[these]))), 3 * plain)
+            np.maximum.at(out, dst[these], np.maximum(lag[these] - usual, 0.0))
+    return out
