@@ -1,6 +1,6 @@
 """Writes the JSON Schemas of pase's files anew, from the types: after a change of a form.
 
-Writes pase/plan/layout-1.json, which tests hold equal to the types.
+Writes what ``SCHEMAS`` lists; tests hold these files equal to the types.
 
     python bench/schemas.py
 """
@@ -14,10 +14,14 @@ from typing import Any
 
 from pase.files.atomic import write_atomically
 from pase.plan import layout
+from pase.replay import timeline_io
 
 ROOT = Path(__file__).resolve().parents[1]
 
-SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {"pase/plan/layout-1.json": layout.made_schema}
+SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
+    "pase/plan/layout-1.json": layout.made_schema,
+    "pase/replay/timeline.schema.json": timeline_io.made_schema,
+}
 """File -> what makes it."""
 
 

@@ -6,19 +6,99 @@ import gzip
 import json
 import math
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta, Struct, to_builtins
 
 from pase.errors import PaseError
+from pase.files.codec import convert, json_schema, to_tree
 from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Timeline
 
-__all__ = ["SCHEMA", "chrome_trace", "from_json", "load_timeline", "save_timeline", "schema", "to_json"]
+__all__ = [
+    "SCHEMA",
+    "chrome_trace",
+    "from_json",
+    "load_timeline",
+    "made_schema",
+    "save_timeline",
+    "schema",
+    "to_json",
+]
 
-SCHEMA = "pase.timeline/1"
+Version = Literal["pase.timeline/1"]
+SCHEMA: Version = "pase.timeline/1"
+
+Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+IndexOrNone = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="-1 where unknown")]
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class LaneForm(Struct, kw_only=True):
+    """A queue that runs one thing at a time: a CPU thread, or a device stream, of one rank."""
+
+    rank: Index
+    name: str
+    device: bool
+
+
+class GroupForm(Struct, kw_only=True):
+    """The ranks that take part in a collective; none listed: the trace does not say."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class ClockForm(Struct, kw_only=True):
+    """Global time = local time + offset + drift · (local time - reference); nanoseconds."""
+
+    rank: int
+    offset_ns: float = 0.0
+    drift: float = 0.0
+    reference_ns: Whole = 0
+    uncertainty_ns: Annotated[
+        float | None, Meta(description="null: nothing ties this rank to the others")
+    ] = 0.0
+
+
+class ColumnsForm(Struct, kw_only=True):
+    """One entry per event. lane, kind, name, operation and group index the lists above."""
+
+    lane: list[Index]
+    kind: list[Annotated[int, Meta(ge=0, lt=len(KINDS))]]
+    name: list[Index]
+    start_ns: list[Whole]
+    duration_ns: list[Annotated[int, Meta(ge=0, le=2**63 - 1)]]
+    correlation: list[Whole]
+    nbytes: list[Whole]
+    operation: list[Annotated[int, Meta(ge=0, lt=len(OPERATIONS))]]
+    group: list[IndexOrNone]
+    iteration: list[IndexOrNone]
+
+
+class TimelineForm(Struct, kw_only=True):
+    """Events of a distributed run as columns; times in nanoseconds on each rank's own clock."""
+
+    schema: Version
+    kinds: tuple[str, ...] = KINDS
+    operations: tuple[str, ...] = OPERATIONS
+    names: tuple[str, ...]
+    lanes: tuple[LaneForm, ...]
+    groups: tuple[GroupForm, ...]
+    clocks: tuple[ClockForm, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    hosts: dict[int, str] = {}
+    dataflow: dict[str, tuple[str, ...]] = {}
+    columns: ColumnsForm
+
+
+def made_schema() -> dict[str, Any]:
+    """The JSON Schema of a timeline, made of ``TimelineForm``; the committed file is equal to it."""
+    return json_schema(TimelineForm, "pase.timeline/1: what a run did, when")
 
 
 def schema() -> dict[str, Any]:
@@ -28,24 +108,37 @@ def schema() -> dict[str, Any]:
 
 def to_json(t: Timeline) -> dict[str, Any]:
     """The timeline as JSON-ready values; see timeline.schema.json."""
-    clocks = [asdict(c) for c in t.clocks]
-    for c in clocks:
-        if not math.isfinite(c["uncertainty_ns"]):
-            c["uncertainty_ns"] = None
-    return {
-        "schema": SCHEMA,
-        "kinds": list(KINDS),
-        "operations": list(OPERATIONS),
-        "names": list(t.names),
-        "lanes": [asdict(lane) for lane in t.lanes],
-        "groups": [{"name": g.name, "ranks": list(g.ranks)} for g in t.groups],
-        "clocks": clocks,
-        "marks": [asdict(m) for m in t.marks],
-        "problems": [asdict(p) for p in t.problems],
-        "hosts": {str(r): h for r, h in t.hosts.items()},
-        "dataflow": {k: list(v) for k, v in t.dataflow.items()},
-        "columns": {k: v.tolist() for k, v in t.columns.items()},
-    }
+    tree: dict[str, Any] = to_tree(_form_of(t))
+    return tree
+
+
+def _form_of(t: Timeline) -> TimelineForm:
+    return TimelineForm(
+        schema=SCHEMA,
+        names=t.names,
+        lanes=tuple(LaneForm(rank=x.rank, name=x.name, device=x.device) for x in t.lanes),
+        groups=tuple(GroupForm(name=g.name, ranks=g.ranks) for g in t.groups),
+        clocks=tuple(_clock_form(c) for c in t.clocks),
+        marks=t.marks,
+        problems=t.problems,
+        hosts=t.hosts,
+        dataflow=t.dataflow,
+        columns=ColumnsForm(**{k: v.tolist() for k, v in t.columns.items()}),
+    )
+
+
+def _clock_form(c: Clock) -> ClockForm:
+    values = {f.name: getattr(c, f.name) for f in fields(Clock)}
+    return ClockForm(
+        **values | {"uncertainty_ns": c.uncertainty_ns if math.isfinite(c.uncertainty_ns) else None}
+    )
+
+
+def _clock_of(form: ClockForm) -> Clock:
+    values = {f.name: getattr(form, f.name) for f in fields(Clock)}
+    return Clock(
+        **values | {"uncertainty_ns": math.inf if form.uncertainty_ns is None else form.uncertainty_ns}
+    )
 
 
 def from_json(d: Any, where: str = "timeline") -> Timeline:
@@ -54,54 +147,26 @@ def from_json(d: Any, where: str = "timeline") -> Timeline:
         raise PaseError(f'{where}: not a pase timeline (no "schema": "{SCHEMA}")')
     if d["schema"] != SCHEMA:
         raise PaseError(f"{where}: schema {d['schema']} is not known here; this version reads {SCHEMA}")
-    try:
-        columns = {k: _column(d, k, dtype) for k, dtype in COLUMNS.items()}
-        t = Timeline(
-            columns=columns,
-            names=tuple(str(n) for n in d["names"]),
-            lanes=tuple(
-                Lane(rank=int(x["rank"]), name=str(x["name"]), device=bool(x["device"])) for x in d["lanes"]
-            ),
-            groups=tuple(
-                Group(name=str(g["name"]), ranks=tuple(int(r) for r in g["ranks"])) for g in d["groups"]
-            ),
-            clocks=tuple(_clock(c) for c in d.get("clocks", ())),
-            marks=tuple(Mark(**m) for m in d.get("marks", ())),
-            problems=tuple(Problem(**p) for p in d.get("problems", ())),
-            hosts={int(r): str(h) for r, h in d.get("hosts", {}).items()},
-            dataflow={k: tuple(v) for k, v in d.get("dataflow", {}).items()},
-        )
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
-        raise PaseError(
-            f"{where}: a broken timeline: {type(e).__name__} {e}; see `pase.replay.schema()`"
-        ) from e
-    kinds, operations = d.get("kinds", KINDS), d.get("operations", OPERATIONS)
-    if tuple(kinds) != KINDS or tuple(operations) != OPERATIONS:
+    form = convert(d, TimelineForm, f"{where}: a broken timeline")
+    if form.kinds != KINDS or form.operations != OPERATIONS:
         raise PaseError(f"{where}: lists other kinds or operations of events than {SCHEMA} has")
-    limits = {"lane": len(t.lanes), "kind": len(KINDS), "name": len(t.names), "operation": len(OPERATIONS)}
-    for column, limit in {**limits, "group": len(t.groups)}.items():
-        values = columns[column]
-        low = -1 if column == "group" else 0
-        if len(values) and (int(values.min()) < low or int(values.max()) >= limit):
-            raise PaseError(f"{where}: column '{column}' points outside its table of {limit}")
-    if len(t) and int(columns["duration_ns"].min()) < 0:
-        raise PaseError(f"{where}: event {int(columns['duration_ns'].argmin())} has a negative duration")
-    return t
-
-
-def _column(d: dict[str, Any], name: str, dtype: type[np.generic]) -> np.ndarray:
-    values = np.asarray(d["columns"][name])
-    if values.size and (values.ndim != 1 or values.dtype.kind not in "iu"):
-        raise ValueError(f"column '{name}' must be a flat list of integers")
-    info = np.iinfo(dtype)  # type: ignore[type-var]
-    if values.size and (int(values.min()) < info.min or int(values.max()) > info.max):
-        raise ValueError(f"column '{name}' has a value that does not fit {np.dtype(dtype).name}")
-    return values.reshape(-1).astype(dtype)
-
-
-def _clock(c: dict[str, Any]) -> Clock:
-    u = c.get("uncertainty_ns", 0.0)
-    return Clock(**{**c, "uncertainty_ns": math.inf if u is None else float(u)})
+    columns = {k: np.array(getattr(form.columns, k), dtype) for k, dtype in COLUMNS.items()}
+    if len({len(c) for c in columns.values()}) != 1:
+        raise PaseError(f"{where}: a broken timeline: the columns must have one length")
+    for column, table in (("lane", form.lanes), ("name", form.names), ("group", form.groups)):
+        if int(columns[column].max(initial=-1)) >= len(table):
+            raise PaseError(f"{where}: column '{column}' points outside its table of {len(table)}")
+    return Timeline(
+        columns=columns,
+        names=form.names,
+        lanes=tuple(Lane(rank=x.rank, name=x.name, device=x.device) for x in form.lanes),
+        groups=tuple(Group(name=g.name, ranks=g.ranks) for g in form.groups),
+        clocks=tuple(map(_clock_of, form.clocks)),
+        marks=form.marks,
+        problems=form.problems,
+        hosts=form.hosts,
+        dataflow=form.dataflow,
+    )
 
 
 def save_timeline(
@@ -116,7 +181,7 @@ def save_timeline(
 
     chrome: add the events in the form that Perfetto and chrome://tracing load, so that one file serves both.
     """
-    d = to_json(t)
+    d = to_builtins(_form_of(t), str_keys=True)
     if chrome:
         d |= chrome_trace(t, critical, findings)
     text = json.dumps(d, separators=(",", ":"), allow_nan=False).encode()

@@ -18,6 +18,7 @@ from bench.schemas import ROOT, SCHEMAS
 from pase.errors import PaseError
 from pase.files.codec import convert, json_schema, read_json
 from pase.plan.layout import to_json
+from pase.replay import timeline_io
 
 LAST = Path(__file__).parent / "last"
 """Written by the version before there was one codec (commit cff8d45)."""
@@ -38,6 +39,11 @@ def test_layouts_of_the_last_version_load_and_stay_as_they_are(name):
     assert to_json(plan) == json.loads(path.read_text(encoding="utf-8"))
     jsonschema.validate(to_json(plan), SCHEMAS["pase/plan/layout-1.json"]())
     assert plan.accesses == {} and (plan.buckets is not None) == (name == "layout-buckets")
+
+
+def test_a_timeline_of_the_last_version_loads_and_stays_as_it_is():
+    data = json.loads((LAST / "timeline.json").read_text(encoding="utf-8"))
+    assert timeline_io.to_json(timeline_io.load_timeline(LAST / "timeline.json")) == data
 
 
 @dataclass(frozen=True, kw_only=True)

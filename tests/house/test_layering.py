@@ -85,7 +85,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase.search": {"numba"},
     "pase.schedule": {"numba", "networkx", "scipy"},
     "pase.hlo": set(),
-    "pase.replay": {"numba", "networkx", "scipy"},
+    "pase.replay": {"numba", "networkx", "scipy", "msgspec"},
     "pase.calibrate": set(),
     "pase.costmodels": set(),
     "pase.frontends": {"sympy", "networkx"},

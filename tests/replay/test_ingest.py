@@ -308,7 +308,12 @@ def test_timeline_round_trip_and_schema(tmp_path: Path) -> None:
     [
         ({"schema": "pase.timeline/9"}, "not known here"),
         ({"names": []}, "points outside"),
-        ({"columns": {}}, "broken timeline"),
+        ({"columns": {}}, "broken timeline: at columns/lane: is missing"),
+        ({"names": [1]}, "at names/0: must be text, got 1"),
+        (
+            {"lanes": [{"rank": 2**31, "name": "s", "device": True}]},
+            r"at lanes/0/rank: must be at most 2.*e\+09",
+        ),
         ({"schema": "other"}, "not a pase timeline"),
     ],
 )
