@@ -1,1 +1,1 @@
-"""From a model and its options to the cheapest plan: resolve, options, problem, variants, fit, overlap."""
+"""From a model and its options to the cheapest plan; ``compilation`` is the way through."""
