@@ -8,8 +8,8 @@ splits.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pase.ir import Graph, Node, Op, dim_classes
@@ -51,6 +51,8 @@ class Roles:
     ends: frozenset[int]
     experts: frozenset[int]
     sequence: frozenset[int]
+    alike: Mapping[str, int]
+    """Node -> a number; nodes of one number are of one kind, with dims of the same sizes, kinds and roles."""
 
     def dims(self, node: Node, wanted: frozenset[int]) -> list[int]:
         """Indices of the node's dims that are of these classes."""
@@ -64,7 +66,13 @@ class Roles:
 
 
 def roles(graph: Graph) -> Roles:
-    """The roles of every dim of the graph."""
+    """The roles of every dim of the graph. Kept with the graph, as its facts are: every method asks."""
+    if "_roles" not in graph.__dict__:
+        graph.__dict__["_roles"] = _roles(graph)
+    return graph.__dict__["_roles"]  # type: ignore[no-any-return]
+
+
+def _roles(graph: Graph) -> Roles:
     classes = dim_classes(graph)
     weights = tuple(_weights(graph, classes))
     batch = frozenset(
@@ -84,6 +92,14 @@ def roles(graph: Graph) -> Roles:
         if model in here and here & batch
         for c in here - batch - tensor - experts - {model}
     )
+    told = (batch, tensor, ends - inner, experts, sequence)
+    numbers: dict[object, int] = {}
+
+    def look(n: Node) -> object:
+        """All that a method which asks for roles alone can see of a node."""
+        dims = ((d.size, d.kind, *(classes[n.name, d.name] in role for role in told)) for d in n.space)
+        return n.kind, tuple(dims)
+
     return Roles(
         classes=classes,
         weights=weights,
@@ -93,6 +109,7 @@ def roles(graph: Graph) -> Roles:
         ends=ends - inner,
         experts=experts,
         sequence=frozenset(s for s in sequence if s is not None),
+        alike={n.name: numbers.setdefault(look(n), len(numbers)) for n in graph.nodes},
     )
 
 
@@ -150,6 +167,7 @@ def _tensor_dims(
     products = [w for w in weights if w.op.kind != "conv"]
     readers = {w.node for w in products}
     rows = {w.node for w in products if model in w.out and w.contracted}
+    before, after = _neighbours(graph)
     for w in products:
         summed = [c for c in w.contracted if c != model]
         if w.op.kind == "gather" and model in w.out:
@@ -158,30 +176,36 @@ def _tensor_dims(
             # Attention stands before its output's weight: only what all its products share (heads) will do.
             between = [
                 {classes[m, d.name] for d in graph.node[m].space}
-                for m in _reach(graph, w, readers, back=True)
-                if graph.node[m].kind in ("matmul", "attention") and m not in readers
+                for m in _reach(before, w.node, readers)
+                if m not in readers and graph.node[m].kind in ("matmul", "attention")
             ]
             inner.update([c for c in summed if all(c in here for here in between)] if between else summed[:1])
-        elif model in w.contracted and not rows & _reach(graph, w, readers, back=False):
+        elif model in w.contracted and not rows & _reach(after, w.node, readers):
             ends.update([c for c in w.out if c != model][:1])
     return inner, ends
 
 
-def _reach(graph: Graph, start: Weight, stop: set[str], *, back: bool) -> set[str]:
-    """Nodes before (or after) this weight's, up to and with the next that read weights, within one layer."""
-    follow: dict[str, list[str]] = {}
+def _neighbours(graph: Graph) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """(nodes that feed each node, nodes that it feeds), within one layer: not through parameters and carries."""
+    before: dict[str, list[str]] = defaultdict(list)
+    after: dict[str, list[str]] = defaultdict(list)
+    kinds = {n.name: n.kind for n in graph.nodes}
     for e in graph.edges:
-        if graph.node[e.src].kind in ("parameter", "carry") or graph.node[e.dst].kind == "carry":
-            continue
-        a, b = (e.dst, e.src) if back else (e.src, e.dst)
-        follow.setdefault(a, []).append(b)
+        if kinds[e.src] not in ("parameter", "carry") and kinds[e.dst] != "carry":
+            before[e.dst].append(e.src)
+            after[e.src].append(e.dst)
+    return before, after
+
+
+def _reach(follow: Mapping[str, list[str]], start: str, stop: set[str]) -> set[str]:
+    """Nodes from ``start`` on, up to and with the next that read weights."""
     seen: set[str] = set()
-    left = list(follow.get(start.node, []))
+    left = list(follow.get(start, ()))
     while left:
         name = left.pop()
         if name in seen:
             continue
         seen.add(name)
         if name not in stop:
-            left += follow.get(name, [])
+            left += follow.get(name, ())
     return seen

@@ -72,7 +72,7 @@ def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | 
         for mesh in meshes:
             for name, (by_sequence, apart) in variants.items():
                 allow = _tensor_parallel(r, data, by_sequence=by_sequence, apart=apart)
-                yield Intent(name=f"{name}_{label}", mesh=mesh, allow=allow, notes=notes)
+                yield Intent(name=f"{name}_{label}", mesh=mesh, allow=allow, alike=r.alike, notes=notes)
 
 
 def _model_meshes(data: int, degree: int, sizes: Sequence[int]) -> Iterator[Mesh]:

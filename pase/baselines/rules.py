@@ -49,7 +49,9 @@ def data_parallel(graph: Graph, devices: int, machine: Machine) -> Iterator[Inte
             return only(cfg, [0], [NOT_SPLIT])
         return by_batch(r, node, cfg, mesh, [0])
 
-    yield Intent(name="data_parallel", mesh=Mesh(names=("data",), sizes=(devices,)), allow=allow)
+    yield Intent(
+        name="data_parallel", mesh=Mesh(names=("data",), sizes=(devices,)), allow=allow, alike=r.alike
+    )
 
 
 @rule("zero2", rank=1)
@@ -65,7 +67,7 @@ def zero2(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Ski
     def allow(node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         return state_apart(node, cfg, [0]) if node.kind == "parameter" else by_batch(r, node, cfg, mesh, [0])
 
-    yield Intent(name="zero2", mesh=Mesh(names=("data",), sizes=(devices,)), allow=allow)
+    yield Intent(name="zero2", mesh=Mesh(names=("data",), sizes=(devices,)), allow=allow, alike=r.alike)
 
 
 @rule("fsdp", rank=2)
@@ -76,7 +78,9 @@ def fsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skip
     if why:
         yield Skipped(name="fsdp", reason=why)
         return
-    yield Intent(name="fsdp", mesh=Mesh(names=("data",), sizes=(devices,)), allow=_sharded(r, [0], [0]))
+    yield Intent(
+        name="fsdp", mesh=Mesh(names=("data",), sizes=(devices,)), allow=_sharded(r, [0], [0]), alike=r.alike
+    )
 
 
 @rule("hsdp", rank=3)
@@ -91,7 +95,9 @@ def hsdp(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Skip
         yield Skipped(name="hsdp", reason=why)
         return
     mesh = Mesh(names=("node", "data"), sizes=(devices // inner, inner))
-    yield Intent(name=f"hsdp_{mesh.sizes[0]}x{inner}", mesh=mesh, allow=_sharded(r, [0, 1], [1]))
+    yield Intent(
+        name=f"hsdp_{mesh.sizes[0]}x{inner}", mesh=mesh, allow=_sharded(r, [0, 1], [1]), alike=r.alike
+    )
 
 
 def _sharded(r: Roles, data: Sequence[int], stored: Sequence[int]) -> Allow:

@@ -67,8 +67,12 @@ def baselines(
 def settle(intent: Intent, tables: CostTables, space: Space) -> Baseline | Skipped:
     """The cheapest strategy among the configs that the intent allows."""
     keep: list[np.ndarray] = []
+    same: dict[tuple[int | str, int], np.ndarray] = {}  # equal configs are one array
     for node, cfg in zip(space.graph.nodes, space.configs, strict=True):
-        allowed = np.flatnonzero(intent.allow(node, cfg, intent.mesh))
+        key = (intent.alike.get(node.name, node.name), id(cfg))
+        if key not in same:
+            same[key] = np.flatnonzero(intent.allow(node, cfg, intent.mesh))
+        allowed = same[key]
         if not len(allowed):
             reason = f"node '{node.name}' has no config on mesh {intent.mesh.sizes} that the method allows"
             return Skipped(name=intent.name, reason=reason)

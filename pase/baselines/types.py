@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class Intent:
     name: str
     mesh: Mesh
     allow: Allow
+    alike: Mapping[str, int] = field(default_factory=dict)
+    """Node -> a number; of nodes of one number and equal configs, ``allow`` is asked about one. Others: each."""
     notes: tuple[str, ...] = ()
 
 
