@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,7 +52,41 @@ def fold(tables: CostTables, kernel: Kernel, threads: int = 1) -> Folded | None:
     """Fold the longest run of equal blocks; None where there is none worth it. Infeasible if a block is."""
     ends = np.array([(e.src, e.dst) for e in tables.edges], np.int64).reshape(-1, 2)
     run = _find_run(tables, ends)
-    return None if run is None else _fold_run(tables, ends, run, kernel, threads)
+    if run is not None:
+        return _fold_run(tables, ends, run, kernel, threads)
+    order = _by_first_use(len(tables.node_costs), ends)
+    if (order == np.arange(order.size)).all():
+        return None
+    place = np.argsort(order)
+    ends = place[ends]
+    tables = _reordered(tables, order, ends)
+    run = _find_run(tables, ends)
+    folded = None if run is None else _fold_run(tables, ends, run, kernel, threads)
+    if folded is None:
+        return None
+    return replace(folded, nodes=order[folded.nodes], expand=lambda choice: folded.expand(choice)[place])
+
+
+def _by_first_use(n: int, ends: np.ndarray) -> np.ndarray:
+    """An order of the nodes, int64 [n]: what no edge leads to (a parameter) stands just before its first reader.
+
+    Traced programs list all parameters first, where no block holds its own.
+    """
+    key = np.arange(n, dtype=np.float64)
+    source = np.ones(n, bool)
+    source[ends[:, 1]] = False
+    first = np.full(n, n)
+    np.minimum.at(first, ends[:, 0], ends[:, 1])
+    moved = source & (first < n)
+    key[moved] = first[moved] - 0.5
+    return np.argsort(key, kind="stable")
+
+
+def _reordered(tables: CostTables, order: np.ndarray, ends: np.ndarray) -> CostTables:
+    """The tables with their nodes in this order; ends: their edges' new ones."""
+    edges = tuple(replace(e, src=int(a), dst=int(b)) for e, (a, b) in zip(tables.edges, ends, strict=True))
+    names = None if tables.names is None else tuple(tables.names[v] for v in order)
+    return CostTables(node_costs=tuple(tables.node_costs[v] for v in order), edges=edges, names=names)
 
 
 def _find_run(tables: CostTables, ends: np.ndarray) -> _Run | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,30 @@ def test_folded_runs_of_blocks_cost_what_unfolded_ones_do() -> None:
         assert small.cost == want, seed
         assert cost_of(tables, folded.expand(small.choice)) == want, seed
     assert folds > 60
+
+
+def test_blocks_whose_parameters_stand_first_are_folded_too() -> None:
+    """As traced programs have them: all parameters, then the layers that read them."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        layers, block = int(rng.integers(12, 17)), 4
+        chain = chain_of_blocks(rng, layers, block=block)
+        own = rng.integers(0, 1000, 3).astype(np.float64)
+        matrix = rng.integers(0, 1000, (3, 5)).astype(np.float64)
+        few, many = np.arange(3, dtype=np.int32), np.arange(5, dtype=np.int32)
+        at = int(rng.integers(block))
+        reads = [
+            EdgeTable(src=k, dst=layers + k * block + at, cost=matrix, src_class=few, dst_class=many)
+            for k in range(layers)
+        ]
+        moved = [replace(e, src=e.src + layers, dst=e.dst + layers) for e in chain.edges]
+        tables = CostTables(node_costs=(own,) * layers + chain.node_costs, edges=(*reads, *moved))
+        folded = fold(tables, "numpy")
+        assert folded is not None and len(folded.tables.node_costs) < 5 * block, seed
+        want = find_best_strategy(tables).cost
+        small = find_best_strategy(folded.tables)
+        assert small.cost == want == cost_of(tables, folded.expand(small.choice)), seed
+        assert sorted(folded.nodes.tolist()) == np.unique(folded.nodes).tolist(), seed
 
 
 def test_solve_folds_a_long_model() -> None:
