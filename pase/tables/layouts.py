@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -203,7 +204,12 @@ class LayoutRule:
     homes: tuple[tuple[int, int], ...] = ()
 
     def states(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """int64 [K, axes]."""
+        """int64 [K, axes]; of one config read-only, since equal layers of a strategy share it."""
+        if len(cfg) == 1:
+            return _states_of_one(self, tuple(cfg[0].tolist()), mesh)
+        return self._states(cfg, mesh)
+
+    def _states(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         out = np.full(cfg.shape, REPLICATED, dtype=np.int64)
         out[np.isin(cfg, self.pending)] = PENDING
         out[np.isin(cfg, self.partial)] = PARTIAL
@@ -224,6 +230,13 @@ class LayoutRule:
                         blocks[on] *= ways
                         out[on, a] = _STATE - (t * _DIM + blocks[on])
         return out
+
+
+@lru_cache(maxsize=1 << 14)
+def _states_of_one(rule: LayoutRule, config: tuple[int, ...], mesh: Mesh) -> np.ndarray:
+    out = rule._states(np.array([config], np.int8), mesh)
+    out.setflags(write=False)
+    return out
 
 
 def _walks(node: Node, access: Access) -> tuple[tuple[tuple[int, int], ...], ...]:

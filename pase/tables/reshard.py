@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -54,6 +55,17 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[Step]:
 
     A dst state of PARTIAL lets the tensor stay (or become) partial over that axis.
     """
+    if len(src) == len(dst) == 1:  # of a strategy, whose equal layers ask the same
+        return list(_reshard_one(tuple(src[0].tolist()), tuple(dst[0].tolist()), mesh))
+    return _reshard(src, dst, mesh)
+
+
+@lru_cache(maxsize=1 << 14)
+def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
+    return tuple(_reshard(np.array([src], np.int64), np.array([dst], np.int64), mesh))
+
+
+def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[Step]:
     n, steps = len(mesh.sizes), []
     (plans,) = compare([(src, dst)], mesh)
     ways = np.array([mesh.ways(s) for s in range(1 << n)], dtype=float)
