@@ -16,7 +16,8 @@ from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
 from pase.frontends.jax_control import CONTROL, Trips
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
-from pase.frontends.jax_rules import ELEMENTWISE, RULES
+from pase.frontends.jax_rules import ELEMENTWISE
+from pase.frontends.jax_rules_outside import RULES
 from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Size, Tensor, parse_size
 from pase.ir.sizes import bind_size, free_symbols
@@ -101,7 +102,12 @@ def coverage() -> dict[str, list[str]]:
     out = registry.by_nest(RULES)
     out["elementwise"] = sorted({*out.get("elementwise", ()), *ELEMENTWISE})
     out["opaque"] = sorted({*out["opaque"], "custom_linear_solve"})
-    return out | {"call, inlined": sorted(INLINED), "loop": ["scan", "while"], "branches": ["cond"]}
+    return out | {
+        "call, inlined": sorted(INLINED),
+        "loop": ["scan", "while"],
+        "branches": ["cond"],
+        "manual": ["shard_map"],
+    }
 
 
 def inlined(eqn: Any) -> bool:
@@ -177,7 +183,7 @@ def trace(
         if t.role == "activation":
             b.output(t)
     return Traced(
-        graph=b.finish(outs, frontend="jax", **lower.trips.meta()),
+        graph=b.finish(outs, frontend="jax"),
         jaxpr=closed,
         param_paths=param_paths,
         input_paths=input_paths,

@@ -8,17 +8,19 @@ branches, "PATH:outs" what a scan's body returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pase.frontends.jax_rules import _dtype, _shape, _size
-from pase.frontends.jax_versions import is_literal, scan_groups
+from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.ir import Tensor
 from pase.ir.sizes import is_one
-from pase.ops import branches, loops
+from pase.ops import branches, indexed, loops
 
 if TYPE_CHECKING:
     from pase.frontends.from_jax import _Lower
+    from pase.ops import GraphBuilder
 
 __all__ = ["CONTROL", "Trips", "by_platform"]
 
@@ -29,18 +31,12 @@ class Trips:
 
     given: dict[str, int] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    """What the price of the step takes for granted."""
-
-    def meta(self) -> dict[str, str]:
-        """For the graph: what its price takes for granted, a line each."""
-        return {"remarks": "\n".join(dict.fromkeys(self.remarks))} if self.remarks else {}
 
     def copy(self) -> Trips:
         """To price a body that is lowered later: its loops are not counted twice."""
         return Trips(given=self.given, seen=[*self.seen])
 
-    def of(self, eqn: Any, where: str) -> int:
+    def of(self, eqn: Any, b: GraphBuilder) -> int:
         """Given by the user, found in the program, or one with a remark."""
         name = f"while{len(self.seen)}"
         self.seen.append(name)
@@ -48,9 +44,9 @@ class Trips:
             return self.given[name]
         known = _turns(eqn)
         if known is None:
-            self.remarks.append(
-                f"the while loop '{name}' at {where or 'an unknown line'} is priced as one turn: how often it turns is "
-                f"not known before it runs; say so with dims={{'{name}': N}}, or --trips {name}=N"
+            b.remarks.append(
+                f"the while loop '{name}' at {b.source or 'an unknown line'} is priced as one turn: how often it turns "
+                f"is not known before it runs; say so with dims={{'{name}': N}}, or --trips {name}=N"
             )
         return 1 if known is None else known
 
@@ -97,9 +93,11 @@ def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
     path, source = b.eqn, b.source
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
-    turns = lower.trips.of(eqn, b.source)
+    turns = lower.trips.of(eqn, b)
     asks, inner = lower.inner(), lower.inner()
-    with b.without_gradient():
+    with (
+        nullcontext() if lower.inside else b.without_gradient()
+    ):  # inside, the user's own rule differentiates it
         _constants(lower, asks, cond)
         _constants(lower, inner, body)
         _settled(lower, asks, cond.invars[:nc], eqn.invars[:nc], f"{path}:ask")
@@ -143,7 +141,7 @@ def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
                 lower.operands[b.eqn], lower.results[b.eqn] = (before.name,), (results[-1].name,)
             made.append(results)
     if len(bodies) > 1 and eqn.outvars:
-        lower.trips.remarks.append(
+        b.remarks.append(
             f"of the {len(bodies)} branches at {source or 'an unknown line'}, number {likely.index(1.0)} (from 0), the "
             f"most expensive, is priced as taken every time"
         )
@@ -172,10 +170,28 @@ def custom_linear_solve(lower: _Lower, eqn: Any, prefix: str) -> None:
     lower.replicate(eqn, _flops(lower, eqn.params["jaxprs"].solve.jaxpr, lower.trips))
 
 
+def shard_map(lower: _Lower, eqn: Any, prefix: str) -> None:
+    """A body for one device of the user's mesh: its specs say how tensors are split, and a backend keeps it whole."""
+    b, p = lower.b, eqn.params
+    axes = {name: int(size) for name, size in p["mesh"].shape.items()}
+
+    def split(spec: Any) -> list[tuple[str, ...]]:
+        return [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec]
+
+    inputs = [(lower.of(v), split(s)) for v, s in zip(eqn.invars, p["in_specs"], strict=True)]
+    outs = [(_shape(v), _dtype(v), split(s)) for v, s in zip(eqn.outvars, p["out_specs"], strict=True)]
+    flops = _flops(lower, opened(p["jaxpr"])[0], lower.trips.copy())
+    b.remarks.append(
+        f"of the shard_map at {b.source or 'an unknown line'} work and layouts are priced, not the collectives inside"
+    )
+    lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
+
+
 CONTROL: dict[str, Callable[[_Lower, Any, str], None]] = {
     "scan": scan,
     "while": while_,
     "cond": cond,
+    "shard_map": shard_map,
     "custom_linear_solve": custom_linear_solve,
 }
 """Primitive -> how its equation is lowered: (lowering, equation, prefix of the paths inside)."""

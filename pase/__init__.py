@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pase.api import Plan, compare, compile, load
+    from pase.frontends.jax_rules_outside import register_kernel
     from pase.replay.profiling import profile
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "compare", "compile", "load", "profile"]
+__all__ = ["Plan", "compare", "compile", "load", "profile", "register_kernel"]
 
 _WHERE = {
     "Plan": "pase.api",
@@ -18,6 +19,7 @@ _WHERE = {
     "compile": "pase.api",
     "load": "pase.api",
     "profile": "pase.replay.profiling",
+    "register_kernel": "pase.frontends.jax_rules_outside",
 }
 
 

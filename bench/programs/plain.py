@@ -63,7 +63,7 @@ def batch_statistics_under_vmap() -> Program:
             h = x @ p["a"]
             mean = jax.lax.pmean(h, "batch")
             spread = jax.lax.pmean((h - mean) ** 2, "batch")
-            top = jax.lax.pmax(jnp.sum(h), "batch")
+            top = jax.lax.pmax(jax.lax.stop_gradient(jnp.sum(h)), "batch")
             return (h - mean) / jnp.sqrt(spread + 1e-5) + jax.lax.axis_index("batch") + top
 
         return jnp.mean(jax.vmap(one, axis_name="batch")(x) ** 2)
@@ -139,7 +139,7 @@ def shard_map_inside() -> Program:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
-    mesh = jax.make_mesh((8,), ("rows",))
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def loss(p: Any, x: Any) -> Any:
         body = jax.shard_map(

@@ -166,7 +166,7 @@ def penzai_mlp() -> Program:
     from penzai import pz
     from penzai.models.simple_mlp import MLP
 
-    model = MLP.from_config("mlp", _key(), [24, 64, 8])
+    model = MLP.from_config(name="mlp", init_base_rng=_key(), feature_sizes=[24, 64, 8])
     unbound, params = pz.unbind_params(model)
     frozen = {p.label: p.value for p in params}
 
@@ -203,16 +203,6 @@ def jaxopt_implicit() -> Program:
         return jnp.mean((x @ w - y) ** 2)
 
     return loss, jnp.float32(0.0), normal(64, 8), normal(64, seed=1)
-
-
-@program
-def neural_tangents() -> Program:
-    import jax.numpy as jnp
-    from neural_tangents import stax
-
-    init, apply, _ = stax.serial(stax.Dense(64), stax.Relu(), stax.Dense(8))
-    _, params = init(_key(), (32, 24))
-    return lambda p, x: jnp.mean(apply(p, x) ** 2), params, normal(32, 24)
 
 
 @program

@@ -64,6 +64,8 @@ class GraphBuilder:
     """Where the frontend found the next nests."""
     saved: bool = False
     """The next nests' results are kept although the region around them is rematerialised."""
+    remarks: list[str] = field(default_factory=list)
+    """What the price takes for granted, a line each, for who reads the plan."""
     frozen: bool = False
     """The next nests have no gradient: inside of a while loop, or of a program that is not trained."""
     _scope: tuple[str, ...] = ()
@@ -199,7 +201,7 @@ class GraphBuilder:
             tensors=dict(self.tensors),
             nodes=tuple(self.nodes),
             outputs=tuple(t.name for t in outputs),
-            meta=meta,
+            meta=meta | ({"remarks": "\n".join(dict.fromkeys(self.remarks))} if self.remarks else {}),
         )
 
     def _tensor(

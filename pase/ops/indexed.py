@@ -1,15 +1,18 @@
-"""Loop nests of lookups and scattered updates, in XLA's form; what is gathered by an index may be split."""
+"""Loop nests of lookups, scattered updates and sparse products, whose indices are known at run time only, and of bodies
+that are split by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
+from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
-from pase.ir.sizes import is_one
+from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import GraphBuilder, Read, Write
 from pase.ops.nests import Dims
 
-__all__ = ["gather", "scatter"]
+__all__ = ["columns", "gather", "manual", "scatter"]
 
 
 def gather(
@@ -89,3 +92,65 @@ def scatter(
     reads = [Read(x, access), Read(ids, AccessMap(tuple(walks_i))), Read(updates, AccessMap(tuple(walks_u)))]
     over = AccessMap(tuple(walks_u)).dims
     return b.nest(name, "scatter", reads, [Write(tuple(x.shape), x.dtype, access)], dims, over=over)[0]
+
+
+def columns(
+    b: GraphBuilder, name: str, sparse: Sequence[Tensor], dense: Tensor, free: Sequence[int], shape: Sequence[Size],
+    dtype: str, first: int,
+) -> Tensor:  # fmt: skip
+    """A sparse matrix (its elements, their indices) times a dense one: dim ``free[k]`` of the latter is dim
+    ``first + k`` of the result, and may be split. FLOPs: two an element and a column."""
+    dims: Dims = {}
+
+    def walk(key: str, size: Size, kind: DimKind) -> Walk:
+        if is_one(size):
+            return Walk()
+        dims[key] = (size, kind)
+        return Walk((key,))
+
+    def of_element(t: Tensor) -> AccessMap:
+        return AccessMap(tuple(walk(f"i{i}" if i else "e", s, "replicated") for i, s in enumerate(t.shape)))
+
+    at = {i: f"n{k}" for k, i in enumerate(free)}
+    whole = AccessMap(
+        tuple(
+            walk(at[i], s, "parallel") if i in at else walk(f"k{i}", s, "replicated")
+            for i, s in enumerate(dense.shape)
+        )
+    )
+    reads = [*(Read(t, of_element(t)) for t in sparse), Read(dense, whole)]
+    rows = [walk(f"m{i}", s, "replicated") for i, s in enumerate(shape[:first])]
+    out = AccessMap((*rows, *(walk(f"n{k}", s, "parallel") for k, s in enumerate(shape[first:]))))
+    over = [d for d in dims if d == "e" or d.startswith("n")]
+    return b.nest(name, "opaque", reads, [Write(tuple(shape), dtype, out)], dims, flops=2.0, over=over)[0]
+
+
+def manual(
+    b: GraphBuilder, name: str, inputs: Sequence[tuple[Tensor, Sequence[Sequence[str]]]],
+    outs: Sequence[tuple[tuple[Size, ...], str, Sequence[Sequence[str]]]], axes: Mapping[str, int], *, flops: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """A body written for one device of the user's mesh: per tensor dim the axes that split it; flops: of one device.
+
+    Each axis is a dim that may be split: then so many of its parts run on one device.
+    """
+    dims: Dims = {f"x{i}": (size, "parallel") for i, size in enumerate(axes.values()) if size > 1}
+    at = {axis: f"x{i}" for i, axis in enumerate(axes)}
+    work = tuple(dims)
+
+    def walks(shape: Sequence[Size], split: Sequence[Sequence[str]], prefix: str) -> AccessMap:
+        found = []
+        for i, size in enumerate(shape):
+            over = [a for a in (split[i] if i < len(split) else ()) if axes[a] > 1]
+            rest = quotient(size, math.prod(axes[a] for a in over))
+            if rest is None:
+                raise PaseError(
+                    f"{name} at {b.source}: a dim of {size} does not divide over {', '.join(over)}"
+                )
+            inner = () if is_one(rest) else (f"{prefix}_{i}",)
+            dims.update({d: (rest, "replicated") for d in inner})
+            found.append(Walk((*(at[a] for a in over), *inner)))
+        return AccessMap(tuple(found))
+
+    reads = [Read(t, walks(t.shape, split, f"r{k}")) for k, (t, split) in enumerate(inputs)]
+    writes = [Write(tuple(s), d, walks(s, split, f"w{k}")) for k, (s, d, split) in enumerate(outs)]
+    return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=work)

@@ -224,6 +224,7 @@ def conv(
         raise PaseError(f"convolution at {b.source}: {w.shape[wn]} output channels in {groups} groups")
     c = dim("c", w.shape[wc], "reduction")
     n = dim("n", per_group, "parallel")
+    there = 1.0  # the part of a window that meets elements of x; the others are zeros between them
     walks_x: list[Walk] = [Walk()] * len(x.shape)
     walks_w: list[Walk] = [Walk()] * len(w.shape)
     walks_o: list[Walk] = [Walk()] * len(shape)
@@ -235,6 +236,7 @@ def conv(
         if not isinstance(extent, int):
             raise PaseError(f"convolution at {b.source}: a filter's extent must be a number, got {extent}")
         up = bool(input_dilation) and input_dilation[k] != 1
+        there /= input_dilation[k] if up else 1
         reach = (extent - 1) * dilation[k] + 1
         walks_x[i] = _windowed(f"h{k}", x.shape[i], shape[o], reach, strides[k], dims, up)
         walks_o[o] = Walk((f"h{k}",)) if f"h{k}" in dims and not is_one(shape[o]) else Walk()
@@ -243,7 +245,12 @@ def conv(
             walks_w[j] = Walk((f"r{k}",))
     reads = [Read(x, AccessMap(tuple(walks_x))), Read(w, AccessMap(tuple(walks_w)))]
     return b.nest(
-        "conv", "conv", reads, [Write(tuple(shape), dtype, AccessMap(tuple(walks_o)))], dims, flops=2.0
+        "conv",
+        "conv",
+        reads,
+        [Write(tuple(shape), dtype, AccessMap(tuple(walks_o)))],
+        dims,
+        flops=2.0 * there,
     )[0]
 
 

@@ -47,7 +47,7 @@ def test_traces(name: str) -> None:
         ("fori", 3 * 2 * ROWS * 32 * 32),
         ("gradient_inside", 2 * 2 * ROWS * 32 * 32),
         ("custom_vjp", 2 * ROWS * 32 * 32),
-        ("convolutions", 2 * 8 * 9 * (16 * 16 * 4 * 16 + 6 * 6 * 16 * 8 + 32 * 32 * 16 * 8)),
+        ("convolutions", 2 * 8 * 9 * (16 * 16 * 4 * 16 + 6 * 6 * 16 * 8 + 16 * 16 * 16 * 8)),
     ],
 )
 def test_products(name: str, products: float) -> None:

@@ -1,0 +1,68 @@
+"""What leads out of plain array code: what is priced of it, and what is said where that is not all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import pase
+from pase.errors import PaseError
+from pase.frontends.from_jax import UnknownOp, trace
+from pase.frontends.jax_rules_outside import KERNELS
+from tests.frontends.cases import W
+
+S = jax.ShapeDtypeStruct
+X = S((64, 32), jnp.float32)
+
+
+def _double(x: Any, out: Any) -> None:
+    out[...] = 2 * x[...]
+
+
+def kernel(p: Any, x: Any, **options: Any) -> Any:
+    call = pl.pallas_call(_double, out_shape=S(x.shape, x.dtype), name="double", **options)
+    return jnp.sum(jax.lax.stop_gradient(call(x)) @ p)
+
+
+def test_a_kernel_without_a_cost_asks_for_one() -> None:
+    with pytest.raises(
+        UnknownOp, match=r"kernel 'double' at .*test_outside.py.*pase\.register_kernel\('double', FLOPS\)"
+    ):
+        trace(kernel, W, X)
+
+
+def test_a_kernel_costs_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flops(*given: Any, **options: Any) -> float:
+        graph = trace(lambda p, x: kernel(p, x, **options), W, X).graph
+        return next(n.ops[0].flops_per_point for n in graph.nodes if n.ops[0].name == "double")
+
+    estimate = pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=1)
+    assert flops(cost_estimate=estimate) == 77
+    monkeypatch.setitem(KERNELS, "double", KERNELS.get("double"))  # taken out again
+    pase.register_kernel("double", 123)
+    assert flops(cost_estimate=estimate) == 123
+    with pytest.raises(PaseError, match="a price must be positive"):
+        pase.register_kernel("double", 0)
+
+
+def test_a_callback_says_what_is_not_priced() -> None:
+    def fn(p: Any, x: Any) -> Any:
+        return jnp.sum(jax.pure_callback(np.sort, S(x.shape, x.dtype), x) @ p)
+
+    assert "pure_callback at" in trace(fn, W, X).graph.meta["remarks"]
+
+
+def test_zeros_between_inputs_are_no_work() -> None:
+    """A transposed convolution of stride 2 meets an element of its input in one of four places."""
+
+    def fn(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.conv_transpose(x, w, (2, 2), "SAME"))
+
+    graph = trace(fn, S((4, 4, 8, 16), jnp.float32), S((8, 8, 8, 8), jnp.float32)).graph
+    (conv,) = [n for n in graph.nodes if n.kind == "conv"]
+    assert conv.ops[0].flops_per_point == 2.0 / 4
