@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pase.files.atomic import write_atomically
 from pase.plan import layout
 from pase.replay import timeline_io
+from pase.schedule import io
 
 ROOT = Path(__file__).resolve().parents[1]
 
 SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "pase/plan/layout-1.json": layout.made_schema,
     "pase/replay/timeline.schema.json": timeline_io.made_schema,
+    "pase/schedule/schemas/problem.schema.json": partial(io.made_schema, "problem"),
+    "pase/schedule/schemas/bucket_plan.schema.json": partial(io.made_schema, "bucket_plan"),
 }
 """File -> what makes it."""
 

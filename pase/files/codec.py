@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import inspect
 
 from pase.errors import PaseError
 
-__all__ = ["convert", "json_schema", "parse_json", "read_json", "to_tree"]
+__all__ = ["convert", "json_schema", "parse_json", "read_json", "to_builtins", "to_tree"]
 
 T = TypeVar("T")
 Path_ = tuple["str | int", ...]
@@ -57,9 +58,20 @@ def parse_json(text: str, where: str) -> Any:
         raise PaseError(f"{where} is not JSON: {e}; was it cut off? compile it again") from e
 
 
+def to_builtins(value: Any) -> Any:
+    """A form as dicts, lists, tuples and Python's own numbers, which ``json.dumps`` takes."""
+    return msgspec.to_builtins(value, str_keys=True, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} has no place in a file")
+
+
 def to_tree(value: Any) -> Any:
-    """A form as the plain lists, dicts and numbers that JSON has."""
-    return json.loads(json.dumps(msgspec.to_builtins(value, str_keys=True)))
+    """A form as JSON gives it back: tuples as lists."""
+    return json.loads(json.dumps(to_builtins(value)))
 
 
 def convert(tree: Any, form: type[T], where: str) -> T:

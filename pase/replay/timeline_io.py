@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 from pase.errors import PaseError
-from pase.files.codec import convert, json_schema, to_tree
+from pase.files.codec import convert, json_schema, to_builtins, to_tree
 from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Timeline
 
 __all__ = [
@@ -181,7 +181,7 @@ def save_timeline(
 
     chrome: add the events in the form that Perfetto and chrome://tracing load, so that one file serves both.
     """
-    d = to_builtins(_form_of(t), str_keys=True)
+    d = to_builtins(_form_of(t))
     if chrome:
         d |= chrome_trace(t, critical, findings)
     text = json.dumps(d, separators=(",", ":"), allow_nan=False).encode()

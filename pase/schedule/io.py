@@ -1,20 +1,25 @@
-"""Problems and bucket plans as versioned JSON, checked against the schemas beside this file."""
+"""Problems and bucket plans as versioned JSON; the published schemas are made of the forms here."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
+from pase.files.codec import convert, json_schema, to_tree
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan
-from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer, problem_from_times
+from pase.schedule.types import Block, Curve, Link, Phase, ScheduleProblem, Transfer, problem_from_times
 
 __all__ = [
     "PLAN_SCHEMA",
     "PROBLEM_SCHEMA",
     "links_from_json",
+    "made_schema",
     "plan_from_json",
     "plan_to_json",
     "problem_from_json",
@@ -22,175 +27,284 @@ __all__ = [
     "schema",
 ]
 
-PROBLEM_SCHEMA = "pase.schedule.problem/1"
-PLAN_SCHEMA = "pase.schedule.bucket_plan/1"
+ProblemVersion = Literal["pase.schedule.problem/1"]
+PlanVersion = Literal["pase.schedule.bucket_plan/1"]
+PROBLEM_SCHEMA: ProblemVersion = "pase.schedule.problem/1"
+PLAN_SCHEMA: PlanVersion = "pase.schedule.bucket_plan/1"
+
+T = TypeVar("T")
+Count = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Closed(Struct, forbid_unknown_fields=True):
+    """A form that takes no further keys: files are written by hand too, and a slip of the pen must be said."""
+
+
+class CurveForm(Closed, kw_only=True, rename={"bytes_": "bytes"}):
+    """Seconds by bytes: alpha_s and beta_s_per_byte; or bytes and seconds, with what each byte beyond costs."""
+
+    alpha_s: Seconds | UnsetType = UNSET
+    beta_s_per_byte: Seconds | UnsetType = UNSET
+    bytes_: Annotated[tuple[Seconds, ...], Meta(min_length=1)] | UnsetType = UNSET
+    seconds: Annotated[tuple[Seconds, ...], Meta(min_length=1)] | UnsetType = UNSET
+    tail_s_per_byte: Seconds | UnsetType = UNSET
+
+
+class LinkForm(Closed, kw_only=True):
+    """What carries one message at a time. by_axes: other curves for groups of axes; axes: the groups it carries."""
+
+    name: str
+    curve: CurveForm
+    by_axes: dict[str, CurveForm] = {}
+    axes: tuple[str, ...] | None = None
+
+
+class BlockForm(Closed, kw_only=True):
+    """A stretch of compute. after: the blocks it waits for, where the problem is a dataflow."""
+
+    name: str | UnsetType = UNSET
+    phase: Phase
+    seconds: Seconds
+    after: tuple[Count, ...] | UnsetType = UNSET
+
+
+class TransferForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
+    """What is sent once per iteration, by blocks (ready_after, needed_before) or by times (ready_s, next_use_s)."""
+
+    name: str
+    nbytes: Size
+    ready_after: Count | None = None
+    needed_before: Count | None = None
+    ready_s: Seconds | UnsetType = UNSET
+    next_use_s: Seconds | UnsetType = UNSET
+    lag: Literal[0, 1] = 1
+    axes: str = ""
+    kind: str = "all_reduce"
+    dtype: str = "float32"
+    follows: tuple[Count, ...] | UnsetType = UNSET
+
+
+class ProblemForm(Closed, kw_only=True):
+    """A communication scheduling problem: blocks; or forward_s and backward_s, with tensors given by times."""
+
+    schema: ProblemVersion
+    name: str
+    source: str = ""
+    dataflow: bool = False
+    forward_s: Seconds | UnsetType = UNSET
+    backward_s: Seconds | UnsetType = UNSET
+    blocks: Annotated[tuple[BlockForm, ...], Meta(min_length=1)] | UnsetType = UNSET
+    tensors: tuple[TransferForm, ...]
+    links: Annotated[tuple[LinkForm, ...], Meta(min_length=1)]
+
+
+class PieceForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
+    """A part of a tensor."""
+
+    tensor: str
+    offset: Count
+    nbytes: Size
+
+
+class MessageForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
+    """Pieces that travel together."""
+
+    link: str
+    nbytes: Size | UnsetType = UNSET
+    update: Count = 0
+    pieces: Annotated[tuple[PieceForm, ...], Meta(min_length=1)]
+    hold_s: Seconds | UnsetType = UNSET
+    iteration: Count | UnsetType = UNSET
+    phase: Phase | UnsetType | None = UNSET
+    start_s: float | UnsetType = UNSET
+
+
+class UpdateForm(Closed, kw_only=True):
+    """Which iterations' gradients an update applies, and when."""
+
+    first: int
+    last: int
+    at: int
+
+
+class PlanForm(Closed, kw_only=True):
+    """A bucket plan: messages in the one order in which all ranks issue them.
+
+    link_costs: the links that it was made for, as a problem lists them.
+    """
+
+    schema: PlanVersion
+    problem: str
+    policy: str
+    dispatch: Literal["sequence", "priority"]
+    credit_bytes: Size = 1
+    barrier: bool = False
+    links: Annotated[tuple[str, ...], Meta(min_length=1)]
+    period: Size
+    updates: Annotated[tuple[UpdateForm, ...], Meta(min_length=1)]
+    messages: tuple[MessageForm, ...]
+    detail: dict[str, Any] = {}
+    evaluation: dict[str, Any] | UnsetType = UNSET
+    link_costs: Annotated[tuple[LinkForm, ...], Meta(min_length=1)] | UnsetType = UNSET
+
+
+_FORMS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "problem": lambda: json_schema(ProblemForm, f"{PROBLEM_SCHEMA}: what is to be sent, and when"),
+    "bucket_plan": lambda: json_schema(PlanForm, f"{PLAN_SCHEMA}: in which messages it is sent"),
+}
+
+
+def made_schema(name: str) -> dict[str, Any]:
+    """The JSON Schema called "problem" or "bucket_plan", made of its form; the committed file is equal to it."""
+    return _FORMS[name]()
 
 
 @cache
 def schema(name: str) -> dict[str, Any]:
-    """The JSON Schema called "problem" or "bucket_plan"."""
+    """The published JSON Schema called "problem" or "bucket_plan"."""
     loaded: dict[str, Any] = json.loads(
         (Path(__file__).parent / "schemas" / f"{name}.schema.json").read_text()
     )
     return loaded
 
 
-def _validate(data: Any, name: str, version: str, where: str) -> None:
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import best_match
-
+def _read(data: Any, form: type[T], version: str, where: str) -> T:
     if not isinstance(data, dict):
         raise PaseError(f"{where}: expected a JSON object, got {type(data).__name__}")
     if data.get("schema") != version:
         raise PaseError(f"{where}: schema is {data.get('schema')!r}; this version of pase reads {version!r}")
-    error = best_match(Draft202012Validator(schema(name)).iter_errors(data))
-    if error is not None:
-        place = "/".join(str(p) for p in error.absolute_path) or "top level"
-        message = error.message if len(error.message) < 300 else error.message[:300] + " …"
-        raise PaseError(f"{where}, at {place}: {message}")
+    return convert(data, form, where)
 
 
-def _curve_to_json(c: Curve) -> dict[str, Any]:
+def _curve_form(c: Curve) -> CurveForm:
     if len(c.bytes_) == 1 and c.bytes_[0] == 0:
-        return {"alpha_s": c.seconds[0], "beta_s_per_byte": c.tail_s_per_byte}
-    return {"bytes": list(c.bytes_), "seconds": list(c.seconds), "tail_s_per_byte": c.tail_s_per_byte}
+        return CurveForm(alpha_s=c.seconds[0], beta_s_per_byte=c.tail_s_per_byte)
+    return CurveForm(bytes_=c.bytes_, seconds=c.seconds, tail_s_per_byte=c.tail_s_per_byte)
 
 
-def _curve_from_json(d: dict[str, Any]) -> Curve:
-    if "alpha_s" in d:
-        return Curve.alpha_beta(alpha_s=d["alpha_s"], beta_s_per_byte=d["beta_s_per_byte"])
-    if "tail_s_per_byte" in d:
-        return Curve(
-            bytes_=tuple(map(float, d["bytes"])),
-            seconds=tuple(map(float, d["seconds"])),
-            tail_s_per_byte=float(d["tail_s_per_byte"]),
-        )
-    if len(d["bytes"]) != len(d["seconds"]):
-        raise PaseError(f"a cost curve has {len(d['bytes'])} bytes but {len(d['seconds'])} seconds")
-    return Curve.table(d["bytes"], d["seconds"])
+def _curve(form: CurveForm) -> Curve:
+    line, table, tail = (
+        (form.alpha_s, form.beta_s_per_byte),
+        (form.bytes_, form.seconds),
+        form.tail_s_per_byte,
+    )
+    if form.alpha_s is not UNSET and form.beta_s_per_byte is not UNSET and {*table, tail} == {UNSET}:
+        return Curve.alpha_beta(alpha_s=form.alpha_s, beta_s_per_byte=form.beta_s_per_byte)
+    if form.bytes_ is UNSET or form.seconds is UNSET or {*line} != {UNSET}:
+        raise PaseError("a cost curve is either alpha_s and beta_s_per_byte, or bytes and seconds")
+    if tail is not UNSET:
+        return Curve(bytes_=form.bytes_, seconds=form.seconds, tail_s_per_byte=tail)
+    if len(form.bytes_) != len(form.seconds):
+        raise PaseError(f"a cost curve has {len(form.bytes_)} bytes but {len(form.seconds)} seconds")
+    return Curve.table(form.bytes_, form.seconds)
+
+
+def _link_form(link: Link) -> dict[str, Any]:
+    """As a tree: what stands at its default is left out."""
+    form = LinkForm(
+        name=link.name,
+        curve=_curve_form(link.curve),
+        by_axes={k: _curve_form(c) for k, c in link.by_axes.items()},
+        axes=link.axes,
+    )
+    tree: dict[str, Any] = to_tree(form)
+    return {k: v for k, v in tree.items() if v not in (None, {})}
+
+
+def _link(form: LinkForm) -> Link:
+    by_axes = {k: _curve(c) for k, c in form.by_axes.items()}
+    return Link(name=form.name, curve=_curve(form.curve), by_axes=by_axes, axes=form.axes)
 
 
 def problem_to_json(p: ScheduleProblem) -> dict[str, Any]:
     """The problem as a JSON object of schema "pase.schedule.problem/1"."""
-    tensors = []
-    for t in p.tensors:
-        d: dict[str, Any] = {
-            "name": t.name,
-            "bytes": t.nbytes,
-            "ready_after": t.ready_after,
-            "needed_before": t.needed_before,
-            "lag": t.lag,
-            "axes": t.axes,
-            "kind": t.kind,
-            "dtype": t.dtype,
-        }
-        if t.follows:
-            d["follows"] = list(t.follows)
-        tensors.append(d)
-    return {
-        "schema": PROBLEM_SCHEMA,
-        "name": p.name,
-        "source": p.source,
-        "dataflow": p.dataflow,
-        "blocks": [
-            {"name": b.name, "phase": b.phase, "seconds": b.seconds}
-            | ({"after": list(b.after)} if b.after is not None else {})
-            for b in p.blocks
-        ],
-        "tensors": tensors,
-        "links": [_link_to_json(link) for link in p.links],
-    }
-
-
-def _link_to_json(link: Link) -> dict[str, Any]:
-    d: dict[str, Any] = {"name": link.name, "curve": _curve_to_json(link.curve)}
-    if link.by_axes:
-        d["by_axes"] = {k: _curve_to_json(c) for k, c in link.by_axes.items()}
-    if link.axes is not None:
-        d["axes"] = list(link.axes)
-    return d
-
-
-def _links_from_json(data: list[dict[str, Any]]) -> tuple[Link, ...]:
-    return tuple(
-        Link(
-            name=d["name"],
-            curve=_curve_from_json(d["curve"]),
-            by_axes={k: _curve_from_json(c) for k, c in d.get("by_axes", {}).items()},
-            axes=None if d.get("axes") is None else tuple(d["axes"]),
-        )
-        for d in data
+    blocks = tuple(
+        BlockForm(name=b.name, phase=b.phase, seconds=b.seconds, after=UNSET if b.after is None else b.after)
+        for b in p.blocks
     )
+    tensors = tuple(
+        TransferForm(
+            name=t.name, nbytes=t.nbytes, ready_after=t.ready_after, needed_before=t.needed_before, lag=t.lag,  # type: ignore[arg-type]
+            axes=t.axes, kind=t.kind, dtype=t.dtype, follows=t.follows or UNSET,
+        )
+        for t in p.tensors
+    )  # fmt: skip
+    form = ProblemForm(
+        schema=PROBLEM_SCHEMA, name=p.name, source=p.source, dataflow=p.dataflow, blocks=blocks, tensors=tensors,
+        links=(),
+    )  # fmt: skip
+    return {**to_tree(form), "links": [_link_form(link) for link in p.links]}
 
 
 def problem_from_json(data: Any, *, where: str = "problem") -> ScheduleProblem:
     """Read a problem; ``where`` names the file in errors."""
-    _validate(data, "problem", PROBLEM_SCHEMA, where)
+    form = _read(data, ProblemForm, PROBLEM_SCHEMA, where)
     try:
-        links = _links_from_json(data["links"])
-        if "blocks" not in data:
-            return _from_times(data, links)
-        for i, d in enumerate(data["tensors"]):
-            if "ready_s" in d or "next_use_s" in d:
+        links = tuple(map(_link, form.links))
+        if form.blocks is UNSET:
+            return _from_times(form, links)
+        if form.forward_s is not UNSET or form.backward_s is not UNSET:
+            raise PaseError("forward_s and backward_s stand for blocks: give the one or the other")
+        for i, t in enumerate(form.tensors):
+            if t.ready_s is not UNSET or t.next_use_s is not UNSET:
                 raise PaseError(
-                    f"tensors/{i} '{d['name']}' gives times, but the problem gives blocks: use ready_after and "
+                    f"tensors/{i} '{t.name}' gives times, but the problem gives blocks: use ready_after and "
                     f"needed_before, or leave out blocks and give forward_s and backward_s"
                 )
         return ScheduleProblem(
-            name=data["name"],
+            name=form.name,
             blocks=tuple(
                 Block(
-                    name=d.get("name", f"{d['phase']} {i}"),
-                    phase=d["phase"],
-                    seconds=float(d["seconds"]),
-                    after=None if "after" not in d else tuple(d["after"]),
+                    name=f"{b.phase} {i}" if b.name is UNSET else b.name,
+                    phase=b.phase,
+                    seconds=b.seconds,
+                    after=None if b.after is UNSET else b.after,
                 )
-                for i, d in enumerate(data["blocks"])
+                for i, b in enumerate(form.blocks)
             ),
             tensors=tuple(
                 Transfer(
-                    name=d["name"],
-                    nbytes=d["bytes"],
-                    ready_after=d.get("ready_after"),
-                    needed_before=d.get("needed_before"),
-                    lag=d.get("lag", 1),
-                    axes=d.get("axes", ""),
-                    kind=d.get("kind", "all_reduce"),
-                    dtype=d.get("dtype", "float32"),
-                    follows=tuple(d.get("follows", ())),
+                    name=t.name,
+                    nbytes=t.nbytes,
+                    ready_after=t.ready_after,
+                    needed_before=t.needed_before,
+                    lag=t.lag,
+                    axes=t.axes,
+                    kind=t.kind,
+                    dtype=t.dtype,
+                    follows=() if t.follows is UNSET else t.follows,
                 )
-                for d in data["tensors"]
+                for t in form.tensors
             ),
             links=links,
-            dataflow=data.get("dataflow", False),
-            source=data.get("source", ""),
+            dataflow=form.dataflow,
+            source=form.source,
         )
     except PaseError as e:
         raise PaseError(f"{where}: {e}") from e
 
 
-def _from_times(data: dict[str, Any], links: tuple[Link, ...]) -> ScheduleProblem:
+def _from_times(form: ProblemForm, links: tuple[Link, ...]) -> ScheduleProblem:
+    if form.forward_s is UNSET or form.backward_s is UNSET:
+        raise PaseError("a problem needs blocks, or forward_s and backward_s with tensors given by times")
     rows = []
-    for i, d in enumerate(data["tensors"]):
-        if "ready_s" not in d or "next_use_s" not in d:
+    for i, t in enumerate(form.tensors):
+        if t.ready_s is UNSET or t.next_use_s is UNSET:
             raise PaseError(
-                f"tensors/{i} '{d['name']}' needs ready_s and next_use_s, as the problem has no blocks"
+                f"tensors/{i} '{t.name}' needs ready_s and next_use_s, as the problem has no blocks"
             )
-        rows.append((d["name"], d["bytes"], float(d["ready_s"]), float(d["next_use_s"])))
-    axes = {d.get("axes", "") for d in data["tensors"]}
+        rows.append((t.name, t.nbytes, t.ready_s, t.next_use_s))
+    axes = {t.axes for t in form.tensors}
     if len(axes) > 1:
         raise PaseError(
             f"tensors given by times must share their axes, got {sorted(axes)}; give blocks instead"
         )
     return problem_from_times(
-        name=data["name"],
-        forward_s=float(data["forward_s"]),
-        backward_s=float(data["backward_s"]),
-        tensors=rows,
-        links=links,
-        axes=axes.pop() if axes else "",
-        source=data.get("source", ""),
-    )
+        name=form.name, forward_s=form.forward_s, backward_s=form.backward_s, tensors=rows, links=links,
+        axes=axes.pop() if axes else "", source=form.source,
+    )  # fmt: skip
 
 
 def plan_to_json(
@@ -205,98 +319,81 @@ def plan_to_json(
 
     link_costs: with the links' cost curves, so that `links_from_json` finds what it was made for.
     """
-    messages = []
-    for i, m in enumerate(plan.messages):
-        d: dict[str, Any] = {
-            "link": problem.links[m.link].name,
-            "bytes": m.nbytes,
-            "update": m.update,
-            "pieces": [
-                {"tensor": problem.tensors[p.tensor].name, "offset": p.offset, "bytes": p.nbytes}
+    messages = tuple(
+        MessageForm(
+            link=problem.links[m.link].name,
+            nbytes=m.nbytes,
+            update=m.update,
+            pieces=tuple(
+                PieceForm(tensor=problem.tensors[p.tensor].name, offset=p.offset, nbytes=p.nbytes)
                 for p in m.pieces
-            ],
-        }
-        if m.hold_s:
-            d["hold_s"] = m.hold_s
-        if m.iteration:
-            d["iteration"] = m.iteration
-        if m.phase:
-            d["phase"] = m.phase
-        if starts_s is not None:
-            d["start_s"] = float(starts_s[i])
-        messages.append(d)
-    out = {
-        "schema": PLAN_SCHEMA,
-        "problem": problem.name,
-        "policy": plan.policy,
-        "dispatch": plan.dispatch,
-        "credit_bytes": plan.credit_bytes,
-        "barrier": plan.barrier,
-        "links": [link.name for link in problem.links],
-        "period": plan.period,
-        "updates": [{"first": u.first, "last": u.last, "at": u.at} for u in plan.updates],
-        "messages": messages,
-        "detail": plan.detail,
-    }
-    if evaluation is not None:
-        out["evaluation"] = evaluation
-    if link_costs:
-        out["link_costs"] = [_link_to_json(link) for link in problem.links]
-    return out
+            ),
+            hold_s=m.hold_s or UNSET,
+            iteration=m.iteration or UNSET,
+            phase=m.phase or UNSET,
+            start_s=UNSET if starts_s is None else float(starts_s[i]),
+        )
+        for i, m in enumerate(plan.messages)
+    )
+    form = PlanForm(
+        schema=PLAN_SCHEMA, problem=problem.name, policy=plan.policy, dispatch=plan.dispatch,
+        credit_bytes=plan.credit_bytes, barrier=plan.barrier, links=tuple(link.name for link in problem.links),
+        period=plan.period, updates=tuple(UpdateForm(first=u.first, last=u.last, at=u.at) for u in plan.updates),
+        messages=messages, detail=plan.detail, evaluation=UNSET if evaluation is None else evaluation,
+    )  # fmt: skip
+    costs = {"link_costs": [_link_form(link) for link in problem.links]} if link_costs else {}
+    return {**to_tree(form), **costs}
 
 
 def links_from_json(data: Any, *, where: str = "bucket plan") -> tuple[Link, ...]:
     """The links that a bucket plan was made for; empty where it does not say."""
-    _validate(data, "bucket_plan", PLAN_SCHEMA, where)
+    form = _read(data, PlanForm, PLAN_SCHEMA, where)
     try:
-        return _links_from_json(data.get("link_costs", []))
+        return () if form.link_costs is UNSET else tuple(map(_link, form.link_costs))
     except PaseError as e:
         raise PaseError(f"{where}: {e}") from e
 
 
 def plan_from_json(data: Any, problem: ScheduleProblem, *, where: str = "bucket plan") -> BucketPlan:
     """Read a plan made for that problem; names that the problem lacks, or has twice, are an error."""
-    _validate(data, "bucket_plan", PLAN_SCHEMA, where)
+    form = _read(data, PlanForm, PLAN_SCHEMA, where)
     links = {link.name: i for i, link in enumerate(problem.links)}
     tensors: dict[str, int] = {}
     for i, t in enumerate(problem.tensors):
         if t.name in tensors:
             raise PaseError(f"{where}: problem '{problem.name}' has two tensors named '{t.name}'")
         tensors[t.name] = i
-    messages = []
-    for i, m in enumerate(data["messages"]):
-        if m["link"] not in links:
-            raise PaseError(f"{where}, at messages/{i}: no link '{m['link']}' in problem '{problem.name}'")
-        for p in m["pieces"]:
-            if p["tensor"] not in tensors:
+    for i, m in enumerate(form.messages):
+        if m.link not in links:
+            raise PaseError(f"{where}, at messages/{i}: no link '{m.link}' in problem '{problem.name}'")
+        for p in m.pieces:
+            if p.tensor not in tensors:
                 raise PaseError(
-                    f"{where}, at messages/{i}: no tensor '{p['tensor']}' in problem '{problem.name}'"
+                    f"{where}, at messages/{i}: no tensor '{p.tensor}' in problem '{problem.name}'"
                 )
-        messages.append(
-            Message(
-                pieces=tuple(
-                    Piece(tensor=tensors[p["tensor"]], offset=p["offset"], nbytes=p["bytes"])
-                    for p in m["pieces"]
-                ),
-                link=links[m["link"]],
-                update=m.get("update", 0),
-                hold_s=m.get("hold_s", 0.0),
-                iteration=m.get("iteration", 0),
-                phase=m.get("phase"),
-            )
-        )
     plan = BucketPlan(
-        policy=data["policy"],
-        messages=tuple(messages),
-        dispatch=data["dispatch"],
-        credit_bytes=data.get("credit_bytes", 1),
-        barrier=data.get("barrier", False),
-        period=data["period"],
-        updates=tuple(Update(**u) for u in data["updates"]),
-        detail=data.get("detail", {}),
+        policy=form.policy,
+        messages=tuple(_message(m, links[m.link], tensors) for m in form.messages),
+        dispatch=form.dispatch,
+        credit_bytes=form.credit_bytes,
+        barrier=form.barrier,
+        period=form.period,
+        updates=tuple(Update(first=u.first, last=u.last, at=u.at) for u in form.updates),
+        detail=form.detail,
     )
     try:
         check_plan(problem, plan)
     except PaseError as e:
         raise PaseError(f"{where}: {e}") from e
     return plan
+
+
+def _message(form: MessageForm, link: int, tensors: Mapping[str, int]) -> Message:
+    return Message(
+        pieces=tuple(Piece(tensor=tensors[p.tensor], offset=p.offset, nbytes=p.nbytes) for p in form.pieces),
+        link=link,
+        update=form.update,
+        hold_s=0.0 if form.hold_s is UNSET else form.hold_s,
+        iteration=0 if form.iteration is UNSET else form.iteration,
+        phase=None if form.phase is UNSET else form.phase,
+    )

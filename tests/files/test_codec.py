@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +17,10 @@ from msgspec import Meta, Struct
 import pase
 from bench.schemas import ROOT, SCHEMAS
 from pase.errors import PaseError
-from pase.files.codec import convert, json_schema, read_json
+from pase.files.codec import convert, json_schema, read_json, to_tree
 from pase.plan.layout import to_json
 from pase.replay import timeline_io
+from pase.schedule import io
 
 LAST = Path(__file__).parent / "last"
 """Written by the version before there was one codec (commit cff8d45)."""
@@ -44,6 +46,18 @@ def test_layouts_of_the_last_version_load_and_stay_as_they_are(name):
 def test_a_timeline_of_the_last_version_loads_and_stays_as_it_is():
     data = json.loads((LAST / "timeline.json").read_text(encoding="utf-8"))
     assert timeline_io.to_json(timeline_io.load_timeline(LAST / "timeline.json")) == data
+
+
+def test_a_schedule_of_the_last_version_loads_and_stays_as_it_is():
+    problem, plan = (
+        json.loads((LAST / f"{n}.json").read_text(encoding="utf-8")) for n in ("problem", "bucket_plan")
+    )
+    read = io.problem_from_json(problem)
+    assert io.problem_to_json(read) == problem
+    assert io.plan_to_json(read, io.plan_from_json(plan, read), link_costs=True) == plan
+    assert io.links_from_json(plan) == read.links
+    for tree, name in ((problem, "problem"), (plan, "bucket_plan")):
+        jsonschema.validate(tree, io.schema(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +109,12 @@ def test_the_first_bad_key_of_a_mapping_is_named(sizes, data):
     with pytest.raises(PaseError) as e:
         convert(tree, Form, "f")
     assert str(e.value) == f"f: at leaves/{first}/0/ways: must be at least 1, got -1"
+
+
+def test_numbers_of_numpy_are_written_and_nothing_unknown_is():
+    assert to_tree({"a": np.float64(0.5), "b": (np.int32(3),)}) == {"a": 0.5, "b": [3]}
+    with pytest.raises(NotImplementedError, match="object has no place in a file"):
+        to_tree({"a": object()})
 
 
 def test_a_schema_refuses_what_the_type_refuses():

@@ -83,7 +83,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase.machine": set(),
     "pase.tables": set(),
     "pase.search": {"numba"},
-    "pase.schedule": {"numba", "networkx", "scipy"},
+    "pase.schedule": {"numba", "networkx", "scipy", "msgspec"},
     "pase.hlo": set(),
     "pase.replay": {"numba", "networkx", "scipy", "msgspec"},
     "pase.calibrate": set(),

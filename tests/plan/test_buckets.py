@@ -88,7 +88,7 @@ def test_without_the_machine_the_kept_links_are_used() -> None:
         (lambda d: d["messages"][0].update(link="tape"), "no link 'tape'"),
         (lambda d: d.update(schema="pase.schedule.bucket_plan/7"), "this version of pase reads"),
         (lambda d: d["messages"][0]["pieces"][0].update(tensor="w9"), "no tensor 'w9'"),
-        (lambda d: d["link_costs"][0]["curve"].update(seconds=[-1.0]), "bucket_plan, at link_costs"),
+        (lambda d: d["link_costs"][0]["curve"].update(seconds=[-1.0]), "bucket_plan: at link_costs/0/curve"),
     ],
 )
 def test_a_bad_one_is_named(spoil: Any, message: str) -> None:

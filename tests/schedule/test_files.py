@@ -120,9 +120,9 @@ def broken(path: list[Any], value: Any) -> dict[str, Any]:
         ),
         (
             broken(["blocks", 0, "seconds"], -1.0),
-            "x.json, at blocks/0/seconds: -1.0 is less than the minimum of 0",
+            "x.json: at blocks/0/seconds: must be at least 0, got -1.0",
         ),
-        (broken(["blocks", 0, "seconds"], float("nan")), "seconds = nan"),
+        (broken(["blocks", 0, "seconds"], float("nan")), "at blocks/0/seconds: must be at least 0, got nan"),
         (broken(["tensors", 1, "ready_after"], 99), "tensors[1] 'w1': ready_after = 99; there are 4 blocks"),
         (broken(["tensors", 1, "bytes"], 0), "at tensors/1/bytes"),
         (broken(["tensors", 0, "lag"], 0), "would never start"),
@@ -132,7 +132,18 @@ def broken(path: list[Any], value: Any) -> dict[str, Any]:
         (broken(["links", 0, "curve"], {"bytes": [2, 2], "seconds": [1.0, 1.0]}), "must rise"),
         (broken(["links", 0, "curve"], {"bytes": [2], "seconds": [1.0, 1.0]}), "1 bytes but 2 seconds"),
         (broken(["tensors", 0, "ready_s"], 1.0), "gives times, but the problem gives blocks"),
-        (broken(["colour"], "red"), "'colour' was unexpected"),
+        (broken(["colour"], "red"), "at colour: is not known; the top takes: schema, name, source"),
+        (
+            broken(["links", 0, "curve"], {"alpha_s": 1.0}),
+            "either alpha_s and beta_s_per_byte, or bytes and seconds",
+        ),
+        (
+            broken(
+                ["links", 0, "curve"], {"alpha_s": 1.0, "beta_s_per_byte": 1.0, "bytes": [1], "seconds": [1]}
+            ),
+            "either alpha_s and beta_s_per_byte, or bytes and seconds",
+        ),
+        (broken(["forward_s"], 1.0), "give the one or the other"),
     ],
 )
 def test_bad_problems_are_named(data: Any, message: str) -> None:
