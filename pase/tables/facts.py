@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pase.ir import Access, Graph, Node
 from pase.tables.derive import Flow, edge_flows
-from pase.tables.layouts import LayoutRule, conv_places, read_rule, write_rule
+from pase.tables.layouts import LayoutRule, conv_places, read_rule, within_groups, write_rule
 
 __all__ = ["EdgeFacts", "Facts", "facts"]
 
@@ -75,7 +75,8 @@ def _space_key(n: Node) -> object:
     windows = [
         (tuple(place[d] for d in w.dims), w.window) for op in n.ops for a in op.reads for w in a.map.walks
     ]
-    return tuple((d.size, d.kind) for d in n.space), tuple(w for w in windows if w[1]), tuple(conv_places(n))
+    spaces = tuple((d.size, d.kind) for d in n.space)
+    return spaces, tuple(w for w in windows if w[1]), tuple(conv_places(n)), within_groups(n)
 
 
 def _cost_key(graph: Graph, n: Node) -> object:

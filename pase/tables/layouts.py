@@ -70,12 +70,18 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
     The first config is the replicated one.
     """
     choices: list[list[int]] = []
+    whole = within_groups(node)
     for size in mesh.sizes:
         fits = [
-            i for i, d in enumerate(node.space)
+            i
+            for i, d in enumerate(node.space)
             if d.kind in ("pending", "state")
-            or (d.kind in ("parallel", "reduction") and number(d.size, node.name) % size == 0)
-        ]  # fmt: skip
+            or (
+                d.kind in ("parallel", "reduction")
+                and i not in whole
+                and number(d.size, node.name) % size == 0
+            )
+        ]
         choices.append([NOT_SPLIT, *fits] if size > 1 else [NOT_SPLIT])
     if np.prod([len(c) for c in choices], dtype=float) > _MAX_CONFIGS:
         raise PaseError(
@@ -149,6 +155,23 @@ def conv_places(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
                 )
             )
     return [(windowed, places) for windowed, places in out if windowed]
+
+
+def within_groups(node: Node) -> frozenset[int]:
+    """Dims of channels within a group of a grouped convolution; they are not split.
+
+    In the tensors the group is the major part of a dim and they are the minor one, so that no sharding says such a
+    split alone; where XLA's partitioner (jaxlib 0.10.2) is led to one, a check of its own fails and ends the process
+    ("new_input_batch_size % new_output_batch_size == 0"), or a convolution does not fit. ``bench/xla_fuzz.py`` watches.
+    """
+    out: set[str] = set()
+    for op in node.ops:
+        if op.kind == "conv":
+            x, w = (set(a.map.dims) for a in op.reads)
+            made = set(op.writes[0].map.dims)
+            if x & w & made:  # the groups
+                out |= (w & x) ^ (w & made)
+    return frozenset(dim_index(node, sorted(out)))
 
 
 def _most_ways(node: Node) -> dict[str, int]:

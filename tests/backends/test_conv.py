@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bench import xla_fuzz
 from pase.api import Plan
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
-from pase.tables.layouts import configs
+from pase.tables.layouts import configs, dim_index
 
 DIMENSIONS = ("NHWC", "HWIO", "NHWC")
 
@@ -83,3 +84,46 @@ def test_gradients_of_space_splits_are_right(model, pick):
     )
     assert float(split_loss) == pytest.approx(float(loss), rel=1e-5)
     np.testing.assert_allclose(np.asarray(split["w"]), np.asarray(grads["w"]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("groups", "channels", "out"), [(4, 8, 16), (8, 8, 16), (2, 8, 8), (8, 8, 8)])
+def test_a_grouped_convolution_is_split_by_groups_never_within_one(groups, channels, out):
+    """XLA's partitioner ends the process where channels within a group are split."""
+
+    def loss(p, x):
+        made = jax.lax.conv_general_dilated(
+            x * p["scale"], p["w"], (1, 1), "SAME", dimension_numbers=DIMENSIONS, feature_group_count=groups
+        )
+        return jnp.mean(made**2)
+
+    rng = np.random.default_rng(0)
+    params = {
+        "w": jnp.asarray(rng.normal(size=(3, 3, channels // groups, out)), jnp.float32),
+        "scale": jnp.ones(channels),
+    }
+    batch = jnp.asarray(rng.normal(size=(8, 8, 8, channels)), jnp.float32)
+    traced = trace(loss, params, batch, name="grouped")
+    problem, mesh = SplitProblem.of(traced.graph, 8, None, "analytic", "sgd"), mesh_from("2x4", 8)
+    node = next(n for n in problem.graph.nodes if n.kind == "conv")
+    written = node.main.writes[0].map
+    group, *within = (dim_index(node, [d])[0] for d in written.walks[-1].dims)
+    split = {int(i) for c in configs(node, mesh) for i in c if i >= 0}
+    channels_of_x = {dim_index(node, [d])[0] for d in node.main.reads[0].map.walks[-1].dims}
+    assert group in split and not split & {*within, *(channels_of_x - {group})}
+    # Split by groups over one axis and by images over the other, gradients are right.
+    images = dim_index(node, written.walks[0].dims)[0]
+    chosen = {n.name: np.full(2, -1, np.int8) for n in problem.graph.nodes}
+    chosen[node.name] = np.array([group, images], np.int8)
+    plan = Plan.of(plan_of(problem, chosen, mesh, "grouped", traced))
+    _, grads = jax.value_and_grad(loss)(params, batch)
+    jp = plan.jax
+    _, split_grads = jax.jit(jp.value_and_grad(), in_shardings=jp.in_shardings())(
+        *jp.device_put(params, batch)
+    )
+    np.testing.assert_allclose(np.asarray(split_grads["w"]), np.asarray(grads["w"]), rtol=1e-4, atol=1e-6)
+
+
+def test_no_random_convolutions_under_random_splits_end_the_process():
+    """A few of the cases of bench/xla_fuzz.py, in a process of their own."""
+    found = list(xla_fuzz.rows([0, 3, 5, 6], ["conv"]))
+    assert [r["end"] for r in found] == ["compiled"] * 4, found
