@@ -266,7 +266,7 @@ def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
         c.print()
         c.print(_alternatives(r.alternatives[:most], plan.cost + plan.hidden, plan.unit))
         if most is not None and len(r.alternatives) > most:
-            say(f"and {len(r.alternatives) - most} dearer ones (--all)")
+            say(f"and {len(r.alternatives) - most} more expensive ones (--all)")
 
 
 def _alternatives(found: tuple[Alternative, ...], ours: float, unit: str) -> Any:

@@ -9,6 +9,8 @@ import pytest
 from bench.cases.plans import case_of, reduced
 from pase.backends.to_jax import jax_plan
 from pase.backends.truth import sharded_step, unsharded_step, worst_difference
+from pase.compiler.methods import complete
+from pase.compiler.plans import plan_of
 from pase.errors import PaseError
 from pase.machine import mesh_from
 from pase.tables.layouts import configs, state_index
@@ -85,7 +87,8 @@ def test_state_is_split_where_parameters_are_whole():
     state = {n.name: state_index(n) for n in p.graph.nodes}
     split = {name: np.array(i, np.int8) for name, i in state.items() if i}
     assert all((space[name] == c).all(axis=1).any() for name, c in split.items())
-    jp = jax_plan(p.plan_of(p.completed(split, mesh_from("8", 8)), mesh_from("8", 8), "model", case.traced))
+    mesh = mesh_from("8", 8)
+    jp = jax_plan(plan_of(p, complete(p, split, mesh), mesh, "model", case.traced))
     mesh, params, moments = jp.mesh(), PARAMS, optimizer.init(PARAMS)
     placed, x = jp.device_put(PARAMS, X, mesh=mesh)
     placed_moments = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer, mesh))(placed)

@@ -12,6 +12,8 @@ from bench.cases.plans import DearCompute, case_of, reduced
 from pase.api import Plan
 from pase.backends.truth import compare as compare_bytes
 from pase.backends.truth import sharded_step, total_error, unsharded_step
+from pase.compiler.mesh_search import search_meshes
+from pase.compiler.plans import plan_of
 from pase.compiler.variants import Variant
 from pase.frontends.jax_blocks import blocks_of
 from pase.machine import mesh_from
@@ -42,8 +44,8 @@ def plan_for(case, shape, variant):
     """The cheapest plan where compute is dear, priced as usual."""
     p = case.problem.varied(case.traced, variant)
     mesh = mesh_from(shape, p.devices)
-    found = replace(p, model=DearCompute(p.model)).search([mesh], lambda _: None, {})
-    return Plan.of(p.plan_of(found.configs, mesh, case.traced.graph.name, case.traced))
+    found = search_meshes(replace(p, model=DearCompute(p.model)), [mesh])
+    return Plan.of(plan_of(p, found.configs, mesh, case.traced.graph.name, case.traced))
 
 
 @pytest.mark.parametrize("fn", [looped, unrolled])
