@@ -14,6 +14,7 @@ import numpy as np
 from pase.backends.mtf_names import Dim, TensorDims, flat
 from pase.backends.mtf_program import Program, SourceOp, Value
 from pase.errors import PaseError
+from pase.ir import functions
 
 __all__ = [
     "Rules",
@@ -185,7 +186,7 @@ def nests(p: Program, op: SourceOp) -> Value:
         dims = p.dims(node, write)
         if nest.kind == "view":
             made = p.viewed(xs[0], dims)
-        elif nest.kind == "matmul" or nest.name in ("Sum", "reduce_sum"):
+        elif nest.kind == "matmul" or nest.function is functions.SUM:
             code = f"mtf.einsum([{', '.join(x.code for x in xs)}], output_shape={p.shape(flat(dims))})"
             made = p.let(code, flat(dims), dims, op.dtypes[0])
         else:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pase.backends.truth import graph_of
-from pase.ir import Access, Node
+from pase.ir import Access, Node, functions
 from pase.memory.account import held
 from pase.plan.types import PlanData
 from pase.tables.layouts import dim_index, number, shards
@@ -121,7 +121,7 @@ def _forward(plan: PlanData) -> int:
                 x, w = op.reads[:2]
                 kept += local(x)
                 weights += local(w) * graph.tensors[x.tensor].needs_grad
-            elif op.name == "reduce_window_max" and graph.tensors[op.reads[0].tensor].needs_grad:
+            elif op.function is functions.WINDOW_MAX and graph.tensors[op.reads[0].tensor].needs_grad:
                 t = graph.tensors[op.reads[0].tensor]
                 into, out = (
                     _INDEX / t.itemsize * len(t.shape) * local(a) for a in (op.reads[0], op.writes[0])

@@ -69,13 +69,12 @@ def predict(built: Built, optimizer: str) -> Memory:
 def unfused_bytes(built: Built, optimizer: str) -> float:
     """Parameters, gradients, optimizer state, and the operands that each op's own derivative needs, none made again."""
     graph = named(simplify(trace(built.loss_fn, shapes(built.params), shapes(built.batch)).graph))
-    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
     stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
     wanted: set[str] = set()
     for n in graph.nodes:
         for op in n.ops:
             if any(graph.tensors[a.tensor].needs_grad for a in op.writes):
-                wanted.update(needs(op, constant))
+                wanted.update(needs(op, graph.tensors))
     kept = sum(number(graph.tensors[t].nbytes, t) for t in wanted - stored)
     parameters = sum(number(t.nbytes, t.name) for t in graph.parameters)
     return float(kept + parameters * (2 + OPTIMIZERS[optimizer]))

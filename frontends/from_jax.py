@@ -16,7 +16,7 @@ from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
 from pase.frontends.jax_control import CONTROL, Trips
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
-from pase.frontends.jax_rules import ELEMENTWISE
+from pase.frontends.jax_rules import Elementwise
 from pase.frontends.jax_rules_outside import RULES
 from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Size, Tensor, parse_size
@@ -100,7 +100,6 @@ def reads(model: Any) -> bool:
 def coverage() -> dict[str, list[str]]:
     """loop nest -> primitives, for ``pase ops``."""
     out = registry.by_nest(RULES)
-    out["elementwise"] = sorted({*out.get("elementwise", ()), *ELEMENTWISE})
     out["opaque"] = sorted({*out["opaque"], "custom_linear_solve"})
     return out | {
         "call, inlined": sorted(INLINED),
@@ -335,7 +334,7 @@ class _Lower:
                 CONTROL[name](self, eqn, f"{prefix}{i}.")
             elif name == "dim_as_value" or self._known(eqn):
                 self.env.update(dict.fromkeys(eqn.outvars))
-            elif name in ELEMENTWISE or name in RULES:
+            elif name in RULES:
                 self._primitive(eqn)
             elif self.unknown == "replicate":
                 self.replicate(eqn, 0.0)
@@ -354,24 +353,14 @@ class _Lower:
         variables = [v for v in eqn.invars if not jax_versions.is_literal(v)]
         return (
             bool(variables)
-            and eqn.primitive.name in ELEMENTWISE
+            and isinstance(RULES.get(eqn.primitive.name), Elementwise)
             and eqn.outvars[0].aval.shape == ()
             and all(self.env[v] is None for v in variables)
         )
 
     def _primitive(self, eqn: Any) -> None:
-        name = eqn.primitive.name
-        if name in ELEMENTWISE:
-            inputs = [t for v in eqn.invars if (t := self.read(v)) is not None]
-            dtypes = [dtype_of(v.aval) for v in eqn.outvars]
-            shape = shape_of(eqn.outvars[0].aval)
-            flops, differentiable = ELEMENTWISE[name]
-            out: Sequence[Tensor] = nests.elementwise(
-                self.b, name, inputs, dtypes, flops=flops, shape=shape, differentiable=differentiable
-            )
-        else:
-            out = RULES[name](self.b, eqn, [self.read(v) for v in eqn.invars])
-        self.write(eqn.outvars, out)
+        made = RULES[eqn.primitive.name](self.b, eqn, [self.read(v) for v in eqn.invars])
+        self.write(eqn.outvars, made)
 
     def _call(self, eqn: Any, prefix: str) -> None:
         jaxpr, _ = inner_jaxpr(eqn)

@@ -20,7 +20,7 @@ from pase.frontends.tf_lists import LISTS
 from pase.frontends.tf_loops import REGIONS
 from pase.frontends.tf_lower import PASSED_ON, Lower
 from pase.frontends.tf_read import read_source
-from pase.frontends.tf_rules import ELEMENTWISE, RULES
+from pase.frontends.tf_rules import RULES
 from pase.frontends.tf_sources import Source, Spec, Variable
 from pase.frontends.tf_values import Absent, Handle, Reshaped, Value
 from pase.ir import Graph, Tensor
@@ -53,7 +53,7 @@ class Traced(registry.Traced):
 def coverage() -> dict[str, list[str]]:
     """loop nest -> ops, for ``pase ops``."""
     out = registry.by_nest({**RULES, **LISTS})
-    out["elementwise"] = sorted({*out.get("elementwise", ()), *ELEMENTWISE} - PASSED_ON)
+    out["elementwise"] = sorted({*out.get("elementwise", ())} - PASSED_ON)
     out["no work"] = sorted({*out.get("no work", ()), *PASSED_ON})
     return out | {"call, inlined": sorted(CALLS), "loop": sorted(k for k in REGIONS if "While" in k),
                   "branch": sorted(k for k in REGIONS if "While" not in k)}  # fmt: skip

@@ -1,17 +1,19 @@
-"""One rule per JAX primitive: which loop nest it is. Elementwise primitives are a table of FLOPs a point."""
+"""One rule per JAX primitive: which loop nest it is. An elementwise one is a function of ``pase.ir.functions``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pase.ir import Size, Tensor, parse_size
+from pase.ir import Size, Tensor, functions, parse_size
+from pase.ir.functions import FUNCTIONS, Function
 from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests
 from pase.registry import Registry
 
-__all__ = ["ELEMENTWISE", "RULES", "lowers"]
+__all__ = ["RULES", "Elementwise", "lowers"]
 
 Rule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]]
 """Of an equation and its operands' tensors (None: a literal) makes one tensor per result."""
@@ -19,36 +21,42 @@ Rule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]
 RULES: Registry[Rule] = Registry("rule for JAX primitive")
 lowers = RULES.register
 
-# FLOPs a point. Transcendentals are counted as on a GPU's special-function path, about ten simple operations.
-_SIMPLE = "neg abs sign not add sub mul max min and or xor add_any square real imag conj complex"
-_COMPARE = "eq ne lt le gt ge is_finite floor ceil round eq_to le_to lt_to nextafter"
-_MOVE = (
-    "convert_element_type copy copy_p reduce_precision sharding_constraint name pvary pcast reshard mesh_cast "
-    "layout_constraint relayout reduced_vary_cast vary_unreduced_cast"
+_SAME_NAME = (
+    "neg abs sign not add sub mul max min and or xor square real imag conj complex eq ne lt le gt ge is_finite floor "
+    "ceil round nextafter copy reduce_precision stop_gradient population_count clz mulhi div rem sqrt rsqrt cbrt "
+    "integer_pow exp exp2 log log2 log1p expm1 sin cos tan tanh sinh cosh asin acos atan asinh acosh atanh erf erfc "
+    "erf_inv pow atan2 lgamma digamma polygamma zeta igamma igammac random_gamma_grad bessel_i0e bessel_i1e clamp "
+    "one_minus_square"
 )
-_BITS = "shift_left shift_right_logical shift_right_arithmetic population_count clz mulhi"
-_DIVIDE = "div rem sqrt rsqrt cbrt integer_pow"
-_SPECIAL = (
-    "exp exp2 log log2 log1p expm1 sin cos tan tanh sinh cosh asin acos atan asinh acosh atanh logistic "
-    "erf erfc erf_inv pow atan2"
-)
-_HEAVY = (
-    "lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad bessel_i0e bessel_i1e "
-    "regularized_incomplete_beta"
-)
-ELEMENTWISE: dict[str, tuple[float, bool]] = {
-    **{p: (1.0, True) for p in _SIMPLE.split()},
-    **{p: (1.0, False) for p in (_COMPARE + " " + _BITS).split()},
-    **{p: (0.0, True) for p in _MOVE.split()},
-    **{p: (4.0, True) for p in _DIVIDE.split()},
-    **{p: (10.0, True) for p in _SPECIAL.split()},
-    **{p: (40.0, True) for p in _HEAVY.split()},
-    "select_n": (1.0, True),
-    "clamp": (2.0, True),
-    "one_minus_square": (2.0, True),
-    "stop_gradient": (0.0, False),
-}
-"""primitive -> (FLOPs a point, differentiable)."""
+_OTHER_NAME = {
+    "add_any": "add", "convert_element_type": "cast", "select_n": "select", "logistic": "sigmoid", "eq_to": "eq",
+    "le_to": "le", "lt_to": "lt", "shift_right_logical": "shift_right", "shift_right_arithmetic": "shift_right",
+    "shift_left": "shift_left", "igamma_grad_a": "igamma_grad", "regularized_incomplete_beta": "incomplete_beta",
+    **dict.fromkeys(
+        ("copy_p", "sharding_constraint", "name", "pvary", "pcast", "reshard", "mesh_cast", "layout_constraint",
+         "relayout", "reduced_vary_cast", "vary_unreduced_cast"), "copy"
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """The rule of a primitive that is one function, point by point; literals among its operands are part of it."""
+
+    function: Function
+
+    def __call__(self, b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        function = self.function
+        if function is functions.DIV and ins[0] is None:
+            function = functions.RECIPROCAL
+        dtypes = [_dtype(v) for v in eqn.outvars]
+        return nests.elementwise(
+            b, function, _tensors(ins), dtypes, name=eqn.primitive.name, shape=_shape(eqn.outvars[0])
+        )
+
+
+for _primitive, _function in {**{p: p for p in _SAME_NAME.split()}, **_OTHER_NAME}.items():
+    RULES.add(_primitive, Elementwise(FUNCTIONS[_function]))
 
 
 def _shape(var: Any) -> tuple[Size, ...]:
@@ -82,7 +90,7 @@ def _polynomial(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequ
     """Horner's rule: a product and a sum for each coefficient but the highest."""
     out, terms = eqn.outvars[0], len(ins) - 2
     return nests.elementwise(
-        b, "polynomial", _tensors(ins), [_dtype(out)], flops=2.0 * terms, shape=_shape(out)
+        b, FUNCTIONS["polynomial"], _tensors(ins), [_dtype(out)], flops=2.0 * terms, shape=_shape(out)
     )
 
 
@@ -115,23 +123,15 @@ def _opaque(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None], flops: floa
 
 @lowers("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 def _reduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    name = eqn.primitive.name
-    differentiable = name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
-    return nests.reduce(
-        b,
-        name,
-        [_operand(b, eqn, ins)],
-        eqn.params["axes"],
-        [_dtype(eqn.outvars[0])],
-        differentiable=differentiable,
-    )
+    function = FUNCTIONS[eqn.primitive.name]
+    return nests.reduce(b, function, [_operand(b, eqn, ins)], eqn.params["axes"], [_dtype(eqn.outvars[0])])
 
 
 @lowers("argmax", "argmin")
 def _argreduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     return nests.reduce(
-        b, eqn.primitive.name, [_operand(b, eqn, ins)], eqn.params["axes"], [_dtype(eqn.outvars[0])],
-        combines=False, differentiable=False,
+        b, FUNCTIONS[eqn.primitive.name], [_operand(b, eqn, ins)], eqn.params["axes"], [_dtype(eqn.outvars[0])],
+        combines=False,
     )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def _argreduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seque
 def _general_reduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     values = [_operand(b, eqn, ins, i) for i in range(len(eqn.outvars))]
     dtypes = [_dtype(v) for v in eqn.outvars]
-    return nests.reduce(b, "reduce", values, eqn.params["dimensions"], dtypes, combines=False)
+    return nests.reduce(b, FUNCTIONS["reduce"], values, eqn.params["dimensions"], dtypes, combines=False)
 
 
 @lowers("broadcast_in_dim")
@@ -160,7 +160,7 @@ def _bitcast(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
     x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
     if len(x.shape) == len(shape):
         return nests.elementwise(
-            b, "bitcast_convert_type", [x], [_dtype(eqn.outvars[0])], flops=0.0, shape=shape
+            b, FUNCTIONS["bitcast"], [x], [_dtype(eqn.outvars[0])], name="bitcast_convert_type", shape=shape
         )
     return _opaque(b, eqn, ins)
 
@@ -246,7 +246,7 @@ def _pool(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[T
         return _opaque(b, eqn, ins)
     return [
         nests.window_reduce(
-            b, eqn.primitive.name, _operand(b, eqn, ins), _shape(eqn.outvars[0]), p["window_dimensions"],
+            b, FUNCTIONS[eqn.primitive.name], _operand(b, eqn, ins), _shape(eqn.outvars[0]), p["window_dimensions"],
             p["window_strides"], p["window_dilation"],
         )
     ]  # fmt: skip
@@ -285,6 +285,7 @@ def _scatter(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
             b, eqn.primitive.name, x, ids, updates, window_dims=d.update_window_dims, inserted=d.inserted_window_dims,
             indexed=d.scatter_dims_to_operand_dims, x_batch=d.operand_batching_dims,
             ids_batch=d.scatter_indices_batching_dims, combines=eqn.primitive.name != "scatter",
+            function=FUNCTIONS.get(eqn.primitive.name.replace("-", "_")) or functions.SCATTER,
         )
     ]  # fmt: skip
 
@@ -292,14 +293,14 @@ def _scatter(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
 @lowers("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _cumulative(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x = _operand(b, eqn, ins)
-    return nests.sequential(b, eqn.primitive.name, [x], eqn.params["axis"], [(x.shape, x.dtype)])
+    return nests.sequential(b, FUNCTIONS[eqn.primitive.name], [x], eqn.params["axis"], [(x.shape, x.dtype)])
 
 
 @lowers("sort")
 def _sort(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
     outs = [(t.shape, t.dtype) for t in inputs]
-    return nests.sequential(b, "sort", inputs, eqn.params["dimension"], outs, flops=20.0)
+    return nests.sequential(b, functions.SORT, inputs, eqn.params["dimension"], outs)
 
 
 @lowers("top_k", "approx_top_k")
@@ -307,17 +308,20 @@ def _top_k(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[
     x = _operand(b, eqn, ins)
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(x.shape)
-    return nests.sequential(b, "top_k", [x], axis, outs, flops=10.0)
+    return nests.sequential(b, functions.TOP_K, [x], axis, outs)
 
 
 @lowers("iota")
 def _iota(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    return [nests.generate(b, "iota", _shape(eqn.outvars[0]), _dtype(eqn.outvars[0]))]
+    return [nests.generate(b, functions.IOTA, _shape(eqn.outvars[0]), _dtype(eqn.outvars[0]))]
 
 
 @lowers("random_bits", "rng_uniform")
 def _random(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    return [nests.generate(b, eqn.primitive.name, _shape(v), _dtype(v), _tensors(ins)) for v in eqn.outvars]
+    return [
+        nests.generate(b, functions.RANDOM, _shape(v), _dtype(v), _tensors(ins), name=eqn.primitive.name)
+        for v in eqn.outvars
+    ]
 
 
 @lowers("debug_callback", "debug_print")
@@ -339,7 +343,7 @@ def _barrier(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
     out: list[Tensor] = []
     for i, v in enumerate(eqn.outvars):
         x = _operand(b, eqn, ins, i)
-        out += nests.elementwise(b, eqn.primitive.name, [x], [_dtype(v)], flops=0.0, shape=x.shape)
+        out += nests.elementwise(b, functions.COPY, [x], [_dtype(v)], name=eqn.primitive.name, shape=x.shape)
     return out
 
 

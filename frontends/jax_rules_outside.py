@@ -9,7 +9,8 @@ from typing import Any
 from pase.errors import PaseError
 from pase.frontends.jax_rules import RULES, _count, _dtype, _kept, _opaque, _operand, _shape, _tensors, lowers
 from pase.frontends.registry import UnknownOp
-from pase.ir import Size, Tensor
+from pase.ir import Size, Tensor, functions
+from pase.ir.functions import FUNCTIONS
 from pase.ops import GraphBuilder, indexed, nests
 
 __all__ = ["KERNELS", "RULES", "Kernel", "register_kernel"]
@@ -39,19 +40,30 @@ def register_kernel(name: str, nest: Kernel | float) -> None:
     KERNELS[name] = nest
 
 
-@lowers("psum", "pmax", "pmin", "psum_invariant")
+_REDUCED = {"psum": "reduce_sum", "psum_invariant": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}
+
+
+@lowers(*_REDUCED)
 def _reduce_axis(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Under ``vmap(axis_name=…)`` the axes are numbers, and reduced; inside of ``shard_map`` they are names."""
     axes = eqn.params["axes"]
-    name, linear = eqn.primitive.name, eqn.primitive.name.startswith("psum")
+    function = FUNCTIONS[_REDUCED[eqn.primitive.name]]
     by_number = [a for a in axes if isinstance(a, int)]
     out: list[Tensor] = []
     for i, v in enumerate(eqn.outvars):
         x = _operand(b, eqn, ins, i)
         if by_number:
-            out += nests.reduce(b, f"reduce_{name[1:4]}", [x], by_number, [_dtype(v)], differentiable=linear)
+            out += nests.reduce(b, function, [x], by_number, [_dtype(v)], differentiable=function.linear)
         else:
-            out += nests.elementwise(b, name, [x], [_dtype(v)], shape=x.shape, differentiable=linear)
+            out += nests.elementwise(
+                b,
+                function,
+                [x],
+                [_dtype(v)],
+                name=eqn.primitive.name,
+                shape=x.shape,
+                differentiable=function.linear,
+            )
     return out
 
 
@@ -136,7 +148,9 @@ def _passed_on(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seque
         return _opaque(b, eqn, ins)
     shape = _shape(eqn.outvars[0])
     inputs = [t for t in _tensors(ins) if t.shape in (shape, ())]
-    return nests.elementwise(b, eqn.primitive.name, inputs, [_dtype(eqn.outvars[0])], shape=shape)
+    name = eqn.primitive.name
+    function = functions.SELECT if name == "select_if_vmap" else functions.COPY
+    return nests.elementwise(b, function, inputs, [_dtype(eqn.outvars[0])], name=name, shape=shape)
 
 
 @lowers("maybe_set")

@@ -9,13 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from pase.frontends.onnx_values import Call, Value, known
+from pase.ir import functions
+from pase.ir.functions import FUNCTIONS, Function
+from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["ELEMENTWISE", "RULES", "Result", "Rule", "lowers", "nothing"]
+__all__ = ["RULES", "Result", "Rule", "activation", "lowers", "nothing"]
 
 Result = "Value | Sequence[Value | None]"
 Rule = Callable[[Call], "Value | Sequence[Value | None]"]
@@ -23,41 +27,24 @@ RULES: Registry[Rule] = Registry("rule for ONNX op", package="pase.frontends", p
 lowers = RULES.register
 """Op (with "domain:" before it where that is not ai.onnx) -> rule."""
 
-_SIMPLE = "Abs Neg Add Sub Mul Max Min Sum Relu"
-_LOGIC = (
-    "Not And Or Xor BitwiseAnd BitwiseOr BitwiseXor BitwiseNot BitShift Sign Ceil Floor Round Equal Less Greater "
-    "LessOrEqual GreaterOrEqual IsNaN IsInf"
-)
-_DIVIDE = "Div Sqrt Reciprocal Mod"
-_SPECIAL = "Exp Log Sin Cos Tan Sinh Cosh Tanh Asin Acos Atan Asinh Acosh Atanh Erf Sigmoid Pow"
-ELEMENTWISE: dict[str, tuple[float, bool]] = {
-    **{op: (1.0, True) for op in _SIMPLE.split()},
-    **{op: (1.0, False) for op in _LOGIC.split()},
-    **{op: (4.0, True) for op in _DIVIDE.split()},
-    **{op: (10.0, True) for op in _SPECIAL.split()},
-    "Clip": (2.0, True), "LeakyRelu": (2.0, True), "PRelu": (2.0, True), "ThresholdedRelu": (1.0, True),
-    "Shrink": (3.0, True), "HardSigmoid": (4.0, True), "HardSwish": (5.0, True), "Softsign": (6.0, True),
-    "Elu": (12.0, True), "Celu": (16.0, True), "Selu": (13.0, True), "Softplus": (21.0, True), "Mish": (32.0, True),
-    "Swish": (11.0, True), "Mean": (4.0, True), "Where": (1.0, True),
-    "com.microsoft:QuickGelu": (12.0, True), "com.microsoft:FastGelu": (20.0, True),
-    "com.microsoft:Gelu": (14.0, True), "com.microsoft:BiasGelu": (15.0, True),
-    "com.microsoft:BiasAdd": (1.0, True), "com.microsoft:IsAllFinite": (1.0, False),
+_FUNCTIONS = {
+    "Abs": "abs", "Neg": "neg", "Add": "add", "Sum": "add", "Sub": "sub", "Mul": "mul", "Max": "max", "Min": "min",
+    "Clip": "clamp", "Not": "is_false", "And": "all_of", "Or": "any_of", "Xor": "ne", "BitwiseAnd": "and",
+    "BitwiseOr": "or", "BitwiseXor": "xor", "BitwiseNot": "not", "BitShift": "shift_left", "Sign": "sign",
+    "Ceil": "ceil", "Floor": "floor", "Round": "round", "Equal": "eq", "Less": "lt", "Greater": "gt",
+    "LessOrEqual": "le", "GreaterOrEqual": "ge", "IsNaN": "is_nan", "IsInf": "is_inf", "Div": "div", "Mod": "rem",
+    "Sqrt": "sqrt", "Reciprocal": "reciprocal", "Exp": "exp", "Log": "log", "Sin": "sin", "Cos": "cos", "Tan": "tan",
+    "Sinh": "sinh", "Cosh": "cosh", "Tanh": "tanh", "Asin": "asin", "Acos": "acos", "Atan": "atan", "Asinh": "asinh",
+    "Acosh": "acosh", "Atanh": "atanh", "Erf": "erf", "Sigmoid": "sigmoid", "Pow": "pow",
+    "com.microsoft:BiasAdd": "add",
 }  # fmt: skip
-"""op -> (FLOPs a point, differentiable); inputs broadcast. Counted as in ``jax_rules``."""
+"""Ops that are one function, point by point, of inputs that broadcast -> the function (``pase.ir.functions``)."""
 
-_BOOL = {
-    "Not",
-    "And",
-    "Or",
-    "Xor",
-    "Equal",
-    "Less",
-    "Greater",
-    "LessOrEqual",
-    "GreaterOrEqual",
-    "IsNaN",
-    "IsInf",
-}
+_ACTIVATIONS = {
+    "Relu": "relu", "LeakyRelu": "leaky_relu", "HardSigmoid": "hard_sigmoid", "HardSwish": "hard_silu",
+    "Softsign": "softsign", "Elu": "elu", "Celu": "celu", "Selu": "selu", "Softplus": "softplus", "Mish": "mish",
+    "Swish": "silu", "com.microsoft:QuickGelu": "quick_gelu", "com.microsoft:Gelu": "gelu",
+}  # fmt: skip
 
 
 def nothing(shape: Sequence[int], dtype: str) -> Value:
@@ -65,8 +52,7 @@ def nothing(shape: Sequence[int], dtype: str) -> Value:
     return Value(shape=tuple(shape), dtype=dtype)
 
 
-def _elementwise(c: Call) -> Value:
-    flops, differentiable = ELEMENTWISE[c.low.key(c.node)]
+def _elementwise(function: Function, c: Call) -> Value:
     values = [c.x(i) for i, v in enumerate(c.ins) if v is not None]
     if not values:
         raise c.fail("it has no inputs")
@@ -74,21 +60,13 @@ def _elementwise(c: Call) -> Value:
         values = values[:1] + [v for v in values[1:] if not v.literal]
     if c.version < 7 and len(values) == 2:
         values = [values[0], _aligned(c, *values)]
-    if c.op == "PRelu" and len(values[1].shape) == 1 and len(values[0].shape) > 1 and c.version < 7:
-        values[1] = c.reshape(values[1], (values[1].shape[0], *[1] * (len(values[0].shape) - 2)))
-    dtype = "bool" if c.op in _BOOL else values[1].dtype if c.op == "Where" else values[0].dtype
-    if c.op == "Pow" and values[1].literal and values[1].data is not None:
-        whole = float(values[1].data.reshape(())).is_integer()
-        flops = 4.0 if whole else flops
-    if c.op == "Where":  # the condition has no gradient
-        (cond, x, y) = values if len(values) == 3 else _short(c)
-        values = [x, y, cond] if not x.literal else [y, cond, x]
-        return replace(c.elementwise(values, flops=flops, dtype=dtype, differentiable=differentiable))
-    return c.elementwise(values, flops=flops, dtype=dtype, differentiable=differentiable)
-
-
-def _short(c: Call) -> list[Value]:
-    raise c.fail("it has too few inputs")
+    power = values[-1].data if function is functions.POW and values[-1].literal else None
+    if power is not None and float(power.reshape(())).is_integer():
+        function = functions.INTEGER_POW
+    if function is functions.DIV and values[0].literal:
+        function = functions.RECIPROCAL
+    flops = function.flops * max(len(values) - 1, 1) if function is functions.ADD else None
+    return c.elementwise(values, function, flops=flops)
 
 
 def _aligned(c: Call, x: Value, y: Value) -> Value:
@@ -101,8 +79,80 @@ def _aligned(c: Call, x: Value, y: Value) -> Value:
     return c.reshape(y, (*y.shape, *[1] * trailing)) if trailing > 0 else y
 
 
-for _op in ELEMENTWISE:
-    RULES.add(_op, _elementwise)
+for _op, _name in _FUNCTIONS.items():
+    RULES.add(_op, partial(_elementwise, FUNCTIONS[_name]))
+
+
+def activation(c: Call, name: str, x: Value) -> Value:
+    """Written out as jax.nn has it, so that it is priced and kept alike."""
+    if x.literal or not x.elements:
+        return Value(shape=x.shape, dtype=x.dtype, settled=False)
+    return c.value(ACTIVATIONS[name](c.b, c.tensor(x)))
+
+
+@lowers(*_ACTIVATIONS)
+def _activation(c: Call) -> Value:
+    return activation(c, _ACTIVATIONS[c.low.key(c.node)], c.x())
+
+
+@lowers("Gelu")
+def _gelu(c: Call) -> Value:
+    return activation(c, "gelu_tanh" if c.text("approximate", "none") == "tanh" else "gelu", c.x())
+
+
+@lowers("com.microsoft:FastGelu", "com.microsoft:BiasGelu")
+def _biased_gelu(c: Call) -> Value:
+    x, bias = c.x(), c.opt(1)
+    x = x if bias is None else c.elementwise([x, bias], functions.ADD)
+    return activation(c, "gelu" if c.op == "BiasGelu" else "gelu_tanh", x)
+
+
+@lowers("SwiGLU")
+def _swiglu(c: Call) -> Value:
+    gated = [c.x(i) for i, v in enumerate(c.ins) if v is not None and i < 2]
+    return c.elementwise([activation(c, "silu", gated[0]), *gated[1:]], functions.MUL)
+
+
+@lowers("PRelu")
+def _prelu(c: Call) -> Value:
+    x, slope = c.x(0), c.x(1)
+    if c.version < 7 and len(slope.shape) == 1 and len(x.shape) > 1:
+        slope = c.reshape(slope, (slope.shape[0], *[1] * (len(x.shape) - 2)))
+    below = c.elementwise([x, slope], functions.MUL)
+    return c.elementwise([_positive(c, x), below, x], functions.SELECT, dtype=x.dtype)
+
+
+@lowers("ThresholdedRelu", "Shrink")
+def _cut(c: Call) -> Value:
+    """Zero within a threshold; Shrink also moves what is left towards zero."""
+    x = c.x()
+    left = c.elementwise([x], functions.SUB) if c.op == "Shrink" else x
+    return c.elementwise([_positive(c, x), left], functions.SELECT, dtype=x.dtype)
+
+
+def _positive(c: Call, x: Value) -> Value:
+    return c.elementwise([x], FUNCTIONS["gt"])
+
+
+@lowers("Where")
+def _where(c: Call) -> Value:
+    if len(c.ins) < 3:
+        raise c.fail("it has too few inputs")
+    return c.elementwise([c.x(0), c.x(1), c.x(2)], functions.SELECT, dtype=c.x(1).dtype)
+
+
+@lowers("Mean")
+def _mean(c: Call) -> Value:
+    values = [c.x(i) for i, v in enumerate(c.ins) if v is not None]
+    if not values:
+        raise c.fail("it has no inputs")
+    total = c.elementwise(values, functions.ADD, flops=float(len(values) - 1))
+    return c.elementwise([total], functions.DIV)
+
+
+@lowers("com.microsoft:IsAllFinite")
+def _all_finite(c: Call) -> Value:
+    return c.elementwise([c.x(i) for i, v in enumerate(c.ins) if v is not None], FUNCTIONS["is_finite"])
 
 
 @lowers("Identity", "Optional", "OptionalGetElement", "com.microsoft:Identity")
@@ -131,7 +181,7 @@ def _cast(c: Call) -> Value:
         return x
     if x.note[:1] == ("initializer",) and x.tensor is None and x.settled:
         return Value(shape=x.shape, dtype=dtype, settled=False)
-    return c.elementwise([x], flops=0.0, dtype=dtype, name="convert_element_type")
+    return c.elementwise([x], functions.CAST, dtype=dtype)
 
 
 @lowers("Dropout")
@@ -142,18 +192,8 @@ def _dropout(c: Call) -> Sequence[Value | None]:
     training = mode is not None and mode.data is not None and bool(mode.data.reshape(-1)[:1].any())
     if c.version < 7:
         training = c.integer("is_test", 1) == 0
-    out = c.elementwise([x], flops=2.0) if training else x
+    out = c.elementwise([x], functions.MUL, flops=2.0) if training else x
     return [out, nothing(x.shape, "bool")]
-
-
-@lowers("Gelu")
-def _gelu(c: Call) -> Value:
-    return c.elementwise([c.x()], flops=20.0 if c.text("approximate", "none") == "tanh" else 14.0)
-
-
-@lowers("SwiGLU")
-def _swiglu(c: Call) -> Value:
-    return c.elementwise([c.x(i) for i, v in enumerate(c.ins) if v is not None and i < 2], flops=12.0)
 
 
 @lowers("RandomNormal", "RandomUniform")
@@ -176,10 +216,8 @@ def _quantize(c: Call) -> Value | Sequence[Value | None]:
     made = Value(shape=x.shape, dtype=dtype)
     if c.op == "DynamicQuantizeLinear":
         scalars = [nothing((), "float32"), nothing((), "uint8")]
-        return [c.elementwise([x], flops=6.0, dtype="uint8", differentiable=False), *scalars]
-    made = c.later(
-        x.shape, dtype, lambda: c.tensor(c.elementwise([x], flops=6.0, dtype=dtype, differentiable=False))
-    )
+        return [c.elementwise([x], functions.QUANTIZE, dtype="uint8"), *scalars]
+    made = c.later(x.shape, dtype, lambda: c.tensor(c.elementwise([x], functions.QUANTIZE, dtype=dtype)))
     return replace(made, note=("quantize", x))
 
 
@@ -187,6 +225,6 @@ def _quantize(c: Call) -> Value | Sequence[Value | None]:
 def _dequantize(c: Call) -> Value:
     x, scale = c.x(), c.x(1)
     if x.note[:1] == ("quantize",):
-        return c.elementwise([x.note[1]], flops=8.0, name="fake_quantize")
+        return c.elementwise([x.note[1]], FUNCTIONS["fake_quantize"])
     dtype = c.dtype("output_dtype", scale.dtype)
-    return c.elementwise([x], flops=2.0, dtype=dtype)
+    return c.elementwise([x], FUNCTIONS["dequantize"], dtype=dtype)

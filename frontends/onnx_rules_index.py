@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from pase.frontends.onnx_rules import lowers, nothing
 from pase.frontends.onnx_values import Call, Value
+from pase.ir import functions
+from pase.ir.functions import FUNCTIONS
 from pase.ops import indexed, nests
 
 __all__: list[str] = []
@@ -128,9 +130,7 @@ def _top_k(c: Call) -> Sequence[Value]:
     shape = c.shape([k if i == axis else s for i, s in enumerate(x.shape)])
     if math.prod(shape) == 0:
         return [nothing(shape, x.dtype), nothing(shape, "int64")]
-    made = nests.sequential(
-        c.b, "top_k", [c.tensor(x)], axis, [(shape, x.dtype), (shape, "int64")], flops=10.0
-    )
+    made = nests.sequential(c.b, functions.TOP_K, [c.tensor(x)], axis, [(shape, x.dtype), (shape, "int64")])
     return [c.value(t) for t in made]
 
 
@@ -138,7 +138,9 @@ def _top_k(c: Call) -> Sequence[Value]:
 def _cumulative(c: Call) -> Value:
     x = c.x()
     axis = c.axis(c.ints_of(1, "axis")[0], len(x.shape))
-    return c.value(nests.sequential(c.b, c.op.lower(), [c.tensor(x)], axis, [(x.shape, x.dtype)])[0])
+    return c.value(
+        nests.sequential(c.b, FUNCTIONS[c.op.lower()], [c.tensor(x)], axis, [(x.shape, x.dtype)])[0]
+    )
 
 
 @lowers("OneHot")
@@ -150,7 +152,7 @@ def _one_hot(c: Call) -> Value:
     if math.prod(shape) == 0:
         return nothing(shape, values.dtype)
     lead = c.tensor(c.reshape(ids, (*ids.shape[:axis], 1, *ids.shape[axis:])))
-    (out,) = nests.elementwise(c.b, "one_hot", [lead], [values.dtype], shape=shape, differentiable=False)
+    (out,) = nests.elementwise(c.b, functions.EQUAL, [lead], [values.dtype], name="one_hot", shape=shape)
     return c.value(out)
 
 
@@ -211,6 +213,6 @@ def _multinomial(c: Call) -> list[Value]:
     x = c.x()
     shape = (x.shape[0], c.integer("sample_size", 1))
     made = nests.sequential(
-        c.b, "multinomial", [c.tensor(x)], 1, [(c.shape(shape), "int32")], differentiable=False
+        c.b, functions.RANDOM, [c.tensor(x)], 1, [(c.shape(shape), "int32")], name="multinomial"
     )
     return [c.value(t) for t in made]

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pase.frontends.onnx_fold import axes_of
 from pase.frontends.onnx_rules import lowers, nothing
 from pase.frontends.onnx_values import Call, Value
+from pase.ir import functions
+from pase.ir.functions import FUNCTIONS
 from pase.ops import composites, nests
 
 __all__ = ["matmul"]
@@ -75,9 +77,7 @@ def _matmul(c: Call) -> Value:
 @lowers("QLinearMatMul")
 def _qlinear_matmul(c: Call) -> Value:
     zero = c.x(7)
-    return c.elementwise(
-        [matmul(c, c.x(0), c.x(3), "int32")], flops=4.0, dtype=zero.dtype, differentiable=False
-    )
+    return c.elementwise([matmul(c, c.x(0), c.x(3), "int32")], functions.QUANTIZE, dtype=zero.dtype)
 
 
 @lowers("com.microsoft:FusedMatMul", "com.microsoft:TransposeMatMul")
@@ -89,7 +89,7 @@ def _fused_matmul(c: Call) -> Value:
         return c.transpose(v, order)
 
     out = matmul(c, turned(c.x(0), "transA"), turned(c.x(1), "transB"))
-    return c.elementwise([out], name="mul") if c.real("alpha", 1.0) != 1.0 else out
+    return c.elementwise([out], functions.MUL) if c.real("alpha", 1.0) != 1.0 else out
 
 
 @lowers("Gemm")
@@ -108,10 +108,10 @@ def _gemm(c: Call) -> Value:
         x = c.unmerged(x)
     out = c.value(nests.contract(c.b, c.tensor(x), c.tensor(y), ([len(x.shape) - 1 if ka else 0], [kb])))
     if c.real("alpha", 1.0) != 1.0:
-        out = c.elementwise([out], name="mul")
+        out = c.elementwise([out], functions.MUL)
     if bias is not None:
         bias = c.reshape(bias, bias.shape[-1:]) if math.prod(bias.shape[:-1]) == 1 else bias
-        out = c.elementwise([out, bias], name="add", flops=1.0 if c.real("beta", 1.0) == 1.0 else 2.0)
+        out = c.elementwise([out, bias], functions.ADD, flops=1.0 if c.real("beta", 1.0) == 1.0 else 2.0)
     return c.reshape(out, shape)
 
 
@@ -186,27 +186,27 @@ def _sum_out(c: Call, names: list[str], v: Value, wanted: set[str]) -> tuple[lis
     axes = [i for i, x in enumerate(names) if x not in wanted]
     if not axes:
         return names, v
-    (out,) = nests.reduce(c.b, "reduce_sum", [c.tensor(v)], axes, [v.dtype])
+    (out,) = nests.reduce(c.b, functions.SUM, [c.tensor(v)], axes, [v.dtype])
     return [x for x in names if x in wanted], c.value(out)
 
 
 # Reductions.
 
 
-_REDUCE: dict[str, tuple[str, float, float]] = {
-    "ReduceSum": ("reduce_sum", 0.0, 0.0), "ReduceMean": ("reduce_sum", 0.0, 4.0),
-    "ReduceMax": ("reduce_max", 0.0, 0.0), "ReduceMin": ("reduce_min", 0.0, 0.0),
-    "ReduceProd": ("reduce_prod", 0.0, 0.0), "ReduceL1": ("reduce_sum", 1.0, 0.0),
-    "ReduceL2": ("reduce_sum", 1.0, 4.0), "ReduceSumSquare": ("reduce_sum", 1.0, 0.0),
-    "ReduceLogSum": ("reduce_sum", 0.0, 10.0), "ReduceLogSumExp": ("reduce_sum", 10.0, 10.0),
+_REDUCE: dict[str, tuple[str | None, str, str | None]] = {
+    "ReduceSum": (None, "reduce_sum", None), "ReduceMean": (None, "reduce_sum", "div"),
+    "ReduceMax": (None, "reduce_max", None), "ReduceMin": (None, "reduce_min", None),
+    "ReduceProd": (None, "reduce_prod", None), "ReduceL1": ("abs", "reduce_sum", None),
+    "ReduceL2": ("square", "reduce_sum", "sqrt"), "ReduceSumSquare": ("square", "reduce_sum", None),
+    "ReduceLogSum": (None, "reduce_sum", "log"), "ReduceLogSumExp": ("exp", "reduce_sum", "log"),
 }  # fmt: skip
-"""op -> (what is summed up, FLOPs a point before, FLOPs a point of the result)."""
+"""op -> the functions of each element, over the dims, and of what comes out."""
 
 
 @lowers(*_REDUCE)
 def _reduce(c: Call) -> Value:
     x = c.x()
-    rank, (name, before, after) = len(x.shape), _REDUCE[c.op]
+    rank, (before, over, after) = len(x.shape), _REDUCE[c.op]
     axes = axes_of(c, rank)
     keep = bool(c.integer("keepdims", 1))
     if not axes:
@@ -217,15 +217,12 @@ def _reduce(c: Call) -> Value:
     if x.elements == 0:
         return nothing(shape, x.dtype)
     if c.op == "ReduceLogSumExp":
-        (top,) = nests.reduce(
-            c.b, "reduce_max", [c.tensor(x)], axes, [x.dtype], keepdims=True, differentiable=False
-        )
-        x = c.elementwise([x, c.value(top)], name="sub")
-    if before:
-        x = c.elementwise([x], flops=before, name="exp" if before > 1 else "square")
-    (out,) = nests.reduce(c.b, name, [c.tensor(x)], axes, [x.dtype], keepdims=keep)
+        x = c.value(composites.shifted(c.b, c.tensor(x), axes))
+    if before is not None:
+        x = c.elementwise([x], FUNCTIONS[before])
+    (out,) = nests.reduce(c.b, FUNCTIONS[over], [c.tensor(x)], axes, [x.dtype], keepdims=keep)
     made = c.value(out)
-    return c.elementwise([made], flops=after, name="div" if after == 4.0 else "log") if after else made
+    return made if after is None else c.elementwise([made], FUNCTIONS[after])
 
 
 @lowers("ArgMax", "ArgMin")
@@ -235,13 +232,12 @@ def _arg(c: Call) -> Value:
     keep = bool(c.integer("keepdims", 1))
     (out,) = nests.reduce(
         c.b,
-        c.op.lower(),
+        FUNCTIONS[c.op.lower()],
         [c.tensor(x)],
         [axis],
         ["int64"],
         keepdims=keep,
         combines=False,
-        differentiable=False,
     )
     return c.value(out)
 
@@ -265,9 +261,9 @@ def _softmax(c: Call) -> Value:
     axes = _softmax_axes(c, x) if x.shape else []
     if c.op == "Hardmax":
         (top,) = nests.reduce(
-            c.b, "argmax", [c.tensor(x)], axes, [x.dtype], keepdims=True, combines=False, differentiable=False
+            c.b, FUNCTIONS["argmax"], [c.tensor(x)], axes, [x.dtype], keepdims=True, combines=False
         )
-        return c.elementwise([x, c.value(top)], differentiable=False)
+        return c.elementwise([x, c.value(top)], functions.STOP_GRADIENT)
     make = composites.softmax if c.op == "Softmax" else composites.log_softmax
     return c.value(make(c.b, c.tensor(x), axes))
 
@@ -285,11 +281,11 @@ def _loss(c: Call) -> Sequence[Value | None]:
     last = c.transpose(logp, [0, *range(2, rank), 1])
     losses = c.value(composites.cross_entropy(c.b, c.tensor(last), c.tensor(labels)))
     if (weights := c.opt(2)) is not None:  # a weight for each class, looked up like the label
-        losses = c.elementwise([losses], name="mul") if weights.elements else losses
+        losses = c.elementwise([losses], functions.MUL) if weights.elements else losses
     how = c.text("reduction", "mean")
     if how != "none":
-        (total,) = nests.reduce(c.b, "reduce_sum", [c.tensor(losses)], range(len(losses.shape)), [x.dtype])
+        (total,) = nests.reduce(c.b, functions.SUM, [c.tensor(losses)], range(len(losses.shape)), [x.dtype])
         losses = c.value(total)
         if how == "mean":
-            losses = c.elementwise([losses], flops=4.0, name="div")
+            losses = c.elementwise([losses], functions.DIV)
     return [losses, logp]

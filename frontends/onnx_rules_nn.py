@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pase.frontends.onnx_rules import lowers, nothing
+from pase.frontends.onnx_rules import activation, lowers, nothing
 from pase.frontends.onnx_values import Call, Value
-from pase.ir import Tensor
+from pase.ir import Tensor, functions
 from pase.ops import composites, nests
 
 __all__ = ["opaque_per_batch"]
@@ -82,13 +82,13 @@ def _biased(c: Call, out: Value, i: int) -> Value:
         return out
     if bias.shape != (out.shape[1],):
         raise c.fail(f"a bias {list(bias.shape)} for {out.shape[1]} channels")
-    return c.elementwise([out, _channels(c, bias, len(out.shape))], name="add")
+    return c.elementwise([out, _channels(c, bias, len(out.shape))], functions.ADD)
 
 
 @lowers("Conv", "com.microsoft:FusedConv")
 def _conv(c: Call) -> Value:
     out = _biased(c, _convolve(c, c.x(0), c.x(1)), 2)
-    return c.elementwise([out], name=c.text("activation", "relu").lower()) if c.op == "FusedConv" else out
+    return activation(c, c.text("activation", "Relu").lower(), out) if c.op == "FusedConv" else out
 
 
 @lowers("ConvInteger")
@@ -99,7 +99,7 @@ def _conv_integer(c: Call) -> Value:
 @lowers("QLinearConv")
 def _qlinear_conv(c: Call) -> Value:
     out = _biased(c, _convolve(c, c.x(0), c.x(3), "int32"), 8)
-    return c.elementwise([out], flops=4.0, dtype=c.x(7).dtype, name="requantize", differentiable=False)
+    return c.elementwise([out], functions.QUANTIZE, dtype=c.x(7).dtype)
 
 
 @lowers("CausalConvWithState")
@@ -167,16 +167,16 @@ def _pool(c: Call) -> Sequence[Value | None]:
     kernel, dilation = _positive(c, "kernel_shape", n), _positive(c, "dilations", n)
     shape = c.shape((*x.shape[:2], *_windows(c, x.shape[2:], kernel, dilation)))
     if c.op == "LpPool":
-        x = c.elementwise([x], flops=4.0, name="pow")
-    name = "reduce_window_max" if c.op == "MaxPool" else "reduce_window_sum"
+        x = c.elementwise([x], functions.INTEGER_POW)
+    function = functions.WINDOW_MAX if c.op == "MaxPool" else functions.WINDOW_SUM
     strides = _positive(c, "strides", n)
     out = c.value(
         nests.window_reduce(
-            c.b, name, c.tensor(x), shape, [1, 1, *kernel], [1, 1, *strides], [1, 1, *dilation]
+            c.b, function, c.tensor(x), shape, [1, 1, *kernel], [1, 1, *strides], [1, 1, *dilation]
         )
     )
     if c.op != "MaxPool":
-        out = c.elementwise([out], flops=4.0, name="div")
+        out = c.elementwise([out], functions.DIV)
     return [out, nothing(shape, "int64")]
 
 
@@ -187,10 +187,10 @@ def _global_pool(c: Call) -> Value:
     if not axes:
         raise c.fail(f"a pool over the space of {list(x.shape)}")
     if c.op == "GlobalLpPool":
-        x = c.elementwise([x], flops=4.0, name="pow")
-    name = "reduce_max" if c.op == "GlobalMaxPool" else "reduce_sum"
-    out = c.value(nests.reduce(c.b, name, [c.tensor(x)], axes, [x.dtype], keepdims=True)[0])
-    return out if c.op == "GlobalMaxPool" else c.elementwise([out], flops=4.0, name="div")
+        x = c.elementwise([x], functions.INTEGER_POW)
+    function = functions.REDUCE_MAX if c.op == "GlobalMaxPool" else functions.SUM
+    out = c.value(nests.reduce(c.b, function, [c.tensor(x)], axes, [x.dtype], keepdims=True)[0])
+    return out if c.op == "GlobalMaxPool" else c.elementwise([out], functions.DIV)
 
 
 @lowers("LRN")
@@ -199,13 +199,13 @@ def _lrn(c: Call) -> Value:
     x, size = c.x(), c.integer("size", 1)
     if len(x.shape) < 2 or not 0 < size < 2**31:
         raise c.fail(f"{size} neighbouring channels of {list(x.shape)}")
-    square = c.elementwise([x], name="square")
+    square = c.elementwise([x], functions.SQUARE)
     window = [size if i == 1 else 1 for i in range(len(x.shape))]
     total = nests.window_reduce(
-        c.b, "reduce_window_sum", c.tensor(square), x.shape, window, [1] * len(x.shape)
+        c.b, functions.WINDOW_SUM, c.tensor(square), x.shape, window, [1] * len(x.shape)
     )
-    scale = c.elementwise([c.value(total)], flops=12.0, name="pow")
-    return c.elementwise([x, scale], flops=4.0, name="div")
+    scale = c.elementwise([c.value(total)], functions.POW, flops=12.0)
+    return c.elementwise([x, scale], functions.DIV)
 
 
 # Normalization. Running statistics are constants; where an op uses the batch's own, those are sums over the batch.
@@ -222,13 +222,12 @@ def _batch_norm(c: Call) -> Sequence[Value | None]:
         if c.x(i).shape != (x.shape[1],):
             raise c.fail(f"input {i} is {list(c.x(i).shape)} for {x.shape[1]} channels")
     if training:
-        y, *_ = composites.normalize(c.b, c.tensor(x), [i for i in range(rank) if i != 1])
-        out = c.value(y)
+        out = c.value(composites.normalize(c.b, c.tensor(x), [i for i in range(rank) if i != 1]).value)
     else:
-        stats = [c.value(c.buffer(c.x(i))) for i in (3, 4)]
-        out = c.elementwise([x, *(_channels(c, v, rank) for v in stats)], flops=6.0, name="normalize")
-    out = c.elementwise([out, _channels(c, c.x(1), rank)], name="mul")
-    out = c.elementwise([out, _channels(c, c.x(2), rank)], name="add")
+        stats = [c.tensor(_channels(c, c.value(c.buffer(c.x(i))), rank)) for i in (3, 4)]
+        out = c.value(composites.rescale(c.b, c.tensor(x), *stats))
+    out = c.elementwise([out, _channels(c, c.x(1), rank)], functions.MUL)
+    out = c.elementwise([out, _channels(c, c.x(2), rank)], functions.ADD)
     stat = nothing((x.shape[1],), x.dtype)
     return [out, stat, stat, stat, stat]
 
@@ -239,18 +238,18 @@ def _moments(c: Call) -> Value:
     rank = len(x.shape)
     if c.op == "MeanVarianceNormalization":
         axes = c.axes(c.ints("axes") or ([0, 2, 3] if rank == 4 else [0]), rank)
-        return c.value(composites.normalize(c.b, c.tensor(x), axes)[0])
+        return c.value(composites.normalize(c.b, c.tensor(x), axes).value)
     if rank < 3:
         raise c.fail(f"the space of {list(x.shape)}")
     scale, shift = c.x(1), c.x(2)
     if c.op == "InstanceNormalization":
-        y = c.value(composites.normalize(c.b, c.tensor(x), list(range(2, rank)))[0])
+        y = c.value(composites.normalize(c.b, c.tensor(x), list(range(2, rank))).value)
         return _affine(c, y, _channels(c, scale, rank), _channels(c, shift, rank))
     groups = c.integer("num_groups", 1)
     if groups < 1 or x.shape[1] % groups:
         raise c.fail(f"{x.shape[1]} channels in {groups} groups")
     cut = c.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
-    y = c.value(composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1)))[0])
+    y = c.value(composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1))).value)
     if scale.shape == (groups,) != (x.shape[1],):  # before opset 21, one scale a group
         y = _affine(c, y, _channels(c, scale, rank + 1), _channels(c, shift, rank + 1))
         return c.reshape(y, x.shape)
@@ -259,8 +258,8 @@ def _moments(c: Call) -> Value:
 
 def _affine(c: Call, x: Value, scale: Value | None, shift: Value | None) -> Value:
     if scale is not None:
-        x = c.elementwise([x, scale], name="mul")
-    return x if shift is None else c.elementwise([x, shift], name="add")
+        x = c.elementwise([x, scale], functions.MUL)
+    return x if shift is None else c.elementwise([x, shift], functions.ADD)
 
 
 @lowers("LayerNormalization", "RMSNormalization", "com.microsoft:SimplifiedLayerNormalization",
@@ -270,8 +269,12 @@ def _layer_norm(c: Call) -> Sequence[Value | None]:
     axis = c.axis(c.integer("axis", -1), len(x.shape))
     axes = list(range(axis, len(x.shape)))
     if c.op == "LayerNormalization":
-        y, mean, inverse = (c.value(t) for t in composites.normalize(c.b, c.tensor(x), axes))
-        return [_affine(c, y, c.x(1), c.opt(2)), mean, inverse]
+        found = composites.normalize(c.b, c.tensor(x), axes)
+        return [
+            _affine(c, c.value(found.value), c.x(1), c.opt(2)),
+            c.value(found.mean),
+            c.value(found.inverse),
+        ]
     y, inverse = (c.value(t) for t in composites.rms_normalize(c.b, c.tensor(x), axes))
     return [_affine(c, y, c.x(1), None), inverse]
 
@@ -280,14 +283,14 @@ def _layer_norm(c: Call) -> Sequence[Value | None]:
 def _skip_norm(c: Call) -> Sequence[Value | None]:
     """A residual sum and the norm of it; the sum is the fourth result."""
     simple = "Simplified" in c.op
-    total = c.elementwise([c.x(0), c.x(1)], name="add")
+    total = c.elementwise([c.x(0), c.x(1)], functions.ADD)
     if (bias := c.opt(3 if simple else 4)) is not None:
-        total = c.elementwise([total, bias], name="add")
+        total = c.elementwise([total, bias], functions.ADD)
     axes = [len(total.shape) - 1]
     if simple:
         y = c.value(composites.rms_normalize(c.b, c.tensor(total), axes)[0])
     else:
-        y = c.value(composites.normalize(c.b, c.tensor(total), axes)[0])
+        y = c.value(composites.normalize(c.b, c.tensor(total), axes).value)
     stat = nothing((*total.shape[:-1], 1), "float32")
     return [_affine(c, y, c.x(2), None if simple else c.opt(3)), stat, stat, total]
 
@@ -296,9 +299,9 @@ def _skip_norm(c: Call) -> Sequence[Value | None]:
 def _lp_norm(c: Call) -> Value:
     x = c.x()
     axis = c.axis(c.integer("axis", -1), len(x.shape))
-    square = c.elementwise([x], name="square")
-    (total,) = nests.reduce(c.b, "reduce_sum", [c.tensor(square)], [axis], [x.dtype], keepdims=True)
-    return c.elementwise([x, c.elementwise([c.value(total)], flops=4.0, name="sqrt")], flops=4.0, name="div")
+    square = c.elementwise([x], functions.SQUARE)
+    (total,) = nests.reduce(c.b, functions.SUM, [c.tensor(square)], [axis], [x.dtype], keepdims=True)
+    return c.elementwise([x, c.elementwise([c.value(total)], functions.SQRT)], functions.DIV)
 
 
 # Images and signals: a batch may be split, what is inside may not.

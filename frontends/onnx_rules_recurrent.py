@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from pase.frontends.onnx_rules import lowers, nothing
 from pase.frontends.onnx_values import Call, Value
-from pase.ir import Tensor
+from pase.ir import Tensor, functions
 from pase.ops import composites, loops, nests
+from pase.ops.composites import apply
 
 __all__: list[str] = []
 
@@ -43,8 +44,8 @@ def _recurrent(c: Call) -> Sequence[Value | None]:
         entering = c.value(nests.contract(c.b, c.tensor(x), c.tensor(wd), ([2], [2])))
         if bias is not None:
             both = c.reshape(_direction(c, bias, way), (2, gates, hidden))
-            (summed,) = nests.reduce(c.b, "reduce_sum", [c.tensor(both)], [0], [both.dtype])
-            entering = c.elementwise([entering, c.value(summed)], name="add")
+            (summed,) = nests.reduce(c.b, functions.SUM, [c.tensor(both)], [0], [both.dtype])
+            entering = c.elementwise([entering, c.value(summed)], functions.ADD)
         states = [_state(c, i, way, (batch, hidden), x.dtype) for i in ((5, 6) if c.op == "LSTM" else (5,))]
         y, ends = _over_time(c, c.tensor(entering), c.tensor(rd), states, (steps, batch, hidden), way)
         many.append(c.reshape(y, (steps, 1, batch, hidden)))
@@ -106,10 +107,6 @@ def _over_time(
     return c.value(made), [c.value(t) for t in carried]
 
 
-def _ew(c: Call, name: str, inputs: Sequence[Tensor], flops: float = 1.0) -> Tensor:
-    return nests.elementwise(c.b, name, inputs, [inputs[0].dtype], flops=flops)[0]
-
-
 def _gate(c: Call, gates: Tensor, k: int) -> Tensor:
     n, _, h = gates.shape
     one = (
@@ -122,12 +119,12 @@ def _gate(c: Call, gates: Tensor, k: int) -> Tensor:
 
 def _lstm(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
     h, cell = states
-    gates = _ew(c, "add", [x, nests.contract(c.b, h, r, ([1], [2]))])
+    gates = apply(c.b, functions.ADD, x, nests.contract(c.b, h, r, ([1], [2])))
     enter, leave, forget, new = (_gate(c, gates, k) for k in range(4))
-    enter, leave, forget = (_ew(c, "logistic", [t], 10.0) for t in (enter, leave, forget))
-    kept = _ew(c, "mul", [forget, cell])
-    cell = _ew(c, "add", [kept, _ew(c, "mul", [enter, _ew(c, "tanh", [new], 10.0)])])
-    return [_ew(c, "mul", [leave, _ew(c, "tanh", [cell], 10.0)]), cell]
+    enter, leave, forget = (apply(c.b, functions.SIGMOID, t) for t in (enter, leave, forget))
+    kept = apply(c.b, functions.MUL, forget, cell)
+    cell = apply(c.b, functions.ADD, kept, apply(c.b, functions.MUL, enter, apply(c.b, functions.TANH, new)))
+    return [apply(c.b, functions.MUL, leave, apply(c.b, functions.TANH, cell)), cell]
 
 
 def _gru(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
@@ -136,8 +133,8 @@ def _gru(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor
     if c.integer("linear_before_reset"):
         back = nests.contract(c.b, h, r, ([1], [2]))
         update, reset, new = (_gate(c, back, k) for k in range(3))
-        reset = _ew(c, "logistic", [_ew(c, "add", [_gate(c, x, 1), reset])], 10.0)
-        new = _ew(c, "add", [_gate(c, x, 2), _ew(c, "mul", [reset, new])])
+        reset = apply(c.b, functions.SIGMOID, apply(c.b, functions.ADD, _gate(c, x, 1), reset))
+        new = apply(c.b, functions.ADD, _gate(c, x, 2), apply(c.b, functions.MUL, reset, new))
     else:
         two = nests.restrict(c.b, "slice", [r], (2, n, width), [False, True, True])
         one = nests.reshape(
@@ -145,19 +142,19 @@ def _gru(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor
         )
         back = nests.contract(c.b, h, two, ([1], [2]))
         update, reset = (_gate(c, back, k) for k in range(2))
-        reset = _ew(c, "logistic", [_ew(c, "add", [_gate(c, x, 1), reset])], 10.0)
-        again = nests.contract(c.b, _ew(c, "mul", [reset, h]), one, ([1], [1]))
-        new = _ew(c, "add", [_gate(c, x, 2), again])
-    update = _ew(c, "logistic", [_ew(c, "add", [_gate(c, x, 0), update])], 10.0)
-    new = _ew(c, "tanh", [new], 10.0)
-    kept = _ew(c, "mul", [update, h])
-    return [_ew(c, "add", [_ew(c, "mul", [new, update], 2.0), kept])]
+        reset = apply(c.b, functions.SIGMOID, apply(c.b, functions.ADD, _gate(c, x, 1), reset))
+        again = nests.contract(c.b, apply(c.b, functions.MUL, reset, h), one, ([1], [1]))
+        new = apply(c.b, functions.ADD, _gate(c, x, 2), again)
+    update = apply(c.b, functions.SIGMOID, apply(c.b, functions.ADD, _gate(c, x, 0), update))
+    new = apply(c.b, functions.TANH, new)
+    kept = apply(c.b, functions.MUL, update, h)
+    return [apply(c.b, functions.ADD, apply(c.b, functions.MUL, new, update, flops=2.0), kept)]
 
 
 def _rnn(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
     (h,) = states
     back = nests.contract(c.b, h, r, ([1], [2]))
-    return [_ew(c, "tanh", [_gate(c, _ew(c, "add", [x, back]), 0)], 10.0)]
+    return [apply(c.b, functions.TANH, _gate(c, apply(c.b, functions.ADD, x, back), 0))]
 
 
 # Attention.
@@ -256,4 +253,4 @@ def _rotary(c: Call) -> Value:
         cut = c.reshape(x, (*x.shape[:2], x.shape[2] // d, d))
     kept = [i < len(cut.shape) - 1 for i in range(len(cut.shape))]
     turned = c.value(nests.restrict(c.b, "rotate", [c.tensor(cut)], cut.shape, kept))
-    return c.reshape(c.elementwise([turned], flops=5.0, name="mul"), x.shape)
+    return c.reshape(c.elementwise([turned], functions.MUL, flops=5.0), x.shape)

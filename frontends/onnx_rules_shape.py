@@ -12,7 +12,7 @@ from pase.frontends.onnx_fold import axes_of, reshaped, slice_arguments, slice_b
 from pase.frontends.onnx_model import dtype_name
 from pase.frontends.onnx_rules import lowers, nothing
 from pase.frontends.onnx_values import MOST_KNOWN, Call, Value, known
-from pase.ir import Tensor
+from pase.ir import Tensor, functions
 from pase.ops import nests
 
 __all__: list[str] = []
@@ -254,7 +254,7 @@ def _reverse(c: Call) -> Value:
 
 @lowers("Trilu")
 def _trilu(c: Call) -> Value:
-    return c.elementwise([c.x()])
+    return c.elementwise([c.x()], functions.SELECT)
 
 
 @lowers("Resize", "Upsample")

@@ -13,6 +13,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.frontends.onnx_model import dtype_name
 from pase.ir import Tensor
+from pase.ir.functions import Function
 from pase.ops import GraphBuilder, nests
 
 if TYPE_CHECKING:
@@ -276,26 +277,22 @@ class Call:
             ) from None
 
     def elementwise(
-        self, values: Sequence[Value], *, flops: float = 1.0, dtype: str | None = None, differentiable: bool = True,
-        name: str | None = None,
-    ) -> Value:  # fmt: skip
-        """An elementwise nest over broadcast inputs; numbers are part of the op."""
+        self,
+        values: Sequence[Value],
+        function: Function,
+        *,
+        dtype: str | None = None,
+        flops: float | None = None,
+    ) -> Value:
+        """A function of broadcast inputs, point by point; numbers are part of the op."""
         shape = self.shape(self.broadcast(*(v.shape for v in values)))
-        dtype = dtype or values[0].dtype
+        dtype = "bool" if function.boolean else dtype or values[0].dtype
         if math.prod(shape) == 0:
             return Value(shape=shape, dtype=dtype)
         reads = [self.tensor(v) for v in values if not v.literal]
         if not reads:
             return Value(shape=shape, dtype=dtype, settled=False)
-        (out,) = nests.elementwise(
-            self.b,
-            name or self.op.lower(),
-            reads,
-            [dtype],
-            flops=flops,
-            shape=shape,
-            differentiable=differentiable,
-        )
+        (out,) = nests.elementwise(self.b, function, reads, [dtype], flops=flops, shape=shape)
         return self.value(out)
 
     def reshape(self, v: Value, shape: Sequence[int]) -> Value:

@@ -152,6 +152,7 @@ def _calls(rule: Any, known: Mapping[str, Any], seen: set[Any]) -> set[str]:
     """The nest builders that a function may call, by itself or through functions of its package. known: name -> None
     for a builder, else the function that calls some."""
     rule = getattr(rule, "func", rule)  # functools.partial
+    rule = rule if isinstance(rule, FunctionType) else type(rule).__call__
     if not isinstance(rule, FunctionType) or rule in seen:
         return set()
     seen.add(rule)
@@ -170,4 +171,6 @@ def _calls(rule: Any, known: Mapping[str, Any], seen: set[Any]) -> set[str]:
             ("pase.frontends", "pase.ops")
         ):
             out |= _calls(target, known, seen)
+        elif isinstance(target, Registry):  # TABLE[name](b, x): any of its members
+            out |= {nest for member in target.values() for nest in _calls(member, known, seen)}
     return out

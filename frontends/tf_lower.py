@@ -16,7 +16,7 @@ from pase.frontends.registry import Unknown, UnknownOp
 from pase.frontends.tf_graph import CALLS, TfBody, TfGraph, TfNode, dtype_name, static_shape
 from pase.frontends.tf_known import constant, evaluate
 from pase.frontends.tf_lists import LISTS
-from pase.frontends.tf_rules import ELEMENTWISE, RULES, elementwise, opaque
+from pase.frontends.tf_rules import RULES, opaque
 from pase.frontends.tf_values import (
     MOST_KNOWN,
     Absent,
@@ -158,8 +158,6 @@ class Lower:
             made = evaluate(node, [v.array for v in ins if isinstance(v, Known)])
             if made is not None:
                 return [self._value(c, a) for a in made]
-        if op in ELEMENTWISE:
-            return elementwise(c)
         if op in RULES:
             return RULES[op](c)
         if self.unknown == "replicate":

@@ -1,21 +1,24 @@
-"""One rule per TensorFlow op: which loop nest it is. Elementwise ops are a table of FLOPs a point.
+"""One rule per TensorFlow op: which loop nest it is. An elementwise op is a function of ``pase.ir.functions``.
 
-Here are the table, products and reductions; ``tf_rules_nn`` has convolutions, norms, pools and losses,
-``tf_rules_shape`` what moves data about. Counts follow ``jax_rules``, so that one architecture costs alike.
+Here are these, products and reductions; ``tf_rules_nn`` has convolutions, norms, pools and losses,
+``tf_rules_shape`` what moves data about.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from pase.frontends.tf_values import Call, Known, Reshaped, Value, elements
-from pase.ir import Tensor
-from pase.ops import nests
+from pase.ir import Tensor, functions
+from pase.ir.functions import FUNCTIONS, Function
+from pase.ops import composites, nests
+from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["ELEMENTWISE", "RULES", "Rule", "broadcast_shape", "elementwise", "lowers", "opaque", "product_of"]
+__all__ = ["RULES", "Rule", "broadcast_shape", "elementwise", "lowers", "opaque", "product_of"]
 
 Rule = Callable[[Call], Sequence[Value]]
 """Returns one value per output of the node."""
@@ -24,46 +27,36 @@ RULES: Registry[Rule] = Registry("rule for TensorFlow op", package="pase.fronten
 lowers = RULES.register
 
 
-_SIMPLE = (
-    "Neg Abs Sign Add AddV2 Sub Mul MulNoNan Maximum Minimum Square Real Imag Conj Complex ComplexAbs BiasAddV1 Relu "
-    "ReluGrad Select SelectV2"
-)
-_TWICE = "SquaredDifference Relu6 LeakyRelu ClipByValue Relu6Grad LeakyReluGrad"
-_COMPARE = (
-    "Equal NotEqual Less LessEqual Greater GreaterEqual ApproximateEqual LogicalAnd LogicalOr LogicalNot IsFinite "
-    "IsNan IsInf Floor Ceil Round Rint NextAfter BitwiseAnd BitwiseOr BitwiseXor Invert LeftShift RightShift "
-    "PopulationCount ZerosLike OnesLike Bucketize"
-)
-_MOVE = (
-    "Cast Identity Snapshot PreventGradient CheckNumerics CheckNumericsV2 Copy EnsureShape PlaceholderWithDefault "
-    "DebugIdentity DebugIdentityV2 DebugIdentityV3 DeepCopy RefIdentity XlaSharding"
-)
-_DIVIDE = (
-    "Div RealDiv DivNoNan TruncateDiv FloorDiv FloorMod Mod TruncateMod Sqrt Rsqrt Reciprocal Inv InvGrad "
-    "ReciprocalGrad SqrtGrad RsqrtGrad Softsign SigmoidGrad TanhGrad SoftsignGrad"
-)
-_SPECIAL = (
-    "Exp Expm1 Log Log1p Sin Cos Tan Tanh Sinh Cosh Asin Acos Atan Asinh Acosh Atanh Atan2 Sigmoid Erf Erfc Erfinv "
-    "Ndtri Pow Softplus Elu Selu Xlogy Xdivy Xlog1py Angle SoftplusGrad EluGrad SeluGrad"
-)
-_HEAVY = (
-    "Lgamma Digamma Polygamma Zeta Igamma Igammac IgammaGradA RandomGammaGrad Betainc BesselI0 BesselI0e BesselI1 "
-    "BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Dawsn Expint FresnelCos "
-    "FresnelSin Spence"
-)
-ELEMENTWISE: dict[str, tuple[float, bool]] = {
-    **{p: (1.0, True) for p in _SIMPLE.split()},
-    **{p: (2.0, True) for p in _TWICE.split()},
-    **{p: (1.0, False) for p in _COMPARE.split()},
-    **{p: (0.0, True) for p in _MOVE.split()},
-    **{p: (4.0, True) for p in _DIVIDE.split()},
-    **{p: (10.0, True) for p in _SPECIAL.split()},
-    **{p: (40.0, True) for p in _HEAVY.split()},
-    "StopGradient": (0.0, False),
-}
-"""op -> (FLOPs a point, differentiable)."""
+_FUNCTIONS = {
+    "Neg": "neg", "Abs": "abs", "ComplexAbs": "abs", "Sign": "sign", "Add AddV2 BiasAddV1": "add", "Sub": "sub",
+    "Mul MulNoNan": "mul", "Maximum": "max", "Minimum": "min", "Square": "square", "Real": "real", "Imag": "imag",
+    "Conj": "conj", "Complex": "complex", "Angle": "atan2", "Select SelectV2": "select", "ClipByValue": "clamp",
+    "Equal": "eq", "NotEqual": "ne", "Less": "lt", "LessEqual": "le", "Greater": "gt", "GreaterEqual": "ge",
+    "ApproximateEqual": "eq", "LogicalAnd": "all_of", "LogicalOr": "any_of", "LogicalNot": "is_false",
+    "IsFinite": "is_finite", "IsNan": "is_nan", "IsInf": "is_inf", "Floor": "floor", "Ceil": "ceil",
+    "Round Rint": "round", "NextAfter": "nextafter", "BitwiseAnd": "and", "BitwiseOr": "or", "BitwiseXor": "xor",
+    "Invert": "not", "LeftShift": "shift_left", "RightShift": "shift_right", "PopulationCount": "population_count",
+    "Bucketize": "bucketize", "Cast": "cast",
+    "Identity Snapshot PreventGradient CheckNumerics CheckNumericsV2 Copy EnsureShape PlaceholderWithDefault "
+    "DebugIdentity DebugIdentityV2 DebugIdentityV3 DeepCopy RefIdentity XlaSharding": "copy",
+    "StopGradient": "stop_gradient", "Div RealDiv DivNoNan": "div",
+    "TruncateDiv FloorDiv FloorMod Mod TruncateMod": "rem", "Sqrt": "sqrt", "Rsqrt": "rsqrt",
+    "Reciprocal Inv": "reciprocal", "Exp": "exp", "Expm1": "expm1", "Log": "log", "Log1p": "log1p", "Sin": "sin",
+    "Cos": "cos", "Tan": "tan", "Tanh": "tanh", "Sinh": "sinh", "Cosh": "cosh", "Asin": "asin", "Acos": "acos",
+    "Atan": "atan", "Asinh": "asinh", "Acosh": "acosh", "Atanh": "atanh", "Atan2": "atan2", "Sigmoid": "sigmoid",
+    "Erf": "erf", "Erfc": "erfc", "Erfinv Ndtri": "erf_inv", "Pow": "pow", "Lgamma": "lgamma", "Digamma": "digamma",
+    "Polygamma": "polygamma", "Zeta": "zeta", "Igamma": "igamma", "Igammac": "igammac", "IgammaGradA": "igamma_grad",
+    "RandomGammaGrad": "random_gamma_grad", "Betainc": "incomplete_beta", "BesselI0": "bessel_i0",
+    "BesselI0e": "bessel_i0e", "BesselI1": "bessel_i1", "BesselI1e": "bessel_i1e", "BesselJ0 BesselJ1": "bessel_j",
+    "BesselK0 BesselK0e BesselK1 BesselK1e": "bessel_k", "BesselY0 BesselY1": "bessel_y", "Dawsn": "dawsn",
+    "Expint": "expint", "FresnelCos FresnelSin": "fresnel", "Spence": "spence",
+    "Xlogy Xlog1py": "xlogy", "Xdivy": "div",
+    "ReluGrad Relu6Grad LeakyReluGrad": "gradient_of_max",
+    "InvGrad ReciprocalGrad SqrtGrad RsqrtGrad SigmoidGrad TanhGrad SoftsignGrad": "gradient_of_result",
+    "SoftplusGrad EluGrad SeluGrad": "gradient_of_exp",
+}  # fmt: skip
+"""Ops that are one function, point by point -> the function (``pase.ir.functions``)."""
 
-_BOOLEAN = frozenset({*_COMPARE.split()[:10], "IsFinite", "IsNan", "IsInf"})
 _TYPED = {
     "Cast": "DstT",
     "Real": "Tout",
@@ -72,6 +65,7 @@ _TYPED = {
     "Angle": "Tout",
     "Complex": "Tout",
 }
+"""Attributes that say the result's dtype, where it is not T."""
 
 
 def broadcast_shape(c: Call, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -81,20 +75,50 @@ def broadcast_shape(c: Call, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ..
         raise c.fail(f"shapes {', '.join(map(str, shapes))} do not broadcast") from None
 
 
-def elementwise(c: Call) -> Sequence[Value]:
-    """An op of the table: a known number among its operands is part of the op."""
+def elementwise(function: Function, c: Call) -> Sequence[Value]:
+    """The rule of an op that is one function: a known number among its operands is part of it."""
     op = c.node.op
-    flops, differentiable = ELEMENTWISE[op]
     shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
-    dtype = "bool" if op in _BOOLEAN else "int32" if op == "Bucketize" else c.type(_TYPED.get(op, "T"))
-    if op == "PopulationCount":
-        dtype = "uint8"
+    dtype = "bool" if function.boolean else c.type(_TYPED.get(op, "T"))
+    dtype = {"Bucketize": "int32", "PopulationCount": "uint8"}.get(op, dtype)
     if "int" in dtype and any(c.dtype(i) == "key" for i in range(len(c.ins))):
         dtype = "key"  # arithmetic on a random seed
-    xs = [c.x(i) for i, v in enumerate(c.ins) if not (isinstance(v, Known) and v.array.size == 1)]
-    if op in ("ZerosLike", "OnesLike") or not xs:
+    numbers = [isinstance(v, Known) and v.array.size == 1 for v in c.ins]
+    xs = [c.x(i) for i, number in enumerate(numbers) if not number]
+    if not xs:
         return [c.b.constant(shape, dtype)]
-    return nests.elementwise(c.b, op, xs, [dtype], flops=flops, shape=shape, differentiable=differentiable)
+    if function is functions.DIV and numbers[0]:
+        function = functions.RECIPROCAL
+    return nests.elementwise(c.b, function, xs, [dtype], name=op, shape=shape)
+
+
+for _ops, _name in _FUNCTIONS.items():
+    for _op in _ops.split():
+        RULES.add(_op, partial(elementwise, FUNCTIONS[_name]))
+
+
+@lowers("ZerosLike", "OnesLike")
+def _constant_like(c: Call) -> Sequence[Value]:
+    return [c.b.constant(c.shape(), c.type("T"))]
+
+
+_ACTIVATIONS = {
+    "Relu": "relu", "Relu6": "relu6", "LeakyRelu": "leaky_relu", "Elu": "elu", "Selu": "selu", "Softplus": "softplus",
+    "Softsign": "softsign",
+}  # fmt: skip
+
+
+@lowers(*_ACTIVATIONS)
+def _activation(c: Call) -> Sequence[Value]:
+    """Written out as jax.nn has it, so that it is priced and kept alike."""
+    return [ACTIVATIONS[_ACTIVATIONS[c.node.op]](c.b, c.x())]
+
+
+@lowers("SquaredDifference")
+def _squared_difference(c: Call) -> Sequence[Value]:
+    shape = broadcast_shape(c, [c.shape(0), c.shape(1)])
+    (difference,) = nests.elementwise(c.b, functions.SUB, [c.x(0), c.x(1)], [c.type("T")], shape=shape)
+    return [composites.apply(c.b, functions.SQUARE, difference)]
 
 
 def opaque(
@@ -130,7 +154,9 @@ def _shape_of(c: Call) -> Sequence[Value]:
 def _add_n(c: Call) -> Sequence[Value]:
     xs = [c.x(i) for i in range(max(len(c.ins), 1))]
     shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
-    return nests.elementwise(c.b, "AddN", xs, [xs[0].dtype], flops=max(len(xs) - 1.0, 0.0), shape=shape)
+    return nests.elementwise(
+        c.b, functions.ADD, xs, [xs[0].dtype], name="AddN", flops=max(len(xs) - 1.0, 0.0), shape=shape
+    )
 
 
 @lowers("BiasAdd")
@@ -143,7 +169,7 @@ def _bias_add(c: Call) -> Sequence[Value]:
         raise c.fail(f"a bias of {c.shape(1)} for a tensor of {c.shape(0)}")
     if at != len(x.shape) - 1:
         bias = nests.reshape(c.b, bias, (bias.shape[0], *[1] * (len(x.shape) - 1 - at)))
-    return nests.elementwise(c.b, "BiasAdd", [x, bias], [x.dtype], shape=x.shape)
+    return nests.elementwise(c.b, functions.ADD, [x, bias], [x.dtype], name="BiasAdd", shape=x.shape)
 
 
 @lowers("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
@@ -251,7 +277,7 @@ def _summed(c: Call, x: Tensor, names: list[str], used: set[str]) -> tuple[Tenso
     gone = [i for i, n in enumerate(names) if n not in used]
     if not gone:
         return x, names
-    return nests.reduce(c.b, "Sum", [x], gone, [x.dtype])[0], [n for n in names if n in used]
+    return nests.reduce(c.b, functions.SUM, [x], gone, [x.dtype])[0], [n for n in names if n in used]
 
 
 @lowers("Einsum")
@@ -295,32 +321,23 @@ def _einsum(c: Call) -> Sequence[Value]:
 
 
 _REDUCTIONS = {
-    "Sum": "Sum", "Mean": "Mean", "Max": "Max", "Min": "Min", "Prod": "Prod", "All": "All", "Any": "Any",
-    "EuclideanNorm": "Sum",
+    "Sum": "reduce_sum", "Mean": "reduce_sum", "Max": "reduce_max", "Min": "reduce_min", "Prod": "reduce_prod",
+    "All": "reduce_and", "Any": "reduce_or", "EuclideanNorm": "reduce_sum",
 }  # fmt: skip
 
 
 @lowers(*_REDUCTIONS)
 def _reduce(c: Call) -> Sequence[Value]:
     """A mean is a sum and a division, a norm a sum of squares and its root, as in JAX."""
-    op, x = c.node.op, c.x()
+    op, x, keep = c.node.op, c.x(), c.flag("keep_dims")
     axes = sorted(set(c.axes(1, len(x.shape))))
-    return [reduced(c, op, x, axes, c.flag("keep_dims"))]
-
-
-def reduced(c: Call, op: str, x: Tensor, axes: Sequence[int], keep: bool = False) -> Tensor:
     if not axes:
-        return x
+        return [x]
     if op == "EuclideanNorm":
-        (x,) = nests.elementwise(c.b, "Square", [x], [x.dtype])
-    differentiable = op not in ("All", "Any")
-    (out,) = nests.reduce(
-        c.b, _REDUCTIONS[op], [x], axes, [x.dtype], keepdims=keep, differentiable=differentiable
-    )
-    if op in ("Mean", "EuclideanNorm"):
-        name = "RealDiv" if op == "Mean" else "Sqrt"
-        (out,) = nests.elementwise(c.b, name, [out], [out.dtype], flops=4.0)
-    return out
+        x = composites.apply(c.b, functions.SQUARE, x)
+    (out,) = nests.reduce(c.b, FUNCTIONS[_REDUCTIONS[op]], [x], axes, [x.dtype], keepdims=keep, name=op)
+    after = {"Mean": functions.DIV, "EuclideanNorm": functions.SQRT}.get(op)
+    return [out if after is None else composites.apply(c.b, after, out)]
 
 
 @lowers("ArgMax", "ArgMin")
@@ -328,14 +345,21 @@ def _arg(c: Call) -> Sequence[Value]:
     x = c.x()
     axis = c.axis(1, len(x.shape)) if len(c.ins) > 1 else 0
     dtype = c.type("output_type") if "output_type" in c.node.attr else "int64"
-    return nests.reduce(c.b, c.node.op, [x], [axis], [dtype], combines=False, differentiable=False)
+    return nests.reduce(
+        c.b, FUNCTIONS[c.node.op.lower()], [x], [axis], [dtype], combines=False, name=c.node.op
+    )
 
 
 @lowers("L2Loss")
 def _l2(c: Call) -> Sequence[Value]:
     x = c.x()
-    (x,) = nests.elementwise(c.b, "Square", [x], [x.dtype], flops=2.0)
-    return nests.reduce(c.b, "Sum", [x], range(len(x.shape)), [x.dtype])
+    return nests.reduce(
+        c.b,
+        functions.SUM,
+        [composites.apply(c.b, functions.SQUARE, x, flops=2.0)],
+        range(len(x.shape)),
+        [x.dtype],
+    )
 
 
 @lowers("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxArgs", "QuantizeAndDequantizeV2", "QuantizeAndDequantizeV3",
@@ -343,7 +367,7 @@ def _l2(c: Call) -> Sequence[Value]:
 def _fake_quant(c: Call) -> Sequence[Value]:
     """Rounded to a grid whose ends are scalars."""
     x = c.x()
-    return nests.elementwise(c.b, c.node.op, [x], [x.dtype], flops=6.0)
+    return nests.elementwise(c.b, FUNCTIONS["fake_quantize"], [x], [x.dtype], name=c.node.op)
 
 
 @lowers("RandomUniform", "RandomStandardNormal", "TruncatedNormal", "RandomUniformInt", "StatelessRandomUniform",
@@ -355,7 +379,7 @@ def _random(c: Call) -> Sequence[Value]:
     shape = c.make(c.numbers(0, "shape"))
     dtype = c.type("dtype", "Tout") if {"dtype", "Tout"} & set(c.node.attr) else "float32"
     keys = [c.x(i) for i, v in enumerate(c.ins) if i and isinstance(v, Tensor)]
-    return [nests.generate(c.b, c.node.op, shape, dtype, keys)]
+    return [nests.generate(c.b, functions.RANDOM, shape, dtype, keys, name=c.node.op)]
 
 
 @lowers("StatelessRandomGetKeyCounter", "StatelessRandomGetKey", "StatelessRandomGetAlg",

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pase.frontends.tf_rules import lowers, opaque, reduced
+from pase.frontends.tf_rules import lowers, opaque
 from pase.frontends.tf_values import Absent, Call, Known, Reshaped, Value, elements
-from pase.ir import Tensor
-from pase.ops import indexed, nests
+from pase.ir import Tensor, functions
+from pase.ops import composites, nests
+from pase.ops.activations import ACTIVATIONS
 
 __all__: list[str] = []
 
@@ -76,6 +77,12 @@ def _conv(c: Call) -> Sequence[Value]:
     return [_fused(c, made, channel) if c.node.op == "_FusedConv2D" else made]
 
 
+_FUSED = {
+    "Relu": "relu", "Relu6": "relu6", "Elu": "elu", "LeakyRelu": "leaky_relu", "Tanh": "tanh", "Sigmoid": "sigmoid",
+    "GeluExact": "gelu", "GeluApproximate": "gelu_tanh",
+}  # fmt: skip
+
+
 def _fused(c: Call, x: Tensor, channel: int) -> Tensor:
     """What the graph optimizer put behind a product: a bias, an activation."""
     for op in [s.decode("ascii", "replace") for s in c.node.attr["fused_ops"].list.s]:
@@ -83,9 +90,9 @@ def _fused(c: Call, x: Tensor, channel: int) -> Tensor:
             bias = c.x(2)
             if channel != len(x.shape) - 1:
                 bias = nests.reshape(c.b, bias, (*bias.shape, *[1] * (len(x.shape) - 1 - channel)))
-            (x,) = nests.elementwise(c.b, op, [x, bias], [x.dtype], shape=x.shape)
-        elif op in ("Relu", "Relu6", "Elu", "LeakyRelu", "Tanh", "Sigmoid", "GeluExact", "GeluApproximate"):
-            (x,) = nests.elementwise(c.b, op, [x], [x.dtype], flops=1.0 if "elu" in op[:5] else 10.0)
+            (x,) = nests.elementwise(c.b, functions.ADD, [x, bias], [x.dtype], name=op, shape=x.shape)
+        elif op in _FUSED:
+            x = ACTIVATIONS[_FUSED[op]](c.b, x)
         else:
             raise c.fail(f"fused op '{op[:40]}' is not supported: freeze the graph before it is optimized")
     return x
@@ -135,14 +142,17 @@ def _pool(c: Call) -> Sequence[Value]:
     if len(window) != rank or len(strides) != rank or min(window + strides) < 1:
         raise c.fail(f"a window of {window} moved by {strides} does not fit a tensor of {rank} dims")
     out = [_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)]
-    made = nests.window_reduce(c.b, c.node.op, x, c.make(out), window, strides)
+    function = functions.WINDOW_SUM if c.node.op.startswith("Avg") else functions.WINDOW_MAX
+    made = nests.window_reduce(c.b, function, x, c.make(out), window, strides, name=c.node.op)
+    if function is functions.WINDOW_SUM:
+        made = composites.apply(c.b, functions.DIV, made)
     return (
         [made, c.b.constant(c.make(out), c.type("Targmax"))] if c.node.op == "MaxPoolWithArgmax" else [made]
     )
 
 
-def _e(c: Call, name: str, *xs: Tensor, flops: float = 1.0, dtype: str | None = None) -> Tensor:
-    return nests.elementwise(c.b, name, xs, [dtype or xs[0].dtype], flops=flops)[0]
+def _cast(c: Call, x: Tensor, dtype: str) -> Tensor:
+    return nests.elementwise(c.b, functions.CAST, [x], [dtype])[0]
 
 
 @lowers("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
@@ -161,21 +171,20 @@ def _batch_norm(c: Call) -> Sequence[Value]:
         used = i < 3 or not c.flag("is_training", True)
         if used and c.shape(i) != (x.shape[channel],):
             raise c.fail(f"operand {i} has shape {c.shape(i)} for {x.shape[channel]} channels")
-    y = x if dtype == "float32" else _e(c, "Cast", x, flops=0.0, dtype="float32")
+    y = x if dtype == "float32" else _cast(c, x, "float32")
     if c.flag("is_training", True):
-        mean = reduced(c, "Mean", y, around)
-        centered = _e(c, "Sub", y, spread(mean))
-        variance = reduced(c, "Mean", _e(c, "Square", centered), around)
+        found = composites.normalize(c.b, y, around)
+        out = found.value
+        mean, variance = (nests.reshape(c.b, t, (x.shape[channel],)) for t in (found.mean, found.variance))
     else:
         mean, variance = c.x(3), c.x(4)
-        centered = _e(c, "Sub", y, spread(mean))
-    scale = _e(c, "Mul", _e(c, "Rsqrt", variance, flops=5.0), c.x(1))
-    out = _e(c, "Add", _e(c, "Mul", centered, spread(scale)), spread(c.x(2)))
+        out = composites.rescale(c.b, y, spread(mean), spread(variance))
+    out = composites.scale_and_shift(c.b, out, spread(c.x(1)), spread(c.x(2)))
     if dtype != "float32":
-        out = _e(c, "Cast", out, flops=0.0, dtype=dtype)
+        out = _cast(c, out, dtype)
     if c.node.op == "_FusedBatchNormEx":
         if c.text("activation_mode", "Identity") == "Relu":
-            out = _e(c, "Relu", out)
+            out = ACTIVATIONS["relu"](c.b, out)
         elif c.text("activation_mode", "Identity") != "Identity":
             raise c.fail(f"activation '{c.text('activation_mode')[:40]}' is not supported")
     reserved = Absent("what batch norm keeps for a gradient of its own")
@@ -187,18 +196,8 @@ def _softmax(c: Call) -> Sequence[Value]:
     x = c.x()
     if not x.shape:
         raise c.fail("a scalar has no classes")
-    _, shifted, total = _exponentials(c, x)
-    if c.node.op == "LogSoftmax":
-        return [_e(c, "Sub", shifted, _e(c, "Log", total, flops=10.0))]
-    return [_e(c, "RealDiv", _e(c, "Exp", shifted, flops=10.0), total, flops=4.0)]
-
-
-def _exponentials(c: Call, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest logit, logits less it, and the sum of their exponentials; the classes one element wide."""
-    last = [len(x.shape) - 1]
-    (top,) = nests.reduce(c.b, "Max", [x], last, [x.dtype], keepdims=True, differentiable=False)
-    shifted = _e(c, "Sub", x, top)
-    return top, shifted, reduced(c, "Sum", _e(c, "Exp", shifted, flops=10.0), last, keep=True)
+    make = composites.softmax if c.node.op == "Softmax" else composites.log_softmax
+    return [make(c.b, x, [len(x.shape) - 1])]
 
 
 @lowers("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
@@ -211,20 +210,13 @@ def _cross_entropy(c: Call) -> Sequence[Value]:
     if not sparse and c.shape(1) not in ((rows, classes), (1, classes), (rows, 1), (1, 1)):
         raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
     x, labels = _rows_apart(c, sparse)
-    lead, n = x.shape[:-1], len(x.shape) - 1
-    top, shifted, total = _exponentials(c, x)
-    log = nests.reshape(c.b, _e(c, "Log", total, flops=10.0), lead)
-    if sparse:  # log of the sum of exponentials, less the label's own logit
-        ids = nests.reshape(c.b, labels, (*lead, 1))
-        log = _e(c, "Add", log, nests.reshape(c.b, top, lead))
-        picked = indexed.gather(
-            c.b, "pick", x, ids, lead, offset_dims=(), collapsed=(n,), indexed=(n,), slice_sizes=[1] * (n + 1),
-            x_batch=range(n), ids_batch=range(n),
-        )  # fmt: skip
-        loss = _e(c, "Sub", log, picked)
+    n = len(x.shape) - 1
+    if sparse:
+        loss = composites.cross_entropy_of_logits(c.b, x, labels)
     else:
-        wide = nests.reshape(c.b, log, (*lead, 1))
-        loss = reduced(c, "Sum", _e(c, "Mul", _e(c, "Sub", wide, shifted), labels), [n])
+        weighted = composites.apply(c.b, functions.MUL, composites.log_softmax(c.b, x, [n]), labels)
+        (total,) = nests.reduce(c.b, functions.SUM, [weighted], [n], [x.dtype])
+        loss = composites.apply(c.b, functions.NEG, total)
     out: Value = loss if n == 1 else Reshaped(source=loss, shape=(rows,), path=c.b.eqn)
     return [out, Absent("a gradient, which pase derives by itself")]
 
@@ -245,7 +237,9 @@ def _lrn(c: Call) -> Sequence[Value]:
     x = c.x()
     radius = c.whole("depth_radius", 5)
     outs = [(c.rank(0, 4), x.dtype)]
-    return nests.sequential(c.b, "LRN", [x], 3, outs, flops=2.0 * (2 * radius + 1) + 14.0)
+    return nests.sequential(
+        c.b, functions.OPAQUE, [x], 3, outs, name="LRN", flops=2.0 * (2 * radius + 1) + 14.0
+    )
 
 
 @lowers("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea", "ScaleAndTranslate")
@@ -261,7 +255,7 @@ def _resize(c: Call) -> Sequence[Value]:
     made = nests.restrict(c.b, c.node.op, [x], c.make([batch, *size, channels]), [True, False, False, True])
     if flops == 1.0 and dtype == x.dtype:
         return [made]
-    return nests.elementwise(c.b, c.node.op, [made], [dtype], flops=flops - 1.0)
+    return nests.elementwise(c.b, functions.CAST, [made], [dtype], name=c.node.op, flops=flops - 1.0)
 
 
 @lowers("CropAndResize")

@@ -9,7 +9,8 @@ import numpy as np
 from pase.frontends.tf_rules import broadcast_shape, lowers, opaque
 from pase.frontends.tf_slices import positions
 from pase.frontends.tf_values import Call, Handle, Known, Reshaped, Value, elements
-from pase.ir import Tensor
+from pase.ir import Tensor, functions
+from pase.ir.functions import FUNCTIONS
 from pase.ops import indexed, nests
 
 __all__ = ["pack", "take"]
@@ -255,7 +256,7 @@ def _matrix_part(c: Call) -> Sequence[Value]:
     """A triangle, or a diagonal; the dims of the matrix are not split where its shape changes."""
     x, shape, op = c.x(), c.shape(0), c.node.op
     if op == "MatrixBandPart" or op.startswith("MatrixSetDiag"):
-        return nests.elementwise(c.b, op, [x], [x.dtype])
+        return nests.elementwise(c.b, functions.SELECT, [x], [x.dtype], name=op)
     if op in ("Diag", "DiagPart"):
         n = len(shape)
         out = (*shape, *shape) if op == "Diag" else shape[: n // 2]
@@ -275,8 +276,8 @@ def _one_hot(c: Call) -> Sequence[Value]:
     axis = len(shape) if axis == -1 else c.in_range(axis, len(shape) + 1)
     out = c.make([*shape[:axis], depth, *shape[axis:]])
     ids = nests.reshape(c.b, c.x(0), [*shape[:axis], 1, *shape[axis:]])
-    return nests.elementwise(c.b, "OneHot", [ids], [c.type("T")] if "T" in c.node.attr else [c.dtype(2)],
-                             shape=out, differentiable=False)  # fmt: skip
+    dtype = c.type("T") if "T" in c.node.attr else c.dtype(2)
+    return nests.elementwise(c.b, functions.EQUAL, [ids], [dtype], name="OneHot", shape=out)
 
 
 @lowers("GatherV2", "Gather", "ResourceGather")
@@ -360,7 +361,8 @@ def _segment(c: Call) -> Sequence[Value]:
 @lowers("Cumsum", "Cumprod", "CumulativeLogsumexp")
 def _cumulative(c: Call) -> Sequence[Value]:
     x = c.x()
-    return nests.sequential(c.b, c.node.op, [x], c.axis(1, len(x.shape)), [(x.shape, x.dtype)])
+    function = FUNCTIONS[{"CumulativeLogsumexp": "cumlogsumexp"}.get(c.node.op, c.node.op.lower())]
+    return nests.sequential(c.b, function, [x], c.axis(1, len(x.shape)), [(x.shape, x.dtype)], name=c.node.op)
 
 
 @lowers("TopK", "TopKV2")
@@ -371,7 +373,7 @@ def _top_k(c: Call) -> Sequence[Value]:
         raise c.fail(f"the {k} largest of shape {shape}")
     out = c.make([*shape[:-1], k])
     index = c.type("index_type") if "index_type" in c.node.attr else "int32"
-    return nests.sequential(c.b, "top_k", [x], len(shape) - 1, [(out, x.dtype), (out, index)], flops=10.0)
+    return nests.sequential(c.b, functions.TOP_K, [x], len(shape) - 1, [(out, x.dtype), (out, index)])
 
 
 @lowers("SpaceToDepth", "DepthToSpace")
@@ -417,7 +419,7 @@ def _bitcast(c: Call) -> Sequence[Value]:
 
     x, to = c.x(), c.type("type")
     if itemsize(to) == x.itemsize:
-        return nests.elementwise(c.b, "Bitcast", [x], [to], flops=0.0)
+        return nests.elementwise(c.b, FUNCTIONS["bitcast"], [x], [to], name="Bitcast")
     return opaque(c, [(c.hinted(), to)])
 
 
@@ -428,6 +430,6 @@ def _merge(c: Call) -> Sequence[Value]:
     if all(isinstance(v, (Tensor, Known, Handle)) for v in values):
         shape = broadcast_shape(c, [c.shape(i) for i in range(len(values))])
         xs = [c.x(i) for i in range(len(values))]
-        out = nests.elementwise(c.b, "Merge", xs, [xs[0].dtype], shape=shape)
+        out = nests.elementwise(c.b, functions.ADD, xs, [xs[0].dtype], name="Merge", shape=shape)
         return [*out, Known(np.array(0, np.int32))]
     return [values[0], Known(np.array(0, np.int32))]

@@ -17,7 +17,6 @@ from pase.ir.types import Graph, Node, Op
 __all__ = ["Block", "accumulated", "mixes_examples", "rematerialised", "turns_of"]
 
 _DIGITS = re.compile(r"\d+")
-_LINEAR = frozenset({"add", "sub", "neg", "add_any", "convert_element_type", "copy", "max", "min"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ def mixes_examples(graph: Graph) -> str | None:
             told = {a.tensor for a in op.reads} & summed
             if told and own:
                 return f"{op.name} at {op.source or n.name}"
-            if len(told) > 1 and op.name not in _LINEAR:
+            if len(told) > 1 and not op.function.linear:
                 return f"{op.name} at {op.source or n.name}"
             for a in op.writes:
                 if told or (own - set(a.map.dims)):

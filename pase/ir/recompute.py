@@ -7,55 +7,44 @@ leads to them. A region's last matmul, whose result is merely added to the resid
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
-from pase.ir.types import Graph, Op
+from pase.ir.types import Graph, Op, Tensor, is_floating
 
 __all__ = ["mark_recomputed", "needs"]
 
-_LINEAR = frozenset(
-    (
-        *(
-            "add",
-            "sub",
-            "neg",
-            "add_any",
-            "convert_element_type",
-            "copy",
-            "copy_p",
-            "reduce_sum",
-            "reduce_precision",
-        ),
-        *("real", "imag", "conj", "sharding_constraint", "optimization_barrier", "stop_gradient", "cumsum"),
-    )
-)
 
-
-def needs(op: Op, constant: frozenset[str]) -> tuple[str, ...]:
-    """Inputs whose values the op's own derivative needs."""
-    data = tuple(a.tensor for a in op.reads if a.tensor not in constant)
-    if not op.differentiable or op.name in _LINEAR or op.kind in ("view", "copy", "carry", "output"):
+def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Tensors that the op's own derivative needs, of those that it reads and writes. tensors: the graph's."""
+    if not op.differentiable:
         return ()
-    if op.kind == "gather" or op.kind == "scatter":
-        return data[1:2]  # the indices
-    if op.name in ("mul", "div", "select_n") and len(data) == 1:
-        return ()  # times a constant
-    if op.name == "select_n":
-        return data[:1]
-    return data
+    data = tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant")
+    match op.function.needs:
+        case "nothing":
+            return ()
+        case "operands":
+            return data
+        case "factors":
+            return data if len(data) > 1 else ()
+        case "choice":
+            return tuple(t for t in data if not is_floating(tensors[t].dtype))
+        case "result":
+            return tuple(a.tensor for a in op.writes)
+        case "both":
+            return (*data, *(a.tensor for a in op.writes))
 
 
 def mark_recomputed(graph: Graph) -> Graph:
     """The same graph, with ``Op.remat`` left only on ops that backward runs again, and ``Access.again`` on what
     they, or the derivatives of the region's other ops, read."""
-    constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
     needed: dict[str, set[str]] = defaultdict(set)
     ops = [op for n in graph.nodes for op in n.ops if op.remat]
     region = {a.tensor: _region(op) for op in ops for a in op.writes}
     for op in ops:
         here = _region(op)
         if any(graph.tensors[a.tensor].needs_grad for a in op.writes):
-            needed[here].update(needs(op, constant))
+            needed[here].update(needs(op, graph.tensors))
     again: set[int] = set()
     for op in reversed(ops):
         here = _region(op)

@@ -21,6 +21,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
+from pase.ir import functions
 from pase.ir.dims import Conflict, DimTable
 from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
@@ -422,7 +423,8 @@ def _with_copies(graph: Graph) -> Graph:
         walks, dims = _factored(producer, write)
         m = AccessMap(tuple(walks))
         copy = Op(
-            name="copy", kind="copy", reads=(Access(t, m, again=(t, scope) in again),), writes=(Access(new, m),),
+            name="copy", kind="copy", function=functions.COPY,
+            reads=(Access(t, m, again=(t, scope) in again),), writes=(Access(new, m),),
             flops_per_point=0, over=(), source=op.source or inside.source, eqn=op.eqn, scope=scope, times=inside.times,
             chance=inside.chance, remat=inside.remat,
         )  # fmt: skip

@@ -11,7 +11,7 @@
 
 One line a tensor, one a node, one an op under it. An op's line: kind, name, reads ``->`` writes, each a tensor
 and its access map (``sparse`` before it where few elements are touched, ``again`` where backward reads it
-anew), then what differs from the default:
+anew), then what differs from the default: ``fn`` (the function, where neither kind nor name says it),
 ``flops`` (per point), ``over`` (dims), ``times``, ``chance``, ``scope`` (once per enclosing loop), ``remat``,
 ``nodiff``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with other
 characters than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
 from pase.errors import PaseError
+from pase.ir.functions import BY_KIND, FUNCTIONS, Function
 from pase.ir.sizes import Size, parse_size
 from pase.ir.types import (
     Access,
@@ -54,12 +55,14 @@ _MAX_LINE = 1 << 18
 
 
 def digest(graph: Graph) -> str:
-    """sha256, in hex, of the graph's text without source lines: equal models agree wherever their files lie."""
-    return hashlib.sha256(to_text(graph, sources=False).encode()).hexdigest()
+    """sha256, in hex, of the graph's text without source lines, so that equal models agree wherever their files lie,
+    and without functions, which the ops' names and FLOPs stand for."""
+    return hashlib.sha256(to_text(graph, sources=False, functions=False).encode()).hexdigest()
 
 
-def to_text(graph: Graph, *, sources: bool = True) -> str:
-    """The graph's text; ``from_text`` reads it back to an equal graph (without ``sources``, equal but for them)."""
+def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> str:
+    """The graph's text; ``from_text`` reads it back to an equal graph. Without ``sources`` or ``functions`` the text
+    leaves these out."""
     out = [f"graph {_word(graph.name)}"]
     out += [f"meta {_word(k)} {_word(v)}" for k, v in graph.meta.items()]
     for key, t in graph.tensors.items():
@@ -74,7 +77,7 @@ def to_text(graph: Graph, *, sources: bool = True) -> str:
             f"{d.name}={_size(d.size)}" + (f" {d.kind}" if d.kind != "parallel" else "") for d in n.space
         )
         out += ["", f"node {_word(n.name)} ({dims})"]
-        out += [f"  {_op(op, sources)}" for op in n.ops]
+        out += [f"  {_op(op, sources, functions)}" for op in n.ops]
     return "\n".join(out) + "\n"
 
 
@@ -91,9 +94,20 @@ def _access(a: Access) -> str:
     return f"{'sparse ' if a.sparse else ''}{'again ' if a.again else ''}{_word(a.tensor)}[{a.map}]"
 
 
-def _op(op: Op, sources: bool) -> str:
+def _implied(kind: str, name: str) -> Function | None:
+    """The function of an op whose line does not say it."""
+    return BY_KIND.get(kind) or FUNCTIONS.get(name)
+
+
+def _op(op: Op, sources: bool, functions: bool) -> str:
     reads, writes = (", ".join(map(_access, x)) for x in (op.reads, op.writes))
     more = []
+    if functions and op.function != _implied(op.kind, op.name):
+        if FUNCTIONS.get(op.function.name) != op.function:
+            raise PaseError(
+                f"op '{op.name}': its function '{op.function.name}' is not registered in pase.ir.functions.FUNCTIONS"
+            )
+        more.append(f"fn={_word(op.function.name)}")
     if op.flops_per_point != 1:
         more.append(f"flops={float(op.flops_per_point)!r}")
     if op.over is not None:
@@ -305,6 +319,7 @@ def _read_space(line: _Line) -> IterationSpace:
 
 
 def _read_op(line: _Line) -> Op:
+    start = line.position
     kind, name = line.choice(OpKind, "an op's kind"), line.word("the op's name")
     reads: list[Access] = []
     while not line.accept("->"):
@@ -320,10 +335,10 @@ def _read_op(line: _Line) -> Op:
     scope: list[str] = []
     if line.accept("|"):
         while not line.at_end():
-            start = line.position
+            at_key = line.position
             key = line.match(_SYMBOL) or ""
             if key in more:
-                line.fail(f"'{key}' stands twice", start)
+                line.fail(f"'{key}' stands twice", at_key)
             match key:
                 case "remat":
                     more[key] = True
@@ -344,20 +359,29 @@ def _read_op(line: _Line) -> Op:
                 case "times":
                     line.expect("=")
                     more[key] = line.size()
+                case "fn":
+                    line.expect("=")
+                    at = line.position
+                    if (word := line.word("a function")) not in FUNCTIONS:
+                        line.fail(f"'{word}' is not a function", at)
+                    more[key] = FUNCTIONS[word]
                 case "eqn" | "source":
                     line.expect("=")
                     more[key] = line.word("a value")
                 case _:
                     line.fail(
-                        f"expected flops=, over=, times=, chance=, scope=, eqn=, source=, remat or nodiff, "
-                        f"found '{line.text[start:][:20]}'",
-                        start,
+                        f"expected fn=, flops=, over=, times=, chance=, scope=, eqn=, source=, remat or nodiff, "
+                        f"found '{line.text[at_key:][:20]}'",
+                        at_key,
                     )
     if "flops" in more:
         more["flops_per_point"] = more.pop("flops")
     differentiable = not more.pop("nodiff", False)
+    function = more.pop("fn", None) or _implied(kind, name)
+    if function is None:
+        line.fail(f"'{name}' is not a function: say fn=", start)
     return Op(
-        kind=kind, name=name, reads=tuple(reads), writes=tuple(writes), scope=tuple(scope),
+        kind=kind, name=name, function=function, reads=tuple(reads), writes=tuple(writes), scope=tuple(scope),
         differentiable=differentiable, **more,
     )  # fmt: skip
 

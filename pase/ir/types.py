@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from pase.errors import PaseError
+from pase.ir.functions import Function
 from pase.ir.sizes import Size, bind_size, free_symbols, product
 
 __all__ = [
@@ -194,6 +195,7 @@ class Access:
 class Op:
     """One operation of a node's loop nest.
 
+    name: the framework's, for people to read. function: what it computes; all that follows is asked of this.
     flops_per_point: FLOPs (a multiply-add is two) per point of the dims in ``over``.
     over: the dims whose points are worked on; None: all dims of the maps.
     eqn: where the frontend found it, so that a backend finds it again.
@@ -205,6 +207,7 @@ class Op:
 
     name: str
     kind: OpKind
+    function: Function
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     flops_per_point: float = 1.0
@@ -331,6 +334,11 @@ def itemsize(dtype: str) -> int:
             f"dtype '{dtype}' is not known; known are bool, (u)int*, float*, bfloat16, float8_*, complex*"
         )
     return max(int(bits) // 8, 1)
+
+
+def is_floating(dtype: str) -> bool:
+    """Is it a floating-point or complex dtype, through which a gradient may flow?"""
+    return "float" in dtype or "complex" in dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,6 @@ from pase.ir.sizes import Size
 
 __all__ = ["Kept", "kept", "region_of"]
 
-_RESULT = frozenset({"exp", "exp2", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "erf_inv", "expm1"})
-"""Their derivative needs the result, and a compiler does not compute them twice for it."""
-_DEAR = _RESULT | {"log", "log1p", "div", "pow", "erf", "sin", "cos", "rng_bit_generator", "random_bits"}
-"""What a fusion does not repeat."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
@@ -52,18 +47,11 @@ def _kept(graph: Graph) -> Iterator[Kept]:
     constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
     maker = {a.tensor: (n, op) for n in graph.nodes for op in n.ops for a in op.writes}
     seen: set[tuple[str, bool]] = set()
-    wanted: tuple[str, ...]
     for n in graph.nodes:
         for op in n.ops:
             if not any(graph.tensors[a.tensor].needs_grad for a in op.writes):
                 continue
-            if op.kind == "attention":
-                wanted = (*needs(op, constant), *(a.tensor for a in op.writes))
-            elif op.name in _RESULT:
-                wanted = tuple(a.tensor for a in op.writes)
-            else:
-                wanted = needs(op, constant)
-            for t in wanted:
+            for t in needs(op, graph.tensors):
                 root = _root(graph, n, t, maker, constant)
                 if root is None:
                     continue
@@ -100,7 +88,7 @@ def _root(
             continue
         if n.kind in ("parameter", "constant"):
             return None
-        if n is not reader or op.kind not in ("elementwise", "view", "generate") or op.name in _DEAR:
+        if n is not reader or op.kind not in ("elementwise", "view", "generate") or op.function.expensive:
             return t
         size = graph.tensors[t].elements
         large = [

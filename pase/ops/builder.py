@@ -22,7 +22,9 @@ from pase.ir import (
     Size,
     Tensor,
 )
+from pase.ir.functions import BY_KIND, CARRY, Function
 from pase.ir.sizes import is_one
+from pase.ir.types import is_floating
 
 __all__ = ["GraphBuilder", "Read", "Write"]
 
@@ -47,10 +49,6 @@ class Write:
     map: AccessMap
     differentiable: bool = True
     sparse: bool = False
-
-
-def _is_float(dtype: str) -> bool:
-    return "float" in dtype or "complex" in dtype
 
 
 @dataclass
@@ -99,7 +97,7 @@ class GraphBuilder:
 
     def parameter(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
         """A parameter: a node whose config is the layout it is stored in."""
-        return self._leaf("parameter", path, shape, dtype, needs_grad=_is_float(dtype) and not self.frozen)
+        return self._leaf("parameter", path, shape, dtype, needs_grad=is_floating(dtype) and not self.frozen)
 
     def input(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
         """A batch input: it arrives in whatever layout suits."""
@@ -125,14 +123,19 @@ class GraphBuilder:
         writes: Sequence[Write],
         dims: Mapping[str, tuple[Size, DimKind]],
         *,
-        flops: float = 1.0,
+        function: Function | None = None,
+        flops: float | None = None,
         over: Sequence[str] | None = None,
         differentiable: bool = True,
     ) -> tuple[Tensor, ...]:
         """Add one loop nest over ``dims`` and return the tensors it writes.
 
-        flops: per point of ``over`` (all dims when None); a multiply-add is two.
+        name: the framework's name of the op. function: what it computes; None: what all of its kind do.
+        flops: per point of ``over`` (all dims when None), where they are others than the function's; a multiply-add
+        is two.
         """
+        function = BY_KIND[kind] if function is None else function
+        differentiable = differentiable and function.differentiable
         if len(self.nodes) >= _MAX_NODES:
             raise PaseError(
                 f"graph '{self.name}' has more than {_MAX_NODES} ops: roll its loops (scan) instead"
@@ -141,7 +144,7 @@ class GraphBuilder:
         grad = differentiable and any(r.tensor.needs_grad for r in reads)
         out = tuple(
             self._tensor(
-                w.shape, w.dtype, "activation", needs_grad=grad and w.differentiable and _is_float(w.dtype)
+                w.shape, w.dtype, "activation", needs_grad=grad and w.differentiable and is_floating(w.dtype)
             )
             for w in writes
         )
@@ -153,9 +156,10 @@ class GraphBuilder:
         op = Op(
             name=name,
             kind=kind,
+            function=function,
             reads=tuple(Access(r.tensor.name, r.map, r.sparse) for r in reads),
             writes=tuple(Access(t.name, w.map, w.sparse) for t, w in zip(out, writes, strict=True)),
-            flops_per_point=flops,
+            flops_per_point=function.flops if flops is None else flops,
             over=None if over is None else tuple(over),
             differentiable=differentiable,
             source=self.source,
@@ -174,7 +178,9 @@ class GraphBuilder:
         self.eqn = eqn
         dims, m = {n: (s, "parallel") for n, s in _dims(init.shape)}, _map(init.shape)
         (t,) = self.nest("carry", "carry", [Read(init, m)], [Write(init.shape, init.dtype, m)], dims, flops=0)  # type: ignore[arg-type]
-        if _is_float(t.dtype) and not self.frozen:  # the body may add a gradient that the initial value lacks
+        if (
+            is_floating(t.dtype) and not self.frozen
+        ):  # the body may add a gradient that the initial value lacks
             t = self.tensors[t.name] = replace(t, needs_grad=True)
         return t
 
@@ -189,7 +195,8 @@ class GraphBuilder:
         at = next(i for i in reversed(range(len(self.nodes))) if carried.name in self.nodes[i].internal)
         node = self.nodes[at]
         back = Op(
-            name="carry", kind="carry", reads=(Access(value.name, _map(value.shape)),), writes=(), flops_per_point=0,
+            name="carry", kind="carry", function=CARRY, reads=(Access(value.name, _map(value.shape)),),
+            writes=(), flops_per_point=0,
             source=node.ops[0].source, eqn=node.ops[0].eqn, scope=self._scope, times=self._times,
             chance=self._chance, remat=self._remat, differentiable=not self.frozen,
         )  # fmt: skip
@@ -230,7 +237,13 @@ class GraphBuilder:
         t = self._tensor(shape, dtype, role, path=path, needs_grad=needs_grad)
         kind: DimKind = "replicated" if role == "constant" else "parallel"
         op = Op(
-            name=role, kind=role, reads=(), writes=(Access(t.name, _map(shape)),), flops_per_point=0, eqn=path
+            name=role,
+            kind=role,
+            function=BY_KIND[role],
+            reads=(),
+            writes=(Access(t.name, _map(shape)),),
+            flops_per_point=0,
+            eqn=path,
         )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=kind) for n, s in _dims(shape)))
         self.nodes.append(Node(name=f"{role}.{self._count}", space=space, ops=(op,)))

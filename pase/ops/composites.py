@@ -1,92 +1,139 @@
 """Layers that frameworks have as one op, in the loop nests that JAX's own versions become: alike in name and price.
 
-Each takes a builder and tensors and returns tensors. FLOPs a point follow the tables of the frontends' rules: one
-for simple arithmetic, four for a division or root, ten for a transcendental function.
+Each takes a builder and tensors and returns tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pase.ir import Tensor
-from pase.ops import nests
+from pase.ir.functions import (
+    ADD,
+    DIV,
+    EXP,
+    LOG,
+    MUL,
+    NEG,
+    REDUCE_MAX,
+    RSQRT,
+    SQUARE,
+    STOP_GRADIENT,
+    SUB,
+    SUM,
+    Function,
+)
+from pase.ops import indexed, nests
 from pase.ops.builder import GraphBuilder
 
 __all__ = [
+    "Normalized",
+    "apply",
     "attend",
     "cross_entropy",
+    "cross_entropy_of_logits",
     "log_softmax",
     "mean",
     "normalize",
+    "rescale",
     "rms_normalize",
     "scale_and_shift",
+    "shifted",
     "softmax",
 ]
 
 
-def _ew(b: GraphBuilder, name: str, inputs: Sequence[Tensor], flops: float = 1.0) -> Tensor:
-    return nests.elementwise(b, name, inputs, [inputs[0].dtype], flops=flops)[0]
+def apply(b: GraphBuilder, function: Function, *inputs: Tensor, flops: float | None = None) -> Tensor:
+    """The function of these tensors, which broadcast, in the first one's dtype."""
+    return nests.elementwise(b, function, inputs, [inputs[0].dtype], flops=flops)[0]
 
 
-def _reduced(
-    b: GraphBuilder, name: str, x: Tensor, axes: Sequence[int], differentiable: bool = True
-) -> Tensor:
-    return nests.reduce(b, name, [x], axes, [x.dtype], keepdims=True, differentiable=differentiable)[0]
+def _reduced(b: GraphBuilder, function: Function, x: Tensor, axes: Sequence[int]) -> Tensor:
+    return nests.reduce(b, function, [x], axes, [x.dtype], keepdims=True)[0]
+
+
+def shifted(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
+    """x less its maximum over these dims, through which no gradient goes."""
+    return apply(b, SUB, x, apply(b, STOP_GRADIENT, _reduced(b, REDUCE_MAX, x, axes)))
 
 
 def mean(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
     """The mean over some dims, which stay with one element."""
-    return _ew(b, "div", [_reduced(b, "reduce_sum", x, axes)], 4.0)
+    return apply(b, DIV, _reduced(b, SUM, x, axes))
 
 
 def softmax(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
-    top = _reduced(b, "reduce_max", x, axes, differentiable=False)
-    e = _ew(b, "exp", [_ew(b, "sub", [x, top])], 10.0)
-    return _ew(b, "div", [e, _reduced(b, "reduce_sum", e, axes)], 4.0)
+    e = apply(b, EXP, shifted(b, x, axes))
+    return apply(b, DIV, e, _reduced(b, SUM, e, axes))
 
 
 def log_softmax(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
-    top = _reduced(b, "reduce_max", x, axes, differentiable=False)
-    shifted = _ew(b, "sub", [x, top])
-    total = _reduced(b, "reduce_sum", _ew(b, "exp", [shifted], 10.0), axes)
-    return _ew(b, "sub", [shifted, _ew(b, "log", [total], 10.0)])
+    below = shifted(b, x, axes)
+    total = _reduced(b, SUM, apply(b, EXP, below), axes)
+    return apply(b, SUB, below, apply(b, LOG, total))
 
 
-def normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """(x to mean 0 and variance 1 over these dims, the mean, one over the deviation)."""
+class Normalized(NamedTuple):
+    """A tensor of mean 0 and variance 1 over some dims, with its former mean and variance, and one over the deviation;
+    these three have the dims with one element."""
+
+    value: Tensor
+    mean: Tensor
+    variance: Tensor
+    inverse: Tensor
+
+
+def normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Normalized:
+    """x to mean 0 and variance 1 over these dims."""
     m = mean(b, x, axes)
-    y = _ew(b, "sub", [x, m])
-    variance = mean(b, _ew(b, "mul", [y]), axes)
-    inverse = _ew(b, "rsqrt", [_ew(b, "add", [variance])], 4.0)
-    return _ew(b, "mul", [y, inverse]), m, inverse
+    y = apply(b, SUB, x, m)
+    variance = mean(b, apply(b, SQUARE, y), axes)
+    inverse = apply(b, RSQRT, apply(b, ADD, variance))
+    return Normalized(apply(b, MUL, y, inverse), m, variance, inverse)
+
+
+def rescale(b: GraphBuilder, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """x by a mean and a variance that are known, as batch norm does in inference; they broadcast against x."""
+    return apply(b, MUL, apply(b, SUB, x, mean), apply(b, RSQRT, apply(b, ADD, variance)))
 
 
 def rms_normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(x to mean square 1 over these dims, one over the root mean square)."""
-    square = mean(b, _ew(b, "mul", [x]), axes)
-    inverse = _ew(b, "rsqrt", [_ew(b, "add", [square])], 4.0)
-    return _ew(b, "mul", [x, inverse]), inverse
+    square = mean(b, apply(b, SQUARE, x), axes)
+    inverse = apply(b, RSQRT, apply(b, ADD, square))
+    return apply(b, MUL, x, inverse), inverse
 
 
 def scale_and_shift(b: GraphBuilder, x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
     """Tensors that broadcast against x."""
     if scale is not None:
-        x = _ew(b, "mul", [x, scale])
-    return x if shift is None else _ew(b, "add", [x, shift])
+        x = apply(b, MUL, x, scale)
+    return x if shift is None else apply(b, ADD, x, shift)
 
 
 def cross_entropy(b: GraphBuilder, log_probabilities: Tensor, labels: Tensor) -> Tensor:
     """-log p[label] for log p [..., classes] and integer labels [...]; labels of a split class dim are summed."""
-    from pase.ops import indexed
+    return apply(b, NEG, _picked(b, log_probabilities, labels))
 
-    x = log_probabilities
+
+def cross_entropy_of_logits(b: GraphBuilder, logits: Tensor, labels: Tensor) -> Tensor:
+    """log Σ exp(logits) - logits[label] for logits [..., classes] and integer labels [...]."""
+    lead, axes = logits.shape[:-1], [len(logits.shape) - 1]
+    top = apply(b, STOP_GRADIENT, _reduced(b, REDUCE_MAX, logits, axes))
+    total = _reduced(b, SUM, apply(b, EXP, apply(b, SUB, logits, top)), axes)
+    log = apply(b, ADD, nests.reshape(b, apply(b, LOG, total), lead), nests.reshape(b, top, lead))
+    return apply(b, SUB, log, _picked(b, logits, labels))
+
+
+def _picked(b: GraphBuilder, x: Tensor, labels: Tensor) -> Tensor:
+    """x[..., label]."""
     rank = len(x.shape) - 1
     ids = nests.reshape(b, labels, (*labels.shape, 1))
-    picked = indexed.gather(
+    return indexed.gather(
         b, "gather", x, ids, labels.shape, offset_dims=(), collapsed=(rank,), indexed=(rank,),
         slice_sizes=[1] * (rank + 1), x_batch=tuple(range(rank)), ids_batch=tuple(range(rank)),
     )  # fmt: skip
-    return _ew(b, "neg", [picked])
 
 
 def attend(
@@ -103,14 +150,14 @@ def attend(
         q = nests.reshape(b, q, (q.shape[0], groups, heads // groups, *q.shape[2:]))
     last = len(q.shape) - 1
     scores = nests.contract(b, q, k, ([last], [3]), ((0, 1), (0, 1)))
-    scores = _ew(b, "mul", [scores], 1.0 + extra_flops)
+    scores = apply(b, MUL, scores, flops=1.0 + extra_flops)
     full = (q.shape[0], heads, q.shape[-2], k.shape[2])
     for t in bias:
         if grouped:
             lead = [1] * (4 - len(t.shape)) + list(t.shape)
             split = [groups, heads // groups] if lead[1] != 1 else [1, 1]  # type: ignore[operator]
             t = nests.reshape(b, t, (lead[0], *split, *lead[2:]))
-        scores = _ew(b, "add", [scores, t])
+        scores = apply(b, ADD, scores, t)
     weights = softmax(b, scores, [len(scores.shape) - 1])
     out = nests.contract(b, weights, v, ([len(weights.shape) - 1], [2]), ((0, 1), (0, 1)))
     return nests.reshape(b, out, (*full[:3], v.shape[-1])) if grouped else out

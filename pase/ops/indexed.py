@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
+from pase.ir.functions import SCATTER, Function
 from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import GraphBuilder, Read, Write
 from pase.ops.nests import Dims
@@ -57,7 +58,7 @@ def gather(
 def scatter(
     b: GraphBuilder, name: str, x: Tensor, ids: Tensor, updates: Tensor, *, window_dims: Sequence[int],
     inserted: Sequence[int], indexed: Sequence[int], x_batch: Sequence[int] = (), ids_batch: Sequence[int] = (),
-    combines: bool = True,
+    combines: bool = True, function: Function = SCATTER,
 ) -> Tensor:  # fmt: skip
     """XLA's scatter. combines: updates add up (or take a maximum), so that shards of them give partial results."""
     dims: Dims = {}
@@ -91,7 +92,8 @@ def scatter(
     access = AccessMap(tuple(walks_x))
     reads = [Read(x, access), Read(ids, AccessMap(tuple(walks_i))), Read(updates, AccessMap(tuple(walks_u)))]
     over = AccessMap(tuple(walks_u)).dims
-    return b.nest(name, "scatter", reads, [Write(tuple(x.shape), x.dtype, access)], dims, over=over)[0]
+    write = Write(tuple(x.shape), x.dtype, access)
+    return b.nest(name, "scatter", reads, [write], dims, function=function, over=over)[0]
 
 
 def columns(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk, Window
+from pase.ir.functions import Function
 from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import GraphBuilder, Read, Write, _map
 
@@ -40,10 +41,14 @@ def _parallel(shape: Sequence[Size]) -> Dims:
 
 
 def elementwise(
-    b: GraphBuilder, name: str, inputs: Sequence[Tensor], dtypes: Sequence[str], *, flops: float = 1.0,
-    shape: Sequence[Size] | None = None, differentiable: bool = True,
+    b: GraphBuilder, function: Function, inputs: Sequence[Tensor], dtypes: Sequence[str], *, name: str = "",
+    flops: float | None = None, shape: Sequence[Size] | None = None, differentiable: bool = True,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Outputs of one shape; inputs broadcast as numpy's do (scalars and dims of one element)."""
+    """Outputs of one shape; inputs broadcast as numpy's do (scalars and dims of one element).
+
+    name: the framework's, where it is another than the function's. flops: a point, where they are others than the
+    function's (a sum of many operands).
+    """
     if shape is None:
         rank = max((len(t.shape) for t in inputs), default=0)
         shape = [1] * rank
@@ -53,7 +58,7 @@ def elementwise(
                     shape[i] = s
                 elif not is_one(s) and s != shape[i]:
                     raise PaseError(
-                        f"{name} at {b.source}: shapes {[t.shape for t in inputs]} do not broadcast"
+                        f"{name or function.name} at {b.source}: shapes {[t.shape for t in inputs]} do not broadcast"
                     )
     reads = []
     for t in inputs:
@@ -62,8 +67,9 @@ def elementwise(
         reads.append(Read(t, AccessMap(walks)))
     writes = [Write(tuple(shape), d, _map(shape)) for d in dtypes]
     return b.nest(
-        name, "elementwise", reads, writes, _parallel(shape), flops=flops, differentiable=differentiable
-    )
+        name or function.name, "elementwise", reads, writes, _parallel(shape), function=function, flops=flops,
+        differentiable=differentiable,
+    )  # fmt: skip
 
 
 def broadcast(b: GraphBuilder, x: Tensor, shape: Sequence[Size], into: Sequence[int]) -> Tensor:
@@ -136,8 +142,8 @@ def reshape(b: GraphBuilder, x: Tensor, shape: Sequence[Size]) -> Tensor:
 
 
 def reduce(
-    b: GraphBuilder, name: str, inputs: Sequence[Tensor], axes: Sequence[int], dtypes: Sequence[str], *,
-    keepdims: bool = False, combines: bool = True, differentiable: bool = True,
+    b: GraphBuilder, function: Function, inputs: Sequence[Tensor], axes: Sequence[int], dtypes: Sequence[str], *,
+    name: str = "", keepdims: bool = False, combines: bool = True, differentiable: bool = True,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """combines: partial results of the shards can be combined by an all-reduce (sum, max; not argmax)."""
     shape = inputs[0].shape
@@ -149,8 +155,9 @@ def reduce(
     kept = [Walk() if i in axes else full[i] for i in range(len(shape)) if keepdims or i not in axes]
     out = tuple(1 if i in axes else s for i, s in enumerate(shape) if keepdims or i not in axes)
     writes = [Write(out, d, AccessMap(tuple(kept))) for d in dtypes]
+    reads = [Read(t, _map(shape)) for t in inputs]
     return b.nest(
-        name, "reduce", [Read(t, _map(shape)) for t in inputs], writes, dims, differentiable=differentiable
+        name or function.name, "reduce", reads, writes, dims, function=function, differentiable=differentiable
     )
 
 
@@ -255,8 +262,8 @@ def conv(
 
 
 def window_reduce(
-    b: GraphBuilder, name: str, x: Tensor, shape: Sequence[Size], window: Sequence[int], strides: Sequence[int],
-    dilation: Sequence[int] = (),
+    b: GraphBuilder, function: Function, x: Tensor, shape: Sequence[Size], window: Sequence[int],
+    strides: Sequence[int], dilation: Sequence[int] = (), *, name: str = "",
 ) -> Tensor:  # fmt: skip
     """Pooling over every dim whose window is larger than one."""
     dims: Dims = {}
@@ -273,7 +280,10 @@ def window_reduce(
             points *= window[i]
     out = AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])
     write = Write(tuple(shape), x.dtype, out)
-    return b.nest(name, "window", [Read(x, AccessMap(tuple(walks)))], [write], dims, flops=float(points))[0]
+    read = Read(x, AccessMap(tuple(walks)))
+    return b.nest(
+        name or function.name, "window", [read], [write], dims, function=function, flops=float(points)
+    )[0]
 
 
 def restrict(
@@ -334,8 +344,9 @@ def concat(b: GraphBuilder, inputs: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def sequential(
-    b: GraphBuilder, name: str, inputs: Sequence[Tensor], axis: int, outs: Sequence[tuple[tuple[Size, ...], str]], *,
-    flops: float = 1.0, differentiable: bool = True,
+    b: GraphBuilder, function: Function, inputs: Sequence[Tensor], axis: int,
+    outs: Sequence[tuple[tuple[Size, ...], str]], *, name: str = "", flops: float | None = None,
+    differentiable: bool = True,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Cumulative sums, sorts, top-k: every dim but ``axis`` may be split."""
     shape = inputs[0].shape
@@ -354,12 +365,16 @@ def sequential(
             walks.append(Walk((key,)))
         writes.append(Write(tuple(out), dtype, AccessMap(tuple(walks))))
     reads = [Read(t, _map(t.shape)) for t in inputs]
-    return b.nest(name, "sequential", reads, writes, dims, flops=flops, differentiable=differentiable)
+    return b.nest(
+        name or function.name, "sequential", reads, writes, dims, function=function, flops=flops,
+        differentiable=differentiable,
+    )  # fmt: skip
 
 
 def generate(
-    b: GraphBuilder, name: str, shape: Sequence[Size], dtype: str, inputs: Sequence[Tensor] = ()
-) -> Tensor:
+    b: GraphBuilder, function: Function, shape: Sequence[Size], dtype: str, inputs: Sequence[Tensor] = (), *,
+    name: str = "",
+) -> Tensor:  # fmt: skip
     """Values made on the spot (iota, random bits): every dim may be split; inputs are small and whole."""
     dims = _parallel(shape)
     reads = []
@@ -368,9 +383,11 @@ def generate(
         dims |= {f"r{k}_{i}": (s, "replicated") for i, s in enumerate(t.shape) if not is_one(s)}
         reads.append(Read(t, AccessMap.of(*walks)))
     m = _map(shape)
+    write = Write(tuple(shape), dtype, m)
     return b.nest(
-        name, "generate", reads, [Write(tuple(shape), dtype, m)], dims, over=m.dims, differentiable=False
-    )[0]
+        name or function.name, "generate", reads, [write], dims, function=function, over=m.dims,
+        differentiable=False,
+    )[0]  # fmt: skip
 
 
 def opaque(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pase.errors import PaseError
-from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor
+from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor, functions
 from pase.tables.layouts import number
 
 __all__ = ["Flow", "Layers", "layers_of"]
@@ -221,6 +221,7 @@ def _recurrence(
         Op(
             name="enter",
             kind="view",
+            function=functions.MOVE,
             reads=(Access(enters, flat(enters, "e")),),
             writes=(Access("lstm.x", parse(x)),),
             flops_per_point=0,
@@ -229,6 +230,7 @@ def _recurrence(
         Op(
             name="lstm",
             kind="matmul",
+            function=functions.MATMUL,
             reads=(Access("lstm.x", parse(x)), Access("lstm.w", parse(w))),
             writes=(Access("lstm.y", parse(y)),),
             flops_per_point=2,
@@ -236,6 +238,7 @@ def _recurrence(
         Op(
             name="leave",
             kind="view",
+            function=functions.MOVE,
             reads=(Access("lstm.y", parse(y)),),
             writes=(Access(leaves, flat(leaves, "d")),),
             flops_per_point=0,

@@ -27,9 +27,6 @@ _LIGHT = ("elementwise", "reduce")
 _LIBRARY = frozenset(
     ("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "dropout", "bias_gelu", "bias_dropout_add")
 )
-_LINEAR = frozenset(
-    ("add", "sub", "neg", "convert_element_type", "select_n", "reduce_sum", "copy", "broadcast_in_dim")
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +205,12 @@ class _Kernel:
     def passes_back(self, graph: Graph) -> bool:
         """Is its gradient no more than its outputs' gradients handed on? A sum's is."""
         whole = {graph.tensors[a.tensor].elements for a in (*self.reads, *self.writes)}
-        return len(whole) == 1 and all(op.name in ("add", "sub", "copy") for op in self.ops)
+        return len(whole) == 1 and all(op.function.hands_on for op in self.ops)
 
     @property
-    def linear(self) -> bool:
-        return all(op.name in _LINEAR for op in self.ops)
+    def reads_masks_only(self) -> bool:
+        """Does backward need none of its operands but conditions?"""
+        return all(op.function.needs in ("nothing", "choice") for op in self.ops)
 
 
 def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_Kernel]:
@@ -295,7 +293,7 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
         grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]
         if grads and not kernel.passes_back(graph):
             masks = [a for a in kernel.reads if graph.tensors[a.tensor].dtype == "bool"]
-            again = local(masks) if kernel.linear else local(kernel.reads)
+            again = local(masks) if kernel.reads_masks_only else local(kernel.reads)
             back = local(kernel.writes) + local(grads) + again
             yield Work(
                 kind="memory", dtype=dtype, flops=np.zeros(1), nbytes=np.array([back]), mnk=None, phase="backward",

@@ -29,6 +29,7 @@ from pase.ir import (
     simplify,
     to_text,
 )
+from pase.ir.functions import FUNCTIONS
 
 HEAVY = {"matmul", "conv", "gather", "scatter", "window", "sequential", "carry"}
 
@@ -136,6 +137,7 @@ def graphs(draw: Callable[..., Any]) -> Graph:
         op = st.builds(
             Op,
             name=names,
+            function=st.sampled_from(list(FUNCTIONS.values())),
             kind=st.sampled_from(["matmul", "view", "opaque", "carry", "reduce"]),
             reads=accesses,
             writes=accesses,

@@ -84,7 +84,7 @@ HEAD = "graph g\ntensor t float32[4] activation\nnode n (a=4)\n"
         (HEAD + "  vieww x ->", "line 4, column 3: 'vieww' is not an op's kind; known are matmul"),
         (HEAD + "  view x t[a b@0] ->", "line 4, column 12: access map 'a b@0': cannot read 'b@0'"),
         (HEAD + "  view x t[a ->", "line 4, column 11: '[' is not closed"),
-        (HEAD + "  view x t[a] -> t[a] | flopss=3", "line 4, column 25: expected flops=, over="),
+        (HEAD + "  view x t[a] -> t[a] | flopss=3", "line 4, column 25: expected fn=, flops=, over="),
         (HEAD + "  view x t[a] -> | flops=x", "line 4, column 26: expected a number, found 'x'"),
         (HEAD + "  view x t[a] -> | eqn=1 eqn=2", "line 4, column 26: 'eqn' stands twice"),
         (HEAD + "  view x t[a] t[a] ->", "line 4, column 15: expected ','"),

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor
+from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor, functions
 from pase.machine import Mesh
 from pase.tables.derive import node_charges
 from pase.tables.layouts import PARTIAL, configs, read_states, write_states
@@ -52,7 +52,13 @@ def node_of(einsum: str, sizes: dict[str, int], reduced: str = "") -> tuple[Node
         for i, m in enumerate(maps)
     ]
     reads = tuple(Access(t.name, m) for t, m in zip(tensors[:-1], maps[:-1], strict=True))
-    op = Op(name="op", kind="matmul", reads=reads, writes=(Access(tensors[-1].name, maps[-1]),))
+    op = Op(
+        name="op",
+        kind="matmul",
+        function=functions.MATMUL,
+        reads=reads,
+        writes=(Access(tensors[-1].name, maps[-1]),),
+    )
     kinds = {d: "reduction" if d in reduced.split() else "parallel" for d in sizes}
     dims = tuple(Dim(name=d, size=n, kind=kinds[d]) for d, n in sizes.items())  # type: ignore[arg-type]
     return Node(name="n", space=IterationSpace(dims), ops=(op,)), op, tensors
@@ -166,7 +172,8 @@ def test_halo_bytes_are_those_that_a_shard_lacks() -> None:
         "y": Tensor(name="y", shape=(16, 5), dtype="float32"),
     }
     op = Op(
-        name="conv", kind="conv", reads=(Access("x", AccessMap.parse("h@3 c")), Access("x", AccessMap.parse("h c"))),
+        name="conv", kind="conv", function=functions.CONV,
+        reads=(Access("x", AccessMap.parse("h@3 c")), Access("x", AccessMap.parse("h c"))),
         writes=(Access("y", AccessMap.parse("h c")),), differentiable=False,
     )  # fmt: skip
     space = IterationSpace((Dim(name="h", size=16), Dim(name="c", size=5)))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pase import costmodels, machine
-from pase.ir import Access, AccessMap, Dim, IterationSpace, Node, Op
+from pase.ir import Access, AccessMap, Dim, IterationSpace, Node, Op, functions
 from pase.machine import BUCKET_BYTES, Mesh
 from pase.tables.build import GRANULE_BYTES, build
 from pase.tables.layouts import (
@@ -35,7 +35,9 @@ def parameter(shape: tuple[int, ...]) -> Node:
     names = [f"d{i}" for i in range(len(shape))]
     dims = [Dim(name=n, size=s) for n, s in zip(names, shape, strict=True)]
     write = Access("w", AccessMap.of(*names))
-    op = Op(name="parameter", kind="parameter", reads=(), writes=(write,))
+    op = Op(
+        name="parameter", kind="parameter", function=functions.BY_KIND["parameter"], reads=(), writes=(write,)
+    )
     space = IterationSpace((*dims, Dim(name="state", size=0, kind="state")))
     return Node(name="w", space=space, ops=(op,))
 

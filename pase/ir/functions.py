@@ -1,0 +1,172 @@
+"""What ops compute: one table of functions, to which every frontend maps its framework's op names.
+
+What an op means for its price, its gradient and its memory is asked of its ``Function``, never of its name. A frontend
+for which a function is missing adds it here, or registers it in ``FUNCTIONS`` where its rule stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pase.registry import Registry
+
+__all__ = ["BY_KIND", "FUNCTIONS", "Function", "Needs"]
+
+Needs = Literal["nothing", "operands", "factors", "choice", "result", "both"]
+"""What the derivative of a function reads of what forward made:
+
+nothing: it is linear, so the gradient is the result's, moved, summed, cast or times a number;
+operands: all of them;
+factors: each operand's gradient is the result's times the others: a single one is multiplied by a number, and none is
+    needed;
+choice: the operands that are no floating-point numbers, which say where the gradient goes: a condition, an index;
+result: the result itself;
+both: operands and result."""
+
+_REPEATED_BELOW = 4.0
+"""FLOPs a point from which a compiler keeps a value rather than compute it a second time: division, roots and
+transcendental functions are what XLA holds to be expensive (``InstructionFusion::IsExpensive``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """One function of an op's operands, point by point or over a loop nest.
+
+    flops: FLOPs a point; simple arithmetic is one, a division or a root four, a transcendental function ten, as on a
+        GPU's special-function path.
+    needs: what backward needs of operands and result.
+    differentiable: False: no gradient passes it.
+    expensive: a compiler does not run it again inside of a reader's fusion, to save keeping its result.
+    hands_on: each operand's gradient is the result's as it is, or its negative, so that an eager framework launches
+        nothing for it.
+    boolean: the result is true or false.
+    """
+
+    name: str
+    flops: float = 1.0
+    needs: Needs = "operands"
+    differentiable: bool = True
+    expensive: bool = False
+    hands_on: bool = False
+    boolean: bool = False
+
+    @property
+    def linear(self) -> bool:
+        """Is it linear in all its operands taken together?"""
+        return self.differentiable and self.needs == "nothing"
+
+
+FUNCTIONS: Registry[Function] = Registry("function")
+
+
+def _add(
+    words: str,
+    flops: float = 1.0,
+    needs: Needs = "operands",
+    *,
+    differentiable: bool = True,
+    expensive: bool | None = None,
+    hands_on: bool = False,
+    boolean: bool = False,
+) -> Function:
+    """Register functions that are alike, one for each word; the last one is returned."""
+    if expensive is None:
+        expensive = flops >= _REPEATED_BELOW
+    for name in words.split():
+        f = Function(
+            name=name, flops=flops, needs=needs, differentiable=differentiable, expensive=expensive,
+            hands_on=hands_on, boolean=boolean,
+        )  # fmt: skip
+        FUNCTIONS.add(name, f)
+    return f
+
+
+# Point by point: simple arithmetic.
+ADD = _add("add", needs="nothing", hands_on=True)
+SUB = _add("sub", needs="nothing", hands_on=True)
+NEG = _add("neg", needs="nothing")
+MUL = _add("mul", needs="factors")
+SQUARE = _add("square")
+MAX = _add("max")
+MIN = _add("min")
+SELECT = _add("select", needs="choice")
+CLAMP = _add("clamp", 2.0)
+_add("one_minus_square polynomial", 2.0)
+_add("abs sign")
+_add("real imag conj complex", needs="nothing")
+# What moves or casts a value.
+CAST = _add("cast reduce_precision", 0.0, "nothing")
+COPY = _add("copy", 0.0, "nothing", hands_on=True)
+STOP_GRADIENT = _add("stop_gradient", 0.0, "nothing", differentiable=False)
+_add("bitcast", 0.0, "nothing", differentiable=False)
+# Comparisons and logic.
+EQUAL = _add("eq", needs="nothing", differentiable=False, boolean=True)
+_add("ne lt le gt ge is_finite is_nan is_inf", needs="nothing", differentiable=False, boolean=True)
+_add("all_of any_of is_false", needs="nothing", differentiable=False, boolean=True)
+_add("and or xor not floor ceil round nextafter", needs="nothing", differentiable=False)
+_add("shift_left shift_right population_count clz mulhi bucketize", needs="nothing", differentiable=False)
+# Divisions and roots.
+DIV = _add("div", 4.0, "factors")
+_add("rem", 4.0)
+RECIPROCAL = _add("reciprocal", 4.0, "result")
+INTEGER_POW = _add("integer_pow", 4.0, expensive=False)
+RSQRT = _add("rsqrt", 4.0, "result")
+SQRT = _add("sqrt", 4.0, "result")
+_add("cbrt", 4.0, "result")
+# Transcendental functions.
+EXP = _add("exp", 10.0, "result")
+LOG = _add("log", 10.0)
+SIGMOID = _add("sigmoid", 10.0, "result")
+TANH = _add("tanh", 10.0, "result")
+ERF = _add("erf", 10.0)
+POW = _add("pow", 10.0)
+LOG1P = _add("log1p", 10.0)
+_add("log2", 10.0)
+_add("exp2 expm1 erf_inv", 10.0, "result")
+_add("sin cos tan sinh cosh asin acos atan asinh acosh atanh erfc atan2", 10.0)
+# Special functions, as series.
+_add("lgamma digamma polygamma zeta igamma igammac igamma_grad random_gamma_grad incomplete_beta", 40.0)
+_add("bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j bessel_k bessel_y dawsn expint fresnel spence", 40.0)
+_add("xlogy", 10.0)
+# Gradients that a framework's graph has as ops of their own.
+_add("gradient_of_max")
+_add("gradient_of_result", 4.0)
+_add("gradient_of_exp", 10.0)
+# Over one or more dims.
+SUM = _add("reduce_sum", needs="nothing")
+REDUCE_MAX = _add("reduce_max")
+_add("reduce_min reduce_prod reduce")
+_add("reduce_and reduce_or reduce_xor argmax argmin", needs="nothing", differentiable=False)
+WINDOW_SUM = _add("reduce_window_sum", needs="nothing")
+WINDOW_MAX = _add("reduce_window_max")
+_add("reduce_window_min reduce_window")
+CUMSUM = _add("cumsum", needs="nothing")
+_add("cumprod cummax cummin cumlogsumexp")
+SORT = _add("sort", 20.0)
+TOP_K = _add("top_k", 10.0)
+# Made on the spot.
+IOTA = _add("iota", needs="nothing", differentiable=False)
+RANDOM = _add("random", needs="nothing", differentiable=False, expensive=True)
+# Rounded to a grid: the gradient passes as it is, where the operand is within the grid's ends.
+QUANTIZE = _add("quantize", 6.0, needs="nothing", differentiable=False)
+_add("dequantize", 2.0, needs="nothing")
+_add("fake_quantize", 8.0)
+
+# What the loop nest alone says.
+MATMUL = _add("matmul", 2.0)
+CONV = _add("conv", 2.0)
+GATHER = _add("gather", needs="choice")
+SCATTER = _add("scatter", needs="choice")
+_add("scatter_mul scatter_min scatter_max")
+ATTENTION = _add("attention", 2.0, "both")
+MOVE = _add("move", 0.0, "nothing")
+OPAQUE = _add("opaque", 0.0)
+CARRY = _add("carry", 0.0, "nothing")
+_LEAF = {name: _add(name, 0.0, "nothing") for name in ("parameter", "input", "constant", "output")}
+
+BY_KIND: dict[str, Function] = {
+    "matmul": MATMUL, "conv": CONV, "gather": GATHER, "scatter": SCATTER, "view": MOVE, "copy": COPY,
+    "attention": ATTENTION, "opaque": OPAQUE, "carry": CARRY, **_LEAF,
+}  # fmt: skip
+"""Kind of loop nest -> the function of all ops of that kind; ops of other kinds say which function they are."""
