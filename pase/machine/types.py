@@ -259,6 +259,8 @@ class Machine:
         for f in dataclasses.fields(self):
             if f.name in ("bucket_bytes", "sums_readers") and content[f.name] == f.default:
                 del content[f.name]
+        if content["device"]["attention"] is None:
+            del content["device"]["attention"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

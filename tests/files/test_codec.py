@@ -18,6 +18,7 @@ import pase
 from bench.schemas import ROOT, SCHEMAS
 from pase.errors import PaseError
 from pase.files.codec import convert, json_schema, read_json, to_tree
+from pase.machine import dumps, parse
 from pase.plan.layout import to_json
 from pase.replay import timeline_io
 from pase.schedule import io
@@ -41,6 +42,13 @@ def test_layouts_of_the_last_version_load_and_stay_as_they_are(name):
     assert to_json(plan) == json.loads(path.read_text(encoding="utf-8"))
     jsonschema.validate(to_json(plan), SCHEMAS["pase/plan/layout-1.json"]())
     assert plan.accesses == {} and (plan.buckets is not None) == (name == "layout-buckets")
+
+
+def test_a_machine_of_the_last_version_is_the_one_that_its_layouts_name():
+    """A field that is new, at its default, changes no digest: else no layout of before would find its machine."""
+    machine = parse((LAST / "machine.toml").read_text(encoding="utf-8"), "machine.toml")
+    assert machine.digest == "bd1601a917d08d8a64b7dbe306da2dd80cdd39c97643bf54de476e0a5f4b8fa2"
+    assert parse(dumps(machine), "again") == machine
 
 
 def test_a_timeline_of_the_last_version_loads_and_stays_as_it_is():
