@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FILE = RESULTS / "xla_fuzz.json"
 CASES = 2000
 MESHES = ("2x4", "4x2", "2x2x2", "8")
+BATCH = 25
+"""Cases of one child, which starts in a few seconds."""
 LIMIT_S = 120.0
 """Seconds that one case may take."""
 
@@ -266,7 +268,7 @@ def rows(cases: list[int], kinds: list[str]) -> Iterator[dict[str, Any]]:
     while left:
         command = [sys.executable, "-m", "bench.xla_fuzz", "--child", "--kinds", ",".join(kinds)]
         with subprocess.Popen(
-            [*command, "--cases", ",".join(map(str, left[:200]))],
+            [*command, "--cases", ",".join(map(str, left[:BATCH]))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -274,7 +276,7 @@ def rows(cases: list[int], kinds: list[str]) -> Iterator[dict[str, Any]]:
             cwd=ROOT,
         ) as running:
             try:
-                said, error = running.communicate(timeout=LIMIT_S * len(left[:200]))
+                said, error = running.communicate(timeout=LIMIT_S * len(left[:BATCH]))
             except subprocess.TimeoutExpired:
                 running.kill()
                 said, error = running.communicate()
@@ -325,7 +327,7 @@ def main() -> None:
         known[str(row.pop("case"))] = "compiled" if row["end"] == "compiled" else row
         if row["end"] != "compiled":
             print(row, flush=True)
-        if done % 50 == 0 or done == len(wanted):
+        if done % 25 == 0 or done == len(wanted):
             _save(known)
 
 

@@ -42,6 +42,7 @@ from pase.tables.layouts import (
     forward_states,
     gradient_states,
     tensor_dim,
+    within_groups,
 )
 from pase.tables.reshard_path import path
 
@@ -136,6 +137,12 @@ def constraints(
                         straight = _straight(stored, states, tensor, mesh)
                         if straight is not None:
                             gradient[f"{op.eqn}|{raw_name(a.tensor)}"] = straight
+                if op.kind == "conv" and tensor.needs_grad and within_groups(n):
+                    # XLA must not lead a filter's gradient into slices within groups inside of the convolution.
+                    here = placement(want, tensor.shape, mesh)
+                    if here is not None:
+                        read.setdefault(f"{op.eqn}|{raw_name(a.tensor)}", (here,))
+                        gradient[f"{op.eqn}|{raw_name(a.tensor)}"] = here
             for a, written in zip(op.writes, writes, strict=True):
                 tensor = graph.tensors[a.tensor]
                 states = forward_states(written)
