@@ -18,7 +18,7 @@ from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["RULES", "Rule", "broadcast_shape", "elementwise", "lowers", "opaque", "product_of"]
+__all__ = ["RULES", "Rule", "broadcast_shape", "lowers", "opaque", "pointwise", "product_of"]
 
 Rule = Callable[[Call], Sequence[Value]]
 """Returns one value per output of the node."""
@@ -75,7 +75,7 @@ def broadcast_shape(c: Call, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ..
         raise c.fail(f"shapes {', '.join(map(str, shapes))} do not broadcast") from None
 
 
-def elementwise(function: Function, c: Call) -> Sequence[Value]:
+def pointwise(function: Function, c: Call) -> Sequence[Value]:
     """The rule of an op that is one function: a known number among its operands is part of it."""
     op = c.node.op
     shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
@@ -94,7 +94,7 @@ def elementwise(function: Function, c: Call) -> Sequence[Value]:
 
 for _ops, _name in _FUNCTIONS.items():
     for _op in _ops.split():
-        RULES.add(_op, partial(elementwise, FUNCTIONS[_name]))
+        RULES.add(_op, partial(pointwise, FUNCTIONS[_name]))
 
 
 @lowers("ZerosLike", "OnesLike")
