@@ -407,15 +407,19 @@ def _dims_bytes(args: dict[str, Any]) -> int:
     return total or -1
 
 
+_FAR_US = 4e15
+"""126 years: times beyond it are no times, and two of them add up to less than an int64 of ns holds."""
+
+
 def _ns(us: Any) -> int | None:
     """Whole nanoseconds from microseconds, without the rounding that float·1000 brings at 10¹⁵ µs."""
     if type(us) is float:
-        if not -1e17 < us < 1e17:
-            return None if us != us or us in (math.inf, -math.inf) else int(us) * 1000
+        if not -_FAR_US < us < _FAR_US:
+            return None
         whole = int(us)
         return whole * 1000 + round((us - whole) * 1000)
     if isinstance(us, int):
-        return us * 1000
+        return us * 1000 if -_FAR_US < us < _FAR_US else None
     if isinstance(us, str) and len(us) < 40:
         try:
             return _ns(float(us))

@@ -148,7 +148,7 @@ def warm_up(of: dict[tuple[int, int], Iteration]) -> dict[int, str]:
                 out.setdefault(i, f"{ops} device ops where the others have {usual}")
     left = [i for i in every if i not in out]
     if not left:
-        return {}
+        return {i: why for i, why in out.items() if any(of[r, i].length_ns <= 0 for r in ranks)}
     return out | _too_long({i: max(of[r, i].length_ns for r in ranks) for i in left})
 
 

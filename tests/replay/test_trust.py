@@ -87,7 +87,7 @@ def test_a_cpu_that_runs_ahead_does_not_change_what_is_measured(tmp_path: Path) 
     assert faster == pytest.approx(0.8 * run.replayed_ns, rel=0.01)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.skipif(not SHARED.exists(), reason=f"no shared traces at {SHARED}")
 @pytest.mark.parametrize("name", TRACES)
 def test_few_iterations_do_not_explode(name: str, count: int) -> None:
