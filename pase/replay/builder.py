@@ -11,9 +11,16 @@ import numpy as np
 from pase.replay.reader import LIMITS, Limits
 from pase.replay.types import COLUMNS, Group, Lane, Mark, Problem, Timeline
 
-__all__ = ["Builder", "combine", "split_devices"]
+__all__ = ["Builder", "combine", "is_sound", "split_devices"]
 
 _FAR_NS = 1 << 61
+
+
+def is_sound(start_ns: int, duration_ns: int) -> bool:
+    """Whether these are times: neither negative lengths, nor so far away that ns do not fit 64 bits."""
+    return 0 <= duration_ns < _FAR_NS and -_FAR_NS < start_ns < _FAR_NS
+
+
 _JUMP_NS = 600 * 10**9
 """Ten minutes without any event: the clock was set, or two runs share the file."""
 
@@ -79,7 +86,7 @@ class Builder:
         """Append one event, or count why it cannot be used."""
         if lane < 0:
             self.left_out[f"events on threads beyond the first {self.limits.lanes} of this rank"] += 1
-        elif not 0 <= duration_ns < _FAR_NS or not -_FAR_NS < start_ns < _FAR_NS:
+        elif not is_sound(start_ns, duration_ns):
             self.left_out["events with a negative or absurd time or duration"] += 1
         elif self._count >= self.limits.events:
             self.left_out[f"events past the first {self.limits.events}"] += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError, needed
-from pase.replay.builder import Builder, split_devices
+from pase.replay.builder import Builder, is_sound, split_devices
 from pase.replay.gloo import tie_gloo
 from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
 from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Mark, Problem, Timeline
@@ -238,7 +238,7 @@ class _Feed:
             else:
                 m = _STEP.match(text)
                 number = int(m.group(1)) if m else _step_number(args)
-                if number >= 0:
+                if number >= 0 and is_sound(start, duration):
                     self.steps.append((start, start + duration, number))
         b.add(lane, kind, b.name(text), start, duration, correlation, nbytes, operation, group)
 
@@ -407,19 +407,15 @@ def _dims_bytes(args: dict[str, Any]) -> int:
     return total or -1
 
 
-_FAR_US = 4e15
-"""126 years: times beyond it are no times, and two of them add up to less than an int64 of ns holds."""
-
-
 def _ns(us: Any) -> int | None:
     """Whole nanoseconds from microseconds, without the rounding that float·1000 brings at 10¹⁵ µs."""
     if type(us) is float:
-        if not -_FAR_US < us < _FAR_US:
-            return None
+        if not -1e17 < us < 1e17:
+            return None if us != us or us in (math.inf, -math.inf) else int(us) * 1000
         whole = int(us)
         return whole * 1000 + round((us - whole) * 1000)
     if isinstance(us, int):
-        return us * 1000 if -_FAR_US < us < _FAR_US else None
+        return us * 1000
     if isinstance(us, str) and len(us) < 40:
         try:
             return _ns(float(us))
