@@ -386,6 +386,29 @@ class JaxPlan:
         state = jax.eval_shape(optimizer.init, trained(shapes[0]))
         return self.train_step(optimizer, mesh).lower(shapes[0], state, *shapes[1:])
 
+    def restore(self, path: Any, mesh: Any | None = None) -> Any:
+        """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read straight into the plan's layouts:
+        each device reads its part. PaseError where the checkpoint is missing, or of other parameters."""
+        import jax
+
+        try:
+            import orbax.checkpoint as ocp
+        except ModuleNotFoundError as e:
+            raise PaseError("plan.jax.restore reads orbax checkpoints: pip install orbax-checkpoint") from e
+
+        def wanted(shape: Any, sharding: Any) -> Any:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        target = jax.tree.map(wanted, self._shapes()[0], self.in_shardings(mesh)[0])
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                found = checkpointer.restore(path, target)
+        except (OSError, ValueError, KeyError) as e:
+            raise PaseError(
+                f"cannot restore the parameters of '{self.traced.graph.name}' from {path}: {e}"
+            ) from e
+        return combine(found, self.traced.kept[0])
+
     def device_put(self, params: Any, *batch: Any, mesh: Any | None = None) -> tuple[Any, ...]:
         """Parameters and batch laid out as the plan stores them, as global arrays (each process has all values)."""
         import jax

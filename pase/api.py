@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pase.compiler.options import CompileOptions, takes_options
 from pase.compiler.resolve import resolve
@@ -49,11 +49,19 @@ class Plan(PlanData):
 
         return diff(self, other)
 
-    def bind(self, fn: Callable[..., Any], params: Any, *batch: Any) -> Plan:
-        """Give a loaded plan its model again, traced anew; PaseError where it is not the model of the plan."""
+    def bind(
+        self,
+        fn: Callable[..., Any],
+        params: Any,
+        *batch: Any,
+        mode: Literal["train", "inference", "step"] = "train",
+        carry: Mapping[int, Any] | None = None,
+    ) -> Plan:
+        """Give a loaded plan its model again, traced anew with the mode and carry that it was compiled with; PaseError
+        where it is not the model of the plan."""
         from pase.frontends.from_jax import trace
 
-        return self.with_model(trace(fn, params, *batch, name=self.model))
+        return self.with_model(trace(fn, params, *batch, name=self.model, mode=mode, carry=carry))
 
     @cached_property
     def bucket_plan(self) -> BucketPlan | None:

@@ -1,6 +1,7 @@
 """What a dim is to the methods that people use, read off the graph: batch, model dim, heads, experts.
 
-Nothing here looks at names. The batch is the first dim of the inputs. The model dim (residual stream) is
+Nothing here looks at names. The batch is the first dim of the inputs, where that is more than
+one example. The model dim (residual stream) is
 the one that most weights share. A weight from the model dim outwards is a *column* weight, one back to
 it a *row* weight; the dims between them (heads, hidden units, vocabulary) are what tensor parallelism
 splits.
@@ -75,8 +76,12 @@ def roles(graph: Graph) -> Roles:
 def _roles(graph: Graph) -> Roles:
     classes = dim_classes(graph)
     weights = tuple(_weights(graph, classes))
-    batch = frozenset(
-        classes[n.name, n.space.dims[0].name] for n in graph.nodes if n.kind == "input" and n.space.dims
+    batch = frozenset(  # a first dim of one example is walked by no dim: then there is no batch
+        classes[n.name, d]
+        for n in graph.nodes
+        if n.kind == "input"
+        for first in n.ops[0].writes[0].map.walks[:1]
+        for d in first.dims[:1]
     )
     model = _model_dim(weights)
     experts = frozenset(c for w in weights for c in w.shared) - batch

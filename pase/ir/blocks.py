@@ -81,9 +81,11 @@ def mixes_examples(graph: Graph) -> str | None:
     """
     classes = dim_classes(graph)
     batch = {
-        classes[n.name, n.ops[0].writes[0].map.dims[0]]
+        classes[n.name, d]
         for n in graph.nodes
-        if n.kind == "input" and n.ops[0].writes[0].map.dims
+        if n.kind == "input"
+        for first in n.ops[0].writes[0].map.walks[:1]
+        for d in first.dims[:1]
     }
     summed: set[str] = set()
     for n in graph.nodes:

@@ -169,3 +169,20 @@ def test_a_users_exception_stays_what_it_is() -> None:
     with pytest.raises(KeyError) as e:
         pase.compile(loss, {"w": X}, X, devices=8)
     assert any("while pase traced loss" in note for note in e.value.__notes__)
+
+
+def test_parameters_are_restored_into_the_plans_layouts(tmp_path: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x @ p["w"]) ** 2)
+
+    params = {"w": jax.random.normal(KEY, (16, 64))}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", params)
+    plan = pase.compile(loss, params, X, devices=8, mesh="2x4", baselines=False)
+    found = plan.jax.restore(tmp_path / "saved")
+    np.testing.assert_array_equal(found["w"], params["w"])
+    assert found["w"].sharding.is_equivalent_to(plan.jax.in_shardings()[0]["w"], 2)
+    with pytest.raises(PaseError, match="cannot restore the parameters of 'loss' from"):
+        plan.jax.restore(tmp_path / "missing")

@@ -1,0 +1,81 @@
+"""``pase reshard``: what moves between two layouts of one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pase.commands.options import JsonOption, console, print_json
+
+__all__ = ["reshard"]
+
+
+def reshard(
+    old: Annotated[
+        Path, typer.Argument(help="The layout.json that the parameters lie in.", metavar="OLD.json")
+    ],
+    new: Annotated[Path, typer.Argument(help="The one that they go to.", metavar="NEW.json")],
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            "--machine", help="A name or a .toml file. Default: the machine of NEW.", metavar="MACHINE"
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Which parameters move from one layout into another, over which links, and how long that takes.
+
+    Counts the parameters alone: an optimizer's state that mirrors them moves likewise. Devices are numbered alike in
+    both layouts. What a device has already, or gets from a nearer one, is not sent again. Predicted, not measured.
+
+    \b
+    Example:
+      pase reshard layout-32.json layout-64.json
+    """
+    from pase.machine import load as load_machine
+    from pase.plan.layout import load
+    from pase.plan.moves import moves
+    from pase.plan.table import bytes_text, cost_text
+
+    before, after = load(old), load(new)
+    on = load_machine(machine or after.machine)
+    found = moves(before, after, on)
+    seconds = sum(m.seconds(on) for m in found)
+    levels = [level.name for level in on.levels]
+    if json:
+        print_json(
+            {
+                "moved": len(found), "parameters": len(after.parameters), "seconds": seconds,
+                "bytes": {name: sum(m.received[k] for m in found) for k, name in enumerate(levels)},
+                "moves": [
+                    {
+                        "parameter": m.parameter, "old": m.old, "new": m.new,
+                        "bytes": dict(zip(levels, m.received, strict=True)), "seconds": m.seconds(on),
+                    }
+                    for m in found
+                ],
+            }
+        )  # fmt: skip
+        return
+    say = console().print
+    say(
+        f"{len(found)} of {len(after.parameters)} parameters move; a device receives at most "
+        f"{bytes_text(sum(m.nbytes for m in found))}, about {cost_text(seconds, 's')} on {on.name}",
+        highlight=False,
+    )
+    if found:
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("parameter", "stored", "then", *(f"over {name}" for name in levels), "takes"):
+            table.add_column(column, overflow="fold")
+        for m in found:
+            by_level = [bytes_text(n) if n else "" for n in m.received]
+            table.add_row(m.parameter, _text(m.old), _text(m.new), *by_level, cost_text(m.seconds(on), "s"))
+        say(table)
+
+
+def _text(placed: tuple[tuple[str, ...], ...]) -> str:
+    return ", ".join("·".join(axes) or "-" for axes in placed) or "whole"

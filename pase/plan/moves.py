@@ -1,0 +1,108 @@
+"""What moves when parameters go from one plan's layout into another's: bytes, over which links, how long."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pase.errors import PaseError
+from pase.machine import Machine, Mesh
+from pase.machine.meshes import level_ways
+from pase.plan.types import Placement, PlanData, TensorPlan
+
+__all__ = ["Move", "moves"]
+
+Box = tuple[tuple[int, int], ...]
+"""Per tensor dim, the first element and the one after the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """One parameter on its way. received: per link level of the machine, innermost first, the most bytes that one
+    device receives over it; nothing is received that the device, or one nearer to it, has already."""
+
+    parameter: str
+    old: Placement
+    new: Placement
+    received: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The most that one device receives."""
+        return sum(self.received)
+
+    def seconds(self, machine: Machine) -> float:
+        """Each level's bytes over its bandwidth, one level after the other."""
+        return sum(
+            n / level.bandwidth_bytes_per_s for n, level in zip(self.received, machine.levels, strict=True)
+        )
+
+
+def moves(old: PlanData, new: PlanData, machine: Machine) -> list[Move]:
+    """Every parameter that some device must receive a part of, the largest first. The plans are of one model; devices
+    are numbered alike, so that a plan for more devices starts with those of the other.
+
+    PaseError where the parameters differ.
+    """
+    if missing := sorted(set(old.parameters) ^ set(new.parameters)):
+        raise PaseError(f"the plans are not of one model: only one of them has a parameter '{missing[0]}'")
+    devices = max(old.devices, new.devices)
+    ways = level_ways(devices, machine)
+    found = []
+    for name, t in old.parameters.items():
+        to = new.parameters[name]
+        if (t.shape, t.dtype) != (to.shape, to.dtype):
+            raise PaseError(
+                f"'{name}' is {t.dtype}{list(t.shape)} in one plan and {to.dtype}{list(to.shape)} in the other"
+            )
+        received = _received(t, _boxes(t, t.storage, old.mesh), _boxes(t, to.storage, new.mesh), ways)
+        if any(received):
+            found.append(Move(parameter=name, old=t.storage, new=to.storage, received=received))
+    return sorted(found, key=lambda m: -m.nbytes)
+
+
+def _boxes(t: TensorPlan, placed: Placement, mesh: Mesh) -> list[Box]:
+    """Per device, the part of the tensor that it holds."""
+    size: Mapping[str, int] = dict(zip(mesh.names, mesh.sizes, strict=True))
+    out = []
+    for place in itertools.product(*map(range, mesh.sizes)):
+        at = dict(zip(mesh.names, place, strict=True))
+        box = []
+        for extent, axes in zip(t.shape, (*placed, *((),) * len(t.shape)), strict=False):
+            index, parts = 0, 1
+            for a in axes:
+                index, parts = index * size[a] + at[a], parts * size[a]
+            box.append((index * extent // parts, (index + 1) * extent // parts))
+        out.append(tuple(box))
+    return out
+
+
+def _received(t: TensorPlan, old: Sequence[Box], new: Sequence[Box], ways: Sequence[int]) -> tuple[int, ...]:
+    """Per link level, the most bytes of the tensor that one device receives over it.
+
+    What the devices below a level hold together is the union of their boxes; layouts split dims evenly, so that boxes
+    either coincide or are apart, and the distinct ones are summed.
+    """
+    from pase.ir.types import itemsize
+
+    most = [0] * len(ways)
+    for device, want in enumerate(new):
+        have = _overlap({old[device]} if device < len(old) else set(), want)
+        below = 1
+        for level, w in enumerate(ways):
+            below *= w
+            first = device // below * below
+            reachable = _overlap(set(old[first : first + below]), want)
+            most[level] = max(most[level], (reachable - have) * itemsize(t.dtype))
+            have = reachable
+    return tuple(most)
+
+
+def _overlap(boxes: set[Box], want: Box) -> int:
+    """Elements of ``want`` that lie in these boxes, which are apart."""
+    return sum(
+        math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(box, want, strict=True))
+        for box in boxes
+    )

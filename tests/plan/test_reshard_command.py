@@ -1,0 +1,45 @@
+"""``pase reshard`` and ``pase diff``: two layouts on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import pase
+from pase.cli import main
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    w, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((4096, 4096), (64, 4096)))
+    folder, out = tmp_path_factory.mktemp("layouts"), []
+    for mesh in ("8", "16"):
+        plan = pase.compile(lambda p, x: (x @ p).mean(), w, x, devices=int(mesh), mesh=mesh, baselines=False)
+        out.append(str(folder / f"{mesh}.json"))
+        plan.save(out[-1])
+    return out[0], out[1]
+
+
+def run(capsys: Any, *args: str) -> str:
+    with pytest.raises(SystemExit) as e:
+        main(list(args))
+    assert e.value.code == 0
+    return str(capsys.readouterr().out)
+
+
+def test_reshard(layouts: tuple[str, str], capsys: Any) -> None:
+    made = json.loads(run(capsys, "reshard", *layouts, "--json"))
+    assert made["parameters"] == 1 and made["moved"] == len(made["moves"])
+    assert sum(made["bytes"].values()) == sum(n for m in made["moves"] for n in m["bytes"].values())
+    assert f"{made['moved']} of 1 parameters move" in run(capsys, "reshard", *layouts)
+    assert "0 of 1 parameters move" in run(capsys, "reshard", layouts[0], layouts[0])
+
+
+def test_diff(layouts: tuple[str, str], capsys: Any) -> None:
+    assert "mesh:" in run(capsys, "diff", *layouts)
+    same = run(capsys, "diff", layouts[0], layouts[0])
+    assert "both lay everything out alike" in same and Path(layouts[0]).exists()
