@@ -17,7 +17,9 @@ def diff(
     new: Annotated[Path, typer.Argument(help="Another.", metavar="NEW.json")],
     json: JsonOption = False,
 ) -> None:
-    """What differs between two layouts, a line each, and what the step and the memory become.
+    """What differs between two layouts, in words.
+
+    A line for each difference, then what the step and the memory become.
 
     \b
     Example:

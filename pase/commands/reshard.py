@@ -25,7 +25,9 @@ def reshard(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Which parameters move from one layout into another, over which links, and how long that takes.
+    """Which parameters move between two layouts, and how long.
+
+    Says over which links they go from the one into the other, and what that takes.
 
     Counts the parameters alone: an optimizer's state that mirrors them moves likewise. Devices are numbered alike in
     both layouts. What a device has already, or gets from a nearer one, is not sent again. Predicted, not measured.
