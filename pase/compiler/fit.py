@@ -23,6 +23,7 @@ from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.search import Solution, solve
 from pase.tables import CostTables
+from pase.tables.facts import facts
 from pase.tables.layouts import configs
 
 if TYPE_CHECKING:
@@ -207,10 +208,18 @@ def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> Co
 
 def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
     """A lower bound on what any strategy on this mesh needs, what is in flight left out: bytes on a device."""
-    spaces = [configs(n, mesh) for n in problem.graph.nodes]
+    numbers = facts(problem.graph).space  # equal nodes of repeated layers have the same configs
+    of_number = {
+        number: configs(n, mesh) for number, n in dict(zip(numbers, problem.graph.nodes, strict=True)).items()
+    }
+    spaces = [of_number[number] for number in numbers]
     p = problem.account.profile(problem.graph, mesh, spaces, float("inf"), problem.optimizer)
-    live = [(b.min(), lo, hi) for b, lo, hi in zip(p.bytes, p.start, p.stop, strict=True) if hi > lo]
-    return float(max(sum(b for b, lo, hi in live if lo <= t < hi) for t in range(int(p.stop.max()))))
+    least = np.array([b.min() for b in p.bytes])
+    least[p.stop <= p.start] = 0.0
+    change = np.zeros(int(p.stop.max()) + 1)
+    np.add.at(change, p.start, least)
+    np.add.at(change, p.stop, -least)
+    return float(np.cumsum(change)[:-1].max())
 
 
 def _needs_on_more(

@@ -13,7 +13,7 @@ from pase.search.clock import DEFAULT_SECONDS, Clock
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import Kernel, best_plan, kernels_for
 from pase.search.factors import Pool, load
-from pase.search.hull import hull
+from pase.search.hull import hull, memory_fits
 from pase.search.plan import EliminationPlan, generate_seq, plan_elimination
 from pase.search.repeat import fold
 from pase.search.types import MemoryProfile, Progress, Solution
@@ -84,18 +84,9 @@ def solve(
     began = time.perf_counter()
     if memory is not None and len(memory.bytes) != len(tables.node_costs):
         raise ValueError(f"memory profile of {len(memory.bytes)} nodes for {len(tables.node_costs)} nodes")
-    free: Solution | None = None
-    if len(tables.node_costs) <= _MAX_PLANNED_NODES:
-        free = _fold_and_solve(tables, kernel, threads, seed, began) if memory is None else None
-        if free is not None:
-            return free
-        pool = Pool()
-        factors = load(tables, pool, kernels_for(kernel, tables.entries * 20))
-        plan = best_plan(len(tables.node_costs), factors, pool, seed)
-        if plan is not None:
-            free = _finish(tables, plan, pool, kernel, threads, began)
-            if memory is None or not (memory.usage(free.choice) > memory.limit_bytes).any():
-                return free
+    free = _eliminate(tables, kernel, threads, seed, began)
+    if free is not None and (memory is None or memory_fits(memory, free.choice)):
+        return free
     known = None
     if memory is not None and free is not None:
         clock = Clock(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
@@ -111,6 +102,19 @@ def solve(
     if free is not None and free.bound > found.bound:
         found = replace(found, bound=min(free.bound, found.cost), certificate="elimination without the limit")
     return found
+
+
+def _eliminate(tables: CostTables, kernel: Kernel, threads: int, seed: int, began: float) -> Solution | None:
+    """The optimum without a limit; None where no order fits."""
+    if len(tables.node_costs) > _MAX_PLANNED_NODES:
+        return None
+    folded = _fold_and_solve(tables, kernel, threads, seed, began)
+    if folded is not None:
+        return folded
+    pool = Pool()
+    factors = load(tables, pool, kernels_for(kernel, tables.entries * 20))
+    plan = best_plan(len(tables.node_costs), factors, pool, seed)
+    return None if plan is None else _finish(tables, plan, pool, kernel, threads, began)
 
 
 def _fold_and_solve(
