@@ -59,11 +59,11 @@ def predicted_and_measured(file: Path, devices: int, folder: Path) -> list[dict]
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    from bench.netlab.steps import plans, timed
+    from bench.netlab.steps import planned, timed
 
     rows = []
     for model, batch in (("mlp", 256), ("mlp", 2048), ("gpt2", 32), ("alexnet", 32)):
-        for cell in plans(model, batch, devices, file, folder):
+        for cell in planned(model, batch, devices, file, folder):
             if cell.same_as is None:
                 t = timed(cell, 9)["steps_s"]
                 low, middle, high = (sorted(t)[i] for i in (2, 4, 6))

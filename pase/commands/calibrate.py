@@ -108,6 +108,11 @@ def calibrate(
         budget_s, wanted = _seconds(budget), _dtypes(dtypes)
         from pase.calibrate.here import start
 
+        console(err=True).print(
+            f"measuring for about {budget_s:.0f} s, and compiling what is measured; Ctrl-C stops, and the same command "
+            f"goes on from there",
+            highlight=False,
+        )
         with _quiet_output():
             start(host_devices=devices, coordinator=coordinator, processes=processes, process_id=process_id)
             result = _measured(output, budget_s, wanted, levels, fresh, max_spread, name)

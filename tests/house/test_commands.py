@@ -1,0 +1,61 @@
+"""Every command line of the README and of the pages beside it that need no files of the reader's own, in order.
+
+They are typed as they stand in one folder per document, so that a line may read what an earlier one wrote. The comment
+``<!-- run with: COMMAND OPTIONS; … -->`` before a block adds options here, where a command takes minutes as written;
+``<!-- not run: why -->`` leaves a block out.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.test_documents import DOCUMENTS, ROOT, blocks
+
+SHELL = ("pase", "python")
+LEFT_OUT = ("make", "pip", ".venv/bin/python", ".venv/bin/pre-commit")
+"""Typed by CI itself (make), by make test-wheel (pip), or a bench that writes results."""
+
+
+def lines(document: str) -> list[str]:
+    """The commands of a document's sh blocks, in order, with what its notes add."""
+    out = []
+    for name, note, body in blocks("sh"):
+        if name != document or note.startswith("not run:"):
+            continue
+        asked = note.removeprefix("run with:").split(";") if note.startswith("run with:") else []
+        more = dict(part.split(maxsplit=1) for part in asked)
+        for line in body.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words and words[0] in SHELL:
+                program, separator, rest = shlex.join(words).partition(" -- ")
+                added = more.pop(words[1], "") if words[0] == "pase" else ""
+                out.append(" ".join(filter(None, (program, added))) + separator + rest)
+            else:
+                assert not words or words[0] in LEFT_OUT, f"{document}: say 'not run: why' before {line}"
+        assert not more, f"{document}: its note names {sorted(more)}, which the block does not run"
+    return out
+
+
+def test_notes_add_options_to_the_commands_they_name():
+    found = lines("README.md")
+    assert sum("--budget" in line for line in found) == 1
+    assert sum(line.startswith("pase ") for line in found) >= 15
+
+
+@pytest.mark.parametrize("document", [d.name for d in DOCUMENTS if d.exists() and lines(d.name)])
+def test_commands_of_a_document_run_in_order(document, tmp_path):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    env.pop("XLA_FLAGS", None)  # as in a reader's shell
+    for line in lines(document):
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path, env=env)
+        assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+        assert done.stdout.strip() or done.stderr.strip() or line.startswith("python"), line
