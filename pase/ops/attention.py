@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
+from pase.ir.functions import ATTENTION, CAUSAL_ATTENTION
 from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import GraphBuilder, Read, Write
 
@@ -68,7 +69,7 @@ def attention(
     flops = 2.0 * float(q.shape[width] + v.shape[width])  # type: ignore[arg-type, operator]
     over = [d for d in dims if d not in ("d", "e")]
     return b.nest(
-        "causal_attention" if causal else "attention", "attention", reads,
+        "attention", "attention", reads,
         [Write(shape, q.dtype, result), Write(each, "float32", sums)],
-        dims, flops=flops, over=over,
+        dims, function=CAUSAL_ATTENTION if causal else ATTENTION, flops=flops, over=over,
     )[0]  # fmt: skip

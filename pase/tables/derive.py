@@ -24,6 +24,7 @@ import numpy as np
 
 from pase.ir import Access, Edge, Graph, Node, Op, Tensor
 from pase.ir.blocks import turns_of
+from pase.ir.functions import CAUSAL_ATTENTION
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import (
     PARTIAL,
@@ -254,7 +255,7 @@ def _attention(
     queries = op.writes[1].map.walks[1].dims
     width = (q & k) - set(op.writes[0].map.dims)
     rows, keys, inner = (_local_points(node, tuple(dims), cfg, mesh) for dims in (queries, k - q, width))
-    if op.name == "causal_attention":
+    if op.function is CAUSAL_ATTENTION:
         flops = flops * (1 - 1 / (2 * shards(cfg, dim_index(node, queries), mesh)))
     times = _runs(op, node.name)
     dtype = graph.tensors[op.reads[0].tensor].dtype
