@@ -51,7 +51,7 @@ def test_traces(name: str) -> None:
     ],
 )
 def test_products(name: str, products: float) -> None:
-    assert flops(graphs(name)[1], "matmul", "conv") == products
+    assert flops(graphs(name)[1], "matmul", "conv", "attention") == products
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_products(name: str, products: float) -> None:
         ("nnx_model", {"conv.kernel.value:conv", "dense.kernel.value:dot"}),
         ("equinox_mlp", {"layers.0.weight:dot", "layers.2.weight:dot"}),
         ("equinox_gru", {"weight_ih:dot", "weight_hh:dot"}),
-        ("attention", {"params:dot", "dot@_attention"}),
+        ("attention", {"params:dot", "attention@_attention"}),
     ],
 )
 def test_names(name: str, nodes: set[str]) -> None:
