@@ -17,7 +17,7 @@ ARGS   ?=
 PASE_DATA ?= ../shared/data
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-root test-data lint format netlab clean
+.PHONY: help install demo test test-all test-root test-data test-wheel lint format netlab clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-root: $(STAMP) ## the tests that need root and iproute2: networks of namesp
 
 test-data: $(STAMP) ## the tests on recorded data: make test-data PASE_DATA=FOLDER (docs/replay.md, docs/search.md)
 	PASE_DATA=$(PASE_DATA) $(BIN)/python -m pytest -n $(JOBS) -m data $(ARGS)
+
+test-wheel: $(STAMP) ## wheel and sdist installed on each Python here, nothing pinned, and tried (minutes)
+	$(BIN)/python tests/wheel.py $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy alone
 	$(BIN)/ruff check .
