@@ -103,6 +103,8 @@ def _batch_size(graph: Graph, r: Roles) -> int:
 
 
 def no_batch(graph: Graph, r: Roles, ways: int) -> str | None:
+    if ways == 1:
+        return None
     if not r.batch:
         return "the model has no input with a batch dim"
     size = _batch_size(graph, r)
