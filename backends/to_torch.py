@@ -4,8 +4,8 @@ DDP hands over gradients as they are made. The hook cuts and joins them as the p
 strictly in the plan's order, each once its gradients are there, the same on every rank: no deadlock. DDP waits for
 those that hold a bucket's gradients, as it does without a hook.
 
->>> runner = to_torch.attach(ddp, problem, plan)        # doctest: +SKIP
->>> loss.backward(); runner.step(optimizer)             # doctest: +SKIP
+    runner = to_torch.attach(ddp, problem, plan)
+    loss.backward(); runner.step(optimizer)
 
 Delayed and merged updates: gradients are summed locally, sent when their messages are due, and applied once,
 divided by batches times ranks; in between ``step`` does not call the optimizer, so that momentum and weight decay do
