@@ -21,8 +21,8 @@ def attention(
 
     Query heads that share a key-value head are neighbours. ``beside``: a bias or a mask that broadcasts to
     [b, heads, q, s]. order: where these four dims of q, k, v and the result stand. The result is laid out as q is;
-    beside it stands the logarithm of each query's sum,
-    [b, q, heads] in float32, which backward needs.
+    beside it stands
+    the logarithm of each query's sum, [b, q, heads] in float32, which backward needs.
 
     Batch, heads and queries may be split; keys may not, since a softmax is no sum of its parts, nor may widths.
     """
