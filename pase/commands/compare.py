@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pase.commands.compile import rates
 from pase.commands.options import JsonOption, Model, compile_options, console, print_json, progress
 from pase.compiler.options import CompileOptions
 
@@ -61,6 +62,7 @@ def compare(
             "cost": p.cost,
             "compute": p.compute,
             "communication": p.communication,
+            **rates(p),
             "memory_bytes": p.memory.total,
             "fits": p.fits,
             "comm_bytes": sum(c.nbytes * c.times for c in p.collectives),
@@ -89,6 +91,7 @@ def compare(
         "mesh",
         "step",
         "against ours",
+        "MFU",
         "compute",
         "communication",
         "moves a device",
@@ -102,6 +105,7 @@ def compare(
             " ".join(f"{k}={v}" for k, v in zip(p.mesh.names, p.mesh.sizes, strict=True)),
             cost_text(p.cost, p.unit),
             f"×{p.cost / ours.cost:.3f}" if ours.cost else "",
+            f"{p.throughput.mfu:.1%}" if p.throughput is not None else "",
             cost_text(p.compute, p.unit),
             cost_text(p.communication, p.unit),
             bytes_text(float(str(row["comm_bytes"]))),

@@ -13,7 +13,7 @@ from pase.compiler.options import CompileOptions
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
 
-__all__ = ["compile", "summary"]
+__all__ = ["compile", "rates", "summary"]
 
 
 @compile_options()
@@ -74,6 +74,12 @@ def compile(
         console(err=True).print(f"wrote {output}", highlight=False)
 
 
+def rates(plan: PlanData) -> dict[str, float | None]:
+    """The step's speed on one device, as JSON has it; null where costs are no seconds or the batch has no tokens."""
+    names = ("mfu", "tflops_per_device", "tokens_per_s_per_device", "examples_per_s_per_device")
+    return {name: getattr(plan.throughput, name, None) for name in names}
+
+
 def summary(plan: PlanData) -> dict[str, object]:
     """What --json prints."""
     return {
@@ -88,6 +94,7 @@ def summary(plan: PlanData) -> dict[str, object]:
         "compute": plan.compute,
         "communication": plan.communication,
         "hidden": plan.hidden,
+        **rates(plan),
         "memory_bytes": plan.memory.total,
         "fits": plan.fits,
         "accumulate": plan.accumulate,

@@ -15,6 +15,7 @@ from pase.machine import CostModel, Machine, Mesh
 from pase.memory.course import needs
 from pase.plan.accesses import access_states, equation_layouts, raw_name
 from pase.plan.constraints import constraints, stages
+from pase.plan.throughput import step_work
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
 from pase.tables.itemize import collectives, node_costs, split_of
 from pase.tables.layouts import number
@@ -90,5 +91,5 @@ def assemble(
         collectives=moved, memory=needs(graph, mesh, configs, moved, optimizer, machine), cost=cost, optimal=optimal,
         bound=bound, baselines=dict(baselines), skipped=dict(skipped), tried=tuple(tried), seconds=dict(seconds),
         accumulate=accumulate, remat=tuple(remat), graph_digest=graph_digest, provenance=dict(provenance),
-        traced=traced,
+        traced=traced, work=step_work(graph, machine),
     )  # fmt: skip

@@ -18,6 +18,7 @@ from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.plan.accesses import Digits, EquationLayouts, distinct
+from pase.plan.throughput import StepWork, Throughput
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
 from pase.tables.derive import Phase
 from pase.tables.itemize import Collective, NodeCost
@@ -158,6 +159,13 @@ class LayoutForm(Struct, kw_only=True):
     collectives: tuple[CollectiveForm, ...]
     cost: CostForm
     memory: Annotated[Memory, Meta(description="bytes on one device")]
+    work: (
+        Annotated[StepWork, Meta(description="what a step works on: model FLOPs, tokens, examples")]
+        | UnsetType
+    ) = UNSET
+    throughput: (
+        Annotated[Throughput, Meta(description="of the predicted step, on one device")] | UnsetType
+    ) = UNSET
     accumulate: Size = 1
     remat: tuple[Block, ...] = ()
     graph_digest: str
@@ -227,6 +235,8 @@ def _form_of(plan: PlanData) -> LayoutForm:
             skipped=dict(plan.skipped), meshes=plan.tried,
         ),
         memory=plan.memory,
+        work=UNSET if plan.work is None else plan.work,
+        throughput=UNSET if plan.throughput is None else plan.throughput,
         accumulate=plan.accumulate,
         remat=plan.remat,
         graph_digest=plan.graph_digest,
@@ -307,6 +317,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
         accumulate=form.accumulate,
         remat=form.remat,
         memory=form.memory,
+        work=None if form.work is UNSET else form.work,
         cost=cost.total,
         optimal=cost.optimal,
         bound=cost.bound,

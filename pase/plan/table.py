@@ -78,6 +78,8 @@ def headline(plan: PlanData) -> list[str]:
         + (f", {cost_text(plan.hidden, plan.unit)} of it hidden" if plan.hidden > 1e-6 * plan.cost else "")
         + (f" · {against}" if against else "")
     )
+    if plan.throughput is not None:
+        lines.append(f"speed  {plan.throughput}")
     if plan.accumulate > 1 or plan.remat:
         how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
         how += [f"{len(plan.remat)} blocks computed again in backward"] if plan.remat else []

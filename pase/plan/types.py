@@ -16,6 +16,7 @@ from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.plan.accesses import EquationLayouts
 from pase.plan.constraints import Placement
+from pase.plan.throughput import StepWork, Throughput
 from pase.tables.itemize import Collective, NodeCost
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class PlanData:
     """Blocks of equations that backward computes again, besides those that the model itself rematerialises."""
     buckets: Mapping[str, Any] | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for; None: none was chosen."""
+    work: StepWork | None = None
+    """What a step works on; None in layouts of before this was kept."""
     traced: Traced | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -130,6 +133,13 @@ class PlanData:
     def hidden(self) -> float:
         """What of ``communication`` runs behind backward's compute, where the plan was made with that overlap."""
         return max(0.0, self.compute + self.communication - self.cost)
+
+    @property
+    def throughput(self) -> Throughput | None:
+        """MFU, FLOP/s, tokens and examples a second and a device; None where costs are no seconds."""
+        if self.work is None or self.unit != "s" or not self.cost:
+            return None
+        return self.work.at(self.cost, self.devices)
 
     def with_model(self, traced: Traced) -> Self:
         """The plan with its model's trace again; PaseError where it is not the model of the plan."""

@@ -53,6 +53,7 @@ def report_page(e: Explanation) -> str:
         "<dl>",
         f"<dt>mesh<dd>{escape(mesh)}",
         f"<dt>step<dd>{cost_text(plan.cost, plan.unit)}, predicted by cost model '{escape(plan.cost_model)}'",
+        *([f"<dt>speed<dd>{escape(str(plan.throughput))}"] if plan.throughput is not None else []),
         "<dt>certificate<dd>"
         + (
             "optimal under that cost model"

@@ -1,0 +1,126 @@
+"""What a step gets done, in the units people think in: model FLOPs, tokens, examples, a second and a device.
+
+Model FLOPs are those of products, convolutions and attention, forward and backward, once: what is computed again in
+backward is not counted, nor are light ops. A fused attention counts two products forward and four backward (its kernel
+makes the scores again), half of that under a causal mask; attention written out as products counts what is written.
+MFU (model FLOPs utilization: Chowdhery et al. 2022, arXiv 2204.02311, appendix B) is the time that these FLOPs take at
+the peak of the precision that each product runs in, over the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pase.ir import Graph, Op
+from pase.ir.blocks import turns_of
+from pase.ir.functions import CAUSAL_ATTENTION
+from pase.machine import Machine
+from pase.tables.layouts import number
+
+__all__ = ["StepWork", "Throughput", "model_flops", "step_work"]
+
+_BACKWARD = 2
+"""Gradients of an attention's operands take four products where forward has two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a step works on, whatever the strategy.
+
+    flops: model FLOPs. at_peak_s: seconds that one device takes for them at the peak of their precisions.
+    examples: first dim of the batch, all micro-batches; tokens: indices that are looked up in an embedding (of several
+    look-ups the largest); None: no batch, or no look-up.
+    """
+
+    flops: float
+    at_peak_s: float
+    examples: int | None = None
+    tokens: int | None = None
+
+    def at(self, step_s: float, devices: int) -> Throughput:
+        """What is reached on so many devices with a step of so many seconds."""
+        device_s = step_s * devices
+        return Throughput(
+            mfu=self.at_peak_s / device_s,
+            tflops_per_device=self.flops / device_s / 1e12,
+            tokens_per_s_per_device=None if self.tokens is None else self.tokens / device_s,
+            examples_per_s_per_device=None if self.examples is None else self.examples / device_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """A step's speed on one device. mfu: of 1; tflops_per_device: model FLOPs; None: not known of the model."""
+
+    mfu: float
+    tflops_per_device: float
+    tokens_per_s_per_device: float | None
+    examples_per_s_per_device: float | None
+
+    def __str__(self) -> str:
+        """
+        >>> str(Throughput(mfu=0.412, tflops_per_device=407.6, tokens_per_s_per_device=6667.2,
+        ...                examples_per_s_per_device=0.8))
+        'MFU 41.2% · 408 TFLOP/s a device · 6,670 tokens/s a device'
+        """
+        parts = [f"MFU {self.mfu:.1%}", f"{self.tflops_per_device:.3g} TFLOP/s a device"]
+        rates = (("tokens", self.tokens_per_s_per_device), ("examples", self.examples_per_s_per_device))
+        parts += [f"{_rounded(rate)} {what}/s a device" for what, rate in rates if rate is not None][:1]
+        return " · ".join(parts)
+
+
+def _rounded(rate: float) -> str:
+    return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:
+    """(dtype, FLOPs) of every product of a step, forward and backward."""
+    for n in graph.nodes:
+        for op in n.ops:
+            if op.kind not in ("matmul", "conv", "attention"):
+                continue
+            points = 1.0
+            for d in op.dims if op.over is None else op.over:
+                points *= number(n.space[d].size, n.name)
+            flops = op.flops_per_point * points * number(op.times, n.name) * op.chance
+            if op.function is CAUSAL_ATTENTION:
+                flops /= 2
+            yield graph.tensors[op.reads[0].tensor].dtype, flops * (1 + _gradients(graph, op))
+
+
+def _gradients(graph: Graph, op: Op) -> int:
+    """Backward's products for one of forward."""
+    wanted = sum(op.differentiable and graph.tensors[a.tensor].needs_grad for a in op.reads)
+    return (_BACKWARD if wanted else 0) if op.kind == "attention" else wanted
+
+
+def step_work(graph: Graph, machine: Machine) -> StepWork:
+    """What a step of the simplified graph works on; of one in micro-batches, all of them."""
+    flops = list(model_flops(graph))
+    inputs = {n.ops[0].writes[0].tensor: n for n in graph.nodes if n.kind == "input"}
+    turns = turns_of(graph)
+    batches = [t.shape[0] for name in inputs for t in [graph.tensors[name]] if t.shape]
+    looked_up = [_indices(graph, op) for n in graph.nodes for op in n.ops if op.kind == "gather"]
+    tokens = max((n for n in looked_up if n is not None), default=None)
+    return StepWork(
+        flops=sum(f for _, f in flops),
+        at_peak_s=sum(f / machine.device.peak(dtype) for dtype, f in flops),
+        examples=number(batches[0], "batch") * turns if batches else None,
+        tokens=None if tokens is None else tokens * turns,
+    )
+
+
+def _origin(graph: Graph, tensor: str) -> str | None:
+    """The kind of node that a tensor comes from, copies left out."""
+    producer = graph.producer.get(tensor)
+    while producer is not None and producer.kind == "copy":
+        producer = graph.producer.get(producer.ops[0].reads[0].tensor)
+    return None if producer is None else producer.kind
+
+
+def _indices(graph: Graph, op: Op) -> int | None:
+    """How many rows of a parameter a look-up fetches by what it reads of the batch; None: it is no such look-up."""
+    if len(op.reads) != 2 or [_origin(graph, a.tensor) for a in op.reads] != ["parameter", "input"]:
+        return None
+    return int(number(graph.tensors[op.reads[1].tensor].elements, op.name))

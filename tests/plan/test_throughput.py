@@ -1,0 +1,87 @@
+"""MFU, FLOP/s and tokens a device: what is counted, and that layouts keep it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pase
+from pase import machine
+from pase.commands.compile import summary
+from pase.compiler.variants import Variant, graph_of
+from pase.frontends.from_jax import trace
+from pase.ir import named, simplify
+from pase.plan.layout import from_json, to_json
+from pase.plan.throughput import step_work
+
+D, FF, B = 64, 128, 32
+
+
+def mlp(params, x):  # type: ignore[no-untyped-def]
+    return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
+
+
+PARAMS = {
+    "up": jax.ShapeDtypeStruct((D, FF), jnp.float32),
+    "down": jax.ShapeDtypeStruct((FF, D), jnp.float32),
+}
+BATCH = jax.ShapeDtypeStruct((B, D), jnp.float32)
+H100 = machine.load("h100x8")
+
+
+def test_products_count_forward_and_backward():
+    """The first layer's input needs no gradient: two products; the second has three."""
+    work = step_work(named(simplify(trace(mlp, PARAMS, BATCH).graph)), H100)
+    assert work.flops == (2 + 3) * 2 * B * D * FF
+    assert work.at_peak_s == pytest.approx(work.flops / H100.device.peak("float32"))
+    assert (work.examples, work.tokens) == (B, None)
+
+
+def test_recomputation_and_micro_batches_change_nothing():
+    traced = trace(mlp, PARAMS, BATCH)
+    whole = step_work(graph_of(traced, Variant()), H100)
+    assert step_work(graph_of(traced, Variant(accumulate=4)), H100) == whole
+    again = trace(jax.checkpoint(mlp), PARAMS, BATCH)
+    assert step_work(graph_of(again, Variant()), H100).flops == whole.flops
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_fused_attention_counts_six_products_half_of_them_if_causal(causal):
+    b, s, h, d = 2, 32, 4, 8
+
+    def loss(p, x):  # type: ignore[no-untyped-def]
+        q = x * p
+        return jnp.sum(jax.nn.dot_product_attention(q, q, q, is_causal=causal))
+
+    shapes = jax.ShapeDtypeStruct((d,), jnp.float32), jax.ShapeDtypeStruct((b, s, h, d), jnp.float32)
+    work = step_work(named(simplify(trace(loss, *shapes).graph)), H100)
+    assert work.flops == 6 * 2 * b * h * s * s * d / (2 if causal else 1)
+
+
+def test_tokens_are_what_is_looked_up_also_where_the_table_is_tied():
+    from pase import zoo
+    from pase.compiler.resolve import resolve
+
+    for name in ("gpt2", "transformer", "llama3_8b"):
+        model = zoo.reduced(name)
+        work = step_work(named(simplify(trace(model.loss_fn, model.params, model.batch).graph)), H100)
+        tokens = max(t.size for t in jax.tree.leaves(model.batch) if t.dtype == jnp.int32)
+        assert work.tokens == tokens, name
+    work = step_work(named(simplify(resolve("zoo:alexnet").graph)), H100)
+    assert work.tokens is None and work.examples == 128
+
+
+def test_a_plan_says_it_and_its_layout_keeps_it():
+    plan = pase.compile(mlp, PARAMS, BATCH, devices=4, baselines=False)
+    assert plan.throughput is not None
+    assert plan.throughput.mfu == pytest.approx(plan.work.at_peak_s / 4 / plan.cost)
+    assert plan.throughput.examples_per_s_per_device == pytest.approx(B / 4 / plan.cost)
+    assert f"speed  {plan.throughput}" in str(plan)
+    assert summary(plan)["mfu"] == plan.throughput.mfu and summary(plan)["tokens_per_s_per_device"] is None
+    tree = to_json(plan)
+    assert from_json(tree).throughput == plan.throughput
+    for old in ("work", "throughput"):  # a layout of before this was kept
+        del tree[old]
+    assert from_json(tree).throughput is None
+    assert pase.compile(mlp, PARAMS, BATCH, devices=4, cost_model="paper").throughput is None
