@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pase.backends import jax_attention
 from pase.backends.jax_equations import boundary
 from pase.frontends.from_jax import inlined, inner_jaxpr
+from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_control import by_platform
-from pase.frontends.jax_versions import evaluate, is_literal, scan_groups
+from pase.frontends.jax_versions import evaluate, is_literal, scan_groups, source_line
 from pase.ir.blocks import Block
 from pase.plan.constraints import Placement
 
@@ -101,7 +103,8 @@ class Walk:
                 outs = self._cond(eqn, ins, path, copies)
             else:
                 ins = [self._read(x, path, t, copies) for x, t in zip(ins, names, strict=True)]
-                outs = evaluate(eqn, ins, info)
+                kernel = self._kernel(eqn, path)
+                outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
                 outs = [self.defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
             env.update(zip(eqn.outvars, outs, strict=True))
 
@@ -132,6 +135,16 @@ class Walk:
             env.update(zip(makes, made, strict=True))
             i = block.stop
         return [value(v) for v in jaxpr.outvars]
+
+    def _kernel(self, eqn: Any, path: str) -> Callable[..., Any] | None:
+        """An attention's kernel, split as the plan has it; None: XLA splits the equation."""
+        call = call_of(eqn)
+        if call is None:
+            return None
+        return jax_attention.of_plan(
+            call, self.plan.traced.operands[path], [v.aval.shape for v in eqn.invars],
+            self.plan.accesses.get(path), self.mesh, source_line(eqn),
+        )  # fmt: skip
 
     def _call(self, eqn: Any, ins: Sequence[Any], prefix: str, copies: Copies) -> Sequence[Any]:
         import jax

@@ -5,8 +5,8 @@ The constrained function is the user's own, walked again equation by equation: `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from pase.frontends.from_jax import Traced
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.ir.blocks import Block
 from pase.machine import Mesh
+from pase.plan.accesses import EquationLayouts
 from pase.plan.constraints import Constraints, Placement, raw_name
 from pase.plan.types import PlanData
 
@@ -35,6 +36,8 @@ class JaxPlan:
     """Micro-batches of a step: gradients are summed over them, and the loss is taken to be a mean over the batch."""
     blocks: tuple[Block, ...] = ()
     """Equations that backward computes again."""
+    accesses: Mapping[str, EquationLayouts] = field(default_factory=dict)
+    """Path of an equation -> the layouts in which it reads and writes."""
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Any:
         """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: all of jax.devices())."""
@@ -448,6 +451,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         traced=micro(traced, plan.accumulate),
         accumulate=plan.accumulate,
         blocks=plan.remat,
+        accesses=plan.accesses,
         logical_mesh=plan.mesh,
         constraints=Constraints(
             storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},

@@ -8,18 +8,21 @@ read, and priced, as it stands.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from pase.frontends.jax_versions import attention_by
+from pase.frontends.jax_versions import attention_by, static_arguments
 
-__all__ = ["CAUSAL", "WHOLE", "Call", "call_of", "named"]
+__all__ = ["Asked", "Call", "call_of", "named"]
 
-WHOLE = "dot_product_attention"
-CAUSAL = f"causal_{WHOLE}"
+Asked = Literal["xla", "cudnn", "flash"]
+"""Whose kernel a program asks for: XLA's own, cuDNN's, or Pallas' flash attention for TPUs."""
+
+_NAME = re.compile(r"(?P<causal>causal_)?(?P<asked>xla|cudnn)_attention_scaled_(?P<scale>\S+)")
 _FLASH = "flash_attention"
 """Pallas' kernel for TPUs: heads before positions."""
 _lock = threading.RLock()
@@ -30,11 +33,20 @@ class Call:
     """One call of attention in a jaxpr.
 
     order: where batch, positions, heads and width stand in queries, keys, values and result.
-    causal: a query sees no key behind its own position.
+    causal: a query sees no key behind its own position. scale: of the scores. asked: whose kernel is to run.
+    blocks: those of Pallas' kernel, as it takes them.
     """
 
-    order: tuple[int, int, int, int]
+    order: tuple[int, int, int, int] = (0, 1, 2, 3)
     causal: bool
+    scale: float
+    asked: Asked
+    blocks: Any = None
+
+    @property
+    def name(self) -> str:
+        """What a jitted function is called that does this: the one thing of a call that JAX keeps in a jaxpr."""
+        return f"{'causal_' if self.causal else ''}{self.asked}_attention_scaled_{self.scale!r}"
 
 
 def call_of(eqn: Any) -> Call | None:
@@ -43,18 +55,27 @@ def call_of(eqn: Any) -> Call | None:
     A bias or a mask may follow queries, keys and values; lengths and batches by ``vmap`` are not read (None).
     """
     name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
-    if name not in (WHOLE, CAUSAL, _FLASH) or len(eqn.outvars) != 1:
+    if name is None or len(eqn.outvars) != 1:
         return None
-    order = (0, 2, 1, 3) if name == _FLASH else (0, 1, 2, 3)
     shapes = [v.aval.shape for v in eqn.invars]
     if len(shapes) not in (3, 4) or any(len(s) != 4 for s in shapes):
         return None
-    return Call(order=order, causal=name == CAUSAL or (name == _FLASH and _compares_positions(eqn)))
+    if name == _FLASH:
+        return _flash(eqn)
+    if (words := _NAME.fullmatch(name)) is None:
+        return None
+    asked: Asked = "cudnn" if words["asked"] == "cudnn" else "xla"
+    return Call(causal=words["causal"] is not None, scale=float(words["scale"]), asked=asked)
 
 
-def _compares_positions(eqn: Any) -> bool:
-    """Does the kernel compare positions of queries and keys? (Nothing outside it says whether it is causal.)"""
-    return " iota" in str(eqn.params["jaxpr"])
+def _flash(eqn: Any) -> Call | None:
+    """Pallas' flash attention: what it is called with stands beside its derivative rule alone."""
+    inner = eqn.params["jaxpr"].eqns
+    given = static_arguments(inner[-1]) if inner and inner[-1].primitive.name == "custom_vjp_call" else None
+    if given is None or len(given) != 5:
+        return None
+    _, causal, scale, blocks, _ = given
+    return Call(order=(0, 2, 1, 3), causal=causal, scale=float(scale), asked="flash", blocks=blocks)
 
 
 @contextmanager
@@ -84,24 +105,29 @@ class _Named:
         special = settings.get("return_residual") or settings.get("dropout_rate")
         if threading.get_ident() != self.thread or special:
             return self.theirs(q, k, v, bias, mask, *lengths, **settings)
+        asked: Asked = "xla"
         if "mask_type" in settings:  # cuDNN's words
+            asked = "cudnn"
             window = settings.get("sliding_window_length")
             settings = {
                 "is_causal": "CAUSAL" in settings["mask_type"].name, "scale": settings["scale"],
                 "q_seqlen": lengths[0], "kv_seqlen": lengths[1],
                 "local_window_size": None if window is None else (window - 1, 0),
             }  # fmt: skip
-        return _jitted(self.plain, (q, k, v), (bias, mask), settings)
+        return _jitted(self.plain, (q, k, v), (bias, mask), asked, settings)
 
 
-def _jitted(plain: Callable[..., Any], qkv: Any, beside: Any, settings: dict[str, Any]) -> Any:
-    """A call of ``plain`` under a name that says what it is; lengths and windows have none, and stay inlined."""
+def _jitted(plain: Callable[..., Any], qkv: Any, beside: Any, asked: Asked, settings: dict[str, Any]) -> Any:
+    """A call of ``plain`` under a name that says what it is; lengths, windows and scales that are no numbers have
+    none, and stay inlined."""
     import jax
 
     def attention(qkv: Any, beside: Any) -> Any:
         return plain(*qkv, *beside, **settings)
 
-    if any(settings.get(name) is not None for name in ("q_seqlen", "kv_seqlen", "local_window_size")):
+    unnamed = any(settings.get(name) is not None for name in ("q_seqlen", "kv_seqlen", "local_window_size"))
+    if unnamed or isinstance(settings["scale"], jax.Array):
         return attention(qkv, beside)
-    attention.__name__ = CAUSAL if settings["is_causal"] else WHOLE
+    call = Call(causal=bool(settings["is_causal"]), scale=float(settings["scale"]), asked=asked)
+    attention.__name__ = call.name
     return jax.jit(attention)(qkv, beside)

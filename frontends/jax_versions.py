@@ -7,6 +7,7 @@ run the tests with it, mend what differs below, and add it to ``KNOWN`` and to t
 - Up to 0.10 a scan says how many of its operands are constants and carried (num_consts, num_carry); from 0.11 on
   ``ft_in`` holds the operands' three groups.
 - ``jax.nn.dot_product_attention`` calls one of two functions of its own module, by name.
+- The kernels of cuDNN and Pallas give the logarithms of their sums, and take other ones backward, by inner functions.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ __all__ = [
     "KNOWN",
     "attention_by",
     "check",
+    "cudnn_attention",
+    "cudnn_attention_backward",
     "evaluate",
+    "flash_attention",
+    "flash_attention_backward",
     "is_dropped",
     "is_literal",
     "opened",
     "scan_groups",
     "source_line",
+    "static_arguments",
 ]
 
 KNOWN = ((0, 10), (0, 11), (0, 12))
@@ -101,6 +107,17 @@ def source_line(eqn: Any) -> str:
         return ""
 
 
+def static_arguments(eqn: Any) -> tuple[Any, ...] | None:
+    """What a function with a derivative rule of its own was called with besides arrays (``nondiff_argnums``), in order.
+
+    It stands with the rule for backward, which is given it first; None where that is not found.
+    """
+    for transform, args in getattr(eqn.params.get("bwd"), "transforms", ()):
+        if transform.__name__ == "_prepend_static_args":
+            return tuple(a.val for a in args[0])
+    return None
+
+
 Attention = Callable[..., Any]
 
 
@@ -123,6 +140,62 @@ def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: st
         yield
     finally:
         namespace.update(kept)
+
+
+def cudnn_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+    """cuDNN's kernel on [b, positions, heads, d]: the result, and the logarithm of each query's sum [b, heads, q]."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    result, sums = cudnn.dot_product_attention(q, k, v, scale=scale, mask_type=mask, return_residual=True)
+    return result, sums
+
+
+def cudnn_attention_backward(
+    q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
+) -> tuple[Any, Any, Any]:
+    """Its backward kernel, told what result and sums are: gradients of q, k and v."""
+    import jax.numpy as jnp
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    none = jnp.zeros(0, q.dtype)
+    given = (q, k, v, *(none,) * 7, sums, result)
+    dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_rule(
+        scale,
+        42,
+        0.0,
+        (False, False),
+        mask,
+        cudnn.AttentionLayout.BTNH.value,
+        None,
+        None,
+        False,
+        given,
+        gradient,
+    )
+    return dq, dk, dv
+
+
+def flash_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float, blocks: Any) -> tuple[Any, Any]:
+    """Pallas' kernel for TPUs on [b, heads, positions, d]: the result, and the logarithms of the sums [b, heads, q]."""
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+    result, total, most = flash._flash_attention(q, k, v, None, None, True, causal, scale, blocks, False)
+    return result, most + jnp.log(total)
+
+
+def flash_attention_backward(
+    q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float, blocks: Any
+) -> tuple[Any, Any, Any]:
+    """Its backward kernels, told what result and sums are: gradients of q, k and v."""
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+    given = (q, k, v, None, None, result, jnp.ones_like(sums), sums)
+    dq, dk, dv, *_ = flash._flash_attention_bwd(False, causal, scale, blocks, False, given, gradient)
+    return dq, dk, dv
 
 
 def evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:

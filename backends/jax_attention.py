@@ -1,0 +1,239 @@
+"""Attention of a plan as it runs: each device's part of it by the kernel that the program asks for, under shard_map.
+
+XLA cannot split a kernel, so the plan's split of it is written out: parts of the batch and of the heads are attentions
+of their own; parts of the queries see all keys, of which a causal one skips those behind it. The gradients of keys and
+values are summed over the parts that read them. On a device that lacks the kernel the definition runs in its place,
+split alike, with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pase.backends.jax_attention_kernels import CuDNN, Flash, Kernel, Reference
+from pase.frontends.jax_attention import Call
+from pase.plan.accesses import Digits, EquationLayouts
+
+__all__ = ["Split", "kernel_for", "of_plan"]
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The mesh axes that split each dim of an attention, major to minor."""
+
+    batch: Axes = ()
+    queries: Axes = ()
+    heads: Axes = ()
+    groups: Axes = ()
+
+    @property
+    def of_queries(self) -> Any:
+        """PartitionSpec of [b, q, kv heads, group, d]; without the last also of the sums."""
+        from jax.sharding import PartitionSpec
+
+        return PartitionSpec(self.batch, self.queries, self.heads, self.groups)
+
+    @property
+    def of_keys(self) -> Any:
+        """PartitionSpec of [b, s, kv heads, d]."""
+        from jax.sharding import PartitionSpec
+
+        return PartitionSpec(self.batch, None, self.heads)
+
+
+def split_of(
+    q: Digits, k: Digits, call: Call, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
+) -> Split | None:
+    """The split that layouts of queries and keys are; None where a part is not contiguous.
+
+    shapes: of queries and keys; sizes: of the mesh's axes, in order.
+    """
+    batch, position, head, _ = call.order
+    kv_heads = shapes[1][head]
+    found: dict[str, list[tuple[int, str]]] = {"batch": [], "queries": [], "heads": [], "groups": []}
+    for axis, of_q, of_k in zip(sizes, q, k, strict=True):
+        if of_q is None and of_k is None:
+            continue
+        if of_q is None or of_q[0] not in (batch, position, head):
+            return None
+        name = {batch: "batch", position: "queries", head: "heads" if of_k else "groups"}[of_q[0]]
+        blocks = of_q[1] // kv_heads if name == "groups" else of_q[1]
+        found[name].append((blocks, axis))
+    out = {}
+    for name, axes in found.items():
+        cut = 1
+        for blocks, axis in sorted(axes):
+            cut *= sizes[axis]
+            if blocks != cut:
+                return None
+        out[name] = tuple(axis for _, axis in sorted(axes))
+    return Split(**out)
+
+
+def kernel_for(call: Call, platform: str, source: str) -> Kernel:
+    """The kernel that the call asks for, or where the platform lacks it, the definition, with a warning."""
+    if call.asked == "cudnn" and platform == "gpu":
+        return CuDNN()
+    if call.asked == "flash" and platform == "tpu":
+        return Flash(blocks=call.blocks)
+    if call.asked != "xla":
+        whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
+        warnings.warn(
+            f"the attention at {source or 'an unknown line'} asks for {whose}, which {platform} devices lack: it runs "
+            f"as two products and a softmax, with its scores in memory, and not at the price of the kernel",
+            stacklevel=2,
+        )
+    return Reference()
+
+
+def of_plan(
+    call: Call, reads: Sequence[str | None], shapes: Sequence[tuple[int, ...]], layouts: EquationLayouts | None,
+    mesh: Any, source: str,
+) -> Callable[..., Any] | None:  # fmt: skip
+    """The attention as a function of q, k, v, split as the plan has it.
+
+    None where XLA is to split it: it is asked for XLA's own, has a bias or a mask, or parts that are not contiguous.
+    reads, shapes: names and shapes of what it reads.
+    """
+    if call.asked == "xla" or len(reads) != 3:
+        return None
+    if layouts is None or len(set(reads[:2])) < 2:
+        return None
+    q, k = (layouts.reads.get(name or "") for name in reads[:2])
+    if q is None or k is None:
+        return None
+    split = split_of(q, k, call, shapes, dict(mesh.shape))
+    if split is None or (
+        call.causal and split.queries and shapes[0][call.order[1]] != shapes[1][call.order[1]]
+    ):
+        return None
+    kernel = kernel_for(call, mesh.devices.flat[0].platform, source)
+    run = _Local(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh).differentiable()
+    order = tuple(
+        sorted(range(4), key=lambda i: call.order[i])
+    )  # where each dim of (b, q, h, d) goes back to
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(call.order) for x in (q, k, v))
+        b, t, _, d = q.shape
+        kv_heads = k.shape[2]
+        out = run(q.reshape(b, t, kv_heads, -1, d), k, v)
+        return out.reshape(b, t, -1, v.shape[-1]).transpose(order)
+
+    return attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Local:
+    """What each device does, and what leaves it."""
+
+    kernel: Kernel
+    split: Split
+    causal: bool
+    scale: float
+    mesh: Any
+
+    def differentiable(self) -> Callable[..., Any]:
+        """f(q, k, v) on whole arrays, with a derivative rule of its own: kernels know none that is split."""
+        import jax
+
+        of_q, of_k = self.split.of_queries, self.split.of_keys
+
+        def mapped(fn: Any, ins: Any, outs: Any) -> Any:
+            return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+        forward = mapped(self._forward, (of_q, of_k, of_k), (of_q, of_q))
+        backward = mapped(self._backward, (of_q, of_k, of_k, of_q, of_q, of_q), (of_q, of_k, of_k))
+
+        @jax.custom_vjp
+        def attention(q: Any, k: Any, v: Any) -> Any:
+            return forward(q, k, v)[0]
+
+        def kept(q: Any, k: Any, v: Any) -> Any:
+            result, sums = forward(q, k, v)
+            return result, (q, k, v, result, sums)
+
+        attention.defvjp(kept, lambda given, gradient: backward(*given, gradient))
+        return attention
+
+    def _parts(self) -> int:
+        return math.prod(self.mesh.shape[a] for a in self.split.queries) if self.causal else 1
+
+    def _forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        import jax
+
+        if self._parts() == 1:
+            return self.kernel.forward(q, k, v, causal=self.causal, scale=self.scale)
+
+        def part(i: int) -> Callable[[], tuple[Any, Any]]:
+            return lambda: self._part_forward(i, q, k, v)
+
+        return jax.lax.switch(  # type: ignore[no-any-return]
+            jax.lax.axis_index(self.split.queries), [part(i) for i in range(self._parts())]
+        )
+
+    def _part_forward(self, i: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """The i-th part of the queries: all keys before it, and its own under the mask."""
+        own = slice(i * q.shape[1], (i + 1) * q.shape[1])
+        done = self.kernel.forward(q, k[:, own], v[:, own], causal=True, scale=self.scale)
+        if i == 0:
+            return done
+        before = slice(0, own.start)
+        return merged(
+            done, self.kernel.forward(q, k[:, before], v[:, before], causal=False, scale=self.scale)
+        )
+
+    def _backward(
+        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any
+    ) -> tuple[Any, Any, Any]:
+        import jax
+
+        if self._parts() == 1:
+            dq, *of_keys = self.kernel.backward(
+                q, k, v, result, sums, gradient, causal=self.causal, scale=self.scale
+            )
+        else:
+
+            def part(i: int) -> Callable[[], tuple[Any, Any, Any]]:
+                return lambda: self._part_backward(i, q, k, v, result, sums, gradient)
+
+            dq, *of_keys = jax.lax.switch(
+                jax.lax.axis_index(self.split.queries), [part(i) for i in range(self._parts())]
+            )
+        over = (*self.split.queries, *self.split.groups)
+        dk, dv = (jax.lax.psum(x, over) if over else x for x in of_keys)
+        return dq, dk, dv
+
+    def _part_backward(
+        self, i: int, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any
+    ) -> tuple[Any, Any, Any]:
+        import jax.numpy as jnp
+
+        own = slice(i * q.shape[1], (i + 1) * q.shape[1])
+        given = (result, sums, gradient)
+        dq, dk, dv = self.kernel.backward(q, k[:, own], v[:, own], *given, causal=True, scale=self.scale)
+        if i:
+            before = slice(0, own.start)
+            more, *first = self.kernel.backward(
+                q, k[:, before], v[:, before], *given, causal=False, scale=self.scale
+            )
+            dq = dq + more
+            dk, dv = (jnp.concatenate(pair, axis=1) for pair in zip(first, (dk, dv), strict=True))
+        after = ((0, 0), (0, k.shape[1] - own.stop), (0, 0), (0, 0))
+        return dq, jnp.pad(dk, after), jnp.pad(dv, after)
+
+
+def merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Attention over two sets of keys, of (result, logarithms of the sums) over each."""
+    import jax.numpy as jnp
+
+    (a, of_a), (b, of_b) = one, other
+    sums = jnp.logaddexp(of_a, of_b)
+    wide = a * jnp.exp(of_a - sums)[..., None] + b * jnp.exp(of_b - sums)[..., None]
+    return wide.astype(a.dtype), sums

@@ -1,0 +1,142 @@
+"""Kernels of attention on one device: cuDNN's, Pallas' flash attention, and the definition itself, for any device.
+
+Each is a pair: forward gives the result and the logarithm of each query's sum; backward takes both as given, so that
+attention over many blocks of keys is put together from kernels (``jax_attention``). Queries and results are
+[b, q, kv heads, group, d], keys and values [b, s, kv heads, d], the logarithms [b, q, kv heads, group].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pase.frontends import jax_versions
+
+__all__ = ["CuDNN", "Flash", "Kernel", "Reference"]
+
+
+class Kernel(Protocol):
+    """causal: query i sees the keys up to the i-th. scale: of the scores."""
+
+    def forward(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+        """(result, logarithms of the sums)"""
+        ...
+
+    def backward(
+        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
+    ) -> tuple[Any, Any, Any]:
+        """Gradients of q, k and v, given ``gradient`` of the result."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The two products and the softmax, scores in memory: what XLA makes of it, on any device."""
+
+    def _scores(self, q: Any, k: Any, *, causal: bool, scale: float) -> Any:
+        import jax.numpy as jnp
+
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        scores = jnp.einsum("bqhgd,bshd->bqhgs", q, k, preferred_element_type=wide) * scale
+        if causal:
+            seen = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))[:, None, None, :]
+            scores = jnp.where(seen, scores, -jnp.inf)
+        return scores
+
+    def forward(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+        import jax.numpy as jnp
+        from jax.scipy.special import logsumexp
+
+        scores = self._scores(q, k, causal=causal, scale=scale)
+        sums = logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - sums[..., None]).astype(v.dtype)
+        return jnp.einsum("bqhgs,bshe->bqhge", weights, v), sums
+
+    def backward(
+        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
+    ) -> tuple[Any, Any, Any]:
+        import jax.numpy as jnp
+
+        wide = sums.dtype
+        weights = jnp.exp(self._scores(q, k, causal=causal, scale=scale) - sums[..., None])
+        of_weights = jnp.einsum("bqhge,bshe->bqhgs", gradient, v, preferred_element_type=wide)
+        each = jnp.sum(gradient.astype(wide) * result.astype(wide), axis=-1)
+        of_scores = (weights * (of_weights - each[..., None]) * scale).astype(q.dtype)
+        return (
+            jnp.einsum("bqhgs,bshd->bqhgd", of_scores, k),
+            jnp.einsum("bqhgs,bqhgd->bshd", of_scores, q),
+            jnp.einsum("bqhgs,bqhge->bshe", weights.astype(v.dtype), gradient),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CuDNN:
+    """cuDNN's fused attention, which takes bfloat16 and float16 on NVIDIA's GPUs."""
+
+    def forward(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+        b, t, h, g, _ = q.shape
+        result, sums = jax_versions.cudnn_attention(_heads(q), k, v, causal=causal, scale=scale)
+        return result.reshape(b, t, h, g, -1), sums.transpose(0, 2, 1).reshape(b, t, h, g)
+
+    def backward(
+        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
+    ) -> tuple[Any, Any, Any]:
+        b, t = q.shape[:2]
+        dq, dk, dv = jax_versions.cudnn_attention_backward(
+            _heads(q), k, v, _heads(result), sums.reshape(b, t, -1).transpose(0, 2, 1), _heads(gradient),
+            causal=causal, scale=scale,
+        )  # fmt: skip
+        return dq.reshape(q.shape), dk, dv
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flash:
+    """Pallas' flash attention for TPUs. blocks: its sizes for the whole arrays; a part has no larger ones."""
+
+    blocks: Any
+
+    def _blocks(self, batch: int, queries: int, keys: int) -> Any:
+        most = {"block_b": batch, "block_q": queries, "block_k": keys}
+
+        def least(name: str, size: Any) -> Any:
+            return (
+                size
+                if size is None
+                else min(size, *(n for start, n in most.items() if name.startswith(start)))
+            )
+
+        fields = {
+            f.name: least(f.name, getattr(self.blocks, f.name)) for f in dataclasses.fields(self.blocks)
+        }
+        return dataclasses.replace(self.blocks, **fields)
+
+    def forward(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+        b, t, h, g, _ = q.shape
+        blocks = self._blocks(b, t, k.shape[1])
+        result, sums = jax_versions.flash_attention(
+            *(_heads_first(x) for x in (q, k, v)), causal=causal, scale=scale, blocks=blocks
+        )
+        return result.transpose(0, 2, 1, 3).reshape(b, t, h, g, -1), sums.transpose(0, 2, 1).reshape(
+            b, t, h, g
+        )
+
+    def backward(
+        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
+    ) -> tuple[Any, Any, Any]:
+        b, t = q.shape[:2]
+        q_, k_, v_, result, gradient = (_heads_first(x) for x in (q, k, v, result, gradient))
+        dq, dk, dv = jax_versions.flash_attention_backward(
+            q_, k_, v_, result, sums.reshape(b, t, -1).transpose(0, 2, 1), gradient,
+            causal=causal, scale=scale, blocks=self._blocks(b, t, k.shape[1]),
+        )  # fmt: skip
+        return dq.transpose(0, 2, 1, 3).reshape(q.shape), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+def _heads(x: Any) -> Any:
+    """Query heads as one dim."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _heads_first(x: Any) -> Any:
+    return _heads(x).transpose(0, 2, 1, 3)
