@@ -83,13 +83,17 @@ def kernel_for(call: Call, platform: str, source: str) -> Kernel:
     if call.asked == "flash" and platform == "tpu":
         return Flash(blocks=call.blocks)
     if call.asked != "xla":
-        whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
-        warnings.warn(
-            f"the attention at {source or 'an unknown line'} asks for {whose}, which {platform} devices lack: it runs "
-            f"as two products and a softmax, with its scores in memory, and not at the price of the kernel",
-            stacklevel=2,
-        )
+        _said(call, f"which {platform} devices lack", source)
     return Reference()
+
+
+def _said(call: Call, why: str, source: str) -> None:
+    whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
+    warnings.warn(
+        f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two products and a "
+        f"softmax, with its scores in memory, and not at the price of the kernel",
+        stacklevel=3,
+    )
 
 
 def of_plan(
@@ -101,17 +105,11 @@ def of_plan(
     None where XLA is to split it: it is asked for XLA's own, has a bias or a mask, or parts that are not contiguous.
     reads, shapes: names and shapes of what it reads.
     """
-    if call.asked == "xla" or len(reads) != 3:
+    if call.asked == "xla":
         return None
-    if layouts is None or len(set(reads[:2])) < 2:
-        return None
-    q, k = (layouts.reads.get(name or "") for name in reads[:2])
-    if q is None or k is None:
-        return None
-    split = split_of(q, k, call, shapes, dict(mesh.shape))
-    if split is None or (
-        call.causal and split.queries and shapes[0][call.order[1]] != shapes[1][call.order[1]]
-    ):
+    split = _split(call, reads, shapes, layouts, mesh)
+    if split is None:
+        _said(call, "which here is not split with what else it reads, or not into such parts", source)
         return None
     kernel = kernel_for(call, mesh.devices.flat[0].platform, source)
     run = _Local(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh).differentiable()
@@ -127,6 +125,21 @@ def of_plan(
         return out.reshape(b, t, -1, v.shape[-1]).transpose(order)
 
     return attention
+
+
+def _split(
+    call: Call, reads: Sequence[str | None], shapes: Sequence[tuple[int, ...]], layouts: EquationLayouts | None,
+    mesh: Any,
+) -> Split | None:  # fmt: skip
+    """The plan's split, where it can be written out; not with a bias or a mask, nor of a tensor that is read twice."""
+    if layouts is None or len(reads) != 3 or reads[0] in (None, *reads[1:]):
+        return None
+    q, k = (layouts.reads.get(name or "") for name in reads[:2])
+    if q is None or k is None:
+        return None
+    split = split_of(q, k, call, shapes, dict(mesh.shape))
+    unequal = shapes[0][call.order[1]] != shapes[1][call.order[1]]
+    return None if split is None or (call.causal and split.queries and unequal) else split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,7 @@ def test_parts_are_the_whole(split: dict[str, str], mesh: str, causal: bool) -> 
     assert difference(plan, model(causal, None)) < EXACT
 
 
+@pytest.mark.usefixtures("float64")
 def test_a_device_without_the_kernel_says_so() -> None:
     plan = planned(case(True, "cudnn"), {"q": "a"}, "a=8")
     with pytest.warns(
@@ -128,6 +129,19 @@ def test_a_device_without_the_kernel_says_so() -> None:
         jax.eval_shape(plan.jax.loss(), *arrays())
 
 
+@pytest.mark.usefixtures("float64")
+def test_a_bias_is_not_split_with_the_kernel_and_that_is_said() -> None:
+    def loss(params: Any, x: Any) -> jax.Array:
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, params[n]) for n in "qkv")
+        mask = jnp.ones((1, 1, S, S), bool)
+        return jnp.mean(jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn"))
+
+    plan = planned(case_of(loss, *arrays()), {"b": "a"}, "a=4,b=2")
+    with pytest.warns(UserWarning, match="which here is not split with what else it reads"):
+        jax.eval_shape(plan.jax.loss(), *arrays())
+
+
+@pytest.mark.usefixtures("float64")
 def test_xlas_own_is_left_to_xla() -> None:
     plan = planned(case(True, "xla"), {"b": "a"}, "a=4,b=2")
     assert "shard_map" not in str(jax.make_jaxpr(plan.jax.loss())(*arrays()))
@@ -161,7 +175,7 @@ def test_the_definition_stands_beside_its_derivative(causal: bool) -> None:
 
 def test_flash_by_its_parts_is_the_definition() -> None:
     """Pallas' own kernels, in the interpreter: what they put out is what backward is told."""
-    q, k, v, g = operands(jnp.float32, 256, 128, 1, heads=1)
+    q, k, v, g = operands(jnp.float32, 128, 128, 1, heads=1)
     with pltpu.force_tpu_interpret_mode():
         got = gradients(Flash(blocks=BlockSizes.get_default(2, 1, 512, 512, 128)), q, k, v, g, True)
     for a, b in zip(got, gradients(Reference(), q, k, v, g, True), strict=True):
