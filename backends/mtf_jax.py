@@ -15,6 +15,7 @@ from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_versions import is_literal, source_line
+from pase.ir.places import NOWHERE
 
 __all__ = ["RULES", "source_ops"]
 
@@ -187,7 +188,7 @@ def _value(array: np.ndarray, tensor: str | None = None) -> Input:
 
 class _Walk:
     def __init__(self, traced: Traced, roles: Mapping[str, str]):
-        self.traced, self.roles, self.fresh, self.line = traced, roles, 0, ""
+        self.traced, self.roles, self.fresh, self.line = traced, roles, 0, NOWHERE
 
     def eqns(
         self, eqns: Sequence[Any], env: dict[Any, Input], prefix: str, inside: str = ""
@@ -231,7 +232,7 @@ class _Walk:
             op = SourceOp(
                 path=path,
                 name=name,
-                label=self.line,
+                label=str(self.line),
                 inputs=tuple(ins),
                 outputs=tuple(names),
                 shapes=tuple(tuple(v.aval.shape) for v in eqn.outvars),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pase.backends.truth import graph_of
-from pase.ir import Access, Node, functions
+from pase.ir import Access, Node, Scope, functions
 from pase.memory.account import held
 from pase.plan.types import PlanData
 from pase.tables.layouts import dim_index, number, shards
@@ -72,7 +72,7 @@ def _sums_at_once(plan: PlanData) -> int:
     counts already."""
     graph = graph_of(plan)
     parameters = {n.name for n in graph.nodes if n.kind == "parameter"}
-    whole: dict[str, dict[tuple[str, str], int]] = {}
+    whole: dict[Scope | None, dict[tuple[str, str], int]] = {}
     for c in plan.collectives:
         if (
             c.phase != "backward"
@@ -80,12 +80,12 @@ def _sums_at_once(plan: PlanData) -> int:
             or c.kind not in ("all_reduce", "reduce_scatter")
         ):
             continue
-        loops = [s for s in graph.node[c.node].main.scope if s.startswith("loop")]
-        here = whole.setdefault(loops[-1] if loops else "", {})
+        loops = [s for s in graph.node[c.node].main.scope if s.kind == "loop"]
+        here = whole.setdefault(loops[-1] if loops else None, {})
         here[c.node, c.tensor] = max(here.get((c.node, c.tensor), 0), c.nbytes)
     totals = {scope: 2 * sum(by.values()) for scope, by in whole.items()}
-    if "" in totals:
-        totals[""] -= min(plan.memory.gradients, totals[""] // 2)
+    if None in totals:  # the step itself
+        totals[None] -= min(plan.memory.gradients, totals[None] // 2)
     return max(totals.values(), default=0)
 
 

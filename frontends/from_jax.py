@@ -372,7 +372,7 @@ class _Lower:
             inner.inside = self.b.eqn
         if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
             inner.policy = eqn.params.get("policy")
-            with self.b.region(f"remat{prefix}", remat=not eqn.params.get("differentiated", False)):
+            with self.b.region("remat", prefix, remat=not eqn.params.get("differentiated", False)):
                 inner.eqns(jaxpr.eqns, prefix)
         else:
             inner.eqns(jaxpr.eqns, prefix)

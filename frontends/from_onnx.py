@@ -29,8 +29,9 @@ from pase.frontends.onnx_model import Model, dtype_name, load, ordered
 from pase.frontends.onnx_rules import RULES
 from pase.frontends.onnx_values import MOST_KNOWN, Call, Value
 from pase.frontends.registry import Dims, Unknown, UnknownOp, by_nest, type_names
-from pase.ir import Tensor
+from pase.ir import SourceLine, Tensor
 from pase.ir.garbage import uncollected
+from pase.ir.places import NOWHERE
 from pase.ops import GraphBuilder, nests
 
 __all__ = ["Lowering", "Traced", "coverage", "lowered", "reads", "trace"]
@@ -253,7 +254,7 @@ class Lowering:
                 f"{self.model.name}: its functions unfold to far more nodes than the file has: refused"
             )
         place = f"{self.model.name}: {n.op_type} '{n.name or path}'"
-        self.b.source, self.b.eqn = _source(n) or f"{n.op_type} {n.name or path}", path
+        self.b.source, self.b.eqn = _source(n) or SourceLine(f"{n.op_type} {n.name or path}"), path
         ins = [self.find(x, place) if x and x not in self.absent else None for x in n.input]
         key = self.key(n)
         domain = "" if n.domain == "ai.onnx" else n.domain
@@ -365,14 +366,14 @@ def _contents(t: Any) -> np.ndarray | None:
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,7}), in ([^\n]{1,80})')
 
 
-def _source(n: Any) -> str:
+def _source(n: Any) -> SourceLine:
     """The user's line, where the exporter wrote it down (PyTorch does)."""
     for p in n.metadata_props:
         if p.key == "pkg.torch.onnx.stack_trace":
             frames = _FRAME.findall(p.value[-4000:])
             own = [f for f in frames if "/torch/" not in f[0]] or frames
-            return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
-    return ""
+            return SourceLine(f"{own[-1][0]}:{own[-1][1]}", own[-1][2]) if own else NOWHERE
+    return NOWHERE
 
 
 registry.FRONTENDS.add("onnx", registry.Frontend(reads=reads, trace=trace, coverage=coverage))

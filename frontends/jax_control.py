@@ -70,7 +70,7 @@ def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
             stacked = loops.settle(b, stacked, "loop_xs")
             lower.results[b.eqn] = (stacked.name,)
         stacks.append(stacked)
-    with b.region(f"loop{prefix}", times=length):
+    with b.region("loop", prefix, times=length):
         for k, (var, stacked) in enumerate(zip(xs, stacks, strict=True)):
             b.eqn = f"{path}:x{k}"
             layer = inner.env[var] = loops.unstack(b, stacked)
@@ -104,7 +104,7 @@ def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
         _settled(lower, inner, body.invars[:nb], eqn.invars[nc : nc + nb], f"{path}:const")
         carried = _carried(lower, inner, body.invars[nb:], eqn.invars[nc + nb :], path)
         asks.write(cond.invars[nc:], carried)
-        with b.region(f"loop{prefix}", times=turns):
+        with b.region("loop", prefix, times=turns):
             asks.eqns(cond.eqns, f"{prefix}c.")
             inner.eqns(body.eqns, f"{prefix}b.")
             b.source = source
@@ -130,7 +130,7 @@ def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
         inner = lower.inner()
         _constants(lower, inner, body)
         lower.bind(inner, body.invars, eqn.invars[1:])
-        with b.region(f"branch{prefix}{k}.", chance=chance):
+        with b.region("branch", f"{prefix}{k}.", chance=chance):
             inner.eqns(body.eqns, f"{prefix}{k}.")
             b.source = source
             results = []

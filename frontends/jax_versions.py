@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 from pase.errors import PaseError
+from pase.ir.places import NOWHERE, SourceLine
 
 __all__ = [
     "KNOWN",
@@ -97,14 +98,14 @@ def is_dropped(var: Any) -> bool:
     return type(var).__name__ == "DropVar"
 
 
-def source_line(eqn: Any) -> str:
-    """The user's line, ``file:line:column (function)``; "" where JAX has lost it, as in a cached inner jaxpr."""
+def source_line(eqn: Any) -> SourceLine:
+    """The user's line; none where JAX has lost it, as in a cached inner jaxpr."""
     from jax.extend import source_info_util
 
     try:
-        return source_info_util.summarize(eqn.source_info)
+        return SourceLine.parse(source_info_util.summarize(eqn.source_info))
     except AttributeError:
-        return ""
+        return NOWHERE
 
 
 def static_arguments(eqn: Any) -> tuple[Any, ...] | None:

@@ -97,7 +97,7 @@ def _over_time(
     b.eqn = f"{path}:xs{way}"
     entering = loops.settle(b, entering, "loop_xs")
     b.eqn = path
-    with b.region(f"loop{path}.{way}.", times=steps):
+    with b.region("loop", f"{path}.{way}.", times=steps):
         step = loops.unstack(b, entering)
         new = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}[c.op](c, step, weights, carried)
         made = loops.stack(b, new[0], steps, shape)

@@ -179,7 +179,7 @@ def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: 
             args.append(carried[k])
         else:
             args.append(v)
-    with b.region(f"loop:{path}", times=loop.times):
+    with b.region("loop", path, times=loop.times):
         outs = [_whole(lower, v) for v in lower.body(body, args, f"{path}/")]
         b.source = source
         lower.results[f"{path}:outs"] = tuple(v.name if isinstance(v, Tensor) else "" for v in outs)

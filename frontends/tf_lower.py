@@ -28,7 +28,7 @@ from pase.frontends.tf_values import (
     Value,
     elements,
 )
-from pase.ir import Tensor
+from pase.ir import SourceLine, Tensor
 from pase.ops import GraphBuilder
 
 __all__ = ["PASSED_ON", "Lower"]
@@ -114,13 +114,12 @@ class Lower:
             who = f"node '{node.name}'" if node else "an output of the graph"
             raise PaseError(f"{who} reads '{ref}', and that node has no such output") from None
 
-    def _source(self, path: str, name: str) -> str:
+    def _source(self, path: str, name: str) -> SourceLine:
         """``dense/MatMul (dense)``; before it the user's line, where the frontend knows it."""
         scope = path.rpartition("/")[0].rpartition("/")[2] or "graph"
         where = self.source(name)
-        return (
-            f"{where + ' ' if where else ''}{path} ({''.join(ch if ch.isalnum() else '_' for ch in scope)})"
-        )
+        function = "".join(ch if ch.isalnum() else "_" for ch in scope)
+        return SourceLine(f"{where} {path}" if where else path, function)
 
     def node(self, node: TfNode, ins: Sequence[Value], path: str) -> Sequence[Value]:
         from pase.frontends.tf_loops import REGIONS

@@ -72,7 +72,7 @@ def _flops(fn: Any, args: Any, graph: Any) -> dict[str, float]:
     fixed = static(tuple(args))
     graded = jax.jit(lambda *given: jax.tree.leaves(value_and_grad(fn)(*combine(given, fixed))))
     cost = graded.lower(*arrays(tuple(args))).cost_analysis()
-    loops = any("loop" in s for n in graph.nodes for op in n.ops for s in op.scope)
+    loops = any(s.kind == "loop" for n in graph.nodes for op in n.ops for s in op.scope)
     return {
         "flops": ours / max(cost.get("flops", 0.0), 1.0),
         "flops_xla": cost.get("flops", 0.0),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from string import ascii_letters
 
 from pase.ir.names import dim_classes
+from pase.ir.places import Scope
 from pase.ir.sizes import is_one
 from pase.ir.types import Graph, Node, Op
 
@@ -35,8 +35,8 @@ class Block:
         return m is not None and self.start <= int(m[0]) < self.stop
 
     @property
-    def region(self) -> str:
-        return f"remat{self.prefix}{self.start}-{self.stop}"
+    def region(self) -> Scope:
+        return Scope("remat", f"{self.prefix}{self.start}-{self.stop}")
 
 
 def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
@@ -44,9 +44,9 @@ def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
 
     def inside(op: Op) -> Op:
         block = next((b for b in blocks if b.holds(op.eqn)), None)
-        if block is None or any(s.startswith("remat") for s in op.scope):
+        if block is None or op.region is not None:
             return op
-        around = [s for s in op.scope if block.prefix.startswith(s.lstrip(ascii_letters))]
+        around = [s for s in op.scope if block.prefix.startswith(s.path)]
         scope = (*around, block.region, *op.scope[len(around) :])
         return replace(op, scope=scope, remat=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 
@@ -174,7 +173,7 @@ def _weight(graph: Graph, n: Node) -> str | None:
 def _function(n: Node) -> str:
     """op@function, from a source line such as ``/a/layers.py:12:3 (norm)``."""
     ops = [n.main] if n.kind in _VERBS else n.ops
-    counts = Counter(m[1] for op in ops if (m := re.search(r"\(([\w.<>]+)\)$", op.source)))
+    counts = Counter(op.source.function for op in ops if op.source.function)
     where = counts.most_common(1)[0][0].replace(".<locals>", "") if counts else ""
     what = {"matmul": "dot", "elementwise": "map"}.get(n.kind, n.kind)
     return f"{what}@{where}" if where else what

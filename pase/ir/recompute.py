@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pase.ir.places import Scope
 from pase.ir.types import Graph, Op, Tensor, is_floating
 
 __all__ = ["mark_recomputed", "needs"]
@@ -38,29 +39,24 @@ def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 def mark_recomputed(graph: Graph) -> Graph:
     """The same graph, with ``Op.remat`` left only on ops that backward runs again, and ``Access.again`` on what
     they, or the derivatives of the region's other ops, read."""
-    needed: dict[str, set[str]] = defaultdict(set)
+    needed: dict[tuple[Scope, ...] | None, set[str]] = defaultdict(set)
     ops = [op for n in graph.nodes for op in n.ops if op.remat]
-    region = {a.tensor: _region(op) for op in ops for a in op.writes}
+    region = {a.tensor: op.region for op in ops for a in op.writes}
     for op in ops:
-        here = _region(op)
+        here = op.region
         if any(graph.tensors[a.tensor].needs_grad for a in op.writes):
             needed[here].update(needs(op, graph.tensors))
     again: set[int] = set()
     for op in reversed(ops):
-        here = _region(op)
+        here = op.region
         if any(a.tensor in needed[here] for a in op.writes):
             again.add(id(op))
-            needed[here].update(a.tensor for a in op.reads if region.get(a.tensor) == here)
+            needed[here].update(a.tensor for a in op.reads if region.get(a.tensor, ()) == here)
 
     def marked(op: Op) -> Op:
         if not op.remat:
             return op
-        reads = tuple(replace(a, again=a.tensor in needed[_region(op)]) for a in op.reads)
+        reads = tuple(replace(a, again=a.tensor in needed[op.region]) for a in op.reads)
         return replace(op, reads=reads, remat=id(op) in again)
 
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(marked, n.ops))) for n in graph.nodes))
-
-
-def _region(op: Op) -> str:
-    """The innermost rematerialised region."""
-    return next((s for s in reversed(op.scope) if s.startswith("remat")), "")

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from pase.ir import functions
 from pase.ir.dims import Conflict, DimTable
+from pase.ir.places import Scope
 from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
 from pase.ir.types import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
@@ -218,7 +219,7 @@ class _Groups:
             else:
                 near = [p for p in before if self._is_light(p) and level[p] == top]
                 groups = list(dict.fromkeys(self.find(p) for p in near))
-                joins = all(_loops(self._op(p)) == _loops(op) for p in near)
+                joins = all(self._op(p).loops == op.loops for p in near)
                 free = any(self._whole(g) for g in (*groups, i))
                 level.append(top if joins and self.add(i, groups, free=free) else top + 1)
         for i in range(len(self.graph.nodes)):  # what has one reader may go there, whatever its level
@@ -228,7 +229,7 @@ class _Groups:
                 if (
                     len(readers) == 1
                     and self._is_light(target)
-                    and _loops(self._op(target)) == _loops(self._op(i))
+                    and self._op(target).loops == self._op(i).loops
                 ):
                     self.join(target, i, free=self._whole(target) or self._whole(i))
         for root in {self.find(i) for i in range(len(self.graph.nodes)) if self._is_light(i)}:
@@ -284,7 +285,7 @@ class _Groups:
             (target,) = outside
             reader = self._op(target)
             takes = ("matmul", "conv", "attention", "gather", "scatter", "output")
-            if reader.kind in takes and _loops(reader) == _loops(self._op(root)):
+            if reader.kind in takes and reader.loops == self._op(root).loops:
                 self.join(target, root, free=True)
 
     def join_results(self) -> None:
@@ -303,7 +304,7 @@ class _Groups:
             if (
                 alone
                 and kind in ("matmul", "conv", "attention", "gather")
-                and _loops(self._op(source)) == _loops(op)
+                and self._op(source).loops == op.loops
             ):
                 self.join(source, i, free=True)
 
@@ -357,11 +358,6 @@ class _Groups:
         )
 
 
-def _loops(op: Op) -> tuple[str, ...]:
-    """The loops and branches around an op; a rematerialised region is no bound to joining."""
-    return tuple(s for s in op.scope if s.startswith(("loop", "branch")))
-
-
 def _ordered(nodes: list[Node]) -> tuple[Node, ...]:
     """Producers before consumers; a loop's carry stands before its body."""
     import heapq
@@ -400,15 +396,15 @@ def _with_copies(graph: Graph) -> Graph:
 
     Readers in different loops get copies of their own: a gather inside a loop happens at every turn.
     """
-    readers: dict[tuple[str, tuple[str, ...]], dict[str, Op]] = defaultdict(dict)
-    again: set[tuple[str, tuple[str, ...]]] = set()
+    readers: dict[tuple[str, tuple[Scope, ...]], dict[str, Op]] = defaultdict(dict)
+    again: set[tuple[str, tuple[Scope, ...]]] = set()
     for n in graph.nodes:
         for op, a in n.reads:
             readers[a.tensor, op.scope].setdefault(n.name, op)
             if a.again:
                 again.add((a.tensor, op.scope))
     copies: dict[str, list[Node]] = defaultdict(list)
-    renames: dict[tuple[str, tuple[str, ...]], str] = {}
+    renames: dict[tuple[str, tuple[Scope, ...]], str] = {}
     tensors = dict(graph.tensors)
     for (t, scope), who in readers.items():
         tensor, producer = graph.tensors[t], graph.producer.get(t)
@@ -466,7 +462,7 @@ def _factored(producer: Node, write: Access) -> tuple[list[Walk], list[Dim]]:
     return walks, dims
 
 
-def _reading(n: Node, renames: dict[tuple[str, tuple[str, ...]], str]) -> Node:
+def _reading(n: Node, renames: dict[tuple[str, tuple[Scope, ...]], str]) -> Node:
     internal = n.internal
 
     def renamed(op: Op) -> tuple[Access, ...]:

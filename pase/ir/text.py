@@ -27,6 +27,7 @@ from typing import Any, NoReturn, get_args
 
 from pase.errors import PaseError
 from pase.ir.functions import BY_KIND, FUNCTIONS, Function
+from pase.ir.places import Scope, SourceLine
 from pase.ir.sizes import Size, parse_size
 from pase.ir.types import (
     Access,
@@ -116,12 +117,12 @@ def _op(op: Op, sources: bool, functions: bool) -> str:
         more.append(f"times={_size(op.times)}")
     if op.chance != 1:
         more.append(f"chance={float(op.chance)!r}")
-    more += [f"scope={_word(s)}" for s in op.scope]
+    more += [f"scope={_word(str(s))}" for s in op.scope]
     more += ["remat"] * op.remat + ["nodiff"] * (not op.differentiable)
     if op.eqn:
         more.append(f"eqn={_word(op.eqn)}")
     if op.source and sources:
-        more.append(f"source={json.dumps(op.source)}")
+        more.append(f"source={json.dumps(str(op.source))}")
     head = f"{op.kind} {_word(op.name)} {reads}{' ' if reads else ''}->{' ' if writes else ''}{writes}"
     return head + (f" | {' '.join(more)}" if more else "")
 
@@ -332,7 +333,7 @@ def _read_op(line: _Line) -> Op:
             line.expect(",")
         writes.append(_read_access(line))
     more: dict[str, Any] = {}
-    scope: list[str] = []
+    scope: list[Scope] = []
     if line.accept("|"):
         while not line.at_end():
             at_key = line.position
@@ -346,7 +347,11 @@ def _read_op(line: _Line) -> Op:
                     more[key] = True
                 case "scope":
                     line.expect("=")
-                    scope.append(line.word("a loop"))
+                    at = line.position
+                    try:
+                        scope.append(Scope.parse(line.word("a scope")))
+                    except PaseError as e:
+                        line.fail(str(e), at)
                 case "flops" | "chance":
                     line.expect("=")
                     found = line.match(_FLOAT)
@@ -367,7 +372,8 @@ def _read_op(line: _Line) -> Op:
                     more[key] = FUNCTIONS[word]
                 case "eqn" | "source":
                     line.expect("=")
-                    more[key] = line.word("a value")
+                    word = line.word("a value")
+                    more[key] = SourceLine.parse(word) if key == "source" else word
                 case _:
                     line.fail(
                         f"expected fn=, flops=, over=, times=, chance=, scope=, eqn=, source=, remat or nodiff, "

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pase.errors import PaseError
 from pase.ir.functions import Function
+from pase.ir.places import NOWHERE, Scope, SourceLine
 from pase.ir.sizes import Size, bind_size, free_symbols, product
 
 __all__ = [
@@ -199,7 +200,7 @@ class Op:
     flops_per_point: FLOPs (a multiply-add is two) per point of the dims in ``over``.
     over: the dims whose points are worked on; None: all dims of the maps.
     eqn: where the frontend found it, so that a backend finds it again.
-    scope: the loops and rematerialised regions that enclose it, outermost first.
+    scope: the loops, branches and rematerialised regions that enclose it, outermost first.
     times: how often it runs in a step (the product of the trip counts of its scope).
     chance: of the conditional branches around it to be taken, by which its time is weighted; memory is not.
     remat: its forward runs again during backward.
@@ -213,9 +214,9 @@ class Op:
     flops_per_point: float = 1.0
     over: tuple[str, ...] | None = None
     differentiable: bool = True
-    source: str = ""
+    source: SourceLine = NOWHERE
     eqn: str = ""
-    scope: tuple[str, ...] = ()
+    scope: tuple[Scope, ...] = ()
     times: Size = 1
     chance: float = 1.0
     remat: bool = False
@@ -225,6 +226,17 @@ class Op:
         """Every iteration dim that the op touches, in order of appearance."""
         maps = [a.map.dims for a in (*self.reads, *self.writes)] + [self.over or ()]
         return tuple(dict.fromkeys(itertools.chain(*maps)))
+
+    @cached_property
+    def region(self) -> tuple[Scope, ...] | None:
+        """The innermost rematerialised region around it, with all that is around that; None: there is none."""
+        inner = next((i for i in reversed(range(len(self.scope))) if self.scope[i].kind == "remat"), None)
+        return None if inner is None else self.scope[: inner + 1]
+
+    @property
+    def loops(self) -> tuple[Scope, ...]:
+        """The loops and branches around it, outermost first."""
+        return tuple(s for s in self.scope if s.kind != "remat")
 
     @property
     def einsum(self) -> str:
@@ -261,7 +273,7 @@ class Node:
         return self.main.kind
 
     @property
-    def source(self) -> str:
+    def source(self) -> SourceLine:
         return self.main.source
 
     @property

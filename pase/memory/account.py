@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from pase.ir import Graph, Node
+from pase.ir import Graph, Node, Scope
 from pase.ir.blocks import turns_of
 from pase.machine import Mesh
-from pase.memory.residuals import kept, region_of
+from pase.memory.residuals import kept
 from pase.tables.derive import OPTIMIZERS
 from pase.tables.itemize import Collective
 from pase.tables.layouts import (
@@ -67,7 +67,7 @@ class Held:
 
     kind: Kind
     nbytes: np.ndarray
-    region: tuple[str, ...] | None = None
+    region: tuple[Scope, ...] | None = None
 
 
 def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Held]:
@@ -102,7 +102,7 @@ def _weights(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Hel
     """Parameters as this node reads them, kept for its backward; less what is the stored parameter itself."""
     for op, a in n.reads:
         source = graph.producer.get(a.tensor)
-        if source is None or source.kind != "parameter" or not op.differentiable or region_of(op) is not None:
+        if source is None or source.kind != "parameter" or not op.differentiable or op.region is not None:
             continue
         if n.kind == "copy" or op.kind in ("matmul", "conv"):
             t = graph.tensors[a.tensor]
@@ -113,7 +113,7 @@ def _weights(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Hel
         t = graph.tensors[a.tensor]
         heavy = [
             e for e in graph.edges
-            if e.tensor == a.tensor and region_of(e.op) is None and e.op.differentiable
+            if e.tensor == a.tensor and e.op.region is None and e.op.differentiable
             and (e.op.kind in ("matmul", "conv") or graph.node[e.dst].kind == "copy")
         ]  # fmt: skip
         if heavy and t.needs_grad:
@@ -142,7 +142,7 @@ def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Me
                 continue
             written = write_states(source, *source.write_of(t.name), t, configs[source.name][None, :], mesh)
             read = read_states(n, op, a, t, cfg, mesh)
-            again = region_of(op) is not None  # else it counts as kept
+            again = op.region is not None  # else it counts as kept
             moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
             out += local * (again and (moved or source.ops[0].writes[0].tensor != t.name))
             out += local * (t.needs_grad and bool((gradient_states(written) != read).any()))
@@ -177,7 +177,7 @@ def memory(
 ) -> Memory:
     """Predicted peak bytes on one device; configs: node name -> int8 [axes]."""
     sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
-    regions: dict[tuple[str, ...], float] = {}
+    regions: dict[tuple[Scope, ...], float] = {}
     for n in graph.nodes:
         for h in held(graph, n, configs[n.name][None, :], mesh, optimizer):
             if h.region is None:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pase.ir import Access, Graph, Node, Op
+from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import turns_of
 from pase.machine import Machine, Mesh
 from pase.memory.account import Kind, Memory, memory
-from pase.memory.residuals import kept, region_of
+from pase.memory.residuals import kept
 from pase.tables.derive import OPTIMIZERS
 from pase.tables.itemize import Collective
 from pase.tables.layouts import dim_index, number, shards, state_index
@@ -56,7 +56,7 @@ class _Moments:
     of region i, the last the end of backward. stops: the node behind which each begins."""
 
     order: Mapping[str, int]
-    regions: Mapping[tuple[str, ...], int]
+    regions: Mapping[tuple[Scope, ...], int]
     stops: np.ndarray
 
     @property
@@ -71,7 +71,7 @@ class _Moments:
     def back(self) -> np.ndarray:
         return np.arange(len(self.stops)) > 0
 
-    def only(self, region: tuple[str, ...] | None) -> np.ndarray:
+    def only(self, region: tuple[Scope, ...] | None) -> np.ndarray:
         return np.arange(len(self.stops)) == (0 if region is None else self.regions[region] + 1)
 
     def until(self, node: str) -> np.ndarray:
@@ -81,10 +81,10 @@ class _Moments:
 
 def _moments(graph: Graph) -> _Moments:
     order = {n.name: i for i, n in enumerate(graph.nodes)}
-    stops: dict[tuple[str, ...], int] = {}
+    stops: dict[tuple[Scope, ...], int] = {}
     for n in graph.nodes:
         for op in n.ops:
-            where = region_of(op)
+            where = op.region
             if where is not None:
                 stops[where] = order[n.name]
     back = sorted(stops, key=lambda r: -stops[r])
@@ -154,7 +154,7 @@ def course(
             gradient = own * local(a) / t.itemsize * _ACCUMULATED
             if heavy:
                 yield Part(
-                    kind=None, nbytes=local(a) + (n.name not in late) * gradient, at=when.only(region_of(op))
+                    kind=None, nbytes=local(a) + (n.name not in late) * gradient, at=when.only(op.region)
                 )
             if source.name in tied and own:
                 at = when.back if heavy and n.name not in late else when.end
@@ -178,9 +178,7 @@ def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
         for name, found in readers.items()
         if len(found) > 1
         and (
-            products := [
-                (n, a) for n, op, a in found if op.kind in ("matmul", "conv") and region_of(op) is None
-            ]
+            products := [(n, a) for n, op, a in found if op.kind in ("matmul", "conv") and op.region is None]
         )
     }
 

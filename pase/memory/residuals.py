@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pase.ir import Graph, Node, Op
+from pase.ir import Graph, Node, Op, Scope
 from pase.ir.recompute import needs
 from pase.ir.sizes import Size
 
-__all__ = ["Kept", "kept", "region_of"]
+__all__ = ["Kept", "kept"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +24,8 @@ class Kept:
     forward on. times: how many of it there are (one per turn of a loop around it)."""
 
     tensor: str
-    region: tuple[str, ...] | None
+    region: tuple[Scope, ...] | None
     times: Size
-
-
-def region_of(op: Op) -> tuple[str, ...] | None:
-    """The innermost rematerialised region around the op, with all that is around it."""
-    for i in reversed(range(len(op.scope))):
-        if op.scope[i].startswith("remat"):
-            return op.scope[: i + 1]
-    return None
 
 
 def kept(graph: Graph) -> dict[str, Kept]:
@@ -56,7 +48,7 @@ def _kept(graph: Graph) -> Iterator[Kept]:
                 if root is None:
                     continue
                 made = maker[root][1]
-                own, reader = region_of(made), region_of(op)
+                own, reader = made.region, op.region
                 # What a region reads from outside is kept from forward on, as is what its last ops need.
                 inside = own is not None and own == reader
                 if (root, inside) in seen or (root, False) in seen:
@@ -65,11 +57,11 @@ def _kept(graph: Graph) -> Iterator[Kept]:
                 yield Kept(tensor=root, region=own if inside else None, times=made.times)
     for n in graph.nodes:  # the region's inputs: what is made again starts from them
         for op, a in n.reads:
-            region = region_of(op)
+            region = op.region
             if region is None or a.tensor not in maker or (a.tensor, False) in seen:
                 continue
             source = maker[a.tensor]
-            if source[0].kind in ("parameter", "constant", "copy") or region_of(source[1]) == region:
+            if source[0].kind in ("parameter", "constant", "copy") or source[1].region == region:
                 continue
             seen.add((a.tensor, False))
             yield Kept(tensor=a.tensor, region=None, times=source[1].times)

@@ -19,10 +19,14 @@ from pase.ir import (
     Op,
     OpKind,
     Role,
+    Scope,
+    ScopeKind,
     Size,
+    SourceLine,
     Tensor,
 )
 from pase.ir.functions import BY_KIND, CARRY, Function
+from pase.ir.places import NOWHERE
 from pase.ir.sizes import is_one
 from pase.ir.types import is_floating
 
@@ -56,7 +60,7 @@ class GraphBuilder:
     name: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
-    source: str = ""
+    source: SourceLine = NOWHERE
     """Source line that the next nests come from."""
     eqn: str = ""
     """Where the frontend found the next nests."""
@@ -66,7 +70,7 @@ class GraphBuilder:
     """What the price takes for granted, a line each, for who reads the plan."""
     frozen: bool = False
     """The next nests have no gradient: inside of a while loop, or of a program that is not trained."""
-    _scope: tuple[str, ...] = ()
+    _scope: tuple[Scope, ...] = ()
     _times: Size = 1
     _chance: float = 1.0
     _remat: bool = False
@@ -74,12 +78,16 @@ class GraphBuilder:
 
     @contextmanager
     def region(
-        self, name: str, *, times: Size = 1, remat: bool = False, chance: float = 1.0
+        self, kind: ScopeKind, path: str, *, times: Size = 1, remat: bool = False, chance: float = 1.0
     ) -> Iterator[None]:
         """A loop body (times = its trip count), a rematerialised region, or a conditional's branch (chance: that it
-        is taken)."""
+        is taken). path: what the paths of the equations inside begin with."""
         saved = self._scope, self._times, self._remat, self._chance
-        self._scope, self._times, self._remat = (*saved[0], name), saved[1] * times, saved[2] or remat
+        self._scope, self._times, self._remat = (
+            (*saved[0], Scope(kind, path)),
+            saved[1] * times,
+            saved[2] or remat,
+        )
         self._chance = saved[3] * chance
         try:
             yield

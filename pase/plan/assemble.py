@@ -63,7 +63,7 @@ def assemble(
             name=n.name, op=n.kind, einsum=n.main.einsum,
             sizes={d.name: number(d.size, n.name) for d in n.space if d.kind not in ("pending", "state")},
             split=split_of(n, configs[n.name], mesh), times=number(n.times, n.name),
-            source=n.source, cost=costs[n.name],
+            source=str(n.source), cost=costs[n.name],
         )
         for n in graph.nodes
     )  # fmt: skip

@@ -24,9 +24,8 @@ __all__ = ["COMPILED", "EAGER", "Executor", "PassTime", "StepTime", "launches", 
 
 _HEAVY = ("matmul", "conv", "attention", "gather", "scatter", "window", "sequential", "opaque")
 _LIGHT = ("elementwise", "reduce")
-_LIBRARY = frozenset(
-    ("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "dropout", "bias_gelu", "bias_dropout_add")
-)
+_LIBRARY = frozenset(("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "bias_gelu"))
+_MASKED = frozenset(("dropout", "bias_dropout_add"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Executor:
 
     fused: light ops run inside of the products beside them. If not, each is a kernel of its own that reads and
     writes memory, but for those of one call of a function that libraries have a kernel for.
-    kernels: names of such functions of the user's.
+    kernels: names of such functions of the user's. masked: of those among them that write a mask for backward to read.
     host_s: the host's mean seconds for each kernel that it launches, forward and backward; 0: launched as a whole.
     collective_s: what a collective between products takes at the least, launch included; 0: as priced.
     waits: the host waits for the device between forward and backward, so that it runs ahead within each alone.
@@ -48,6 +47,7 @@ class Executor:
     name: str
     fused: bool
     kernels: frozenset[str]
+    masked: frozenset[str]
     host_s: tuple[float, float]
     collective_s: float
     waits: bool
@@ -61,6 +61,7 @@ COMPILED = Executor(
     name="compiled",
     fused=True,
     kernels=frozenset(),
+    masked=frozenset(),
     host_s=(0.0, 0.0),
     collective_s=0.0,
     waits=False,
@@ -72,7 +73,8 @@ COMPILED = Executor(
 EAGER = Executor(
     name="eager",
     fused=False,
-    kernels=_LIBRARY,
+    kernels=_LIBRARY | _MASKED,
+    masked=_MASKED,
     host_s=(49e-6, 34e-6),
     collective_s=80e-6,
     waits=True,
@@ -219,7 +221,7 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_Kernel]:
     for op in node.ops:
         if op.kind not in (*_LIGHT, "view"):
             continue
-        name = op.source.rpartition("(")[2].rstrip(")").rpartition(".")[2]
+        name = op.source.name
         library = name in executor.kernels
         if groups and library and groups[-1][0] == name:
             groups[-1][1].append(op)
@@ -232,7 +234,7 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_Kernel]:
         reads = {
             a.tensor: a for op in ops for a in op.reads if a.tensor not in made and a.tensor in graph.producer
         }
-        if "dropout" in name:  # its mask is written, and read by the backward pass
+        if name in executor.masked:
             reads |= {a.tensor: a for op in ops for a in op.reads if graph.tensors[a.tensor].dtype == "bool"}
         writes = [
             a for op in ops for a in op.writes
@@ -305,7 +307,7 @@ def _rerun(graph: Graph) -> Graph:
     """The graph in which every op of a rematerialised region runs again, and so does what it moves."""
 
     def again(op: Op) -> Op:
-        if not any(s.startswith("remat") for s in op.scope):
+        if op.region is None:
             return op
         return replace(op, remat=True, reads=tuple(replace(a, again=True) for a in op.reads))
 

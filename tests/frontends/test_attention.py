@@ -68,7 +68,7 @@ def test_jaxs_attention_is_one_op_on_any_machine(implementation: Any, causal: bo
     forward = FORWARD / (2 if causal else 1)
     assert work == {"forward": forward, "backward": 2.5 * forward}
     node = attention_of(graph)
-    assert node is not None and "test_attention.py" in node.source
+    assert node is not None and "test_attention.py" in node.source.place
 
 
 def test_jax_is_left_as_it_was() -> None:

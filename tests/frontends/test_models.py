@@ -111,8 +111,9 @@ def test_sources_are_the_users_lines() -> None:
 
     first = loss.__code__.co_firstlineno
     graph = trace(loss, W, X).graph
-    lines = {n.main.name: n.source for n in graph.nodes if n.kind not in ("parameter", "input")}
-    assert f"test_models.py:{first + 1}" in lines["dot_general"] and "loss)" in lines["dot_general"]
+    lines = {n.main.name: n.source.place for n in graph.nodes if n.kind not in ("parameter", "input")}
+    assert f"test_models.py:{first + 1}" in lines["dot_general"]
+    assert {n.source.name for n in graph.nodes if n.main.name == "tanh"} == {"loss"}
     assert f"test_models.py:{first + 1}" in lines["tanh"]
     assert f"test_models.py:{first + 2}" in lines["max"]
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import networkx as nx
 from hypothesis import strategies as st
@@ -30,6 +30,7 @@ from pase.ir import (
     to_text,
 )
 from pase.ir.functions import FUNCTIONS
+from pase.ir.places import Scope, ScopeKind, SourceLine
 
 HEAVY = {"matmul", "conv", "gather", "scatter", "window", "sequential", "carry"}
 
@@ -146,9 +147,11 @@ def graphs(draw: Callable[..., Any]) -> Graph:
             if dims
             else st.none(),
             differentiable=st.booleans(),
-            source=st.just("") | names,
+            source=(st.just("") | names).map(SourceLine.parse),
             eqn=st.just("") | names,
-            scope=st.lists(names, max_size=2).map(tuple),
+            scope=st.lists(st.builds(Scope, st.sampled_from(get_args(ScopeKind)), names), max_size=2).map(
+                tuple
+            ),
             times=sizes,
             chance=st.sampled_from([1.0, 0.25, 0.001]),
             remat=st.booleans(),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pase.errors import PaseError
-from pase.ir import AccessMap, Graph, digest, from_text, to_text
+from pase.ir import AccessMap, Graph, SourceLine, digest, from_text, to_text
 from tests.ir.graphs import graphs, raw, simple
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -87,6 +87,7 @@ HEAD = "graph g\ntensor t float32[4] activation\nnode n (a=4)\n"
         (HEAD + "  view x t[a] -> t[a] | flopss=3", "line 4, column 25: expected fn=, flops=, over="),
         (HEAD + "  view x t[a] -> | flops=x", "line 4, column 26: expected a number, found 'x'"),
         (HEAD + "  view x t[a] -> | eqn=1 eqn=2", "line 4, column 26: 'eqn' stands twice"),
+        (HEAD + "  view x t[a] -> | scope=turn3", "line 4, column 26: 'turn3' is not a scope"),
         (HEAD + "  view x t[a] t[a] ->", "line 4, column 15: expected ','"),
         ("graph g\nnode n (a=4 big)", "line 2, column 13: 'big' is not a dim's kind; known are parallel"),
         ("graph g extra", "line 1, column 9: 'extra' is too much here"),
@@ -101,9 +102,9 @@ def test_errors_say_where(text: str, message: str) -> None:
 
 def test_digest_is_of_the_model_not_of_where_it_lies() -> None:
     g = simple("mlp")
+    line = SourceLine("/else/x.py:1")
     moved = replace(
-        g,
-        nodes=tuple(replace(n, ops=tuple(replace(o, source="/else/x.py:1") for o in n.ops)) for n in g.nodes),
+        g, nodes=tuple(replace(n, ops=tuple(replace(o, source=line) for o in n.ops)) for n in g.nodes)
     )
     assert digest(moved) == digest(g) and len(digest(g)) == 64
     wider = replace(g, tensors={k: replace(t, dtype="float16") for k, t in g.tensors.items()})

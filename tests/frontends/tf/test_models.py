@@ -184,7 +184,7 @@ def test_functions_and_control_flow() -> None:
     assert flops(trace(step, x).graph, "matmul") == product  # backward is pase's own to derive
     graph = named(simplify(trace(step, x).graph))
     assert {"w", "in.x", "w:dot"} <= {n.name for n in graph.nodes}
-    assert any(f"{Path(__file__).name}:" in n.source for n in graph.nodes)
+    assert any(f"{Path(__file__).name}:" in n.source.place for n in graph.nodes)
     with pytest.raises(PaseError, match="takes example arguments"):
         trace(counted)
 
