@@ -16,6 +16,7 @@ from typing import Any
 
 from pase.backends.jax_attention_kernels import CuDNN, Flash, Kernel, Reference
 from pase.frontends.jax_attention import Call
+from pase.ir import SourceLine
 from pase.plan.accesses import Digits, EquationLayouts
 
 __all__ = ["Split", "kernel_for", "of_plan"]
@@ -76,7 +77,7 @@ def split_of(
     return Split(**out)
 
 
-def kernel_for(call: Call, platform: str, source: str) -> Kernel:
+def kernel_for(call: Call, platform: str, source: SourceLine) -> Kernel:
     """The kernel that the call asks for, or where the platform lacks it, the definition, with a warning."""
     if call.asked == "cudnn" and platform == "gpu":
         return CuDNN()
@@ -87,7 +88,7 @@ def kernel_for(call: Call, platform: str, source: str) -> Kernel:
     return Reference()
 
 
-def _said(call: Call, why: str, source: str) -> None:
+def _said(call: Call, why: str, source: SourceLine) -> None:
     whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
     warnings.warn(
         f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two products and a "
@@ -98,7 +99,7 @@ def _said(call: Call, why: str, source: str) -> None:
 
 def of_plan(
     call: Call, reads: Sequence[str | None], shapes: Sequence[tuple[int, ...]], layouts: EquationLayouts | None,
-    mesh: Any, source: str,
+    mesh: Any, source: SourceLine,
 ) -> Callable[..., Any] | None:  # fmt: skip
     """The attention as a function of q, k, v, split as the plan has it.
 
