@@ -398,7 +398,7 @@ def fit(
             efficiency["memory"] = light
         habits = {"bucket_bytes": 0.0, "sums_readers": False}
         sources["bucket_bytes"] = "XLA's CPU pipeline combines no collectives, as read in what it compiles"
-    memory_tile: tuple[int, int] | tuple[()] = ()
+    memory_tile: tuple[int, ...] = ()
     if provenance.get("platform") == "tpu":
         habits, memory_tile = {"fuses_products": True}, (8, 128)
         sources["device.memory_tile"] = (

@@ -6,22 +6,44 @@ The JSON Schema that is published for a file is made of its form.
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import inspect
+from msgspec import Meta, inspect
 
 from pase.errors import PaseError
 
-__all__ = ["convert", "json_schema", "parse_json", "read_json", "to_builtins", "to_tree"]
+__all__ = [
+    "Count",
+    "NotNegative",
+    "Positive",
+    "Share",
+    "Size",
+    "convert",
+    "json_schema",
+    "parse_json",
+    "read_json",
+    "to_builtins",
+    "to_tree",
+]
 
 T = TypeVar("T")
 Path_ = tuple["str | int", ...]
+
+Count = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+"""Limits that forms share."""
 
 _WORDS = {
     "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
@@ -74,22 +96,56 @@ def to_tree(value: Any) -> Any:
     return json.loads(json.dumps(to_builtins(value)))
 
 
-def convert(tree: Any, form: type[T], where: str) -> T:
-    """The tree as a form: types are held to, nothing is guessed. PaseError names ``where`` and the place in it."""
+def convert(tree: Any, form: type[T], where: str, *, closed: bool = False) -> T:
+    """The tree as a form: types are checked, nothing is guessed. PaseError names ``where`` and the place in it.
+
+    closed: also refuse keys that the form does not have and numbers that are not finite, whatever the forms inside say.
+    """
+    if closed:
+        for problem in _unknown_or_infinite(tree, list(_types_at(form, ())), ()):
+            raise PaseError(f"{where}: {problem}")
     try:
         return msgspec.convert(tree, form, str_keys=True)
     except msgspec.ValidationError as e:
         raise PaseError(f"{where}: {_explain(tree, form, str(e))}") from e
 
 
-def json_schema(form: type, title: str) -> dict[str, Any]:
-    """The JSON Schema of a form (draft 2020-12)."""
+def json_schema(form: type, title: str, *, closed: bool = False) -> dict[str, Any]:
+    """The JSON Schema of a form (draft 2020-12); closed: as ``convert`` reads it."""
     made = msgspec.json.schema(form)
     definitions = made.pop("$defs", {})
+    if closed:
+        for definition in definitions.values():
+            definition["additionalProperties"] = False
     name = made.pop("$ref", "").rpartition("/")[2]
     body = {k: v for k, v in definitions.pop(name, made).items() if k != "title"}
     dialect = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": dialect, "title": title, **body, "$defs": definitions}
+
+
+def _unknown_or_infinite(tree: Any, types: list[Any], path: Path_) -> Iterator[str]:
+    """What a closed form refuses although its types would take it; types: those that may stand at ``path``."""
+
+    def below(step: str | int) -> list[Any]:
+        return [t for outer in types for info in _inner(outer, step) for t in _unwrapped(info)]
+
+    if isinstance(tree, float) and not math.isfinite(tree):
+        yield f"at {_text(path)}: must be finite, got {tree}"
+    elif isinstance(tree, Mapping):
+        known = list(_fields(types))
+        for key, value in tree.items():
+            if known and key not in known:
+                yield _unknown(known, path, key)
+            yield from _unknown_or_infinite(value, below(key), (*path, key))
+    elif isinstance(tree, list):
+        for i, value in enumerate(tree):
+            yield from _unknown_or_infinite(value, below(i), (*path, i))
+
+
+def _unknown(known: list[str], path: Path_, key: str) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"at {_text((*path, key))}: is not known; {hint}{_text(path)} takes: {', '.join(known)}"
 
 
 def _explain(tree: Any, form: type, message: str) -> str:
@@ -102,17 +158,29 @@ def _explain(tree: Any, form: type, message: str) -> str:
     if found := re.fullmatch(r"Object missing required field `(.*)`", said):
         return f"at {_text((*path, found[1]))}: is missing"
     if found := re.fullmatch(r"Object contains unknown field `(.*)`", said):
-        known = ", ".join(_fields(form, path))
-        return f"at {_text((*path, found[1]))}: is not known; {_text(path)} takes: {known}"
-    return f"at {_text(path)}: {_wanted(form, path, said)}, got {_shown(_at(tree, path))}"
+        return _unknown(list(_fields(_types_at(form, path))), path, found[1])
+    if place.startswith("`key`"):
+        keys = (
+            k
+            for t in _types_at(form, path)
+            if isinstance(t, inspect.DictType)
+            for k in _unwrapped(t.key_type)
+        )
+        return (
+            f"at {_text(path)}: each key {_wanted(keys, said)}, got {_culprit(tree, form, path, message)!r}"
+        )
+    return f"at {_text(path)}: {_wanted(_types_at(form, path), said)}, got {_shown(_at(tree, path))}"
 
 
-def _wanted(form: type, path: Path_, said: str) -> str:
+def _wanted(types: Iterable[Any], said: str) -> str:
+    """What msgspec says, in words; types: those that may stand there."""
     if said.startswith("Invalid enum value"):
-        return f"must be one of {', '.join(map(str, _choices(form, path)))}"
+        values = (str(v) for t in types if isinstance(t, inspect.LiteralType) for v in t.values)
+        return f"must be one of {', '.join(values)}"
     if found := re.fullmatch(r"Expected `\w+` (of length )?(>=|>|<=|<) (\S+)", said):
         bound = f"{_BOUNDS[found[2]]} {float(found[3]):g}"
-        return f"must have {bound} entries" if found[1] else f"must be {bound}"
+        entries = "entry" if found[3] == "1" else "entries"
+        return f"must have {bound} {entries}" if found[1] else f"must be {bound}"
     if found := re.match(r"Expected `([\w |]+)`", said):
         return f"must be {' or '.join(_WORDS.get(t, t) for t in found[1].split(' | '))}"
     return said
@@ -146,9 +214,12 @@ def _replaced(tree: Any, path: Path_, value: Any) -> Any:
     return copy
 
 
+_type_info = cache(inspect.type_info)
+
+
 def _types_at(form: type, path: Path_) -> Iterator[Any]:
     """What msgspec knows of the types that may stand at ``path``."""
-    found = [inspect.type_info(form)]
+    found = [_type_info(form)]
     for step in path:
         found = [t for outer in found for t in _inner(outer, step)]
     for info in found:
@@ -177,16 +248,10 @@ def _inner(info: Any, step: str | int) -> Iterator[Any]:
             yield t.item_types[int(step)]
 
 
-def _fields(form: type, path: Path_) -> Iterator[str]:
-    for t in _types_at(form, path):
+def _fields(types: Iterable[Any]) -> Iterator[str]:
+    for t in types:
         if isinstance(t, inspect.StructType | inspect.DataclassType):
             yield from (f.encode_name for f in t.fields)
-
-
-def _choices(form: type, path: Path_) -> Iterator[object]:
-    for t in _types_at(form, path):
-        if isinstance(t, inspect.LiteralType):
-            yield from t.values
 
 
 def _text(path: Path_) -> str:

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from pase.machine.load import SCHEMA, parse
+from pase.machine.load import SCHEMA, CollectiveForm, parse, unnumbered
 from pase.machine.types import CollectiveCurve, Machine
 
 __all__ = ["dumps"]
 
 
-def _tree(value: Any) -> Any:
-    """Dataclasses as dicts, less what stands at its default; a collective's curve in its own table."""
-    if isinstance(value, CollectiveCurve):
-        return {"kind": value.kind, "ways": list(value.ways), **_tree(value.curve)}
+def _tree(value: Any, path: str, sources: Mapping[str, str]) -> Any:
+    """Dataclasses as dicts, less what stands at its default and has no source of its own."""
+    if isinstance(value, CollectiveCurve):  # its curve stands in the same table
+        value = CollectiveForm(kind=value.kind, ways=value.ways, **vars(value.curve))
     if dataclasses.is_dataclass(value):
         out = {}
         for f in dataclasses.fields(value):
-            here = getattr(value, f.name)
+            here, at = getattr(value, f.name), f"{path}.{f.name}".lstrip(".")
             default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            if here != default:
-                out[f.name] = _tree(here)
+            if here != default or {at, unnumbered(at)} & sources.keys():
+                out[f.name] = _tree(here, at, sources)
         return out
     if isinstance(value, dict):
-        return {str(k): _tree(v) for k, v in value.items()}
-    return [_tree(v) for v in value] if isinstance(value, tuple) else value
+        return {str(k): _tree(v, f"{path}.{k}", sources) for k, v in value.items()}
+    return (
+        [_tree(v, f"{path}.{i}", sources) for i, v in enumerate(value)] if isinstance(value, tuple) else value
+    )
 
 
 def _scalar(value: Any) -> str:
@@ -61,7 +64,7 @@ def dumps(machine: Machine) -> str:
     True
     """
     lines: list[str] = []
-    _write({"schema": SCHEMA, **_tree(machine)}, "", lines)
+    _write({"schema": SCHEMA, **_tree(machine, "", machine.sources)}, "", lines)
     text = "\n".join(lines) + "\n"
     parse(text, f"machine {machine.name}")
     return text

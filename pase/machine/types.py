@@ -8,10 +8,13 @@ import json
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import ArrayLike
+
+from pase.files.codec import Count, NotNegative, Positive, Share, Size
 
 __all__ = [
     "BUCKET_BYTES",
@@ -52,18 +55,18 @@ class MatmulTable:
     """
 
     dtype: str
-    m: tuple[int, ...]
-    n: tuple[int, ...]
-    k: tuple[int, ...]
-    flops_per_s: tuple[float, ...]
+    m: tuple[Size, ...]
+    n: tuple[Size, ...]
+    k: tuple[Size, ...]
+    flops_per_s: tuple[NotNegative, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """Measured seconds by bytes: both increasing (seconds weakly), two points or more."""
 
-    nbytes: tuple[float, ...]
-    seconds: tuple[float, ...]
+    nbytes: tuple[NotNegative, ...]
+    seconds: tuple[NotNegative, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,7 @@ class CollectiveCurve:
     """
 
     kind: CollectiveKind
-    ways: tuple[int, ...]
+    ways: tuple[Size, ...]
     curve: Curve
 
 
@@ -87,19 +90,19 @@ class Tile:
     works on the unit meanwhile.
     """
 
-    m: int
-    n: int
-    rate: float
-    k: int = 1
-    overhead_s: float = 0.0
+    m: Size
+    n: Size
+    rate: Share
+    k: Size = 1
+    overhead_s: NotNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCurve:
     """The part of the peak that a fused attention kernel reaches, by the number of keys; flat beyond its ends."""
 
-    keys: tuple[int, ...]
-    efficiency: tuple[float, ...]
+    keys: tuple[Size, ...]
+    efficiency: tuple[NotNegative, ...]
 
     def at(self, keys: np.ndarray) -> np.ndarray:
         """Interpolated over the logarithm of the number of keys.
@@ -125,18 +128,18 @@ class Device:
     """
 
     name: str
-    peak_flops: dict[str, float]
-    memory_bytes: int
-    memory_bandwidth_bytes_per_s: float
-    efficiency: dict[str, float] = field(default_factory=dict)
-    vector_flops: float | None = None
-    launch_s: float = 0.0
-    compute_units: int = 0
+    peak_flops: Annotated[dict[str, Positive], Meta(min_length=1)]
+    memory_bytes: Size
+    memory_bandwidth_bytes_per_s: Positive
+    efficiency: dict[str, Positive] = field(default_factory=dict)
+    vector_flops: Positive | None = None
+    launch_s: NotNegative = 0.0
+    compute_units: Count = 0
     tiles: tuple[Tile, ...] = ()
     matmul_tables: tuple[MatmulTable, ...] = ()
     memory_curve: Curve | None = None
     attention: AttentionCurve | None = None
-    memory_tile: tuple[int, int] | tuple[()] = ()
+    memory_tile: tuple[Size, ...] = ()
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for a dtype. One that is not listed runs at the slowest listed rate: never free."""
@@ -155,13 +158,13 @@ class LinkLevel:
     """
 
     name: str
-    ways: int
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    efficiency: float = 1.0
+    latency_s: NotNegative
+    bandwidth_bytes_per_s: Positive
+    ways: Count = 0
+    efficiency: Share = 1.0
     topology: Literal["switch", "torus"] = "switch"
-    wrap_ways: int = 0
-    bandwidth_at_ways: dict[int, float] = field(default_factory=dict)
+    wrap_ways: Count = 0
+    bandwidth_at_ways: dict[Annotated[int, Meta(ge=2)], Positive] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,21 +183,21 @@ class Algorithm:
 
     algorithm: Literal["ring", "tree", "one_shot", "direct", "in_network"]
     protocol: str
-    launch_s: float
-    step_s: tuple[float, ...]
-    bandwidth_fraction: float = 1.0
+    launch_s: NotNegative
+    step_s: tuple[NotNegative, ...]
+    bandwidth_fraction: Share = 1.0
     kinds: tuple[CollectiveKind, ...] = ()
-    peers_at_once: int = 1
-    chain_levels: int = 0
+    peers_at_once: Size = 1
+    chain_levels: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperFigures:
     """What PaSE's cost model knows of a machine: two figures and the size of a word."""
 
-    flops: float
-    bandwidth_bytes_per_s: float
-    word_bytes: int
+    flops: Positive
+    bandwidth_bytes_per_s: Positive
+    word_bytes: Size
 
     @property
     def flop_per_byte(self) -> float:
@@ -208,8 +211,8 @@ class Host:
     program_s: of a compiled program; op_s: of one op, by a framework that runs op by op.
     """
 
-    program_s: float
-    op_s: float
+    program_s: Positive
+    op_s: Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,15 +236,15 @@ class Machine:
 
     name: str
     device: Device
-    levels: tuple[LinkLevel, ...]
+    levels: Annotated[tuple[LinkLevel, ...], Meta(min_length=1)]
     sources: dict[str, str]
     title: str = ""
     algorithms: tuple[Algorithm, ...] = ()
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    shapes: dict[Size, tuple[Size, ...]] = field(default_factory=dict)
     collectives: tuple[CollectiveCurve, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
     paper: PaperFigures | None = None
-    bucket_bytes: float = BUCKET_BYTES
+    bucket_bytes: NotNegative = BUCKET_BYTES
     sums_readers: bool = True
     fuses_products: bool = False
     host: Host | None = None

@@ -78,7 +78,7 @@ class KeptAndInFlight:
 class Course:
     """The step's worst moment. tile: of the device's memory, rows and columns; empty: arrays are not padded."""
 
-    tile: tuple[int, int] | tuple[()]
+    tile: tuple[int, ...]
 
     def memory(
         self, graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], moved: tuple[Collective, ...],

@@ -96,7 +96,7 @@ def _moments(graph: Graph) -> _Moments:
 
 
 def course(
-    graph: Graph, tile: tuple[int, int] | tuple[()] = (), late: Collection[str] = ()
+    graph: Graph, tile: tuple[int, ...] = (), late: Collection[str] = ()
 ) -> Callable[[Node, np.ndarray, Mesh, str], Iterator[Part]]:
     """parts(node, configs int8 [K, axes], mesh, optimizer): what the node holds under each config, and when.
 
@@ -220,7 +220,7 @@ def peak(
     mesh: Mesh,
     configs: Mapping[str, np.ndarray],
     optimizer: str = "adam",
-    tile: tuple[int, int] | tuple[()] = (),
+    tile: tuple[int, ...] = (),
 ) -> Memory:
     """Predicted bytes on one device at the step's worst moment; configs: node name -> int8 [axes].
 
@@ -254,7 +254,7 @@ def needs(
 
 def profile(
     graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray], limit_bytes: float, optimizer: str = "adam",
-    tile: tuple[int, int] | tuple[()] = (),
+    tile: tuple[int, ...] = (),
 ) -> MemoryProfile:  # fmt: skip
     """A lower bound on the same account, as a limit for the search: of each node what it holds throughout the span of
     moments at which it holds something; what is in flight is left out. configs: per node its int8 [K, axes]."""

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
-from pase.files.codec import convert, json_schema, read_json, to_tree
+from pase.files.codec import Count, Size, convert, json_schema, read_json, to_tree
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
@@ -29,8 +29,6 @@ Version = Literal["pase.layout/1"]
 SCHEMA: Version = "pase.layout/1"
 _MAX_BYTES = 512 << 20
 
-Count = Annotated[int, Meta(ge=0)]
-Size = Annotated[int, Meta(ge=1)]
 Axes = Annotated[tuple[str, ...], Meta(max_length=64)]
 Placement = Annotated[
     tuple[Axes, ...],

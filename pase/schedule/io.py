@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
-from pase.files.codec import convert, json_schema, to_tree
+from pase.files.codec import Count, NotNegative, Size, convert, json_schema, to_tree
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan
 from pase.schedule.types import Block, Curve, Link, Phase, ScheduleProblem, Transfer, problem_from_times
 
@@ -33,9 +33,6 @@ PROBLEM_SCHEMA: ProblemVersion = "pase.schedule.problem/1"
 PLAN_SCHEMA: PlanVersion = "pase.schedule.bucket_plan/1"
 
 T = TypeVar("T")
-Count = Annotated[int, Meta(ge=0)]
-Size = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Closed(Struct, forbid_unknown_fields=True):
@@ -45,11 +42,11 @@ class Closed(Struct, forbid_unknown_fields=True):
 class CurveForm(Closed, kw_only=True, rename={"bytes_": "bytes"}):
     """Seconds by bytes: alpha_s and beta_s_per_byte; or bytes and seconds, with what each byte beyond costs."""
 
-    alpha_s: Seconds | UnsetType = UNSET
-    beta_s_per_byte: Seconds | UnsetType = UNSET
-    bytes_: Annotated[tuple[Seconds, ...], Meta(min_length=1)] | UnsetType = UNSET
-    seconds: Annotated[tuple[Seconds, ...], Meta(min_length=1)] | UnsetType = UNSET
-    tail_s_per_byte: Seconds | UnsetType = UNSET
+    alpha_s: NotNegative | UnsetType = UNSET
+    beta_s_per_byte: NotNegative | UnsetType = UNSET
+    bytes_: Annotated[tuple[NotNegative, ...], Meta(min_length=1)] | UnsetType = UNSET
+    seconds: Annotated[tuple[NotNegative, ...], Meta(min_length=1)] | UnsetType = UNSET
+    tail_s_per_byte: NotNegative | UnsetType = UNSET
 
 
 class LinkForm(Closed, kw_only=True):
@@ -66,7 +63,7 @@ class BlockForm(Closed, kw_only=True):
 
     name: str | UnsetType = UNSET
     phase: Phase
-    seconds: Seconds
+    seconds: NotNegative
     after: tuple[Count, ...] | UnsetType = UNSET
 
 
@@ -77,8 +74,8 @@ class TransferForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
     nbytes: Size
     ready_after: Count | None = None
     needed_before: Count | None = None
-    ready_s: Seconds | UnsetType = UNSET
-    next_use_s: Seconds | UnsetType = UNSET
+    ready_s: NotNegative | UnsetType = UNSET
+    next_use_s: NotNegative | UnsetType = UNSET
     lag: Literal[0, 1] = 1
     axes: str = ""
     kind: str = "all_reduce"
@@ -93,8 +90,8 @@ class ProblemForm(Closed, kw_only=True):
     name: str
     source: str = ""
     dataflow: bool = False
-    forward_s: Seconds | UnsetType = UNSET
-    backward_s: Seconds | UnsetType = UNSET
+    forward_s: NotNegative | UnsetType = UNSET
+    backward_s: NotNegative | UnsetType = UNSET
     blocks: Annotated[tuple[BlockForm, ...], Meta(min_length=1)] | UnsetType = UNSET
     tensors: tuple[TransferForm, ...]
     links: Annotated[tuple[LinkForm, ...], Meta(min_length=1)]
@@ -115,7 +112,7 @@ class MessageForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
     nbytes: Size | UnsetType = UNSET
     update: Count = 0
     pieces: Annotated[tuple[PieceForm, ...], Meta(min_length=1)]
-    hold_s: Seconds | UnsetType = UNSET
+    hold_s: NotNegative | UnsetType = UNSET
     iteration: Count | UnsetType = UNSET
     phase: Phase | UnsetType | None = UNSET
     start_s: float | UnsetType = UNSET

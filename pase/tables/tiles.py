@@ -20,7 +20,7 @@ def rounded(extent: np.ndarray, step: np.ndarray | float) -> np.ndarray:
     return np.ceil(extent / step) * step / extent
 
 
-def padding(extents: Sequence[np.ndarray], tile: tuple[int, int]) -> np.ndarray:
+def padding(extents: Sequence[np.ndarray], tile: tuple[int, ...]) -> np.ndarray:
     """Elements that an array takes over elements that it has, at least 1.
 
     extents: per dim, the local extents under each config, float [configs]; tile: rows, lanes. Arrays of one dim lie

@@ -80,7 +80,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase.plan": {"msgspec"},
     "pase.ir": {"sympy", "networkx"},
     "pase.ops": {"sympy"},
-    "pase.machine": set(),
+    "pase.machine": {"msgspec"},
     "pase.tables": set(),
     "pase.search": {"numba"},
     "pase.schedule": {"numba", "networkx", "scipy", "msgspec"},

@@ -59,5 +59,13 @@ def test_a_machine_that_could_not_be_read_back_is_not_written():
     measured = replace(
         m, device=replace(m.device, memory_curve=broken), sources={**m.sources, "device": "me"}
     )
-    with pytest.raises(PaseError, match=r"device\.memory_curve is not monotone: 1 s at 2 bytes"):
+    with pytest.raises(PaseError, match=r"device/memory_curve: is not monotone: 1 s at 2 bytes"):
         dumps(measured)
+
+
+def test_a_number_at_its_default_keeps_its_source():
+    m = load("h100x8")
+    level = replace(m.levels[0], efficiency=1.0)
+    measured = replace(m, levels=(level, m.levels[1]))
+    assert "levels.0.efficiency" in m.sources
+    assert parse(dumps(measured), "again") == measured

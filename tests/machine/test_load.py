@@ -2,12 +2,18 @@
 
 import math
 import re
+import tomllib
 from pathlib import Path
 
+import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import pase
 from pase.errors import PaseError
 from pase.machine import load, names, parse
+from pase.machine.load import schema
 
 GOOD = """
 schema = "pase.machine/1"
@@ -49,6 +55,41 @@ def test_package_machine_is_sound_and_named_after_its_file(name):
 @pytest.mark.parametrize("spelling", ["h100x8", "h100_x8", "H100-x8", "h100 x8"])
 def test_names_as_people_type_them(spelling):
     assert load(spelling) == load("h100x8")
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_published_schema_takes_the_machines_of_the_package(name):
+    text = (Path(pase.__file__).parent / "machine" / "data" / f"{name}.toml").read_text(encoding="utf-8")
+    jsonschema.validate(tomllib.loads(text), schema())
+
+
+def test_the_published_schema_refuses_what_parse_refuses():
+    checks = jsonschema.Draft202012Validator(schema())
+    for old, new in (("memory_bytes", "memory_byte"), ("900e9", "-900e9"), ("ways = 4", "ways = -4")):
+        assert not checks.is_valid(tomllib.loads(GOOD.replace(old, new, 1)))
+    assert checks.is_valid(tomllib.loads(GOOD))
+
+
+LINES = GOOD.strip().splitlines()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(LINES) - 1), st.sampled_from(["", "[levels]", "ways = {}", "k = -1"]))
+    )
+)
+def test_a_file_with_any_line_replaced_is_read_or_gets_one_clear_error(changes):
+    lines = list(LINES)
+    for at, new in changes:
+        lines[at] = (
+            new if "=" not in lines[at] or not new.endswith("{}") else f"{lines[at].split('=')[0]}= {{}}"
+        )
+    try:
+        machine = parse("\n".join(lines), "f.toml")
+    except PaseError as e:
+        assert str(e).startswith("f.toml: ") and "\n" not in str(e)
+    else:
+        assert machine.device.memory_bytes == 16_000_000_000 and len(machine.levels) == 2
 
 
 def test_default_machine():
@@ -122,42 +163,64 @@ BROKEN = [
         'schema = "pase.machine/9"',
         "schema is 'pase.machine/9', this version reads",
     ),
-    ('schema = "pase.machine/1"\n', "", "schema is missing"),
-    ("memory_bytes = 16_000_000_000\n", "", "device.memory_bytes is missing"),
-    ("900e9", "-900e9", "device.memory_bandwidth_bytes_per_s must be above 0, got -9e+11"),
-    ("900e9", "nan", "device.memory_bandwidth_bytes_per_s must be finite, got nan"),
-    ("900e9", "inf", "device.memory_bandwidth_bytes_per_s must be finite, got inf"),
-    ("900e9", '"fast"', "device.memory_bandwidth_bytes_per_s must be a number, got 'fast'"),
-    ("900e9", "true", "device.memory_bandwidth_bytes_per_s must be a number, got True"),
-    ("16_000_000_000", "16e9", "device.memory_bytes must be a whole number, got 16000000000.0"),
-    ("float32 = 15.7e12\n", "", "device.peak_flops needs at least one dtype"),
-    ("float32 = 15.7e12", "float32 = 0.0", "device.peak_flops.float32 must be above 0, got 0"),
+    ('schema = "pase.machine/1"\n', "", "schema is None, this version reads"),
+    ("memory_bytes = 16_000_000_000\n", "", "at device/memory_bytes: is missing"),
+    ("900e9", "-900e9", "at device/memory_bandwidth_bytes_per_s: must be above 0, got -900000000000.0"),
+    ("900e9", "nan", "at device/memory_bandwidth_bytes_per_s: must be finite, got nan"),
+    ("900e9", "inf", "at device/memory_bandwidth_bytes_per_s: must be finite, got inf"),
+    ("900e9", '"fast"', "at device/memory_bandwidth_bytes_per_s: must be a number, got 'fast'"),
+    ("900e9", "true", "at device/memory_bandwidth_bytes_per_s: must be a number, got True"),
+    ("16_000_000_000", "16e9", "at device/memory_bytes: must be a whole number, got 16000000000.0"),
+    ("float32 = 15.7e12\n", "", "at device/peak_flops: must have at least 1 entry, got {}"),
+    ("float32 = 15.7e12", "float32 = 0.0", "at device/peak_flops/float32: must be above 0, got 0.0"),
     (
         'name = "d"\n',
         'name = "d"\ncolour = "red"\n',
-        "device.colour is not known; device takes: name, peak_flops",
+        "at device/colour: is not known; device takes: name, peak_flops",
     ),
-    ('name = "mine"', 'name = "mine"\nspeed = 3', "speed is not known; the top level takes: schema, name"),
-    ("ways = 4\n", "", "levels[0].ways may be 0 (as many as are asked for) at the last level alone"),
-    ("ways = 4", "ways = -4", "levels[0].ways must be at least 0, got -4"),
-    ("latency_s = 3e-6", "latency_s = -3e-6", "levels[0].latency_s must be at least 0, got -3e-06"),
+    ('name = "mine"', 'name = "mine"\nspeed = 3', "at speed: is not known; the top takes: name, device"),
+    ("ways = 4\n", "", "at levels/0/ways: may be 0 (as many as are asked for) at the last level alone"),
+    ("ways = 4", "ways = -4", "at levels/0/ways: must be at least 0, got -4"),
+    ("latency_s = 3e-6", "latency_s = -3e-6", "at levels/0/latency_s: must be at least 0, got -3e-06"),
     (
         "bandwidth_bytes_per_s = 10e9",
         "bandwidth_bytes_per_s = 10e9\nefficiency = 1.2",
-        "levels[1].efficiency must be above 0 and at most 1, got 1.2",
+        "at levels/1/efficiency: must be at most 1, got 1.2",
     ),
     (
         "latency_s = 3e-6",
         'latency_s = 3e-6\ntopology = "star"',
-        "levels[0].topology must be one of switch, torus, got 'star'",
+        "at levels/0/topology: must be one of switch, torus, got 'star'",
     ),
     ('device = "datasheet"\n', "", "device.memory_bytes has no source; add it to [sources]"),
+    (
+        "memory_bytes = 16",
+        "memory_byte = 16",
+        "at device/memory_byte: is not known; did you mean memory_bytes? device takes: name",
+    ),
+    (
+        "[sources]",
+        "[device.efficiency]\nmatmull = 0.5\n[sources]",
+        "at device/efficiency/matmull: is not known",
+    ),
+    (
+        "[sources]",
+        "[device.efficiency]\nmatmul = 1.5\n[sources]",
+        "device/efficiency/matmul: must be at most 1",
+    ),
+    (
+        "ways = 4",
+        "ways = 4\nbandwidth_at_ways.1 = 1e9",
+        "levels/0/bandwidth_at_ways: each key must be at least 2, got '1'",
+    ),
+    ("[[levels]]", "[levels]", "f.toml: not TOML"),
+    ("[device.peak_flops]", "[device.peaks]", "at device/peaks: is not known"),
     (
         'levels = "datasheet"',
         'levels = "a"\nlevel = "b"',
         "sources.level is the source of no number in the file",
     ),
-    ('levels = "datasheet"', "levels = 3", "sources.levels must be text, got 3"),
+    ('levels = "datasheet"', "levels = 3", "at sources/levels: must be text, got 3"),
 ]
 
 
@@ -176,10 +239,14 @@ keys = [512, 4096]
 efficiency = [0.4, 0.6]
 """
 BROKEN_TABLES = [
-    ("[512, 4096]", "[4096, 512]", "device.attention is not monotone: keys 512 follows 4096"),
-    ("[0.4, 0.6]", "[0.4]", "device.attention needs as many efficiencies as keys, one or more; got 1 and 2"),
-    ("[0.4, 0.6]", "[0.4, 1.6]", "device.attention must have efficiencies above 0 and up to 1"),
-    ("[1e3, 1e6, 1e9]", "[1e3, 1e9, 1e6]", "collectives[0] is not monotone: nbytes 1e+06 follows 1e+09"),
+    ("[512, 4096]", "[4096, 512]", "at device/attention: is not monotone: keys 512 follows 4096"),
+    (
+        "[0.4, 0.6]",
+        "[0.4]",
+        "at device/attention: needs as many efficiencies as keys, one or more; got 1 and 2",
+    ),
+    ("[0.4, 0.6]", "[0.4, 1.6]", "at device/attention: must have efficiencies above 0 and up to 1"),
+    ("[1e3, 1e6, 1e9]", "[1e3, 1e9, 1e6]", "at collectives/0: is not monotone: nbytes 1e+06 follows 1e+09"),
     (
         "[1e-5, 2e-5, 1e-2]",
         "[1e-5, 5e-6, 1e-2]",
@@ -188,18 +255,18 @@ BROKEN_TABLES = [
     (
         "[1e-5, 2e-5, 1e-2]",
         "[1e-5, 2e-5]",
-        "collectives[0] needs as many seconds as nbytes, two or more; got 2 and 3",
+        "at collectives/0: needs as many seconds as nbytes, two or more; got 2 and 3",
     ),
     ("[1e-5, 2e-5, 1e-2]", "[0.0, 2e-5, 1e-2]", "must have nbytes and seconds above 0"),
     (
         "[1e-5, 2e-5, 1e-2]",
         "[nan, 2e-5, 1e-2]",
-        "collectives[0].seconds[0] must be finite and at least 0, got nan",
+        "at collectives/0/seconds/0: must be finite, got nan",
     ),
-    ('"all_reduce"', '"gossip"', "collectives[0].kind must be one of all_gather, all_reduce"),
-    ("ways = [4, 1]", "ways = [4]", "collectives[0].ways needs one number per link level (2)"),
+    ('"all_reduce"', '"gossip"', "at collectives/0/kind: must be one of all_gather, all_reduce"),
+    ("ways = [4, 1]", "ways = [4]", "at collectives/0/ways: needs one number per link level (2)"),
     ("ways = [4, 1]", "ways = [1, 1]", "one of them 2 or more; got [1, 1]"),
-    ("[128, 1024]", "[1024, 128]", "device.matmul_tables[0] is not monotone: m = 128 follows 1024"),
+    ("[128, 1024]", "[1024, 128]", "at device/matmul_tables/0: is not monotone: m = 128 follows 1024"),
     ("[1e12, 2e12, 3e12, 4e12]", "[1e12, 2e12, 3e12]", "needs 2 x 1 x 2 flops_per_s (m, n, k), got 3"),
     ("[1e12, 2e12, 3e12, 4e12]", "[1e12, 2e12, 3e12, 4e13]", "a larger m takes less time; measure again"),
 ]
@@ -215,7 +282,9 @@ def test_a_nonsensical_measurement_is_refused(old, new, message):
 
 
 def test_the_same_measurement_twice_is_refused():
-    with pytest.raises(PaseError, match=r"collectives gives all_reduce over ways \[4, 1\] twice; keep one"):
+    with pytest.raises(
+        PaseError, match=r"at collectives/1: gives all_reduce over ways \[4, 1\] a second time; keep one"
+    ):
         parse(with_tables(CURVE + CURVE + MATMUL), "f.toml")
 
 
@@ -223,19 +292,19 @@ def test_shapes_and_algorithms_are_checked_against_the_levels():
     for extra, message in (
         (
             "[shapes]\n8 = [4, 3]\n",
-            "shapes.8 needs one number of ways per link level (2) with product 8, got [4, 3]",
+            "at shapes/8: needs one number of ways per link level (2) with product 8, got [4, 3]",
         ),
-        ("[shapes]\nmany = [4, 2]\n", "shapes.many must be a number of devices"),
+        ("[shapes]\nmany = [4, 2]\n", "at shapes: each key must be a whole number, got 'many'"),
         (
             '[[algorithms]]\nalgorithm = "ring"\nprotocol = "p"\nlaunch_s = 0\nstep_s = [1e-6]\n',
-            "algorithms[0].step_s needs one number per link level (2), got 1",
+            "at algorithms/0/step_s: needs one number per link level (2), got 1",
         ),
         (
             '[[algorithms]]\nalgorithm = "ring"\nprotocol = "p"\nlaunch_s = 0\nstep_s = [0, 0]\n'
             'kinds = ["all"]\n',
-            "algorithms[0].kinds must be a list of",
+            "at algorithms/0/kinds/0: must be one of all_gather",
         ),
-        ("levels_ = 3\n", "levels_ is not known"),
+        ("levels_ = 3\n", "at levels_: is not known; did you mean levels?"),
     ):
         where = "[device]\n" if extra.startswith("levels_") else "[sources]\n"
         text = GOOD.replace(where, extra + where, 1) if where == "[sources]\n" else extra + GOOD
@@ -265,10 +334,10 @@ def test_the_examples_of_the_documentation_load():
 def test_a_memory_tile_is_rows_and_columns():
     assert load("tpu_v5e").device.memory_tile == (8, 128) and load("h100x8").device.memory_tile == ()
     for tile, message in (
-        ("[8]", "is rows and columns, got [8]"),
-        ("[8, 0]", "must be finite and at least 1"),
+        ("[8]", "must be rows and columns, got [8]"),
+        ("[8, 0]", "must be at least 1, got 0"),
     ):
         text = GOOD.replace("[device]\n", f"[device]\nmemory_tile = {tile}\n", 1)
         with pytest.raises(PaseError) as e:
             parse(text, "f.toml")
-        assert "device.memory_tile" in str(e.value) and message in str(e.value)
+        assert "device/memory_tile" in str(e.value) and message in str(e.value)
