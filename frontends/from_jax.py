@@ -99,14 +99,7 @@ def reads(model: Any) -> bool:
 
 def coverage() -> dict[str, list[str]]:
     """loop nest -> primitives, for ``pase ops``."""
-    out = registry.by_nest(RULES)
-    out["opaque"] = sorted({*out["opaque"], "custom_linear_solve"})
-    return out | {
-        "call, inlined": sorted(INLINED),
-        "loop": ["scan", "while"],
-        "branches": ["cond"],
-        "manual": ["shard_map"],
-    }
+    return registry.by_nest(RULES, CONTROL) | {"call, inlined": sorted(INLINED)}
 
 
 def inlined(eqn: Any) -> bool:
@@ -331,7 +324,7 @@ class _Lower:
             elif name in INLINED:
                 self._call(eqn, f"{prefix}{i}.")
             elif name in CONTROL:
-                CONTROL[name](self, eqn, f"{prefix}{i}.")
+                CONTROL[name].lower(self, eqn, f"{prefix}{i}.")
             elif name == "dim_as_value" or self._known(eqn):
                 self.env.update(dict.fromkeys(eqn.outvars))
             elif name in RULES:

@@ -49,11 +49,8 @@ def reads(model: Any) -> bool:
 
 def coverage() -> dict[str, list[str]]:
     """loop nest -> ops, for ``pase ops``."""
-    out = by_nest(RULES)
-    return out | {
-        "opaque": sorted({*out["opaque"], *CONTROL}),
-        "no work": sorted({*out["no work"], "Constant"}),
-    }
+    out = by_nest(RULES, CONTROL)
+    return out | {"no work": sorted({*out["no work"], "Constant"})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +266,7 @@ class Lowering:
             if folded is not None:
                 outs = folded
             elif key in CONTROL:
-                outs = CONTROL[key](self, c, path, declared)
+                outs = CONTROL[key].lower(self, c, path, declared)
             elif key in RULES:
                 outs = self._rule(c, key)
             elif self.unknown == "replicate":

@@ -52,11 +52,10 @@ class Traced(registry.Traced):
 
 def coverage() -> dict[str, list[str]]:
     """loop nest -> ops, for ``pase ops``."""
-    out = registry.by_nest({**RULES, **LISTS})
+    out = registry.by_nest({**RULES, **LISTS}, REGIONS)
     out["elementwise"] = sorted({*out.get("elementwise", ())} - PASSED_ON)
     out["no work"] = sorted({*out.get("no work", ()), *PASSED_ON})
-    return out | {"call, inlined": sorted(CALLS), "loop": sorted(k for k in REGIONS if "While" in k),
-                  "branch": sorted(k for k in REGIONS if "While" not in k)}  # fmt: skip
+    return out | {"call, inlined": sorted(CALLS)}
 
 
 def trace(

@@ -7,22 +7,27 @@ branches, "PATH:outs" what a scan's body returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pase.frontends.jax_rules import _dtype, _shape, _size
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
+from pase.frontends.registry import Control, lowers_bodies
 from pase.ir import Tensor
 from pase.ir.sizes import is_one
 from pase.ops import branches, indexed, loops
+from pase.registry import Registry
 
 if TYPE_CHECKING:
     from pase.frontends.from_jax import _Lower
     from pase.ops import GraphBuilder
 
 __all__ = ["CONTROL", "Trips", "by_platform"]
+
+CONTROL: Registry[Control] = Registry("JAX primitive with bodies")
+"""Primitive -> how its equation is lowered: (lowering, equation, prefix of the paths inside)."""
 
 
 @dataclass
@@ -51,6 +56,7 @@ class Trips:
         return 1 if known is None else known
 
 
+@lowers_bodies(CONTROL, "scan", listed="loop")
 def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
     """The body once, times the trip count; the carry's layout is one node, so it is equal in and out."""
     b, p = lower.b, eqn.params
@@ -87,6 +93,7 @@ def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
     lower.write(eqn.outvars, carried + ys)
 
 
+@lowers_bodies(CONTROL, "while", listed="loop")
 def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
     """Condition and body, times the turns (``Trips``). JAX has no backward of it, so nothing in it has a gradient."""
     b, p = lower.b, eqn.params
@@ -115,6 +122,7 @@ def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
     lower.write(eqn.outvars, carried)
 
 
+@lowers_bodies(CONTROL, "cond", listed="branches")
 def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
     """Every branch is lowered; the most expensive one is priced as taken, the others next to nothing."""
     b = lower.b
@@ -165,11 +173,13 @@ def _one_platform(lower: _Lower, eqn: Any, prefix: str) -> None:
     lower.write(eqn.outvars, [inner.of(v) for v in body.outvars])
 
 
+@lowers_bodies(CONTROL, "custom_linear_solve", listed="opaque")
 def custom_linear_solve(lower: _Lower, eqn: Any, prefix: str) -> None:
     """Not split; the work of its solver, which a backend keeps whole."""
     lower.replicate(eqn, _flops(lower, eqn.params["jaxprs"].solve.jaxpr, lower.trips))
 
 
+@lowers_bodies(CONTROL, "shard_map", listed="manual")
 def shard_map(lower: _Lower, eqn: Any, prefix: str) -> None:
     """A body for one device of the user's mesh: its specs say how tensors are split, and a backend keeps it whole."""
     b, p = lower.b, eqn.params
@@ -185,16 +195,6 @@ def shard_map(lower: _Lower, eqn: Any, prefix: str) -> None:
         f"of the shard_map at {b.source or 'an unknown line'} work and layouts are priced, not the collectives inside"
     )
     lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
-
-
-CONTROL: dict[str, Callable[[_Lower, Any, str], None]] = {
-    "scan": scan,
-    "while": while_,
-    "cond": cond,
-    "shard_map": shard_map,
-    "custom_linear_solve": custom_linear_solve,
-}
-"""Primitive -> how its equation is lowered: (lowering, equation, prefix of the paths inside)."""
 
 
 def _constants(lower: _Lower, inner: _Lower, jaxpr: Any) -> None:

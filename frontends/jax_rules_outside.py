@@ -12,19 +12,21 @@ from pase.frontends.registry import UnknownOp
 from pase.ir import Size, Tensor, functions
 from pase.ir.functions import FUNCTIONS
 from pase.ops import GraphBuilder, indexed, nests
+from pase.registry import Registry
 
 __all__ = ["KERNELS", "RULES", "Kernel", "register_kernel"]
 
 Kernel = Callable[[GraphBuilder, Sequence[Tensor], Sequence[tuple[tuple[Size, ...], str]]], Sequence[Tensor]]
 """Of a kernel's operands and (shape, dtype) of each result makes its loop nest."""
 
-KERNELS: dict[str, Kernel] = {}
+KERNELS: Registry[Kernel] = Registry("Pallas kernel")
 
 
 def register_kernel(name: str, nest: Kernel | float) -> None:
     """Say what a Pallas kernel of this name costs: FLOPs of a whole call, or a function that makes its loop nest.
 
-    A kernel runs whole on every device, as XLA runs it; ``jax.shard_map`` around it splits it.
+    A kernel runs whole on every device, as XLA runs it; ``jax.shard_map`` around it splits it. ValueError where the
+    name has its cost already.
     """
     if not callable(nest):
         flops = float(nest)
@@ -37,7 +39,7 @@ def register_kernel(name: str, nest: Kernel | float) -> None:
             return nests.opaque(b, name, inputs, outs, flops=flops)
 
         nest = whole
-    KERNELS[name] = nest
+    KERNELS.add(name, nest)
 
 
 _REDUCED = {"psum": "reduce_sum", "psum_invariant": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}

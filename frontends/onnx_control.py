@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pase.frontends.onnx_values import Call, Value
+from pase.frontends.registry import Control, lowers_bodies
 from pase.ops import GraphBuilder
 from pase.ops.loops import body_flops
+from pase.registry import Registry
 
 if TYPE_CHECKING:
     from pase.frontends.from_onnx import Lowering
 
 __all__ = ["CONTROL", "apart_value", "captures"]
+
+CONTROL: Registry[Control] = Registry("ONNX op with bodies")
 
 
 def apart_value(v: Value) -> Value:
@@ -64,6 +68,7 @@ def _within(low: Lowering, c: Call, graph: Any, path: str) -> list[Value | None]
     return [inner.find(o.name, c.place) for o in graph.output]
 
 
+@lowers_bodies(CONTROL, "If", listed="opaque")
 def _if(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
     """The branch that is taken, where that is known; else not split, at the price of the dearer branch."""
     then, other = c.attribute("then_branch").g, c.attribute("else_branch").g
@@ -79,6 +84,7 @@ def _if(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Seque
     return low.replicate(c, max(flops_a, flops_b, 1.0), {}, [(v.shape, v.dtype) for v in outs], more)
 
 
+@lowers_bodies(CONTROL, "Loop", listed="opaque")
 def _loop(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
     """Not split; the work of its body times the trip count, once where that is not known."""
     body = c.attribute("body").g
@@ -100,6 +106,7 @@ def _loop(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Seq
     return low.replicate(c, max(flops, 1.0) * max(turns, 1), {}, results, list(more.values()))
 
 
+@lowers_bodies(CONTROL, "Scan", listed="opaque")
 def _scan(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
     """Not split; the work of its body at every step."""
     body, n = c.attribute("body").g, c.integer("num_scan_inputs")
@@ -127,6 +134,3 @@ def _scan(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Seq
         results.append((c.shape(shape), v.dtype))
     times = turns * (values[0].shape[0] if first else 1)
     return low.replicate(c, max(flops, 1.0) * max(times, 1), {}, results, list(more.values()))
-
-
-CONTROL = {"If": _if, "Loop": _loop, "Scan": _scan}

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from pase.frontends.onnx_values import MOST_KNOWN, Call, Value, known
+from pase.registry import Registry
 
 __all__ = ["FOLDS", "fold"]
 
 Fold = Callable[[Call, list[np.ndarray]], Any]
+FOLDS: Registry[Fold] = Registry("rule for small values of ONNX op")
+_folds = FOLDS.register
 
 _BINARY: dict[str, Any] = {
     "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Pow": np.power, "Equal": np.equal, "Less": np.less,
@@ -60,6 +63,7 @@ def _small(*extents: int) -> None:
         raise _Unfit
 
 
+@_folds("Div")
 def _div(c: Call, a: list[np.ndarray]) -> np.ndarray:
     x, y = a
     if x.dtype.kind == "f":
@@ -69,12 +73,14 @@ def _div(c: Call, a: list[np.ndarray]) -> np.ndarray:
     return (np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))).astype(x.dtype)  # towards zero
 
 
+@_folds("Mod")
 def _mod(c: Call, a: list[np.ndarray]) -> np.ndarray:
     if (a[1] == 0).any():
         raise _Unfit
     return np.fmod(a[0], a[1]) if c.integer("fmod") else np.mod(a[0], a[1])
 
 
+@_folds("Cast", "CastLike")
 def _cast(c: Call, a: list[np.ndarray]) -> np.ndarray:
     dtype = c.dtype("to", "") if c.op == "Cast" else str(a[1].dtype)
     if dtype in ("", "string"):
@@ -82,6 +88,7 @@ def _cast(c: Call, a: list[np.ndarray]) -> np.ndarray:
     return a[0].astype(np.dtype(dtype))
 
 
+@_folds("Gather")
 def _gather(c: Call, a: list[np.ndarray]) -> np.ndarray:
     _small(a[1].size, *a[0].shape[1:])
     return np.take(a[0], a[1], axis=c.axis(c.integer("axis"), a[0].ndim))
@@ -95,6 +102,7 @@ def axes_of(c: Call, rank: int, i: int = 1) -> list[int] | None:
     return None if given is None else c.axes(given, rank)
 
 
+@_folds(*_REDUCE)
 def _reduce(c: Call, a: list[np.ndarray]) -> np.ndarray:
     axes = axes_of(c, a[0].ndim)
     if not axes and c.integer("noop_with_empty_axes"):
@@ -105,6 +113,7 @@ def _reduce(c: Call, a: list[np.ndarray]) -> np.ndarray:
     )
 
 
+@_folds("Slice")
 def _slice(c: Call, a: list[np.ndarray]) -> np.ndarray:
     x = a[0]
     starts, ends, axes, steps = slice_arguments(c, x.ndim)
@@ -136,16 +145,19 @@ def slice_bounds(start: int, end: int, step: int, size: int) -> tuple[int, int |
     return start, None if end < 0 else end, step
 
 
+@_folds("Squeeze")
 def _squeeze(c: Call, a: list[np.ndarray]) -> np.ndarray:
     axes = axes_of(c, a[0].ndim)
     return np.squeeze(a[0], None if axes is None else tuple(axes))
 
 
+@_folds("Unsqueeze")
 def _unsqueeze(c: Call, a: list[np.ndarray]) -> np.ndarray:
     given = c.ints("axes") or c.ints_of(1, "axes")
     return np.expand_dims(a[0], tuple(c.axes(given, a[0].ndim + len(given))))
 
 
+@_folds("Reshape")
 def _reshape(c: Call, a: list[np.ndarray]) -> np.ndarray:
     return a[0].reshape(reshaped(c, a[0].shape))
 
@@ -173,6 +185,7 @@ def reshaped(c: Call, shape: Sequence[int]) -> list[int]:
     return out
 
 
+@_folds("Range")
 def _range(c: Call, a: list[np.ndarray]) -> np.ndarray:
     start, limit, delta = (x.reshape(()) for x in a[:3])
     n = max(math.ceil((float(limit) - float(start)) / float(delta)), 0)
@@ -180,17 +193,20 @@ def _range(c: Call, a: list[np.ndarray]) -> np.ndarray:
     return np.arange(n, dtype=start.dtype) * delta + start
 
 
+@_folds("Expand")
 def _expand(c: Call, a: list[np.ndarray]) -> np.ndarray:
     shape = np.broadcast_shapes(a[0].shape, tuple(int(n) for n in a[1]))
     _small(*shape)
     return np.broadcast_to(a[0], shape)
 
 
+@_folds("Tile")
 def _tile(c: Call, a: list[np.ndarray]) -> np.ndarray:
     _small(*(int(s) * int(r) for s, r in zip(a[0].shape, a[1], strict=True)))
     return np.tile(a[0], a[1])
 
 
+@_folds("Split")
 def _split(c: Call, a: list[np.ndarray]) -> list[np.ndarray]:
     axis = c.axis(c.integer("axis"), a[0].ndim)
     cuts = np.cumsum(split_sizes(c, a[0].shape[axis]))[:-1]
@@ -213,14 +229,31 @@ def split_sizes(c: Call, size: int) -> list[int]:
     return given
 
 
+@_folds("Concat")
 def _concat(c: Call, a: list[np.ndarray]) -> np.ndarray:
     _small(sum(x.size for x in a))
     return np.concatenate(a, c.axis(c.integer("axis", 1), a[0].ndim))
 
 
+@_folds("Where")
 def _where(c: Call, a: list[np.ndarray]) -> np.ndarray:
     _small(*np.broadcast_shapes(*(x.shape for x in a)))
     return np.where(*a)
+
+
+@_folds("Transpose")
+def _transpose(c: Call, a: list[np.ndarray]) -> np.ndarray:
+    return np.transpose(a[0], c.ints("perm"))
+
+
+@_folds("NonZero")
+def _nonzero(c: Call, a: list[np.ndarray]) -> np.ndarray:
+    return np.array(np.nonzero(a[0]), np.int64)
+
+
+@_folds("CumSum")
+def _cumsum(c: Call, a: list[np.ndarray]) -> np.ndarray:
+    return np.cumsum(a[0], int(a[1].reshape(())), dtype=a[0].dtype)
 
 
 def _broadcasts(f: Any) -> Fold:
@@ -236,14 +269,7 @@ def _broadcasts(f: Any) -> Fold:
     return out
 
 
-FOLDS: dict[str, Fold] = {
-    **{op: _broadcasts(f) for op, f in (_BINARY | _VARIADIC).items()},
-    **{op: (lambda c, a, f=f: np.asarray(f(a[0]))) for op, f in _UNARY.items()},  # type: ignore[misc]
-    **dict.fromkeys(_REDUCE, _reduce),
-    "Div": _div, "Mod": _mod, "Cast": _cast, "CastLike": _cast, "Gather": _gather, "Slice": _slice,
-    "Squeeze": _squeeze, "Unsqueeze": _unsqueeze, "Reshape": _reshape, "Range": _range, "Expand": _expand,
-    "Tile": _tile, "Split": _split, "Concat": _concat, "Where": _where,
-    "Transpose": lambda c, a: np.transpose(a[0], c.ints("perm")),
-    "NonZero": lambda c, a: np.array(np.nonzero(a[0]), np.int64),
-    "CumSum": lambda c, a: np.cumsum(a[0], int(a[1].reshape(())), dtype=a[0].dtype),
-}  # fmt: skip
+for _op, _f in (_BINARY | _VARIADIC).items():
+    FOLDS.add(_op, _broadcasts(_f))
+for _op, _f in _UNARY.items():
+    FOLDS.add(_op, lambda c, a, f=_f: np.asarray(f(a[0])))  # type: ignore[misc]

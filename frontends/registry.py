@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pase.errors import PaseError
 from pase.registry import Registry
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FRONTENDS",
+    "Control",
     "Dims",
     "Frontend",
     "Traced",
@@ -28,12 +29,14 @@ __all__ = [
     "check_dims",
     "coverage",
     "frontend_of",
+    "lowers_bodies",
     "trace",
     "type_names",
 ]
 
 Unknown = Literal["error", "replicate"]
 Dims = Mapping[str, int]
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 class UnknownOp(PaseError):
@@ -75,6 +78,24 @@ class Frontend:
 
 FRONTENDS: Registry[Frontend] = Registry("frontend", package="pase.frontends", prefix="from_")
 """In the order in which they are asked: one that reads any callable has a higher rank than those that look closer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """How an op that holds bodies of its own, a loop or a branch, is lowered; listed: where ``pase ops`` shows it."""
+
+    lower: Callable[..., Any]
+    listed: str
+
+
+def lowers_bodies(controls: Registry[Control], *ops: str, listed: str) -> Callable[[C], C]:
+    """Decorator: the function lowers these ops, which hold bodies."""
+
+    def add(lower: C) -> C:
+        controls.register(*ops)(Control(lower=lower, listed=listed))
+        return lower
+
+    return add
 
 
 def frontend_of(model: Any) -> Frontend | None:
@@ -134,7 +155,9 @@ def coverage() -> dict[str, dict[str, list[str]]]:
     return {name: frontend.coverage() for name, frontend in FRONTENDS.items()}
 
 
-def by_nest(rules: Mapping[str, Callable[..., Any]]) -> dict[str, list[str]]:
+def by_nest(
+    rules: Mapping[str, Callable[..., Any]], controls: Mapping[str, Control] | None = None
+) -> dict[str, list[str]]:
     """loop nest -> ops, read off what the rules' code calls: op -> rule in, nothing kept by hand."""
     from pase.ops import composites, indexed, loops, nests
 
@@ -145,6 +168,8 @@ def by_nest(rules: Mapping[str, Callable[..., Any]]) -> dict[str, list[str]]:
     for op, rule in rules.items():
         for nest in found.setdefault(rule, _calls(rule, known, set())) or {"no work"}:
             out.setdefault(nest, []).append(op)
+    for op, control in (controls or {}).items():
+        out.setdefault(control.listed, []).append(op)
     return {k: sorted(out[k]) for k in sorted(out)}
 
 

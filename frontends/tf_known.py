@@ -12,11 +12,16 @@ from pase.errors import PaseError
 from pase.frontends.tf_graph import TfNode, dtype_name
 from pase.frontends.tf_slices import positions
 from pase.frontends.tf_values import MOST_KNOWN
+from pase.registry import Registry
 
 __all__ = ["KNOWN", "constant", "evaluate", "numpy_dtype"]
 
 Array = np.ndarray
-KNOWN: dict[str, Callable[..., Any]] = {}
+Fold = Callable[..., Any]
+"""Of a node and its operands' values makes its results; None: not to be worked out."""
+
+KNOWN: Registry[Fold] = Registry("rule for small values of TensorFlow op")
+_rule = KNOWN.register
 
 
 def evaluate(node: TfNode, arrays: Sequence[Array]) -> list[Array] | None:
@@ -66,9 +71,9 @@ def _small(size: int) -> bool:
     return 0 <= size <= MOST_KNOWN
 
 
-def _each(**rules: Callable[..., Any]) -> None:
+def _each(**rules: Fold) -> None:
     for op, f in rules.items():
-        KNOWN[op] = lambda node, *a, f=f: f(*a)
+        KNOWN.add(op, lambda node, *a, f=f: f(*a))
 
 
 def _trunc_div(a: Array, b: Array) -> Array:
@@ -103,15 +108,6 @@ _each(
     ZerosLike=np.zeros_like, OnesLike=np.ones_like, InvertPermutation=np.argsort, AddN=lambda *a: sum(a[1:], a[0]),
     ClipByValue=lambda a, lo, hi: np.clip(a, lo, hi),
 )  # fmt: skip
-
-
-def _rule(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(f: Callable[..., Any]) -> Callable[..., Any]:
-        for op in ops:
-            KNOWN[op] = f
-        return f
-
-    return register
 
 
 @_rule("IdentityN", "ShapeN")

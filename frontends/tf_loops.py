@@ -3,28 +3,33 @@ branch taken by data, is one region that is not split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.errors import PaseError
+from pase.frontends.registry import Control, lowers_bodies
 from pase.frontends.tf_graph import TfBody, TfNode
 from pase.frontends.tf_known import constant, evaluate
 from pase.frontends.tf_values import Call, Handle, Known, Reshaped, TensorList, Value, elements
 from pase.ir import Tensor
 from pase.ir.sizes import is_one
 from pase.ops import GraphBuilder, loops, nests
+from pase.registry import Registry
 
 if TYPE_CHECKING:
     from pase.frontends.tf_lower import Lower
 
 __all__ = ["REGIONS", "turns"]
 
+REGIONS: Registry[Control] = Registry("TensorFlow op with bodies")
+
 _MOST_TURNS = 20_000
 
 
+@lowers_bodies(REGIONS, "While", "StatelessWhile", listed="loop")
 def _while(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[Value]:
     condition, body = _bodies(lower, node)
     if not len(body.outputs) == len(body.args) == len(ins) == len(condition.args):
@@ -41,6 +46,7 @@ def _while(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[
     return made if made is not None else _region(lower, node, ins, path, [body])
 
 
+@lowers_bodies(REGIONS, "If", "StatelessIf", "Case", "StatelessCase", listed="branch")
 def _if(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[Value]:
     """A branch that the graph itself determines is taken; of two taken by data, the dearer is priced, unsplit."""
     branches = _bodies(lower, node)
@@ -51,11 +57,6 @@ def _if(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[Val
         k = (0 if k else 1) if node.op.endswith("If") else min(max(k, 0), len(branches) - 1)
         return lower.body(branches[k], ins[1:], f"{path}/")
     return _region(lower, node, ins[1:], path, branches, [ins[0]])
-
-
-REGIONS: dict[str, Callable[[Lower, TfNode, Sequence[Value], str], list[Value]]] = {
-    "While": _while, "StatelessWhile": _while, "If": _if, "StatelessIf": _if, "Case": _if, "StatelessCase": _if,
-}  # fmt: skip
 
 
 def _bodies(lower: Lower, node: TfNode) -> list[TfBody]:

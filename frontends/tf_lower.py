@@ -131,7 +131,7 @@ class Lower:
             (name,) = self.graph.called(node)
             return self.body(self.graph.body(name), ins, f"{path}/")
         if op in REGIONS:
-            return REGIONS[op](self, node, ins, path)
+            return REGIONS[op].lower(self, node, ins, path)
         if op in ("VarHandleOp", "VariableV2", "Variable", "AutoReloadVariable"):
             return [self.variable(node)]
         if op in ("Placeholder", "PlaceholderV2"):

@@ -88,9 +88,8 @@ def optimize_graph(
     is given that no memory pass meets.
     """
     begun = time.perf_counter()
-    unknown = [p for p in passes if p not in PASSES]
-    if unknown:
-        raise PaseError(f"no pass '{unknown[0]}'; there are {', '.join(PASSES)}")
+    for name in passes:
+        _ = PASSES[name]  # PaseError where there is none
     chosen = list(passes) or list(PASSES)
     option, options = _fit_memory(g, memory, memory_limit_bytes)
     before = max(evaluate(g).values())

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pase.registry import Registry
 from pase.replay.coarse import Coarse
 from pase.replay.fine import best_parts
 from pase.replay.graph import EDGES, DataflowGraph
@@ -70,17 +71,9 @@ class View:
 
 
 Proposals = Iterator[tuple[str, Plan]]
-PASSES: dict[str, Callable[[View], Proposals]] = {}
-
-
-def graph_pass(name: str) -> Callable[[Callable[[View], Proposals]], Callable[[View], Proposals]]:
-    """Register a pass: a function from a View to (what it does, the changed plan), most promising first."""
-
-    def keep(f: Callable[[View], Proposals]) -> Callable[[View], Proposals]:
-        PASSES[name] = f
-        return f
-
-    return keep
+PASSES: Registry[Callable[[View], Proposals]] = Registry("pass")
+graph_pass = PASSES.register
+"""Registers a pass: a function from a View to (what it does, the changed plan), most promising first."""
 
 
 def bucket_ns(g: DataflowGraph, c: Coarse, members: list[int], column: int, parts: int = 1) -> float:

@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
+import pase
+from pase import costmodels, machine
 from pase.frontends import jax_rules, registry
-from pase.ir import from_text, to_text
+from pase.ir import AccessMap, DimKind, Tensor, from_text, functions, named, simplify, to_text
 from pase.ir.functions import FUNCTIONS, Function
+from pase.machine import Mesh
+from pase.ops import GraphBuilder, nests
+from pase.ops.builder import Read, Write
+from pase.tables.itemize import collectives
+from pase.tables.layouts import configs
 
 SWISH = Function(name="test_swish", flops=11.0)
 SHAPE = (8, 16)
@@ -44,6 +51,52 @@ def test_jax(swish: Function) -> None:
         check(registry.trace(lambda p, x: jnp.sum(primitive.bind(x * p)), spec, spec), "jax", "test_swish")
     finally:
         jax_rules.RULES.remove("test_swish")
+
+
+def _outer_sum(b: GraphBuilder, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """z[i, j] = x[i] + y[j]: a kind of nest that ``pase.ops.nests`` lacks, with no word on gradients or collectives."""
+    dims: dict[str, tuple[Any, DimKind]] = {"i": (x.shape[0], "parallel"), "j": (y.shape[0], "parallel")}
+    reads = [Read(x, AccessMap.of(("i",))), Read(y, AccessMap.of(("j",)))]
+    write = Write((x.shape[0], y.shape[0]), x.dtype, AccessMap.of(("i",), ("j",)))
+    return b.nest("outer_sum", "elementwise", reads, [write], dims, function=functions.ADD)
+
+
+def test_a_kind_of_nest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function: listed, searched and priced, and the all-reduces of both gradients follow from its maps."""
+    monkeypatch.setattr(nests, "outer_sum", _outer_sum, raising=False)
+    monkeypatch.setattr(nests, "__all__", [*nests.__all__, "outer_sum"])
+    primitive = Primitive("test_outer_sum")
+    primitive.def_abstract_eval(lambda x, y: x.update(shape=(*x.shape, *y.shape)))
+
+    def loss(params: Any, _: Any) -> Any:
+        return jnp.sum(jnp.square(primitive.bind(params["x"], params["y"])))
+
+    @jax_rules.lowers("test_outer_sum")
+    def rule(b: GraphBuilder, eqn: Any, inputs: Any) -> Any:
+        return nests.outer_sum(b, *inputs)  # type: ignore[attr-defined]
+
+    params = {k: jax.ShapeDtypeStruct((n,), jnp.float32) for k, n in (("x", 64), ("y", 32))}
+    batch = jax.ShapeDtypeStruct((4,), jnp.float32)
+    try:
+        graph = named(simplify(registry.trace(loss, params, batch).graph))
+        assert "test_outer_sum" in registry.FRONTENDS["jax"].coverage()["outer_sum"]
+        plan = pase.compile(loss, params, batch, devices=4, machine="h100x8")
+    finally:
+        jax_rules.RULES.remove("test_outer_sum")
+    assert plan.cost > 0 and plan.optimal
+    (node,) = (n for n in graph.nodes if any(o.name == "outer_sum" for o in n.ops))
+    at = [d.name for d in node.space.dims].index(next(w.dims[0] for w in node.ops[0].reads[0].map.walks))
+    mesh = Mesh(names=("a",), sizes=(4,))
+    every = {n.name: configs(n, mesh) for n in graph.nodes}
+    rows = next(k for k, c in enumerate(every[node.name]) if c[0] == at)
+    split = {n: c[rows] if n == node.name else c[0] for n, c in every.items()}
+    model = costmodels.get("analytic", machine.load("h100x8"))
+    found = [
+        c for c in collectives(graph, mesh, split, model) if c.kind == "all_reduce" and c.phase != "forward"
+    ]
+    assert [c.nbytes for c in found] == [
+        32 * 4
+    ]  # y's gradient is summed over the rows, x's stays where it is
 
 
 def test_tensorflow(swish: Function) -> None:
