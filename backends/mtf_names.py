@@ -159,29 +159,18 @@ class Names:
 def _bases(graph: Graph) -> dict[tuple[str, str], str]:
     """(node, iteration dim) -> a name shared by all dims of one meaning, and by no two dims of one node."""
     Key = tuple[str, str]
-    parent: dict[Key, Key] = {}
-    members: dict[Key, dict[str, str]] = {}
-    for n in graph.nodes:
-        for d in n.space:
-            parent[n.name, d.name] = (n.name, d.name)
-            members[n.name, d.name] = {n.name: d.name}
+    of: dict[Key, Key] = {(n.name, d.name): (n.name, d.name) for n in graph.nodes for d in n.space}
+    members: dict[Key, dict[str, str]] = {(node, dim): {node: dim} for node, dim in of}
 
-    def find(k: Key) -> Key:
-        while parent[k] != k:
-            parent[k] = parent[parent[k]]
-            k = parent[k]
-        return k
-
-    def union(x: Key, y: Key) -> None:
-        a, b = find(x), find(y)
-        if a == b:
-            return
+    def join(x: Key, y: Key) -> None:
+        a, b = of[x], of[y]
         if len(members[a]) < len(members[b]):
             a, b = b, a
-        if any(node in members[a] for node in members[b]):
+        if not members[a].keys().isdisjoint(members[b]):  # also where a is b
             return
-        parent[b] = a
-        members[a] |= members.pop(b)
+        joined = members.pop(b)
+        members[a] |= joined
+        of.update(dict.fromkeys(joined.items(), a))
 
     for e in graph.edges:
         src, dst = graph.node[e.src], graph.node[e.dst]
@@ -190,17 +179,17 @@ def _bases(graph: Graph) -> dict[tuple[str, str], str]:
             sizes = [[node.space[d].size for d in walk.dims] for node, walk in ((src, w), (dst, r))]
             if sizes[0] == sizes[1]:
                 for x, y in zip(w.dims, r.dims, strict=True):
-                    union((e.src, x), (e.dst, y))
+                    join((e.src, x), (e.dst, y))
     letters: dict[Key, Counter[str]] = {}
-    for k in parent:
-        letters.setdefault(find(k), Counter())[_letter(k[1])] += 1
+    for k, first in of.items():
+        letters.setdefault(first, Counter())[_letter(k[1])] += 1
     taken: Counter[str] = Counter()
     names: dict[Key, str] = {}
     for root, counts in letters.items():
         word = counts.most_common(1)[0][0]
         taken[word] += 1
         names[root] = word if taken[word] == 1 else f"{word}{taken[word]}"
-    return {k: names[find(k)] for k in parent}
+    return {k: names[first] for k, first in of.items()}
 
 
 def _letter(dim: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import networkx as nx
+
 from pase.ir.types import Access, AccessMap, Graph, IterationSpace, Node, Op, Walk
 
 __all__ = ["dim_classes", "named"]
@@ -20,14 +22,8 @@ def dim_classes(graph: Graph) -> dict[DimKey, int]:
     Classes are numbered in order of appearance. Dims that only share a tensor's dim as part of a different
     factoring stay apart.
     """
-    parent: dict[DimKey, DimKey] = {(n.name, d.name): (n.name, d.name) for n in graph.nodes for d in n.space}
-
-    def find(k: DimKey) -> DimKey:
-        while parent[k] != k:
-            parent[k] = parent[parent[k]]
-            k = parent[k]
-        return k
-
+    alike: nx.Graph[DimKey] = nx.Graph()
+    alike.add_nodes_from((n.name, d.name) for n in graph.nodes for d in n.space)
     for e in graph.edges:
         src, dst = graph.node[e.src], graph.node[e.dst]
         _, write = src.write_of(e.tensor)
@@ -36,10 +32,8 @@ def dim_classes(graph: Graph) -> dict[DimKey, int]:
                 src.space[x].size == dst.space[y].size or r.window
                 for x, y in zip(w.dims, r.dims, strict=True)
             ):
-                for x, y in zip(w.dims, r.dims, strict=True):
-                    parent[find((e.dst, y))] = find((e.src, x))
-    numbers: dict[DimKey, int] = {}
-    return {k: numbers.setdefault(find(k), len(numbers)) for k in parent}
+                alike.add_edges_from(((e.src, x), (e.dst, y)) for x, y in zip(w.dims, r.dims, strict=True))
+    return {key: number for number, keys in enumerate(nx.connected_components(alike)) for key in keys}
 
 
 def named(graph: Graph) -> Graph:

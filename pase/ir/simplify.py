@@ -51,7 +51,10 @@ def simplify(graph: Graph) -> Graph:
 
 
 class _Groups:
-    """Union-find over raw nodes, and the dims that joining them identifies."""
+    """Union-find over raw nodes, and the dims that joining them identifies.
+
+    By hand: joins are tried and undone, and a group keeps the name of the node that it began with.
+    """
 
     def __init__(self, graph: Graph, table: DimTable):
         self.graph, self.table = graph, table

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import networkx as nx
 import numpy as np
 
 from pase.replay.matching import Match, match_collectives
@@ -211,27 +212,13 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 def _components(ranks: list[int], matches: list[Match], unit: dict[int, int]) -> list[list[int]]:
     """Ranks tied by shared collectives or one clock, each list sorted, the lowest rank's first."""
-    root = {r: r for r in ranks}
-
-    def find(r: int) -> int:
-        while root[r] != r:
-            root[r] = root[root[r]]
-            r = root[r]
-        return r
-
+    tied: nx.Graph[int] = nx.Graph()
+    tied.add_nodes_from(ranks)
     for m in matches:
-        first, *rest = m.members
-        for r in rest:
-            a, b = find(first), find(r)
-            root[max(a, b)] = min(a, b)
+        nx.add_path(tied, m.members)
     first_of: dict[int, int] = {}
-    for r in ranks:
-        a, b = find(first_of.setdefault(unit[r], r)), find(r)
-        root[max(a, b)] = min(a, b)
-    out: dict[int, list[int]] = {}
-    for r in ranks:
-        out.setdefault(find(r), []).append(r)
-    return [sorted(v) for _, v in sorted(out.items())]
+    tied.add_edges_from((first_of.setdefault(unit[r], r), r) for r in ranks)
+    return sorted(map(sorted, nx.connected_components(tied)))
 
 
 def collective_costs(t: Timeline, matches: list[Match]) -> list[dict[str, float]]:
