@@ -98,9 +98,13 @@ def _said(call: Call, why: str, source: SourceLine) -> None:
 
 
 def of_plan(
-    call: Call, reads: Sequence[str | None], shapes: Sequence[tuple[int, ...]], layouts: EquationLayouts | None,
-    mesh: Any, source: SourceLine,
-) -> Callable[..., Any] | None:  # fmt: skip
+    call: Call,
+    reads: Sequence[str | None],
+    shapes: Sequence[tuple[int, ...]],
+    layouts: EquationLayouts | None,
+    mesh: Any,
+    source: SourceLine,
+) -> Callable[..., Any] | None:
     """The attention as a function of q, k, v, split as the plan has it.
 
     None where XLA is to split it: it is asked for XLA's own, has a bias or a mask, or parts that are not contiguous.
@@ -129,9 +133,12 @@ def of_plan(
 
 
 def _split(
-    call: Call, reads: Sequence[str | None], shapes: Sequence[tuple[int, ...]], layouts: EquationLayouts | None,
+    call: Call,
+    reads: Sequence[str | None],
+    shapes: Sequence[tuple[int, ...]],
+    layouts: EquationLayouts | None,
     mesh: Any,
-) -> Split | None:  # fmt: skip
+) -> Split | None:
     """The plan's split, where it can be written out; not with a bias or a mask, nor of a tensor that is read twice."""
     if layouts is None or len(reads) != 3 or reads[0] in (None, *reads[1:]):
         return None

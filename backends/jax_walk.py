@@ -142,9 +142,13 @@ class Walk:
         if call is None:
             return None
         return jax_attention.of_plan(
-            call, self.plan.traced.operands[path], [v.aval.shape for v in eqn.invars],
-            self.plan.accesses.get(path), self.mesh, source_line(eqn),
-        )  # fmt: skip
+            call,
+            self.plan.traced.operands[path],
+            [v.aval.shape for v in eqn.invars],
+            self.plan.accesses.get(path),
+            self.mesh,
+            source_line(eqn),
+        )
 
     def _call(self, eqn: Any, ins: Sequence[Any], prefix: str, copies: Copies) -> Sequence[Any]:
         import jax

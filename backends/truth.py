@@ -32,7 +32,6 @@ __all__ = [
     "compare",
     "graph_of",
     "sharded_step",
-    "total_error",
     "unmatched",
     "unsharded_step",
     "worst_difference",
@@ -170,12 +169,6 @@ def graph_of(plan: PlanData) -> Graph:
     if plan.traced is None:
         raise PaseError("the plan was loaded without its model: plan.bind(fn, params, batch) first")
     return named(simplify(plan.traced.graph))
-
-
-def total_error(rows: Sequence[Row]) -> float:
-    """Error of all bytes together."""
-    compiled, on_cpu = sum(r.compiled for r in rows), sum(r.on_cpu for r in rows)
-    return (on_cpu - compiled) / compiled if compiled else float(on_cpu > 0)
 
 
 @dataclass(frozen=True, kw_only=True)

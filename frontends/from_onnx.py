@@ -320,9 +320,13 @@ class Lowering:
     # Control flow, conservatively.
 
     def replicate(
-        self, c: Call, flops: float, declared: Mapping[str, Any], outs: Sequence[tuple[tuple[int, ...], str]] = (),
+        self,
+        c: Call,
+        flops: float,
+        declared: Mapping[str, Any],
+        outs: Sequence[tuple[tuple[int, ...], str]] = (),
         more: Sequence[Value] = (),
-    ) -> list[Value]:  # fmt: skip
+    ) -> list[Value]:
         """One op that is not split, of this many FLOPs; shapes are those given, or declared by the file."""
         results = list(outs)
         for name in list(c.node.output)[len(results) :]:

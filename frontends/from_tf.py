@@ -100,9 +100,13 @@ def trace(
         return tensor_of(Variable(path=_unfrozen(node.name), shape=shape, dtype=dtype))
 
     lower = Lower(
-        b=b, graph=source.graph, unknown=unknown, variable=variable, weight=weight,
+        b=b,
+        graph=source.graph,
+        unknown=unknown,
+        variable=variable,
+        weight=weight,
         source=lambda n: source.lines.get(n, ""),
-    )  # fmt: skip
+    )
     read = {r for n in source.graph.main.nodes for r in n.inputs} | set(source.graph.main.outputs)
     given: dict[str, Value] = {}
     for ref, v in source.captured.items():

@@ -110,10 +110,12 @@ class _Named:
             asked = "cudnn"
             window = settings.get("sliding_window_length")
             settings = {
-                "is_causal": "CAUSAL" in settings["mask_type"].name, "scale": settings["scale"],
-                "q_seqlen": lengths[0], "kv_seqlen": lengths[1],
+                "is_causal": "CAUSAL" in settings["mask_type"].name,
+                "scale": settings["scale"],
+                "q_seqlen": lengths[0],
+                "kv_seqlen": lengths[1],
                 "local_window_size": None if window is None else (window - 1, 0),
-            }  # fmt: skip
+            }
         return _jitted(self.plain, (q, k, v), (bias, mask), asked, settings)
 
 

@@ -147,9 +147,10 @@ def _check_loss(called: str, outs: Sequence[Any], params: Any, returned: Any, ca
     mine = [(p.shape, p.dtype) for p in jax.tree.leaves(params)]
     parts = returned[1] if isinstance(returned[1], tuple) else (returned[1],)
     again = [
-        part for part in parts
+        part
+        for part in parts
         if form == jax.tree.structure(part) and [(x.shape, x.dtype) for x in jax.tree.leaves(part)] == mine
-    ]  # fmt: skip
+    ]
     if again and len(mine) > 1 and not carry:
         raise PaseError(
             f"{called} returns its parameters anew beside a scalar: it is a train step and not a loss. Give the loss "

@@ -130,9 +130,13 @@ def _reduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence
 @lowers("argmax", "argmin")
 def _argreduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     return nests.reduce(
-        b, FUNCTIONS[eqn.primitive.name], [_operand(b, eqn, ins)], eqn.params["axes"], [_dtype(eqn.outvars[0])],
+        b,
+        FUNCTIONS[eqn.primitive.name],
+        [_operand(b, eqn, ins)],
+        eqn.params["axes"],
+        [_dtype(eqn.outvars[0])],
         combines=False,
-    )  # fmt: skip
+    )
 
 
 @lowers("reduce")
@@ -246,10 +250,15 @@ def _pool(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[T
         return _opaque(b, eqn, ins)
     return [
         nests.window_reduce(
-            b, FUNCTIONS[eqn.primitive.name], _operand(b, eqn, ins), _shape(eqn.outvars[0]), p["window_dimensions"],
-            p["window_strides"], p["window_dilation"],
+            b,
+            FUNCTIONS[eqn.primitive.name],
+            _operand(b, eqn, ins),
+            _shape(eqn.outvars[0]),
+            p["window_dimensions"],
+            p["window_strides"],
+            p["window_dilation"],
         )
-    ]  # fmt: skip
+    ]
 
 
 @lowers("reduce_window")

@@ -29,8 +29,12 @@ _UNARY: dict[str, Any] = {
 }  # fmt: skip
 _VARIADIC: dict[str, Any] = {"Max": np.maximum, "Min": np.minimum, "Sum": np.add}
 _REDUCE: dict[str, Any] = {
-    "ReduceProd": np.prod, "ReduceSum": np.sum, "ReduceMax": np.max, "ReduceMin": np.min, "ReduceMean": np.mean,
-}  # fmt: skip
+    "ReduceProd": np.prod,
+    "ReduceSum": np.sum,
+    "ReduceMax": np.max,
+    "ReduceMin": np.min,
+    "ReduceMean": np.mean,
+}
 
 
 class _Unfit(Exception):

@@ -58,9 +58,13 @@ def matmul(c: Call, x: Value, y: Value, dtype: str | None = None) -> Value:
     b = c.reshape(b, [b.shape[i] for i in kept_b])
     shared = [i for i, n in enumerate(lead) if n != 1 and i not in only_a and i not in only_b]
     product = nests.contract(
-        c.b, c.tensor(a), c.tensor(b), ([len(a.shape) - 1], [len(b.shape) - 2]),
-        ([kept_a.index(i) for i in batch_a], [kept_b.index(i) for i in batch_b]), dtype,
-    )  # fmt: skip
+        c.b,
+        c.tensor(a),
+        c.tensor(b),
+        ([len(a.shape) - 1], [len(b.shape) - 2]),
+        ([kept_a.index(i) for i in batch_a], [kept_b.index(i) for i in batch_b]),
+        dtype,
+    )
     made = c.value(product)
     # It stands as: shared batch, a's own batch, rows, b's own batch, columns.
     stands = [*shared, *only_a, "m", *only_b, "n"]
@@ -166,9 +170,12 @@ def _einsum(c: Call) -> Value:
         summed = [x for x in both if x not in later]
         batch = [x for x in both if x in later]
         made = nests.contract(
-            c.b, c.tensor(value), c.tensor(other), ([have.index(x) for x in summed], [more.index(x) for x in summed]),
+            c.b,
+            c.tensor(value),
+            c.tensor(other),
+            ([have.index(x) for x in summed], [more.index(x) for x in summed]),
             ([have.index(x) for x in batch], [more.index(x) for x in batch]),
-        )  # fmt: skip
+        )
         have = [*batch, *(x for x in have if x not in both), *(x for x in more if x not in both)]
         value = c.value(made)
     have, value = _sum_out(c, have, value, set(out))
@@ -194,12 +201,17 @@ def _sum_out(c: Call, names: list[str], v: Value, wanted: set[str]) -> tuple[lis
 
 
 _REDUCE: dict[str, tuple[str | None, str, str | None]] = {
-    "ReduceSum": (None, "reduce_sum", None), "ReduceMean": (None, "reduce_sum", "div"),
-    "ReduceMax": (None, "reduce_max", None), "ReduceMin": (None, "reduce_min", None),
-    "ReduceProd": (None, "reduce_prod", None), "ReduceL1": ("abs", "reduce_sum", None),
-    "ReduceL2": ("square", "reduce_sum", "sqrt"), "ReduceSumSquare": ("square", "reduce_sum", None),
-    "ReduceLogSum": (None, "reduce_sum", "log"), "ReduceLogSumExp": ("exp", "reduce_sum", "log"),
-}  # fmt: skip
+    "ReduceSum": (None, "reduce_sum", None),
+    "ReduceMean": (None, "reduce_sum", "div"),
+    "ReduceMax": (None, "reduce_max", None),
+    "ReduceMin": (None, "reduce_min", None),
+    "ReduceProd": (None, "reduce_prod", None),
+    "ReduceL1": ("abs", "reduce_sum", None),
+    "ReduceL2": ("square", "reduce_sum", "sqrt"),
+    "ReduceSumSquare": ("square", "reduce_sum", None),
+    "ReduceLogSum": (None, "reduce_sum", "log"),
+    "ReduceLogSumExp": ("exp", "reduce_sum", "log"),
+}
 """op -> the functions of each element, over the dims, and of what comes out."""
 
 

@@ -262,8 +262,12 @@ def _affine(c: Call, x: Value, scale: Value | None, shift: Value | None) -> Valu
     return x if shift is None else c.elementwise([x, shift], functions.ADD)
 
 
-@lowers("LayerNormalization", "RMSNormalization", "com.microsoft:SimplifiedLayerNormalization",
-        "SimplifiedLayerNormalization")  # fmt: skip
+@lowers(
+    "LayerNormalization",
+    "RMSNormalization",
+    "com.microsoft:SimplifiedLayerNormalization",
+    "SimplifiedLayerNormalization",
+)
 def _layer_norm(c: Call) -> Sequence[Value | None]:
     x = c.x(0)
     axis = c.axis(c.integer("axis", -1), len(x.shape))
@@ -319,9 +323,13 @@ def opaque_per_batch(
     if any(tuple(t.shape[:rank]) != lead for t in reads) or any(s[:rank] != lead for s in shapes):
         rank = 0
     made: Sequence[Tensor] = nests.batched(
-        c.b, c.op.lower(), reads, [(s, d) for s, (_, d) in zip(shapes, outs, strict=True)], rank,
+        c.b,
+        c.op.lower(),
+        reads,
+        [(s, d) for s, (_, d) in zip(shapes, outs, strict=True)],
+        rank,
         flops=flops / math.prod(shapes[0][:rank]),
-    )  # fmt: skip
+    )
     return [c.value(t) for t in made]
 
 

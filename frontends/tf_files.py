@@ -99,9 +99,10 @@ def frozen(graph_def: Any, name: str, dims: Dims) -> Source:
     for n in graph_def.node:
         read.update(re.sub(r":\d+$", "", r).lstrip("^") for r in n.input)
     outputs = [
-        n.name for n in graph_def.node
+        n.name
+        for n in graph_def.node
         if n.name not in read and n.op not in _ENDS and n.input and not n.op.startswith(_EFFECTS)
-    ]  # fmt: skip
+    ]
     needed = _needed(graph_def, outputs)
     specs = {
         n.name: n for n in graph_def.node if n.op in ("Placeholder", "PlaceholderV2") and n.name in needed
@@ -124,14 +125,18 @@ def frozen(graph_def: Any, name: str, dims: Dims) -> Source:
     inputs = dict(zip([f"{s.name}:0" for s in found], bound(found, dims, name), strict=True))
     consts = {n.name: n for n in graph_def.node if n.op == "Const"}
     marked = {
-        n.input[0].partition(":")[0] for n in graph_def.node
+        n.input[0].partition(":")[0]
+        for n in graph_def.node
         if n.op == "Identity" and n.input and _WAS_READ.search(n.name)
-    } & set(consts)  # fmt: skip
+    } & set(consts)
     weights = marked or {k for k, n in consts.items() if _is_weight(n)}
     return Source(
-        name=name, graph=graph_of(graph_def, outputs, list(inputs)), inputs=inputs, weights=frozenset(weights),
+        name=name,
+        graph=graph_of(graph_def, outputs, list(inputs)),
+        inputs=inputs,
+        weights=frozenset(weights),
         variables=_variables(graph_def, {}),
-    )  # fmt: skip
+    )
 
 
 def _needed(graph_def: Any, outputs: list[str]) -> set[str]:

@@ -15,16 +15,23 @@ from pase.errors import PaseError
 __all__ = ["CALLS", "TfBody", "TfGraph", "TfNode", "data_inputs", "dtype_name", "ordered", "static_shape"]
 
 CALLS = {
-    "PartitionedCall": "f", "StatefulPartitionedCall": "f", "TPUPartitionedCall": "f", "RemoteCall": "f",
-    "XlaLaunch": "function", "BatchFunction": "f",
-}  # fmt: skip
+    "PartitionedCall": "f",
+    "StatefulPartitionedCall": "f",
+    "TPUPartitionedCall": "f",
+    "RemoteCall": "f",
+    "XlaLaunch": "function",
+    "BatchFunction": "f",
+}
 """Ops that call a function once, and the attribute that names it."""
 
 _REGIONS = {
-    "While": ("cond", "body"), "StatelessWhile": ("cond", "body"),
-    "If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"),
-    "Case": ("branches",), "StatelessCase": ("branches",),
-}  # fmt: skip
+    "While": ("cond", "body"),
+    "StatelessWhile": ("cond", "body"),
+    "If": ("then_branch", "else_branch"),
+    "StatelessIf": ("then_branch", "else_branch"),
+    "Case": ("branches",),
+    "StatelessCase": ("branches",),
+}
 
 _MOST_NODES = 300_000
 """Nodes after inlining; the largest of keras.applications has 12,000."""

@@ -223,8 +223,9 @@ def _strided_slice(node: TfNode, a: Array, begin: Array, end: Array, strides: Ar
     picks = positions(node, a.shape, begin, end, strides)
     index = tuple(
         slice(None) if p is None else (p.picked[0] if p.shrink else np.array(list(p.picked), np.int64))
-        for p in picks if p is None or not p.fresh
-    )  # fmt: skip
+        for p in picks
+        if p is None or not p.fresh
+    )
     out, at = a, 0
     for k in index:  # one dim at a time: several index arrays at once would be paired
         out = out[(slice(None),) * at + (k,)]

@@ -186,9 +186,11 @@ def _concrete(concrete: Any, title: str, dims: Dims, paths: Mapping[int, Variabl
         elif id(outside) in own:
             v = own[id(outside)]
             closed[ref] = Variable(
-                path=named[id(outside)], shape=tuple(map(int, v.shape)), dtype=dtype_of(v.dtype),
+                path=named[id(outside)],
+                shape=tuple(map(int, v.shape)),
+                dtype=dtype_of(v.dtype),
                 trainable=bool(v.trainable),
-            )  # fmt: skip
+            )
         else:
             closed[ref] = Spec(
                 name=ref, shape=shape_of(inside.shape, f"captured '{ref}'"), dtype=dtype_of(inside.dtype)
@@ -211,9 +213,12 @@ def _concrete(concrete: Any, title: str, dims: Dims, paths: Mapping[int, Variabl
         raise PaseError(f"'{title}' returns no floating-point tensor, which its loss would be")
     scalars = [t.name for t in graph.outputs if t.dtype.is_floating and t.shape.rank == 0]
     return Source(
-        name=title, graph=graph_of(graph_def, scalars[:1] or outputs, [*inputs, *closed]), inputs=inputs,
-        captured=closed, lines=_lines(graph),
-    )  # fmt: skip
+        name=title,
+        graph=graph_of(graph_def, scalars[:1] or outputs, [*inputs, *closed]),
+        inputs=inputs,
+        captured=closed,
+        lines=_lines(graph),
+    )
 
 
 def _lines(graph: Any) -> dict[str, str]:

@@ -103,8 +103,10 @@ def turns(
     now = dict(first)
     counters = {k for k in now if k not in invariant}
     while True:  # what is computed from a variable that is not known is not known either
-        after = {k: _value(body, body.outputs[k], {i: now[i] for i in now if i in counters or i in invariant})
-                 for k in counters}  # fmt: skip
+        after = {
+            k: _value(body, body.outputs[k], {i: now[i] for i in now if i in counters or i in invariant})
+            for k in counters
+        }
         lost = {k for k, v in after.items() if v is None or v.shape != now[k].shape}
         if not lost:
             break
@@ -269,9 +271,13 @@ def _last(lower: Lower, v: Value, path: str, k: int) -> Value:
 
 
 def _region(
-    lower: Lower, node: TfNode, ins: Sequence[Value], path: str, bodies: Sequence[TfBody],
+    lower: Lower,
+    node: TfNode,
+    ins: Sequence[Value],
+    path: str,
+    bodies: Sequence[TfBody],
     more: Sequence[Value] = (),
-) -> list[Value]:  # fmt: skip
+) -> list[Value]:
     """Bodies as one op that is not split: the work of the dearest, priced once."""
     b = lower.b
     eqn, source = b.eqn, b.source

@@ -103,9 +103,14 @@ def _constant_like(c: Call) -> Sequence[Value]:
 
 
 _ACTIVATIONS = {
-    "Relu": "relu", "Relu6": "relu6", "LeakyRelu": "leaky_relu", "Elu": "elu", "Selu": "selu", "Softplus": "softplus",
+    "Relu": "relu",
+    "Relu6": "relu6",
+    "LeakyRelu": "leaky_relu",
+    "Elu": "elu",
+    "Selu": "selu",
+    "Softplus": "softplus",
     "Softsign": "softsign",
-}  # fmt: skip
+}
 
 
 @lowers(*_ACTIVATIONS)
@@ -252,9 +257,14 @@ def product_of(
     batch = [n for n in shared if n in out]
     over = [n for n in shared if n not in out]
     made = nests.contract(
-        c.b, x, y, ([of_x.index(n) for n in over], [of_y.index(n) for n in over]),
-        ([of_x.index(n) for n in batch], [of_y.index(n) for n in batch]), dtype, name=c.node.op,
-    )  # fmt: skip
+        c.b,
+        x,
+        y,
+        ([of_x.index(n) for n in over], [of_y.index(n) for n in over]),
+        ([of_x.index(n) for n in batch], [of_y.index(n) for n in batch]),
+        dtype,
+        name=c.node.op,
+    )
     order = [*batch, *(n for n in of_x if n not in shared), *(n for n in of_y if n not in shared)]
     kept = [n for n in out if n in order]
     if kept != order:
@@ -362,8 +372,13 @@ def _l2(c: Call) -> Sequence[Value]:
     )
 
 
-@lowers("FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxArgs", "QuantizeAndDequantizeV2", "QuantizeAndDequantizeV3",
-        "QuantizeAndDequantizeV4")  # fmt: skip
+@lowers(
+    "FakeQuantWithMinMaxVars",
+    "FakeQuantWithMinMaxArgs",
+    "QuantizeAndDequantizeV2",
+    "QuantizeAndDequantizeV3",
+    "QuantizeAndDequantizeV4",
+)
 def _fake_quant(c: Call) -> Sequence[Value]:
     """Rounded to a grid whose ends are scalars."""
     x = c.x()
@@ -382,8 +397,13 @@ def _random(c: Call) -> Sequence[Value]:
     return [nests.generate(c.b, functions.RANDOM, shape, dtype, keys, name=c.node.op)]
 
 
-@lowers("StatelessRandomGetKeyCounter", "StatelessRandomGetKey", "StatelessRandomGetAlg",
-        "StatelessRandomGetKeyCounterAlg", "RngReadAndSkip")  # fmt: skip
+@lowers(
+    "StatelessRandomGetKeyCounter",
+    "StatelessRandomGetKey",
+    "StatelessRandomGetAlg",
+    "StatelessRandomGetKeyCounterAlg",
+    "RngReadAndSkip",
+)
 def _key(c: Call) -> Sequence[Value]:
     """Arithmetic on random keys: a few integers, on every device alike."""
     if c.node.op == "StatelessRandomGetAlg":

@@ -196,8 +196,13 @@ def _strided(c: Call) -> Sequence[Value]:
     strides, shape = c.numbers(3, "strides"), c.shape(0)
     begin, end = c.known(1), c.known(2)
     try:
-        picks = positions(c.node, shape, None if begin is None else begin.reshape(-1),
-                          None if end is None else end.reshape(-1), strides)  # fmt: skip
+        picks = positions(
+            c.node,
+            shape,
+            None if begin is None else begin.reshape(-1),
+            None if end is None else end.reshape(-1),
+            strides,
+        )
     except ValueError as e:
         raise c.fail(f"of shape {shape}: {e}") from None
     old = [p for p in picks if p is None or not p.fresh]

@@ -111,9 +111,11 @@ def _raised(
     )
     results = [again.inputs[0] for _, _, again in merges] + constants
     made[names[1]] = TfBody(
-        name=names[1], nodes=ordered(nodes, results, inside + constants, where), args=(*inside, *constants),
+        name=names[1],
+        nodes=ordered(nodes, results, inside + constants, where),
+        args=(*inside, *constants),
         outputs=tuple(results),
-    )  # fmt: skip
+    )
     attr = {"cond": _Functions(_Name(names[0])), "body": _Functions(_Name(names[1]))}
     loop = TfNode(name=f"{frame}/raised", op="While", inputs=tuple(e.inputs[0] for e in outer), attr=attr)
     return {loop.name: loop, **exits}

@@ -31,14 +31,17 @@ JAX = (
 TRIALS: dict[str, tuple[str, ...]] = {
     "": ("pase --version", "pase machines"),
     "jax": JAX,
-    "jax,onnx": (f"python {ROOT}/examples/make_onnx.py", "pase compile model.onnx --devices 32 --dim batch=64"),
+    "jax,onnx": (
+        f"python {ROOT}/examples/make_onnx.py",
+        "pase compile model.onnx --devices 32 --dim batch=64",
+    ),
     "jax,traces": JAX[1:2],
     "jax,tf": (
-        "python -c \"import keras, pase; print(pase.compile(keras.applications.MobileNetV2(weights=None), devices=8, "
+        'python -c "import keras, pase; print(pase.compile(keras.applications.MobileNetV2(weights=None), devices=8, '
         "dims={'batch': 64}).cost)\"",
     ),
     "jax,torch": ("python -c 'import torch, pase.backends.to_torch'", *JAX[1:2]),
-}  # fmt: skip
+}
 """Extras -> what a user of them runs first, in an empty folder."""
 HEAVY = ("jax,torch",)
 """Tried when asked for alone: gigabytes, where the index has no build for CPUs."""
@@ -52,8 +55,13 @@ def run(*command: object, where: Path, path: Path | None = None) -> None:
     shell = len(command) == 1
     done = subprocess.run(
         str(command[0]) if shell else [str(c) for c in command],
-        cwd=where, env=environment, shell=shell, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        cwd=where,
+        env=environment,
+        shell=shell,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
     if done.returncode:
         said = (done.stdout + done.stderr).strip()[-1500:]
         raise RuntimeError(f"{' '.join(map(str, command))}: exit {done.returncode}\n{said}")

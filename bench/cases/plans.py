@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -26,7 +26,7 @@ TOLERANCE = {"loss": 1e-5, "gradients": 5e-5, "parameters": 5e-5}
 """Of a sharded step beside the unsharded one, float32; see ``Step.differences``."""
 
 
-class DearCompute:
+class ExpensiveCompute:
     """Compute costs so much that everything gets split, small as these models are."""
 
     name, unit = "dear_compute", "FLOP"
@@ -58,7 +58,7 @@ class Case:
             return Plan.of(plan_of(self.problem, found.configs, found.mesh, name, self.traced))
         if shape:
             p = self.problem
-            price = DearCompute(costmodels.get("paper", p.machine))
+            price = ExpensiveCompute(costmodels.get("paper", p.machine))
             dear = SplitProblem(
                 graph=p.graph,
                 devices=p.devices,
@@ -114,6 +114,12 @@ def measured(model: str, strategy: str) -> tuple[dict[str, float], list[Row]]:
     step = sharded_step(plan, optimizer, *case.model.init(0))
     whole = _whole(model, optimizer)
     return whole.differences(step), compare(plan, step.compiled)
+
+
+def total_error(rows: Sequence[Row]) -> float:
+    """Error of all bytes together."""
+    compiled, on_cpu = sum(r.compiled for r in rows), sum(r.on_cpu for r in rows)
+    return (on_cpu - compiled) / compiled if compiled else float(on_cpu > 0)
 
 
 _steps: dict[str, Step] = {}

@@ -102,9 +102,10 @@ def hub_bert() -> Program:
         max_sequence_length=16,
     )
     inputs = {
-        "token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32"),
+        "token_ids": integers(64, 8, 16),
+        "padding_mask": jnp.ones((8, 16), "int32"),
         "segment_ids": jnp.zeros((8, 16), "int32"),
-    }  # fmt: skip
+    }
     return _of(made, inputs)
 
 
@@ -114,9 +115,14 @@ def hub_gemma() -> Program:
     import keras_hub
 
     made = keras_hub.models.GemmaBackbone(
-        vocabulary_size=64, num_layers=2, num_query_heads=4, num_key_value_heads=1, hidden_dim=32,
-        intermediate_dim=128, head_dim=8,
-    )  # fmt: skip
+        vocabulary_size=64,
+        num_layers=2,
+        num_query_heads=4,
+        num_key_value_heads=1,
+        hidden_dim=32,
+        intermediate_dim=128,
+        head_dim=8,
+    )
     return _of(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
 
 
@@ -142,7 +148,12 @@ def hub_mixtral() -> Program:
     import keras_hub
 
     made = keras_hub.models.MixtralBackbone(
-        vocabulary_size=64, num_layers=2, num_query_heads=4, num_key_value_heads=2, hidden_dim=32,
-        intermediate_dim=64, num_experts=4,
-    )  # fmt: skip
+        vocabulary_size=64,
+        num_layers=2,
+        num_query_heads=4,
+        num_key_value_heads=2,
+        hidden_dim=32,
+        intermediate_dim=64,
+        num_experts=4,
+    )
     return _of(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})

@@ -144,8 +144,10 @@ def shard_map_inside() -> Program:
     def loss(p: Any, x: Any) -> Any:
         body = jax.shard_map(
             lambda h: h / jnp.sqrt(jax.lax.pmean(jnp.mean(h**2), "rows") + 1.0),
-            mesh=mesh, in_specs=P("rows"), out_specs=P("rows"),
-        )  # fmt: skip
+            mesh=mesh,
+            in_specs=P("rows"),
+            out_specs=P("rows"),
+        )
         return jnp.mean(jnp.square(body(x @ p["a"]) @ p["b"]))
 
     return loss, _weights(), normal(64, 32)

@@ -65,9 +65,14 @@ def jraph_network() -> Program:
 
     def loss(p: Any, nodes: Any, edges: Any, senders: Any, receivers: Any) -> Any:
         graph = jraph.GraphsTuple(
-            nodes=nodes, edges=edges, senders=senders, receivers=receivers, globals=None,
-            n_node=jnp.array([32]), n_edge=jnp.array([96]),
-        )  # fmt: skip
+            nodes=nodes,
+            edges=edges,
+            senders=senders,
+            receivers=receivers,
+            globals=None,
+            n_node=jnp.array([32]),
+            n_edge=jnp.array([96]),
+        )
         net = jraph.GraphNetwork(
             update_edge_fn=lambda e, s, r, g: jax.nn.relu(jnp.concatenate([e, s, r], -1) @ p["edge"]),
             update_node_fn=lambda n, s, r, g: jnp.concatenate([n, s, r], -1) @ p["node"],
@@ -85,9 +90,14 @@ def jraph_gcn() -> Program:
 
     def loss(p: Any, nodes: Any, senders: Any, receivers: Any) -> Any:
         graph = jraph.GraphsTuple(
-            nodes=nodes, edges=None, senders=senders, receivers=receivers, globals=None,
-            n_node=jnp.array([32]), n_edge=jnp.array([96]),
-        )  # fmt: skip
+            nodes=nodes,
+            edges=None,
+            senders=senders,
+            receivers=receivers,
+            globals=None,
+            n_node=jnp.array([32]),
+            n_edge=jnp.array([96]),
+        )
         layer = jraph.GraphConvolution(lambda n: n @ p, symmetric_normalization=True, add_self_edges=True)
         return jnp.mean(layer(graph).nodes ** 2)
 

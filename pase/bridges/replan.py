@@ -231,9 +231,14 @@ def _messages(
 
 
 def _edges(
-    g: DataflowGraph, plan: BucketPlan, tasks: np.ndarray, is_moved: np.ndarray, new: dict[str, list[Any]],
-    home: dict[tuple[int, int], int], pieces: Sequence[Sequence[int]],
-) -> dict[str, Any]:  # fmt: skip
+    g: DataflowGraph,
+    plan: BucketPlan,
+    tasks: np.ndarray,
+    is_moved: np.ndarray,
+    new: dict[str, list[Any]],
+    home: dict[tuple[int, int], int],
+    pieces: Sequence[Sequence[int]],
+) -> dict[str, Any]:
     """All edges of the new graph, and which op's work goes behind which task."""
     from pase.replay.graph import EDGES
 
@@ -276,10 +281,15 @@ def _edges(
 
 
 def _readers(
-    g: DataflowGraph, is_moved: np.ndarray, tasks: np.ndarray, new: dict[str, list[Any]],
-    home: dict[tuple[int, int], int], pieces: Sequence[Sequence[int]], keep: np.ndarray,
+    g: DataflowGraph,
+    is_moved: np.ndarray,
+    tasks: np.ndarray,
+    new: dict[str, list[Any]],
+    home: dict[tuple[int, int], int],
+    pieces: Sequence[Sequence[int]],
+    keep: np.ndarray,
     rows: list[tuple[int, int, float, int]],
-) -> list[tuple[int, int]]:  # fmt: skip
+) -> list[tuple[int, int]]:
     """Adds edges from messages to what read their pieces; returns (op, where its work goes) where that is a circle."""
     from pase.replay.graph import EDGES
 

@@ -122,8 +122,11 @@ def _scaled(
         kinds = ", ".join(sorted(k for k in other if k not in now))
         note += f"; {kinds}, which the run has not: {added_s * 1e3:.3f} ms, counted as exposed"
     return replace(g, duration_ns=duration), {
-        "method": "ratio", "ratios": ratios, "added_s": added_s, "note": note,
-    }  # fmt: skip
+        "method": "ratio",
+        "ratios": ratios,
+        "added_s": added_s,
+        "note": note,
+    }
 
 
 def _ratio(now: float, other: float) -> float:

@@ -49,17 +49,22 @@ def reshard(
     if json:
         print_json(
             {
-                "moved": len(found), "parameters": len(after.parameters), "seconds": seconds,
+                "moved": len(found),
+                "parameters": len(after.parameters),
+                "seconds": seconds,
                 "bytes": {name: sum(m.received[k] for m in found) for k, name in enumerate(levels)},
                 "moves": [
                     {
-                        "parameter": m.parameter, "old": m.old, "new": m.new,
-                        "bytes": dict(zip(levels, m.received, strict=True)), "seconds": m.seconds(on),
+                        "parameter": m.parameter,
+                        "old": m.old,
+                        "new": m.new,
+                        "bytes": dict(zip(levels, m.received, strict=True)),
+                        "seconds": m.seconds(on),
                     }
                     for m in found
                 ],
             }
-        )  # fmt: skip
+        )
         return
     say = console().print
     say(

@@ -46,9 +46,14 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 """Limits that forms share."""
 
 _WORDS = {
-    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
-    "object": "an object", "null": "null",
-}  # fmt: skip
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+)\]|(\[\.\.\.\])")
 _SHOWN = 80

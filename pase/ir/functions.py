@@ -75,9 +75,14 @@ def _add(
         expensive = flops >= _REPEATED_BELOW
     for name in words.split():
         f = Function(
-            name=name, flops=flops, needs=needs, differentiable=differentiable, expensive=expensive,
-            hands_on=hands_on, boolean=boolean,
-        )  # fmt: skip
+            name=name,
+            flops=flops,
+            needs=needs,
+            differentiable=differentiable,
+            expensive=expensive,
+            hands_on=hands_on,
+            boolean=boolean,
+        )
         FUNCTIONS.add(name, f)
     return f
 

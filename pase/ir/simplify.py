@@ -69,10 +69,13 @@ class _Groups:
                     self.readers[a.tensor].append(i)
         self.members: dict[int, list[int]] = {i: [i] for i in self.parent}
         self.whole = {
-            i for i, n in enumerate(graph.nodes)
+            i
+            for i, n in enumerate(graph.nodes)
             if n.ops[0].kind == "reduce"
-            and any(d.kind == "replicated" and not (isinstance(d.size, int) and d.size < _WIDE) for d in n.space)
-        }  # fmt: skip
+            and any(
+                d.kind == "replicated" and not (isinstance(d.size, int) and d.size < _WIDE) for d in n.space
+            )
+        }
 
     def find(self, i: int) -> int:
         while self.parent[i] != i:
@@ -471,8 +474,9 @@ def _reading(n: Node, renames: dict[tuple[str, tuple[Scope, ...]], str]) -> Node
     def renamed(op: Op) -> tuple[Access, ...]:
         return tuple(
             replace(a, tensor=renames[a.tensor, op.scope])
-            if (a.tensor, op.scope) in renames and a.tensor not in internal else a
+            if (a.tensor, op.scope) in renames and a.tensor not in internal
+            else a
             for a in op.reads
-        )  # fmt: skip
+        )
 
     return replace(n, ops=tuple(replace(op, reads=renamed(op)) for op in n.ops))

@@ -69,7 +69,12 @@ def attention(
     flops = 2.0 * float(q.shape[width] + v.shape[width])  # type: ignore[arg-type, operator]
     over = [d for d in dims if d not in ("d", "e")]
     return b.nest(
-        "attention", "attention", reads,
+        "attention",
+        "attention",
+        reads,
         [Write(shape, q.dtype, result), Write(each, "float32", sums)],
-        dims, function=CAUSAL_ATTENTION if causal else ATTENTION, flops=flops, over=over,
-    )[0]  # fmt: skip
+        dims,
+        function=CAUSAL_ATTENTION if causal else ATTENTION,
+        flops=flops,
+        over=over,
+    )[0]

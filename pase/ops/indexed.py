@@ -128,9 +128,14 @@ def columns(
 
 
 def manual(
-    b: GraphBuilder, name: str, inputs: Sequence[tuple[Tensor, Sequence[Sequence[str]]]],
-    outs: Sequence[tuple[tuple[Size, ...], str, Sequence[Sequence[str]]]], axes: Mapping[str, int], *, flops: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    b: GraphBuilder,
+    name: str,
+    inputs: Sequence[tuple[Tensor, Sequence[Sequence[str]]]],
+    outs: Sequence[tuple[tuple[Size, ...], str, Sequence[Sequence[str]]]],
+    axes: Mapping[str, int],
+    *,
+    flops: float,
+) -> tuple[Tensor, ...]:
     """A body written for one device of the user's mesh: per tensor dim the axes that split it; flops: of one device.
 
     Each axis is a dim that may be split: then so many of its parts run on one device.

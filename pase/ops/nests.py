@@ -162,9 +162,14 @@ def reduce(
 
 
 def contract(
-    b: GraphBuilder, x: Tensor, y: Tensor, contracting: tuple[Sequence[int], Sequence[int]],
-    batch: tuple[Sequence[int], Sequence[int]] = ((), ()), dtype: str | None = None, name: str = "dot_general",
-) -> Tensor:  # fmt: skip
+    b: GraphBuilder,
+    x: Tensor,
+    y: Tensor,
+    contracting: tuple[Sequence[int], Sequence[int]],
+    batch: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    dtype: str | None = None,
+    name: str = "dot_general",
+) -> Tensor:
     """A batched matrix product; result dims are batch, then x's free dims, then y's free dims."""
     names_x: dict[int, str] = {}
     names_y: dict[int, str] = {}
@@ -287,8 +292,12 @@ def window_reduce(
 
 
 def restrict(
-    b: GraphBuilder, name: str, inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool],
-) -> Tensor:  # fmt: skip
+    b: GraphBuilder,
+    name: str,
+    inputs: Sequence[Tensor],
+    shape: Sequence[Size],
+    dims_kept: Sequence[bool],
+) -> Tensor:
     """Slice, pad, roll and the like: a dim that is kept whole may be split, one that changes may not."""
     dims: Dims = {}
     reads = []
@@ -372,9 +381,14 @@ def sequential(
 
 
 def generate(
-    b: GraphBuilder, function: Function, shape: Sequence[Size], dtype: str, inputs: Sequence[Tensor] = (), *,
+    b: GraphBuilder,
+    function: Function,
+    shape: Sequence[Size],
+    dtype: str,
+    inputs: Sequence[Tensor] = (),
+    *,
     name: str = "",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Values made on the spot (iota, random bits): every dim may be split; inputs are small and whole."""
     dims = _parallel(shape)
     reads = []
@@ -391,9 +405,14 @@ def generate(
 
 
 def opaque(
-    b: GraphBuilder, name: str, inputs: Sequence[Tensor], outs: Sequence[tuple[tuple[Size, ...], str]], *,
-    flops: float = 0.0, differentiable: bool = True,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    b: GraphBuilder,
+    name: str,
+    inputs: Sequence[Tensor],
+    outs: Sequence[tuple[tuple[Size, ...], str]],
+    *,
+    flops: float = 0.0,
+    differentiable: bool = True,
+) -> tuple[Tensor, ...]:
     """An op that may not be split: every device computes all of it.
 
     flops: of the whole op; with 0 its memory traffic alone is priced.
@@ -412,9 +431,14 @@ def opaque(
 
 
 def batched(
-    b: GraphBuilder, name: str, inputs: Sequence[Tensor], outs: Sequence[tuple[tuple[Size, ...], str]], rank: int, *,
+    b: GraphBuilder,
+    name: str,
+    inputs: Sequence[Tensor],
+    outs: Sequence[tuple[tuple[Size, ...], str]],
+    rank: int,
+    *,
     flops: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """The first ``rank`` dims, alike in all tensors, may be split; the rest may not. flops: per point of the former."""
     dims: Dims = {}
 

@@ -354,9 +354,13 @@ def _layer(
         )
     alternatives.sort(key=lambda a: (a.cost, not a.chosen))
     return LayerReport(
-        node=node, local=local, work=_work(plan, problem, v, chosen), moves=moves,
-        holds=_holds(plan, problem, v, chosen), alternatives=tuple(alternatives),
-    )  # fmt: skip
+        node=node,
+        local=local,
+        work=_work(plan, problem, v, chosen),
+        moves=moves,
+        holds=_holds(plan, problem, v, chosen),
+        alternatives=tuple(alternatives),
+    )
 
 
 def _work(plan: PlanData, problem: SplitProblem, v: int, chosen: int) -> tuple[WorkItem, ...]:

@@ -106,13 +106,15 @@ def _causes(e: Explanation) -> list[str]:
         ["cause", "step>", "share>", "bytes a device>", "|"],
         (
             (
-                escape(c.what), cost_text(c.cost, e.plan.unit), f"{c.cost / whole:.1%}",
+                escape(c.what),
+                cost_text(c.cost, e.plan.unit),
+                f"{c.cost / whole:.1%}",
                 bytes_text(c.nbytes) if c.group == "communication" else "",
                 _bar([(c.group, c.cost)], max(x.cost for x in e.causes)),
             )
             for c in e.causes
         ),
-    )  # fmt: skip
+    )
 
 
 def _layers(e: Explanation) -> list[str]:

@@ -76,9 +76,13 @@ def parse_range(text: str) -> Range:
 
 @takes_options
 def sensitivity(
-    model: Any, params: Any = None, *batch: Any, options: CompileOptions, vary: Sequence[str | Range],
+    model: Any,
+    params: Any = None,
+    *batch: Any,
+    options: CompileOptions,
+    vary: Sequence[str | Range],
     progress: Callable[[str], None] | None = None,
-) -> list[Point]:  # fmt: skip
+) -> list[Point]:
     """Finds the best strategy on the machine as it is, then prices it, the other methods' and a new search's on
     every combination of the factors.
 
@@ -90,9 +94,13 @@ def sensitivity(
 
 
 def vary_machine(
-    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, vary: Sequence[str | Range],
+    model: Any,
+    params: Any,
+    batch: Sequence[Any],
+    options: CompileOptions,
+    vary: Sequence[str | Range],
     progress: Callable[[str], None] | None,
-) -> list[Point]:  # fmt: skip
+) -> list[Point]:
     """What ``sensitivity`` does."""
     from pase.compiler.compilation import compile_model
     from pase.tables.itemize import config_of
@@ -147,8 +155,12 @@ def _points(
         changed = sum(not np.array_equal(found.configs[n], c) for n, c in ours.items()) if same else None
         out.append(
             Point(
-                factors=at, ours=prices.pop("pase"), best=found.solution.cost, others=prices, mesh=found.mesh.sizes,
+                factors=at,
+                ours=prices.pop("pase"),
+                best=found.solution.cost,
+                others=prices,
+                mesh=found.mesh.sizes,
                 changed=changed,
             )
-        )  # fmt: skip
+        )
     return out

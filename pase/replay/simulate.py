@@ -13,10 +13,7 @@ from pase.replay.graph import Carried, DataflowGraph, csr
 __all__ = [
     "Replay",
     "critical_path",
-    "lower_bound_ns",
-    "partial_replay",
     "replay_graph",
-    "serial_sum_ns",
     "subgraph",
 ]
 
@@ -107,18 +104,6 @@ def critical_path(g: DataflowGraph, r: Replay, end: int | None = None) -> list[i
         path.append(i)
 
 
-def lower_bound_ns(g: DataflowGraph) -> float:
-    """Longest path of the data-flow graph without any device: no replay can be shorter."""
-    free = replace(g, device=np.arange(len(g), dtype=np.int64), device_free_ns=g.device_free_ns[g.device])
-    return replay_graph(free).makespan_ns
-
-
-def serial_sum_ns(g: DataflowGraph) -> float:
-    """All durations and lags one after the other: no replay without releases can be longer."""
-    begin = max(float(g.release_ns.max(initial=0.0)), float(g.device_free_ns.max(initial=0.0)))
-    return begin + float(g.duration_ns.sum()) + float(g.lag_ns.sum())
-
-
 def subgraph(g: DataflowGraph, keep: np.ndarray) -> DataflowGraph:
     """The tasks where ``keep`` [tasks] holds, with the edges among them."""
     index = np.cumsum(keep) - 1
@@ -148,10 +133,3 @@ def subgraph(g: DataflowGraph, keep: np.ndarray) -> DataflowGraph:
             src=index[c.src[held]], dst=index[c.dst[held]], lag_ns=c.lag_ns[held], kind=c.kind[held]
         ),
     )
-
-
-def partial_replay(g: DataflowGraph, keep: np.ndarray) -> float:
-    """Time in ns of the tasks in ``keep`` alone, everything else being done: dPRO's partial replay."""
-    part = subgraph(g, keep)
-    free = replace(part, release_ns=np.zeros(len(part)), device_free_ns=np.zeros_like(part.device_free_ns))
-    return replay_graph(free).makespan_ns

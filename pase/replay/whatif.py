@@ -207,6 +207,10 @@ def _balanced(g: DataflowGraph) -> DataflowGraph:
     for same in by_name.values():
         free[same] = g.device_free_ns[same].min()
     return replace(
-        g, duration_ns=duration, device_free_ns=free, release_ns=release, lag_ns=lag,
+        g,
+        duration_ns=duration,
+        device_free_ns=free,
+        release_ns=release,
+        lag_ns=lag,
         carried=replace(g.carried, lag_ns=carried),
-    )  # fmt: skip
+    )

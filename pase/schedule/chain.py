@@ -12,7 +12,7 @@ from pase.schedule.simulate import message_seconds
 from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import PlainView, plain_view
 
-__all__ = ["message_arrays", "plain_iteration_s", "priority_order", "sequence_s"]
+__all__ = ["message_arrays", "plain_iteration_s", "sequence_s"]
 
 
 def message_arrays(problem: ScheduleProblem, plan: BucketPlan, view: PlainView) -> tuple[np.ndarray, ...]:
@@ -46,17 +46,6 @@ def plain_iteration_s(problem: ScheduleProblem, plan: BucketPlan, view: PlainVie
     size = np.asarray([m.nbytes for m in plan.messages], float)
     worst, _ = priority(release, seconds, tail, link, links, size, float(plan.credit_bytes), view.compute)
     return float(worst)
-
-
-def priority_order(
-    release: np.ndarray, seconds: np.ndarray, tail: np.ndarray, link: np.ndarray, links: int
-) -> np.ndarray:
-    """The order in which messages start when each link takes the first ready one, int64 [M]."""
-    from pase.schedule.kernels_chain import priority
-
-    size = np.ones(release.size)
-    _, start = priority(release, seconds, tail, link, links, size, 0.5, 0.0)
-    return np.argsort(start, kind="stable")
 
 
 def sequence_s(

@@ -229,9 +229,14 @@ def problem_to_json(p: ScheduleProblem) -> dict[str, Any]:
         for t in p.tensors
     )  # fmt: skip
     form = ProblemForm(
-        schema=PROBLEM_SCHEMA, name=p.name, source=p.source, dataflow=p.dataflow, blocks=blocks, tensors=tensors,
+        schema=PROBLEM_SCHEMA,
+        name=p.name,
+        source=p.source,
+        dataflow=p.dataflow,
+        blocks=blocks,
+        tensors=tensors,
         links=(),
-    )  # fmt: skip
+    )
     return {**to_tree(form), "links": [_link_form(link) for link in p.links]}
 
 
@@ -299,9 +304,14 @@ def _from_times(form: ProblemForm, links: tuple[Link, ...]) -> ScheduleProblem:
             f"tensors given by times must share their axes, got {sorted(axes)}; give blocks instead"
         )
     return problem_from_times(
-        name=form.name, forward_s=form.forward_s, backward_s=form.backward_s, tensors=rows, links=links,
-        axes=axes.pop() if axes else "", source=form.source,
-    )  # fmt: skip
+        name=form.name,
+        forward_s=form.forward_s,
+        backward_s=form.backward_s,
+        tensors=rows,
+        links=links,
+        axes=axes.pop() if axes else "",
+        source=form.source,
+    )
 
 
 def plan_to_json(

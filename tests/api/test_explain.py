@@ -67,9 +67,14 @@ def test_alternatives_are_the_best_around_a_layer(small: Plan) -> None:
     for a in report.alternatives:
         want = [a.ways.get(d.name, 1) for d in problem.graph.nodes[v].space.dims]
         so = np.array(
-            [[int(np.prod([s for c, s in zip(cfg, small.mesh.sizes, strict=True) if c == d])) for d in range(len(want))]
-             for cfg in space.configs[v]]
-        )  # fmt: skip
+            [
+                [
+                    int(np.prod([s for c, s in zip(cfg, small.mesh.sizes, strict=True) if c == d]))
+                    for d in range(len(want))
+                ]
+                for cfg in space.configs[v]
+            ]
+        )
         allowed = (so == want).all(axis=1)
         seen += int(allowed.sum())
         costs = list(tables.node_costs)

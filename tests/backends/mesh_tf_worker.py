@@ -130,7 +130,7 @@ def moves(count: int = 60) -> list[dict[str, Any]]:
             "gradient": float(np.abs(g.reshape(value.shape) - weight).max()),
         }
         for (n, value, weight, *_), (y, g) in zip(cases, made, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def models() -> dict[str, Any]:
@@ -235,14 +235,18 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
         if kind.startswith("all"):
             lowered[kind] = lowered.get(kind, 0.0) + 4 * elements / devices
     return {
-        "planned": planned, "lowered": lowered,
-        "mesh": layout.mesh_shape, "rules": layout.layout_rules, "lines": len(text.splitlines()),
-        "loss": float(value), "loss_error": abs(float(value) - step.losses[0]),
+        "planned": planned,
+        "lowered": lowered,
+        "mesh": layout.mesh_shape,
+        "rules": layout.layout_rules,
+        "lines": len(text.splitlines()),
+        "loss": float(value),
+        "loss_error": abs(float(value) - step.losses[0]),
         "gradient_error": max(apart(gradients[k], step.gradients[k], gradients[k]) for k in gradients),
         "update_error": max(
             float(np.abs(values[k] - 0.1 * gradients[k] - step.parameters[k]).max()) for k in gradients
         ),
-    }  # fmt: skip
+    }
 
 
 def refused() -> dict[str, str]:

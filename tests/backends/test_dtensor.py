@@ -75,9 +75,12 @@ def test_layouts_run(tmp_path: Path) -> None:
     assert made["megatron"]["variables"]["up/kernel"] == ["unsharded", "model"]
     (tmp_path / "all.json").write_text(json.dumps(made))
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "all.json")], capture_output=True, text=True,
-        cwd=Path(__file__).parents[2], env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "all.json")],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     shapes = {v.path: tuple(v.shape) for v in keras_mlp().trainable_variables}
     for name, (off, error, pieces) in json.loads(done.stdout.splitlines()[-1]).items():

@@ -38,8 +38,12 @@ def worker():
     sections = ["rules", "moves", "refused", "mlp", "alexnet", "rows", "lstm", "transformer"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.backends.mesh_tf_worker", *sections],
-        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -228,7 +228,10 @@ def broken(change: Any) -> Any:
         (lambda m, c, s: setattr(s, "tensor_name", "q"), "'q' is neither an input nor an output"),
         (lambda m, c, s: setattr(s.sharded_dim[0], "axis", 5), "axis 5 of a tensor of 2 dims"),
         (lambda m, c, s: setattr(s.sharded_dim[1], "axis", -2), "axis 0 is sharded twice"),
-        (lambda m, c, s: setattr(s.sharded_dim[0].simple_sharding[0], "num_shards", 3), "512 elements in 3 shards"),
+        (
+            lambda m, c, s: setattr(s.sharded_dim[0].simple_sharding[0], "num_shards", 3),
+            "512 elements in 3 shards",
+        ),
         (lambda m, c, s: setattr(s.sharded_dim[0].simple_sharding[0], "dim_value", 64), "has 512 elements"),
         (lambda m, c, s: s.device.pop(), "4 shards on 3 devices"),
         (lambda m, c, s: s.index_to_device_group_map[0].value.append(99), "device 99 of 12"),
@@ -236,7 +239,7 @@ def broken(change: Any) -> Any:
         (lambda m, c, s: c.sharding_spec.append(s), "sharded twice in one configuration"),
         (lambda m, c, s: m.configuration.add(name="c", num_devices=1), "one that is taken"),
     ],
-)  # fmt: skip
+)
 def test_the_validator_sees_what_the_checker_does_not(change: Any, match: str) -> None:
     with pytest.raises(PaseError, match=match):
         check(broken(change))

@@ -5,8 +5,8 @@ from dataclasses import replace
 import optax
 import pytest
 
-from bench.cases.plans import measured, reduced
-from pase.backends.truth import Row, total_error, unmatched
+from bench.cases.plans import measured, reduced, total_error
+from pase.backends.truth import Row, unmatched
 
 EXACT = [
     ("mlp", "data_parallel"),

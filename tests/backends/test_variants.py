@@ -8,10 +8,10 @@ import optax
 import pytest
 
 import pase
-from bench.cases.plans import DearCompute, case_of, reduced
+from bench.cases.plans import ExpensiveCompute, case_of, reduced, total_error
 from pase.api import Plan
 from pase.backends.truth import compare as compare_bytes
-from pase.backends.truth import sharded_step, total_error, unsharded_step
+from pase.backends.truth import sharded_step, unsharded_step
 from pase.compiler.mesh_search import search_meshes
 from pase.compiler.plans import plan_of
 from pase.compiler.variants import Variant
@@ -44,7 +44,7 @@ def plan_for(case, shape, variant):
     """The cheapest plan where compute is dear, priced as usual."""
     p = case.problem.varied(case.traced, variant)
     mesh = mesh_from(shape, p.devices)
-    found = search_meshes(replace(p, model=DearCompute(p.model)), [mesh])
+    found = search_meshes(replace(p, model=ExpensiveCompute(p.model)), [mesh])
     return Plan.of(plan_of(p, found.configs, mesh, case.traced.graph.name, case.traced))
 
 

@@ -12,9 +12,11 @@ from bench import comm_truth, tpu_aot, tpu_aot_page
 
 def row(model: str, strategy: str, compiled: int, devices: int | None = None) -> dict:
     out = {
-        "model": model, "strategy": strategy, "mesh": [8],
+        "model": model,
+        "strategy": strategy,
+        "mesh": [8],
         "collectives": {"all_gather": {"predicted": 100, "on_cpu": 100, "compiled": compiled}},
-    }  # fmt: skip
+    }
     return out if devices is None else out | {"devices": devices}
 
 
@@ -22,15 +24,21 @@ def test_each_row_is_kept_as_it_is_made(tmp_path: Path, monkeypatch: pytest.Monk
     """A row replaces its own forerunner alone, stands in the zoo's order, and is on disk before the next is made."""
     monkeypatch.setattr(comm_truth, "FILE", tmp_path / "rows.json")
     for made in (
-        row("gpt2", "fsdp", 90), row("mlp", "fsdp", 100), row("mlp", "fsdp", 100, 32), row("gpt2", "fsdp", 100),
+        row("gpt2", "fsdp", 90),
+        row("mlp", "fsdp", 100),
+        row("mlp", "fsdp", 100, 32),
+        row("gpt2", "fsdp", 100),
         row("mlp", "data_parallel", 100),
-    ):  # fmt: skip
+    ):
         comm_truth._keep(made, {"mlp": "mlp", "gpt2": "gpt2", "gpt2_xl": "gpt2"})
         assert made in json.loads(comm_truth.FILE.read_text())["rows"]
     kept = json.loads(comm_truth.FILE.read_text())
     assert [(r["model"], r["strategy"], r.get("devices", 8)) for r in kept["rows"]] == [
-        ("mlp", "data_parallel", 8), ("mlp", "fsdp", 8), ("mlp", "fsdp", 32), ("gpt2", "fsdp", 8),
-    ]  # fmt: skip
+        ("mlp", "data_parallel", 8),
+        ("mlp", "fsdp", 8),
+        ("mlp", "fsdp", 32),
+        ("gpt2", "fsdp", 8),
+    ]
     assert kept["rows"][-1]["collectives"]["all_gather"]["compiled"] == 100
     assert kept["alike"] == {"gpt2_xl": "gpt2"}
     assert not list(tmp_path.glob("*.part"))

@@ -21,8 +21,13 @@ def pase(*args, **more):
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     return subprocess.Popen(
         [sys.executable, "-m", "pase.cli", "calibrate", *args],
-        cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **more,
+    )
 
 
 def finished(*started):

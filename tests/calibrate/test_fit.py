@@ -98,9 +98,14 @@ def test_a_cpu_has_the_habits_of_its_compiler():
     mean = np.mean([sorted(truth["all_reduce"]), sorted(truth["reduce_scatter"])], axis=0)
     assert by["all_reduce", (4,)].seconds == pytest.approx(mean)
     traffic = Work(
-        kind="memory", dtype="float32", flops=np.zeros(1), nbytes=np.array([float(1 << 24)]), mnk=None,
-        phase="forward", times=1.0,
-    )  # fmt: skip
+        kind="memory",
+        dtype="float32",
+        flops=np.zeros(1),
+        nbytes=np.array([float(1 << 24)]),
+        mnk=None,
+        phase="forward",
+        times=1.0,
+    )
     light, update = (
         float(work_price(w, costmodels.get("analytic", cpu))[0])
         for w in (traffic, dataclasses.replace(traffic, phase="update"))

@@ -328,9 +328,12 @@ def test_no_faster_than_the_bytes_that_must_enter_a_device_and_a_node(name, kind
     added = any(a.algorithm == "in_network" for a in machine.algorithms)
     enters = {
         "all_reduce": 1.0 if added else 2 * (total - 1) / total,
-        "reduce_scatter": (total - 1) / total, "all_gather": (total - 1) / total,
-        "all_to_all": (total - 1) / total, "permute": 1.0, "broadcast": 1.0,
-    }  # fmt: skip
+        "reduce_scatter": (total - 1) / total,
+        "all_gather": (total - 1) / total,
+        "all_to_all": (total - 1) / total,
+        "permute": 1.0,
+        "broadcast": 1.0,
+    }
     best = [
         max(level.bandwidth_bytes_per_s, *level.bandwidth_at_ways.values(), 0.0) * level.efficiency
         for level in machine.levels

@@ -175,9 +175,12 @@ def equinox_convolutions() -> Case:
 
     def make(k: Any) -> Any:
         layers: Any = [
-            eqx.nn.Conv2d(3, 8, 3, key=k), eqx.nn.MaxPool2d(2, 2), eqx.nn.Lambda(jax.nn.relu),
-            eqx.nn.GroupNorm(2, 8), eqx.nn.ConvTranspose2d(8, 4, 2, 2, key=k),
-        ]  # fmt: skip
+            eqx.nn.Conv2d(3, 8, 3, key=k),
+            eqx.nn.MaxPool2d(2, 2),
+            eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.GroupNorm(2, 8),
+            eqx.nn.ConvTranspose2d(8, 4, 2, 2, key=k),
+        ]
         return eqx.nn.Sequential(layers)
 
     return equinox(make, lambda m, x: jnp.sum(jax.vmap(m)(x)), S((8, 3, 16, 16), jnp.float32))
@@ -293,9 +296,11 @@ def _linalg(p: Any, x: Any) -> Any:
 plain("attention", _attention)
 plain("activations", _activations)
 plain(
-    "convolutions", _convolutions,
-    {"k": S((3, 3, 4, 16), jnp.float32), "d": S((3, 3, 16, 8), jnp.float32)}, S((8, 16, 16, 16), jnp.float32),
-)  # fmt: skip
+    "convolutions",
+    _convolutions,
+    {"k": S((3, 3, 4, 16), jnp.float32), "d": S((3, 3, 16, 8), jnp.float32)},
+    S((8, 16, 16, 16), jnp.float32),
+)
 plain("debug_print", _prints)
 plain("random", _random, W, X, key())
 plain("while", _while)
@@ -306,9 +311,12 @@ plain("map", lambda p, x: jnp.sum(lax.map(lambda a: a @ p, x)))
 plain("associative_scan", lambda p, x: jnp.sum(lax.associative_scan(jnp.multiply, x @ p, axis=1)))
 plain("fft", lambda p, x: jnp.sum(jnp.abs(jnp.fft.fft(x @ p))))
 plain(
-    "ragged", lambda p, x, g: jnp.sum(lax.ragged_dot(x, p, g)), S((4, 32, 64), jnp.float32),
-    S((128, 32), jnp.float32), S((4,), jnp.int32),
-)  # fmt: skip
+    "ragged",
+    lambda p, x, g: jnp.sum(lax.ragged_dot(x, p, g)),
+    S((4, 32, 64), jnp.float32),
+    S((128, 32), jnp.float32),
+    S((4,), jnp.int32),
+)
 plain("gradient_inside", lambda p, x: jnp.sum(jax.grad(lambda q: jnp.sum(jnp.tanh(x @ q)))(p) ** 2))
 plain("segment_sum", lambda p, x, i: jnp.sum(jax.ops.segment_sum(x @ p, i, 4)), W, X, LABELS)
 plain("bfloat16", lambda p, x: jnp.sum((x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16)).astype(jnp.float32)))

@@ -52,9 +52,7 @@ def test_no_price_bounds_higher_and_the_choice_fits() -> None:
 
 def test_more_points_than_one_are_left_to_the_bounded_search() -> None:
     held = (np.array([4.0, 1.0]), np.array([4.0, 1.0]))
-    memory = MemoryProfile(
-        bytes=held, start=np.array([0, 1]), stop=np.array([1, 2]), limit_bytes=2.0
-    )  # fmt: skip
+    memory = MemoryProfile(bytes=held, start=np.array([0, 1]), stop=np.array([1, 2]), limit_bytes=2.0)
     costs = (np.array([0.0, 3.0]), np.array([0.0, 5.0]))
     tables = CostTables(node_costs=costs, edges=())
     assert hull(tables, memory, np.zeros(2, np.int64), cheapest, Clock(time.perf_counter() + 60.0)) is None

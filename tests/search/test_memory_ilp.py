@@ -71,9 +71,12 @@ def by_ilp(tables: CostTables, memory: MemoryProfile) -> float | None:
     whole = np.zeros(width)
     whole[: first[-1]] = 1
     answer = milp(
-        np.array(objective), integrality=whole, bounds=Bounds(0, 1),
-        constraints=LinearConstraint(np.array(rows), low, high), options={"mip_rel_gap": 0, "presolve": False},
-    )  # fmt: skip
+        np.array(objective),
+        integrality=whole,
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(np.array(rows), low, high),
+        options={"mip_rel_gap": 0, "presolve": False},
+    )
     if answer.status == 2:
         return None
     assert answer.status == 0, answer.message

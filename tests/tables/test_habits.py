@@ -30,9 +30,14 @@ def test_they_are_kept_in_the_file_and_priced_by() -> None:
 def test_without_buckets_a_small_collective_pays_its_own_latency() -> None:
     mesh = Mesh(names=("a",), sizes=(8,))
     small = Charge(
-        kind="all_reduce", axes=np.array([1]), nbytes=np.array([4096.0]), tensor="w", phase="backward", times=3.0,
+        kind="all_reduce",
+        axes=np.array([1]),
+        nbytes=np.array([4096.0]),
+        tensor="w",
+        phase="backward",
+        times=3.0,
         bucketed=True,
-    )  # fmt: skip
+    )
     models = [costmodels.get("analytic", m) for m in (HERE, CPU)]
     shared, alone = (float(charge_price(small, m, mesh)[0]) for m in models)
     assert alone == pytest.approx(3 * float(models[1].collective("all_reduce", mesh, [1], [4096.0])[0]))

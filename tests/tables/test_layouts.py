@@ -172,10 +172,13 @@ def test_halo_bytes_are_those_that_a_shard_lacks() -> None:
         "y": Tensor(name="y", shape=(16, 5), dtype="float32"),
     }
     op = Op(
-        name="conv", kind="conv", function=functions.CONV,
+        name="conv",
+        kind="conv",
+        function=functions.CONV,
         reads=(Access("x", AccessMap.parse("h@3 c")), Access("x", AccessMap.parse("h c"))),
-        writes=(Access("y", AccessMap.parse("h c")),), differentiable=False,
-    )  # fmt: skip
+        writes=(Access("y", AccessMap.parse("h c")),),
+        differentiable=False,
+    )
     space = IterationSpace((Dim(name="h", size=16), Dim(name="c", size=5)))
     node = Node(name="n", space=space, ops=(op,))
     graph = Graph(name="g", tensors=tensors, nodes=(node,))

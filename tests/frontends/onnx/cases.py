@@ -56,9 +56,13 @@ def read_case(case: Any) -> tuple[Any, Lowering] | None:
 
 
 def model_of(
-    nodes: list[Any], inputs: dict[str, Any], outputs: Any, weights: dict[str, Any] | None = None,
-    opset: int = 21, **more: Any,
-) -> Any:  # fmt: skip
+    nodes: list[Any],
+    inputs: dict[str, Any],
+    outputs: Any,
+    weights: dict[str, Any] | None = None,
+    opset: int = 21,
+    **more: Any,
+) -> Any:
     """A ModelProto: inputs and outputs name -> shape (or (dtype, shape)), outputs perhaps
     without shapes, weights name -> array or shape (of zeros)."""
     from onnx import TensorProto, helper
@@ -74,9 +78,12 @@ def model_of(
         for name, w in (weights or {}).items()
     ]
     graph = helper.make_graph(
-        nodes, more.pop("name", "g"), [info(k, v) for k, v in inputs.items()],
-        [info(k, outputs[k] if isinstance(outputs, dict) else None) for k in outputs], tensors,
+        nodes,
+        more.pop("name", "g"),
+        [info(k, v) for k, v in inputs.items()],
+        [info(k, outputs[k] if isinstance(outputs, dict) else None) for k in outputs],
+        tensors,
         value_info=more.pop("value_info", []),
-    )  # fmt: skip
+    )
     opsets = [helper.make_opsetid("", opset), *more.pop("opsets", [])]
     return helper.make_model(graph, opset_imports=opsets, **more)

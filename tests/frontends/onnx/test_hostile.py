@@ -83,7 +83,10 @@ def test_unsorted_is_sorted() -> None:
 @pytest.mark.parametrize(
     ("nodes", "match"),
     [
-        ([node("MatMul", ["y", "w"], ["z"])], r"MatMul '1': \[4, 16\] times \[8, 16\]: 16 columns meet 8 rows"),
+        (
+            [node("MatMul", ["y", "w"], ["z"])],
+            r"MatMul '1': \[4, 16\] times \[8, 16\]: 16 columns meet 8 rows",
+        ),
         ([node("Add", ["y", "x"], ["z"])], r"Add '1': shapes \[4, 16\], \[4, 8\] do not broadcast"),
         ([node("Concat", ["y", "x"], ["z"], axis=0)], r"\[4, 16\] and \[4, 8\] cannot be joined along dim 0"),
         ([node("Transpose", ["y"], ["z"], perm=[0, 0])], r"axes \[0, 0\] name a dim twice"),
@@ -99,7 +102,7 @@ def test_unsorted_is_sorted() -> None:
         ([node("Split", ["y"], ["z", "t"], axis=0, num_outputs=9)], "9 parts for 2 outputs"),
         ([node("LSTM", ["y", "w", "w"], ["z"], hidden_size=4)], "three dims each are wanted"),
     ],
-)  # fmt: skip
+)
 def test_unsound_nodes(nodes: list[Any], match: str) -> None:
     refuses(small(*nodes), match)
 

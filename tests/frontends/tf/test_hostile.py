@@ -91,8 +91,10 @@ def test_unknown_ops() -> None:
 
 def _library(calls: dict[str, list[str]]) -> Any:
     """A graph that calls f0; each function calls those listed, and passes its argument through."""
-    g = graph(("y", "PartitionedCall", ["x"], {"f": tf.compat.v1.AttrValue(func={"name": "f0"})}),
-              ("o", "MatMul", ["y", "w"], {}))  # fmt: skip
+    g = graph(
+        ("y", "PartitionedCall", ["x"], {"f": tf.compat.v1.AttrValue(func={"name": "f0"})}),
+        ("o", "MatMul", ["y", "w"], {}),
+    )
     for name, inner in calls.items():
         f = g.library.function.add()
         f.signature.name = name

@@ -35,8 +35,13 @@ def profiled(model: Any, batch: int) -> float:
     options["output"] = "none"
     found = tf.compat.v1.profiler.profile(concrete.graph, cmd="op", options=options)
     heavy = ("MatMul", "BatchMatMulV2", "Conv2D", "DepthwiseConv2dNative", "Conv2DBackpropInput")
-    return float(sum(child.total_float_ops - sum(c.total_float_ops for c in child.children)
-                     for child in _ops(found) if child.name in heavy))  # fmt: skip
+    return float(
+        sum(
+            child.total_float_ops - sum(c.total_float_ops for c in child.children)
+            for child in _ops(found)
+            if child.name in heavy
+        )
+    )
 
 
 def _ops(node: Any) -> Any:

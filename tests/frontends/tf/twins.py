@@ -141,5 +141,9 @@ def _rnnlm(p: Any, m: Any) -> Callable[[Any], Any]:
 
 
 TWINS: dict[str, Callable[[Any, Any], Callable[[Any], Any]]] = {
-    "mlp": _mlp, "alexnet": _alexnet, "vgg19": _vgg, "gpt2": _gpt, "rnnlm": _rnnlm,
-}  # fmt: skip
+    "mlp": _mlp,
+    "alexnet": _alexnet,
+    "vgg19": _vgg,
+    "gpt2": _gpt,
+    "rnnlm": _rnnlm,
+}
