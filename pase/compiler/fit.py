@@ -6,10 +6,11 @@ been found within the limit cannot help and is not searched further.
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from pase.compiler.variants import Variant
 from pase.errors import Infeasible
 from pase.machine import Mesh
 from pase.memory.account import Memory
-from pase.search import Solution, solve
+from pase.search import Known, MemoryProfile, Solution, price_memory, solve
 from pase.tables import CostTables
 from pase.tables.facts import facts
 from pase.tables.layouts import configs
@@ -65,7 +66,8 @@ def fit_variants(
                 continue
             promising = True
             start = time.perf_counter()
-            found, proven = fit_limit(p, unlimited, over, limit, time_limit, say)
+            below = float("inf") if best is None else best[1].solution.cost
+            found, proven = fit_limit(p, unlimited, over, limit, time_limit, say, below)
             spent = add_seconds(spent, {"search": time.perf_counter() - start})
             bound = min(bound, proven)
             if found is None:
@@ -85,118 +87,199 @@ def fit_variants(
 
 
 def fit_limit(
-    problem: SplitProblem, free: Found, over: Sequence[Mesh], limit: float, time_limit: float, say: Progress
-) -> tuple[Found | None, float]:
+    problem: SplitProblem, free: Found, over: Sequence[Mesh], limit: float, time_limit: float, say: Progress,
+    below: float = np.inf,
+) -> tuple[Found | None, float]:  # fmt: skip
     """The best strategy found whose predicted memory is at most ``limit`` bytes a device, and a lower bound on all.
 
-    A mesh's unconstrained optimum bounds what it can give, so meshes are tried from the cheapest on, until that bound
-    is no better than what has been found.
+    below: of a strategy that is known; what costs as much need not be found. A mesh's unconstrained optimum bounds what
+    it can give, and so does one elimination at a price per byte, which the first mesh finds: meshes are searched from
+    the lowest bound on, until that is no better than what has been found. Ends after ``time_limit`` seconds with what
+    it has.
     """
     end = time.perf_counter() + time_limit
-    order = sorted(over, key=lambda m: free.bounds[m.sizes])
     best: Found | None = None
-    bound = float("inf")
-    for i, mesh in enumerate(order):
-        if best is not None and free.bounds[mesh.sizes] >= best.solution.cost:
-            return best, min(bound, free.bounds[mesh.sizes])
+    proven = {m: free.bounds[m.sizes] for m in over}
+    searches = {
+        m: _LimitedSearch(problem=problem, mesh=m, limit=limit, end=end, free=free.answers.get(m.sizes))
+        for m in over
+    }
+    price = 0.0
+    for mesh in sorted(over, key=lambda m: proven[m]):
+        if proven[mesh] < below and time.perf_counter() < end:
+            say(f"what a byte is worth on mesh {'×'.join(map(str, mesh.sizes))}")
+            least, worth = searches[mesh].priced(price)
+            proven[mesh] = max(proven[mesh], least)
+            price = price or worth
+    for i, mesh in enumerate(order := sorted(over, key=lambda m: proven[m])):
+        if proven[mesh] >= below:
+            break
         say(f"mesh {'×'.join(map(str, mesh.sizes))} within {limit / 2**30:.4g} GiB ({i + 1} of {len(order)})")
+        answer = searches[mesh].cheapest(below, price)
+        proven[mesh] = max(proven[mesh], answer.bound)
+        if answer.solution is not None:
+            best = replace(free, mesh=mesh, space=problem.pricing.space(mesh), solution=answer.solution)
+            below = answer.solution.cost
+    return best, min(proven.values(), default=np.inf)
 
-        def patience(meshes: int = len(order) - i) -> float:
-            return max(end - time.perf_counter(), 1.0) / meshes / 2
 
-        search = _LimitedSearch(problem=problem, mesh=mesh, limit=limit, patience=patience)
-        found, proven = search.cheapest(np.inf if best is None else best.solution.cost)
-        bound = min(bound, proven)
-        if found is not None:
-            best = replace(free, mesh=mesh, space=problem.pricing.space(mesh), solution=found)
-    return best, bound
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """The cheapest strategy found that fits and costs less than was asked for; a lower bound on all that fit; and what
+    a byte is worth at it, 0 where that is not known."""
+
+    solution: Solution | None
+    bound: float
+    byte_price: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Attempt:
-    """A strategy found with some bytes set aside. unseen: what of its memory the search's limit does not count."""
+    """A strategy found with some bytes set aside.
+
+    unseen: what of its memory the search's limit does not count. alone: the most that one of its nodes has in flight
+    whatever the others do.
+    """
 
     solution: Solution
     memory: Memory
     unseen: float
+    alone: float
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class _Region:
+    """Strategies that have at least ``low`` bytes in flight, and of which no node alone has more than ``high``.
+
+    bound: none of them that fits costs less. guess: its strategies are others' too, so that it proves nothing.
+    """
+
+    guess: bool
+    bound: float
+    low: float
+    high: float
+
+
+_MOST_ATTEMPTS = 24
+_MOST_ROUNDS = 16
+_ENOUGH = 1e-4
+"""The relative gap that a search need not close where no elimination order fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LimitedSearch:
-    """The search of one mesh under a memory limit. patience: seconds for the next attempt.
+    """The search of one mesh under a memory limit. end: of ``perf_counter``, when to stop. free: the mesh's answer
+    without the limit, if it is known.
 
     What is in flight is no sum over nodes but a maximum, so the search's limit leaves it out, and bytes are set aside
-    for it instead. With the least set aside that any strategy has in flight, the search gives a bound. Where its
-    answer has more in flight, that much, and parts of it, are set aside in turn, and configs of nodes that alone have
-    more in flight are forbidden.
+    for it instead: with the least set aside that any strategy has in flight, the search gives a bound. Where its answer
+    has more in flight, strategies are parted into those with less than that and those with at least as much. Where no
+    node alone decides what is in flight, parts of it are set aside as guesses.
     """
 
     problem: SplitProblem
     mesh: Mesh
     limit: float
-    patience: Callable[[], float]
+    end: float
+    free: Solution | None
 
-    def cheapest(self, below: float) -> tuple[Solution | None, float]:
-        """(the cheapest strategy found that fits and costs less than ``below``, a lower bound on all that fit)."""
-        flight = self._in_flight()
-        least = max((float(f.min()) for f in flight), default=0.0)
-        relaxed = self._attempt(least)
-        if relaxed is None:
-            return None, np.inf
-        bound = relaxed.solution.bound
-        if not relaxed.solution.feasible or relaxed.memory.total <= self.limit:
-            fits = relaxed.solution.feasible and relaxed.solution.cost < below
-            return (relaxed.solution if fits else None), bound
+    def priced(self, price: float) -> tuple[float, float]:
+        """(a lower bound on every strategy that fits, what a byte is worth at it); price: of a byte, 0 to look for it.
+
+        (-inf, 0) where there is no such bound without a search.
+        """
+        p = self.problem
+        if self.free is None or not p.pricing.exact:
+            return -np.inf, 0.0
+        try:
+            return price_memory(p.pricing.tables(self.mesh)[0], self._profile(self._least), self.free, price)
+        except Infeasible:
+            return np.inf, 0.0
+
+    def cheapest(self, below: float, price: float) -> _Answer:
+        """Search for what fits and costs less than ``below``; price: of a byte, to begin with."""
         best: Solution | None = None
-        parts = (relaxed.unseen * part for part in (1, 0.5, 0.25, 0.125))
-        queue = deque([*(b for b in parts if b > least), least, 1.25 * relaxed.unseen, 2.0 * relaxed.unseen])
-        while queue:
-            aside = queue.popleft()
-            found = self._attempt(aside, flight)
-            if found is not None and found.solution.feasible:
-                if found.memory.total <= self.limit:
-                    if found.solution.cost < below:
-                        best, below = found.solution, found.solution.cost
-                elif found.unseen > aside and found.unseen not in queue:
-                    queue.appendleft(found.unseen)
-            if best is not None and len(queue) <= 2:
-                break  # more set aside than that only where nothing else has fitted
-        return best, bound
+        left = np.inf  # a lower bound on what has been left without proof
+        queue = [_Region(guess=False, bound=-np.inf, low=self._least, high=np.inf)]
+        for _ in range(_MOST_ATTEMPTS):
+            if not queue or (best is not None and queue[0].guess):
+                break
+            region = heapq.heappop(queue)
+            if region.bound >= below:
+                continue
+            found = self._attempt(region, below, price)
+            if found is None:
+                continue
+            s = found.solution
+            price = s.byte_price or price
+            bound = max(s.bound, region.bound)
+            if s.feasible and found.memory.total <= self.limit:
+                if s.cost < below:
+                    best, below = s, s.cost
+            elif s.feasible and s.bound < below and found.alone > region.low:
+                less = float(np.nextafter(found.alone, 0.0))
+                heapq.heappush(queue, replace(region, bound=bound, high=less))
+                heapq.heappush(queue, replace(region, bound=bound, low=found.alone))
+                continue
+            elif s.feasible and found.unseen > region.low:
+                for part in (1.0, 0.5, 0.25, 0.125, 1.25, 2.0) if not region.guess else (1.0,):
+                    low = max(found.unseen * part, self._least)
+                    heapq.heappush(queue, _Region(guess=True, bound=bound, low=low, high=low))
+            if not region.guess:
+                left = min(left, bound)
+        left = min([left, *(r.bound for r in queue if not r.guess)])
+        return _Answer(solution=best, bound=left, byte_price=price)
 
+    @cached_property
     def _in_flight(self) -> list[np.ndarray]:
         """Per node, what each of its configs has in flight at least: bytes [K]."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
         nodes = zip(space.graph.nodes, space.configs, strict=True)
         return [p.account.in_flight_at_least(p.graph, n, cfg, self.mesh) for n, cfg in nodes]
 
-    def _attempt(self, aside: float, flight: Sequence[np.ndarray] = ()) -> _Attempt | None:
-        """Search with ``aside`` bytes of the limit set aside; flight: forbid configs that have more in flight.
+    @property
+    def _least(self) -> float:
+        return max((float(f.min()) for f in self._in_flight), default=0.0)
 
-        None where nothing is left of the limit, or of a node's configs.
-        """
+    def _profile(self, aside: float) -> MemoryProfile:
+        """The limit, with bytes set aside; Infeasible where none is left."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
-        seconds = self.patience()
+        if aside > self.limit:
+            raise Infeasible(f"{aside:,.0f} bytes are in flight at least, more than the limit")
+        return p.account.profile(p.graph, self.mesh, space.configs, self.limit - aside, p.optimizer)
+
+    def _attempt(self, region: _Region, below: float, price: float) -> _Attempt | None:
+        """Search a region. None where nothing is left of the limit, or of a node's configs, or nothing fits."""
+        p, space = self.problem, self.problem.pricing.space(self.mesh)
+        seconds = max(self.end - time.perf_counter(), 0.1)
+        known = Known(below=below, byte_price=price, free=self.free if p.pricing.exact else None)
 
         def solve_within(tables: CostTables, part: float) -> Solution:
-            allowed = _forbid(tables, flight, aside) if flight else tables
-            return solve(allowed, memory=wanted, time_limit=seconds * part)
+            allowed = _forbid(tables, self._in_flight, region.high)
+            return solve(
+                allowed, wanted, seconds * part, gap=_ENOUGH, rounds=_MOST_ROUNDS,
+                known=known if p.pricing.exact else replace(known, below=np.inf),
+            )  # fmt: skip
 
         try:
-            wanted = p.account.profile(p.graph, self.mesh, space.configs, self.limit - aside, p.optimizer)
+            wanted = self._profile(region.low)
             solution = p.pricing.solve(self.mesh, solve_within)
-        except (Infeasible, ValueError):
+        except Infeasible:
             return None
         if not solution.feasible:
             nothing = Memory(parameters=0, gradients=0, optimizer=0, activations=0, buffers=0)
-            return _Attempt(solution=solution, memory=nothing, unseen=0.0)
-        chosen = zip(space.graph.nodes, space.configs, solution.choice, strict=True)
+            return _Attempt(solution=solution, memory=nothing, unseen=0.0, alone=0.0)
+        chosen = list(zip(space.graph.nodes, space.configs, solution.choice, strict=True))
         memory = memory_of(p, {n.name: cfg[i] for n, cfg, i in chosen}, self.mesh)
         unseen = p.account.unseen(memory, float(wanted.usage(solution.choice).max()))
-        return _Attempt(solution=solution, memory=memory, unseen=unseen)
+        alone = max((float(f[i]) for f, i in zip(self._in_flight, solution.choice, strict=True)), default=0.0)
+        return _Attempt(solution=solution, memory=memory, unseen=unseen, alone=alone)
 
 
 def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> CostTables:
     """The tables with configs forbidden that alone have more in flight; equal vectors stay one array."""
+    if not any((f > most).any() for f in flight):
+        return tables
     same: dict[tuple[int, bytes], np.ndarray] = {}
     costs = []
     for cost, f in zip(tables.node_costs, flight, strict=True):

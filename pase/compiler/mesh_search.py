@@ -22,7 +22,8 @@ __all__ = ["Found", "add_seconds", "search_meshes"]
 class Found:
     """The best strategy over the meshes that were searched.
 
-    bounds: what is proven of each mesh, by its axes' sizes. seconds: what was spent, on "tables" and on "search".
+    bounds: what is proven of each mesh, by its axes' sizes; answers: the cheapest strategy of each, alike.
+    seconds: what was spent, on "tables" and on "search".
     """
 
     mesh: Mesh
@@ -30,6 +31,7 @@ class Found:
     solution: Solution
     tried: tuple[tuple[Mesh, float], ...]
     bounds: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    answers: Mapping[tuple[int, ...], Solution] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -64,6 +66,7 @@ def search_meshes(
     low = so_far.solution.bound if so_far else float("inf")
     tried = list(so_far.tried) if so_far else []
     bounds = dict(so_far.bounds) if so_far else {}
+    answers = dict(so_far.answers) if so_far else {}
     spent = dict(so_far.seconds) if so_far else {}
     for i, mesh in enumerate(over):
         say(f"mesh {'×'.join(map(str, mesh.sizes))} ({i + 1} of {len(over)})")
@@ -74,11 +77,11 @@ def search_meshes(
         spent = add_seconds(spent, {"tables": built - start, "search": time.perf_counter() - built})
         low = min(low, solution.bound)
         tried.append((mesh, solution.cost))
-        bounds[mesh.sizes] = solution.bound
+        bounds[mesh.sizes], answers[mesh.sizes] = solution.bound, solution
         if best is None or solution.cost < best.solution.cost:
             best = Found(mesh=mesh, space=space, solution=solution, tried=())
     if best is None:
         raise Infeasible(f"no mesh of {problem.devices} devices fits machine {problem.machine.name}")
     s = best.solution  # where a gap is left, another mesh's bound may be the lowest
     s = replace(s, bound=min(s.bound, low), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
-    return replace(best, solution=s, tried=tuple(tried), bounds=bounds, seconds=spent)
+    return replace(best, solution=s, tried=tuple(tried), bounds=bounds, answers=answers, seconds=spent)

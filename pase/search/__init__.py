@@ -5,10 +5,11 @@ It sees only ``CostTables``; it knows nothing of ops, meshes or models.
 
 from pase.search.check import brute_force, cost_of, verify
 from pase.search.plan import dependent_sets, generate_seq
-from pase.search.solve import find_best_strategy, solve
+from pase.search.solve import Known, find_best_strategy, price_memory, solve
 from pase.search.types import MemoryProfile, Solution
 
 __all__ = [
+    "Known",
     "MemoryProfile",
     "Solution",
     "brute_force",
@@ -16,6 +17,7 @@ __all__ = [
     "dependent_sets",
     "find_best_strategy",
     "generate_seq",
+    "price_memory",
     "solve",
     "verify",
 ]

@@ -148,10 +148,12 @@ def bounded_search(
     progress: Progress | None = None,
     known: tuple[np.ndarray, float] | None = None,
     gap: float = 0.0,
+    rounds: int | None = None,
 ) -> Solution:
     """The best choice found within ``time_limit`` seconds (60 if None) of ``began``, and a lower bound.
 
     known: a choice to begin with, and a bound that elimination proved. gap: the relative gap that suffices.
+    rounds: at most so many turns, none of which then waits for an integer program in another process.
     Raises Infeasible where it is proven that nothing fits.
     """
     clock = Clock(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
@@ -163,7 +165,7 @@ def bounded_search(
     try:
         # Reductions may take most of the time that is left; what they leave is a sound problem at any moment.
         left = contract(tables, memory, until=time.perf_counter() + 0.75 * max(0.0, clock.left))
-        method = _rounds(state, left, seed, clock, progress)
+        method = _rounds(state, left, seed, clock, progress, rounds)
     except KeyboardInterrupt:
         method = "interrupted"
     return _solution(state, method)
@@ -188,7 +190,9 @@ def _solution(state: _State, method: str) -> Solution:
     )
 
 
-def _rounds(state: _State, left: Contracted, seed: int, clock: Clock, progress: Progress | None) -> str:
+def _rounds(
+    state: _State, left: Contracted, seed: int, clock: Clock, progress: Progress | None, rounds: int | None
+) -> str:
     rng = np.random.default_rng(seed)
     now = clock.run("residual", _Residual, left, state.memory)
     job: IlpJob | None = None
@@ -231,9 +235,11 @@ def _rounds(state: _State, left: Contracted, seed: int, clock: Clock, progress: 
                 return "dual bound and neighbourhood search, to the gap asked for"
             if not clock.allows("moves"):
                 return "dual bound and neighbourhood search, stopped by time"
+            if rounds is not None and turn >= rounds:
+                return f"dual bound and neighbourhood search, {rounds} rounds"
             if job is not None:
                 continue
-            if turn >= 2:
+            if turn >= 2 and rounds is None:  # its answer comes when it comes
                 usable, pairs = _usable_pairs(state, now)
                 if pairs <= min(_ILP_PAIRS, 0.7 * pairs_tried):
                     pairs_tried = pairs

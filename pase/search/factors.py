@@ -7,7 +7,7 @@ identical blocks costs a dictionary look-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -113,9 +113,12 @@ def _shrunk(
     return np.ascontiguousarray(matrix[:, first], dtype=np.float64), rows, cols
 
 
-def load(tables: CostTables, pool: Pool, kernels: ModuleType) -> list[Factor]:
-    """The factors of ``tables``: one per node cost vector and per edge, constants dropped to nodes.
+def load(
+    tables: CostTables, pool: Pool, kernels: ModuleType, marks: Sequence[Hashable] | None = None
+) -> list[Factor]:
+    """The factors of ``tables``: one per node cost vector, in the nodes' order, then those of the edges.
 
+    marks: per node; nodes of equal costs are one table only where their marks are equal too.
     Edges whose matrix is an exact sum of a row part and a column part become two node factors.
     Raises Infeasible where a node has no config of finite cost.
     """
@@ -124,19 +127,23 @@ def load(tables: CostTables, pool: Pool, kernels: ModuleType) -> list[Factor]:
     shrunk: dict[Hashable, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     occur: dict[int, np.ndarray] = {}
     for v, costs in enumerate(tables.node_costs):
-        got = by_id.get(id(costs))
+        mark = None if marks is None else marks[v]
+        got = by_id.get((id(costs), mark))
         if got is None:
             if not costs.size or not np.isfinite(costs.min()):
                 raise Infeasible(f"node {tables.name(v)} has no config of finite cost")
             array = np.ascontiguousarray(costs, dtype=np.float64)
-            got = (pool.view(np.arange(costs.size)), pool.sig(("array", array.shape, array.tobytes())))
+            key: Hashable = (
+                ("array", array.shape, array.tobytes()) if mark is None else (mark, array.tobytes())
+            )
+            got = (pool.view(np.arange(costs.size)), pool.sig(key))
             pool.arrays[got[1]] = array
-            by_id[id(costs)] = got
+            by_id[id(costs), mark] = got
         factors.append(Factor((v,), (got[0],), got[1]))
     parts_by_id: dict[Hashable, list[tuple[tuple[int, ...], tuple[View, ...], int]]] = {}
     for e in tables.edges:
-        key = (id(e.cost), id(e.src_class), id(e.dst_class))
-        parts = parts_by_id.get(key)
+        which = (id(e.cost), id(e.src_class), id(e.dst_class))
+        parts = parts_by_id.get(which)
         if parts is None:
             some = [
                 _occurring(c, e.cost.shape[axis], occur) for axis, c in enumerate((e.src_class, e.dst_class))
@@ -152,7 +159,7 @@ def load(tables: CostTables, pool: Pool, kernels: ModuleType) -> list[Factor]:
                 small[np.ix_(rows[e.src_class][src.rep], cols[e.dst_class][dst.rep])]
             )
             parts = [(axes, views, _store(pool, a)) for axes, views, a in _split(table, src, dst)]
-            parts_by_id[key] = parts
+            parts_by_id[which] = parts
         ends = (e.src, e.dst)
         factors.extend(Factor(tuple(ends[i] for i in axes), views, sig) for axes, views, sig in parts)
     return factors

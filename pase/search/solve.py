@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,13 +13,30 @@ from pase.search.clock import DEFAULT_SECONDS, Clock
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import Kernel, best_plan, kernels_for
 from pase.search.factors import Pool, load
-from pase.search.hull import hull, memory_fits
 from pase.search.plan import EliminationPlan, generate_seq, plan_elimination
 from pase.search.repeat import fold
 from pase.search.types import MemoryProfile, Progress, Solution
+from pase.search.within import Within, fits
 from pase.tables.types import CostTables
 
-__all__ = ["find_best_strategy", "solve"]
+__all__ = ["Known", "find_best_strategy", "price_memory", "solve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known of a problem before it is searched within a memory limit.
+
+    below: what costs that much or more need not be found: once no less is possible, the answer need not be feasible.
+    byte_price: of a similar problem's answer; the search begins with it.
+    free: the answer without the limit to these tables, or to tables that forbid less.
+    """
+
+    below: float = np.inf
+    byte_price: float = 0.0
+    free: Solution | None = None
+
+
+NOTHING_KNOWN = Known()
 
 
 def find_best_strategy(
@@ -68,6 +85,8 @@ def solve(
     threads: int = 2,
     progress: Progress | None = None,
     gap: float = 0.0,
+    rounds: int | None = None,
+    known: Known = NOTHING_KNOWN,
 ) -> Solution:
     """The choice of least cost, optionally within a memory limit, with its certificate.
 
@@ -77,31 +96,85 @@ def solve(
 
     seed: steers the random parts; the same seed takes the same path, up to where the clock ends it.
     kernel: "numba", or "numpy" (elimination alone).
-    gap: a bounded search may stop once (cost - bound) / |cost| is at most this; 0 asks for a proof.
+    gap: a search within a limit may stop once (cost - bound) / |cost| is at most this; 0 asks for a proof.
+    rounds: of the bounded search at most, and none where elimination finds what fits: an answer within a limit then
+        depends on no clock.
+    known: what the caller knows already, to make a search within a limit shorter.
     progress: called now and then with (phase, best cost, bound, seconds).
     Raises Infeasible where it is proven that nothing has a finite cost or nothing fits.
     """
     began = time.perf_counter()
     if memory is not None and len(memory.bytes) != len(tables.node_costs):
         raise ValueError(f"memory profile of {len(memory.bytes)} nodes for {len(tables.node_costs)} nodes")
-    free = _eliminate(tables, kernel, threads, seed, began)
-    if free is not None and (memory is None or memory_fits(memory, free.choice)):
+    free = known.free
+    if free is None or not np.isfinite(cost_of(tables, free.choice)):
+        free = _eliminate(tables, kernel, threads, seed, began)
+    if free is not None and (memory is None or fits(memory, free.choice)):
         return free
-    known = None
+    begin = None
     if memory is not None and free is not None:
         clock = Clock(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
-
-        def best(priced: CostTables) -> tuple[np.ndarray, float]:
-            at = solve(priced, kernel=kernel, threads=threads, seed=seed)
-            return at.choice, at.bound
-
-        known = hull(tables, memory, free.choice, best, clock)
+        within = _within(tables, memory, kernel, threads, seed, clock)
+        within.below, within.price = known.below, known.byte_price
+        if within.run(free.choice):
+            enough = within.cost - within.bound <= gap * abs(within.cost)
+            if (
+                within.settled
+                or enough
+                or clock.left <= 0
+                or (rounds is not None and within.choice is not None)
+            ):
+                return _settled(within, free, began)
+            begin = (free.choice if within.choice is None else within.choice), within.bound
     from pase.search.bounded import bounded_search
 
-    found = bounded_search(tables, memory, time_limit, seed, began, progress, known=known, gap=gap)
+    found = bounded_search(tables, memory, time_limit, seed, began, progress, begin, gap, rounds)
     if free is not None and free.bound > found.bound:
         found = replace(found, bound=min(free.bound, found.cost), certificate="elimination without the limit")
     return found
+
+
+def price_memory(
+    tables: CostTables, memory: MemoryProfile, free: Solution, byte_price: float = 0.0
+) -> tuple[float, float]:
+    """(a lower bound on the cost of what fits, what a byte is worth at it), by elimination at prices per byte.
+
+    free: the answer without the limit. byte_price: try this one alone; 0: look for the best.
+    (-inf, 0) where no order fits. Raises Infeasible where it is proven that nothing fits.
+    """
+    if fits(memory, free.choice):
+        return free.bound, 0.0
+    within = _within(tables, memory, "numba", 2, 0, Clock(np.inf))
+    within.price = byte_price
+    if byte_price:
+        within.below = -np.inf  # whatever bound the first price gives is enough
+    if not within.run(free.choice, close=False):
+        return -np.inf, 0.0
+    return within.bound, within.price
+
+
+def _settled(within: Within, free: Solution, began: float) -> Solution:
+    choice = free.choice if within.choice is None else within.choice
+    cost = free.cost if within.choice is None else within.cost
+    return Solution(
+        choice=choice, cost=cost, bound=min(within.bound, within.cost), optimal=within.optimal,
+        feasible=within.choice is not None, seconds=time.perf_counter() - began, order=free.order,
+        method="elimination at prices per byte", certificate="elimination at the best price per byte, and labels",
+        work=free.work, peak_entries=free.peak_entries, byte_price=within.price,
+    )  # fmt: skip
+
+
+def _within(
+    tables: CostTables, memory: MemoryProfile, kernel: Kernel, threads: int, seed: int, clock: Clock
+) -> Within:
+    def folded(priced: CostTables) -> tuple[np.ndarray, float]:
+        at = solve(priced, kernel=kernel, threads=threads, seed=seed)
+        return at.choice, at.bound
+
+    return Within(
+        tables=tables, memory=memory, eliminate=folded if len(tables.node_costs) >= _WORTH_FOLDING else None,
+        kernel=kernel, threads=threads, seed=seed, stop=lambda: clock.left <= 0,
+    )  # fmt: skip
 
 
 def _eliminate(tables: CostTables, kernel: Kernel, threads: int, seed: int, began: float) -> Solution | None:

@@ -73,6 +73,7 @@ class Solution:
     order: the nodes in the order in which they were eliminated; empty if they were not.
     method: how the answer was found; certificate: what proves ``bound``.
     work: min-plus operations spent by eliminations; peak_entries: entries of the largest table.
+    byte_price: what a byte of the memory limit is worth, at the best bound; 0 where it was not priced.
     """
 
     choice: np.ndarray
@@ -86,6 +87,7 @@ class Solution:
     certificate: str = "elimination"
     work: int = 0
     peak_entries: int = 0
+    byte_price: float = 0.0
 
     @property
     def gap(self) -> float:

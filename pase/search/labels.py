@@ -1,0 +1,203 @@
+"""The cheapest choice within a few sums of bytes, exactly: labels that go back through an elimination.
+
+After an elimination at some price per byte, each node's best config given its neighbours' is known, and what any other
+costs more in the end: its *slack*. A choice's priced cost is the least one plus its slacks. Nodes are chosen in an
+order in which each elimination's result is followed by those that went into it; a label is a partial choice, kept while
+its slack is below a cap and its bytes, with the least of what follows, fit. Of labels that agree in all that later
+nodes see, one that costs no more and holds no more than another speaks for both. What remains at the end are the
+choices within the cap, up to those that others speak for: a resource-constrained shortest path with perfect completion
+bounds (Handler & Zang, Networks 1980; Dumitrescu & Boland, Networks 2003).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.search.factors import Pool, View
+from pase.search.plan import Step
+from pase.search.priced import Priced
+
+__all__ = ["Labels", "label_choices"]
+
+_CHUNK = 1 << 22
+_COMPARED = 64  # labels of a state that a label is compared with, where there are several sums
+_WIDEST = 50_000  # labels at a time
+_BEAM = 1000  # the same, once there were too many
+_PRECISION = 1e-13
+"""Of the cost: differences below it, a node, count as none, so that sums in another order are one label."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Labels:
+    """Choices within the cap, cheapest first.
+
+    cost: float64 [choices]. whole: whether none within the cap is missing.
+    """
+
+    cost: np.ndarray
+    whole: bool
+    _trail: tuple[tuple[int, np.ndarray, np.ndarray], ...]
+    _last: np.ndarray
+
+    def choice(self, i: int) -> np.ndarray:
+        """The ith choice, int64 [nodes]."""
+        out = np.zeros(len(self._trail), np.int64)
+        at = int(self._last[i])
+        for v, parent, config in reversed(self._trail):
+            out[v] = config[at]
+            at = int(parent[at])
+        return out
+
+
+def label_choices(
+    priced: Priced, pool: Pool, prices: np.ndarray, least: float, room: np.ndarray, cap: float, work: int
+) -> Labels:
+    """All choices whose cost at the prices is at most ``cap`` above the least.
+
+    pool, least: of ``priced.at(prices)``. room: float64 [sums]. work: labels to make at most; where more are met, only
+    a few of least slack go on.
+    """
+    order = _depth_first(priced.plan.steps)
+    seen = _seen_later(order, pool)
+    held = priced.held
+    rest = np.zeros((len(order) + 1, room.size))
+    for i in range(len(order) - 1, -1, -1):
+        rest[i] = rest[i + 1] + held[order[i].v].min(axis=0)
+    limit = room * (1 + 1e-12) + 1e-9  # sums are rounded; who takes a choice tests it
+    grain = _PRECISION * max(abs(least), cap, 1e-200)
+    open_: dict[int, np.ndarray] = {}
+    slack, used = np.zeros(1), np.zeros((1, room.size))
+    trail, whole = [], True
+    for i, step in enumerate(order):
+        parent, config, more = _extended(step, pool, open_, slack, cap)
+        slack, used = more, used[parent] + held[step.v][config]
+        fits = np.flatnonzero((used + rest[i + 1] <= limit).all(axis=1))
+        now = {u: (config if u == step.v else open_[u][parent])[fits] for u in seen[i]}
+        cost = np.rint((slack - used @ prices)[fits] / grain)
+        keep = fits[_undominated(_state(now, seen[i], fits.size), cost, used[fits])]
+        work -= slack.size
+        if keep.size > (_WIDEST if work > 0 and whole else _BEAM):
+            whole = False
+            keep = keep[np.argsort(slack[keep], kind="stable")[:_BEAM]]
+        where = np.zeros(slack.size, np.int64)
+        where[fits] = np.arange(fits.size)
+        open_ = {u: ks[where[keep]] for u, ks in now.items()}
+        slack, used = slack[keep], used[keep]
+        trail.append((step.v, parent[keep], config[keep]))
+    cost = least + slack - used @ prices
+    by_cost = np.argsort(cost, kind="stable")
+    return Labels(cost=cost[by_cost], whole=whole, _trail=tuple(trail), _last=by_cost)
+
+
+def _depth_first(steps: list[Step]) -> list[Step]:
+    """Each step after the one that takes up its result, small branches first, so that few nodes are open at a time."""
+    when = {s.v: i for i, s in enumerate(steps)}
+    children: list[list[int]] = [[] for _ in steps]
+    size = [1] * len(steps)
+    roots = []
+    for i, s in enumerate(steps):
+        if s.out.scope:
+            parent = min(when[u] for u in s.out.scope)
+            children[parent].append(i)
+            size[parent] += size[i]
+        else:
+            roots.append(i)
+    order = []
+    todo = sorted(roots, key=lambda i: size[i], reverse=True)
+    while todo:
+        i = todo.pop()
+        order.append(steps[i])
+        todo += sorted(children[i], key=lambda c: size[c], reverse=True)
+    return order
+
+
+def _seen_later(order: list[Step], pool: Pool) -> list[dict[int, View]]:
+    """After each step, the nodes chosen by then that later steps look at, and how finely."""
+    out: list[dict[int, View]] = [{}] * len(order)
+    later: dict[int, View] = {}
+    for i in range(len(order) - 1, -1, -1):
+        out[i] = dict(later)
+        step = order[i]
+        later.pop(step.v, None)
+        for u, view in zip(step.out.scope, step.out.views, strict=True):
+            later[u] = pool.joint(later[u], view) if u in later else view
+    return out
+
+
+def _state(now: dict[int, np.ndarray], views: dict[int, View], size: int) -> np.ndarray:
+    """A number per label: equal where these views of the open nodes' configs do not tell labels apart; int64 [size]."""
+    out = np.zeros(size, np.int64)
+    many = 1
+    for u, ks in now.items():
+        if many * views[u].n > 1 << 62:
+            out, many = np.unique(out, return_inverse=True)[1].reshape(-1), size
+        out = out * views[u].n + views[u].cls[ks]
+        many *= views[u].n
+    return out
+
+
+def _extended(
+    step: Step, pool: Pool, open_: dict[int, np.ndarray], slack: np.ndarray, cap: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(label, config of the step's node, slack) of every pair within the cap."""
+    views = dict(zip(step.out.scope, step.out.views, strict=True))
+    states = _state({u: open_[u] for u in views}, views, slack.size)
+    _, first, which = np.unique(states, return_index=True, return_inverse=True)
+    which = which.reshape(-1)
+    configs = step.view.cls.size
+    parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    for rows in _chunks(np.argsort(which, kind="stable"), configs):
+        distinct = np.unique(which[rows])
+        at = {u: open_[u][first[distinct]] for u in views}
+        total = np.zeros((distinct.size, configs))
+        for f in step.factors:
+            own = f.scope.index(step.v)
+            table = np.moveaxis(pool.arrays[f.sig], own, -1)
+            others = tuple(w.cls[at[u]] for u, w in zip(f.scope, f.views, strict=True) if u != step.v)
+            total = total + (table[others] if others else table)[..., f.views[own].cls]
+        with np.errstate(invalid="ignore"):
+            more = total - total.min(axis=1, keepdims=True)
+        some = np.flatnonzero((more <= cap).any(axis=0))
+        sums = slack[rows, None] + more[np.searchsorted(distinct, which[rows])][:, some]
+        label, config = np.nonzero(sums <= cap)
+        parts.append((rows[label], some[config], sums[label, config]))
+    label, config, sums = (np.concatenate(p) for p in zip(*parts, strict=True))
+    return label, config, sums
+
+
+def _chunks(order: np.ndarray, configs: int) -> Iterator[np.ndarray]:
+    """The labels in pieces whose sums with all configs stay small."""
+    rows = max(1, _CHUNK // max(configs, 1))
+    for i in range(0, order.size, rows):
+        yield order[i : i + rows]
+
+
+def _undominated(state: np.ndarray, cost: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Labels of which no other of the same state costs no more and holds no more; of equals, one. int64 indices."""
+    order = np.lexsort((*used.T[::-1], cost, state))
+    if not order.size:
+        return order
+    state, used = state[order], used[order]
+    begins = np.concatenate([[True], state[1:] != state[:-1]])
+    segment = np.cumsum(begins) - 1
+    if used.shape[1] == 1:
+        rank = np.unique(used[:, 0], return_inverse=True)[1].reshape(-1)
+        # Later segments stand lower, so that one running minimum serves all.
+        below = rank - segment * np.int64(rank.max() + 1)
+        so_far = np.minimum.accumulate(below)
+        keep = np.concatenate([[True], below[1:] < so_far[:-1]])
+        return order[keep]
+    # Of several sums: in each round the first label left of each state takes out those that it dominates.
+    kept, left = [], np.arange(order.size)
+    for _ in range(_COMPARED):
+        if not left.size:
+            break
+        begins = np.concatenate([[True], state[left][1:] != state[left][:-1]])
+        first = left[begins]
+        kept.append(first)
+        mine = first[np.cumsum(begins) - 1]
+        left = left[~begins & ~(used[left] >= used[mine]).all(axis=1)]
+    return np.asarray(order[np.sort(np.concatenate([*kept, left]))])

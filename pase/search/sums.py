@@ -1,0 +1,66 @@
+"""The memory limit as a few sums over nodes: points of the profile, or averages of points that are alike.
+
+At every point of a ``MemoryProfile`` the live bytes have a limit, hence so has their average over a group of points.
+Points at which equal parts of the model live (each layer's rematerialised region) are one group: equal layers then stay
+equal under a price per byte, and fold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.search.types import MemoryProfile
+
+__all__ = ["Sums", "alike", "sums_of"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sums:
+    """held: per node float64 [K, sums], bytes above the node's least; room: float64 [sums], bytes left for them."""
+
+    held: tuple[np.ndarray, ...]
+    room: np.ndarray
+
+    def used(self, choice: np.ndarray) -> np.ndarray:
+        """Bytes above the least in each sum; float64 [sums]."""
+        taken = [h[k] for h, k in zip(self.held, choice, strict=True)]
+        return np.sum(taken, axis=0) if taken else np.zeros(self.room.size)
+
+
+def alike(memory: MemoryProfile) -> np.ndarray:
+    """int64 [points]: points with one number have equal live bytes, under equal choices of equal nodes."""
+    points = int(memory.stop.max(initial=0))
+    number: dict[bytes, int] = {}
+    marks = np.array([number.setdefault(b.tobytes(), len(number)) for b in memory.bytes], np.uint64)
+    rng = np.random.default_rng(0)
+    mark = rng.integers(1, 1 << 63, max(len(number), 1), dtype=np.uint64)[marks]
+    live = memory.stop > memory.start
+    change = np.zeros(points + 1, np.uint64)  # sums wrap around
+    np.add.at(change, memory.start[live], mark[live])
+    np.subtract.at(change, memory.stop[live], mark[live])
+    return np.unique(np.cumsum(change)[:points], return_inverse=True)[1].reshape(-1)
+
+
+def sums_of(memory: MemoryProfile, groups: Sequence[np.ndarray]) -> Sums:
+    """The average over each group of points; groups: per sum bool [points], each with at least one."""
+    room = np.full(len(groups), memory.limit_bytes)
+    # Counted before it is divided, so that equal layers have equal shares to the last bit.
+    before = np.stack([np.concatenate([[0], np.cumsum(g)]) for g in groups], axis=1)
+    start, stop = memory.start, np.maximum(memory.start, memory.stop)
+    share = (before[stop] - before[start]) / before[
+        -1
+    ]  # [nodes, sums]: of the points, those at which a node lives
+    held: list[np.ndarray] = []
+    made: dict[tuple[int, bytes], tuple[np.ndarray, np.ndarray]] = {}
+    for b, part in zip(memory.bytes, share, strict=True):
+        key = (id(b), part.tobytes())
+        if key not in made:
+            least = b.min()
+            made[key] = ((b - least)[:, None] * part, least * part)
+        excess, base = made[key]
+        held.append(excess)
+        room = room - base
+    return Sums(held=tuple(held), room=room)

@@ -1,0 +1,215 @@
+"""The cheapest choice within a memory limit, where an elimination order fits.
+
+The limit is a few sums (``sums``); the best price per byte of each gives a bound and choices that fit (``hull``);
+labels close the gap between the two (``labels``). What is asked of it is counted in work, so that the answer is the
+same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from pase.errors import Infeasible
+from pase.search.check import cost_of
+from pase.search.exact import Kernel
+from pase.search.hull import best_prices
+from pase.search.labels import label_choices
+from pase.search.priced import Priced, prepare
+from pase.search.sums import Sums, alike, sums_of
+from pase.search.types import MemoryProfile
+from pase.tables.types import CostTables
+
+__all__ = ["Eliminate", "Within", "fits"]
+
+Eliminate = Callable[[CostTables], tuple[np.ndarray, float]]
+"""Tables -> (cheapest choice int64 [nodes], lower bound on its cost)."""
+
+_MOST_SUMS = 6
+_LABELS = 2_000_000  # to make at most in each look for choices
+_MOST_TESTED = 256  # choices within the sums, of one set of labels, that are tested at every point
+_EXACT = 1e-9  # relative: an answer this close to its bound is the best
+_FIRST_CAP, _WIDER = 1 / 64, 4.0  # of the gap; each set of labels is looked for in a wider part of it
+
+
+def fits(memory: MemoryProfile, choice: np.ndarray) -> bool:
+    return not (memory.usage(choice) > memory.limit_bytes).any()
+
+
+@dataclass(kw_only=True, eq=False)
+class Within:
+    """A search for the cheapest choice that fits, and what it has found.
+
+    eliminate: for tables of repeated blocks, which it may fold; None: one order serves all prices.
+    below: what costs that much need not be found. price: of a byte, in all sums together; to begin with, and in the end
+    where the bound is best. stop: asked between steps.
+    choice, int64 [nodes], costs ``cost``; None: none was found. No choice that fits costs less than ``bound``.
+    """
+
+    tables: CostTables
+    memory: MemoryProfile
+    eliminate: Eliminate | None
+    kernel: Kernel
+    threads: int
+    seed: int
+    below: float = np.inf
+    price: float = 0.0
+    stop: Callable[[], bool] = lambda: False
+    choice: np.ndarray | None = None
+    cost: float = np.inf
+    bound: float = -np.inf
+
+    @property
+    def optimal(self) -> bool:
+        return self.choice is not None and self.cost - self.bound <= _EXACT * abs(self.cost)
+
+    @property
+    def settled(self) -> bool:
+        """No cheaper choice can exist, or none below what was asked for."""
+        return self.optimal or self.bound >= self.below
+
+    def run(self, free: np.ndarray, close: bool = True) -> bool:
+        """Search; free: the cheapest choice without the limit, which does not fit. close: the gap that prices leave.
+
+        False where no order fits.
+
+        Raises Infeasible where it is proven that nothing fits.
+        """
+        numbers = alike(self.memory)
+        groups: list[np.ndarray] = []
+        prices = np.zeros(0)
+        worst: np.ndarray | None = free
+        while worst is not None:
+            groups.append(self._group(worst, numbers, groups))
+            sums = sums_of(self.memory, groups)
+            if (sums.room < 0).any():
+                raise Infeasible(
+                    f"the memory limit of {self.memory.limit_bytes:,.0f} bytes cannot be met: the least that can live "
+                    f"takes {-float(sums.room.min()):,.0f} bytes more"
+                )
+            oracle = _Oracle(search=self, sums=sums)
+            if not oracle.possible:
+                return False
+            start = np.append(prices, prices.max()) if prices.size else np.array([self.price])
+            dual = best_prices(
+                oracle.at, sums.used, sums.room, (free, cost_of(self.tables, free)), below=self.below, start=start,
+                ceiling=_most(self.tables), stop=self.stop,
+            )  # fmt: skip
+            prices = dual.prices
+            self.price = float(prices.sum())
+            self._prove(dual.bound)
+            for choice, _ in dual.choices:
+                self.offer(choice)
+            if self.settled or not close or self.stop():
+                break
+            worst = None
+            if len(groups) < _MOST_SUMS:
+                worst = self._broken(c for c, _ in dual.choices if (sums.used(c) <= sums.room).all())
+            if worst is None:
+                worst = self._close(oracle, sums, prices)
+            if self.settled or len(groups) == _MOST_SUMS:
+                break
+        return True
+
+    def offer(self, choice: np.ndarray) -> bool:
+        """Take a choice if it is cheaper and fits; whether it fits."""
+        if not fits(self.memory, choice):
+            return False
+        cost = cost_of(self.tables, choice)
+        if cost < self.cost:
+            self.choice, self.cost = choice, cost
+        return True
+
+    def _prove(self, bound: float) -> None:
+        if bound > _most(self.tables):
+            raise Infeasible(
+                "no choice of configs fits the memory limit: elimination at a price per byte proves it"
+            )
+        self.bound = max(self.bound, bound)
+
+    def _group(self, choice: np.ndarray, numbers: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
+        """The points like the one at which the choice holds most; that one alone where they are a group already."""
+        worst = int(self.memory.usage(choice).argmax())
+        group = numbers == numbers[worst]
+        if any((group == g).all() for g in groups):
+            return np.asarray(np.arange(numbers.size) == worst)
+        return np.asarray(group)
+
+    def _broken(self, choices: Iterable[np.ndarray]) -> np.ndarray | None:
+        """The first of the choices that breaks the limit at some point."""
+        return next((c for c in choices if not fits(self.memory, c)), None)
+
+    def _close(self, oracle: _Oracle, sums: Sums, prices: np.ndarray) -> np.ndarray | None:
+        """Look for choices in ever wider parts of the gap. A choice within the sums that breaks the limit, cheaper than
+        any that was found to fit, where there is one."""
+        priced = oracle.priced
+        if priced is None:
+            return None
+        _, least, pool = priced.at(prices)
+        base = least - float(prices @ sums.room)
+        share = _FIRST_CAP
+        while True:
+            gap = min(self.cost, self.below) - base
+            if not np.isfinite(gap):
+                gap = abs(base)
+            cap = max(share, 0.0) * gap
+            labels = label_choices(priced, pool, prices, least, sums.room, cap, _LABELS)
+            broken = None
+            for i in range(min(labels.cost.size, _MOST_TESTED)):
+                if labels.cost[i] >= self.cost or self.offer(choice := labels.choice(i)):
+                    break
+                broken = choice if broken is None else broken
+            if not labels.whole:
+                return broken
+            proven = min([base + cap, *labels.cost[:1].tolist()])
+            self._prove(proven - 1e-12 * abs(proven))
+            if self.settled or share >= 1.0 or broken is not None or self.stop():
+                return broken
+            share *= _WIDER
+
+
+@dataclass(kw_only=True, eq=False)
+class _Oracle:
+    """Cheapest choices at prices."""
+
+    search: Within
+    sums: Sums
+
+    @cached_property
+    def priced(self) -> Priced | None:
+        s = self.search
+        return prepare(s.tables, self.sums.held, s.kernel, s.threads, s.seed)
+
+    @property
+    def possible(self) -> bool:
+        return self.search.eliminate is not None or self.priced is not None
+
+    def at(self, prices: np.ndarray) -> tuple[np.ndarray, float, float]:
+        s = self.search
+        if s.eliminate is not None:
+            choice, least = s.eliminate(self.tables_at(prices))
+        else:
+            assert self.priced is not None
+            choice, least, _ = self.priced.at(prices)
+        return choice, cost_of(s.tables, choice), least
+
+    def tables_at(self, prices: np.ndarray) -> CostTables:
+        """Tables with the price of bytes in the nodes' costs; what is equal stays one array."""
+        made: dict[tuple[int, bytes], np.ndarray] = {}
+        costs = []
+        for c, held in zip(self.search.tables.node_costs, self.sums.held, strict=True):
+            key = (id(c), held.tobytes())
+            if key not in made:
+                made[key] = c + held @ prices
+            costs.append(made[key])
+        return replace(self.search.tables, node_costs=tuple(costs))
+
+
+def _most(tables: CostTables) -> float:
+    """No choice without a forbidden config or pair costs more."""
+    arrays = [*tables.node_costs, *(e.cost for e in tables.edges)]
+    most = {id(a): max(float(np.max(a, where=np.isfinite(a), initial=-np.inf)), 0.0) for a in arrays}
+    return sum(most[id(a)] for a in arrays)
