@@ -69,7 +69,7 @@ class Within:
     @property
     def settled(self) -> bool:
         """No cheaper choice can exist, or none below what was asked for."""
-        return self.optimal or self.bound >= self.below
+        return self.optimal or self.bound >= self.below * (1 - _EXACT if self.below > 0 else 1 + _EXACT)
 
     def run(self, free: np.ndarray, close: bool = True) -> bool:
         """Search; free: the cheapest choice without the limit, which does not fit. close: the gap that prices leave.
