@@ -19,7 +19,8 @@ from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_control import by_platform
 from pase.frontends.jax_versions import evaluate, is_literal, scan_groups, source_line
 from pase.ir.blocks import Block
-from pase.plan.constraints import Placement
+from pase.plan.accesses import Reading
+from pase.plan.constraints import Placement, Route
 
 if TYPE_CHECKING:
     from pase.backends.to_jax import JaxPlan
@@ -44,24 +45,28 @@ class Walk:
             value = jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
         return value
 
+    def _led(self, value: Any, route: Route) -> Any:
+        """The value led through a route's layouts."""
+        if route.gradient is None:
+            return self._through(value, route.layouts)
+        return self._gathered(value, route.layouts, route.gradient)
+
     def defined(self, value: Any, tensor: str | None) -> Any:
-        through = self.plan.constraints.define.get(tensor or "", ())
-        straight = self.plan.constraints.gradient.get(tensor or "")
-        return self._through(value, through) if straight is None else self._gathered(value, through, straight)
+        return self._led(value, self.plan.constraints.define.get(tensor or "", Route()))
 
     def _read(self, value: Any, path: str, tensor: str | None, copies: Copies) -> Any:
         """The value as the equation reads it: of the copy that it shares with others, if it does."""
         if tensor in self.plan.slices:
             value = self.defined(value, tensor)
-        key = f"{path}|{tensor}"
+        if tensor is None:
+            return value
+        key = Reading(path, tensor)
         copy = self.plan.copies.get(key)
         if copy is not None:
             if copy not in copies:
                 copies[copy] = self.defined(value, copy)
-            value, key = copies[copy], f"{path}|{copy}"
-        through = self.plan.constraints.read.get(key, ())
-        straight = self.plan.constraints.gradient.get(key)
-        return self._through(value, through) if straight is None else self._gathered(value, through, straight)
+            value, key = copies[copy], Reading(path, copy)
+        return self._led(value, self.plan.constraints.read.get(key, Route()))
 
     def _gathered(self, value: Any, through: Sequence[Placement], straight: Placement) -> Any:
         """Led through the layouts; its gradient goes at once into the layout that it is kept in, not back the way."""

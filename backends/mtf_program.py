@@ -19,7 +19,6 @@ from pase.backends.mtf_moves import moves
 from pase.backends.mtf_names import Dim, Names, TensorDims, flat
 from pase.errors import PaseError
 from pase.ir import Access, Node, Op
-from pase.plan.constraints import raw_name
 
 __all__ = ["Input", "Program", "SourceOp", "Value", "comment"]
 
@@ -97,17 +96,19 @@ class Program:
     _taken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        tensors = self.names.graph.tensors
         for n in self.names.graph.nodes:
             for op in n.ops:
                 made = op.writes[0].tensor if op.writes else ""
-                if op.kind == "copy" and raw_name(made) != made:
-                    self._copies.setdefault(raw_name(made), []).append(made)
+                if made and (source := tensors[made].copy_of):
+                    self._copies.setdefault(source, []).append(made)
                 elif op.kind not in ("parameter", "input", "constant"):  # whose names are the user's
                     self._at.setdefault(op.eqn, []).append((n, op))
                 for a in op.writes:
                     self._writes.setdefault(a.tensor, (n, op, a))
+        made_as = {name: i for i, name in enumerate(tensors)}
         for nests in self._at.values():
-            nests.sort(key=lambda pair: _number(pair[1]))
+            nests.sort(key=lambda pair: min((made_as[a.tensor] for a in pair[1].writes), default=-1))
 
     # --- statements
 
@@ -204,9 +205,9 @@ class Program:
         """Operand k in the dims in which the plan has this op read it."""
         given = op.inputs[k]
         reads = [(n, a) for n, o in self.nests(op) for a in o.reads]
-        if given.value is None or any(given.named(raw_name(a.tensor)) for _, a in reads):
+        if given.value is None or any(given.named(self._original(a)) for _, a in reads):
             nth = sum(i.tensor == given.tensor for i in op.inputs[:k])
-            found = [(n, a) for n, a in reads if given.named(raw_name(a.tensor))]
+            found = [(n, a) for n, a in reads if given.named(self._original(a))]
         else:  # a number that the frontend made a constant of: one that no other operand is
             mine = {t for i in op.inputs for t in (i.tensor, i.behind)}
             alike = [i for i in op.inputs[:k] if i.value is not None and i.shape == given.shape]
@@ -214,7 +215,7 @@ class Program:
             found = [
                 (n, a)
                 for n, a in reads
-                if raw_name(a.tensor) not in mine
+                if self._original(a) not in mine
                 and self.names.graph.tensors[a.tensor].role == "constant"
                 and tuple(self.names.graph.tensors[a.tensor].shape) == given.shape
             ]
@@ -225,10 +226,14 @@ class Program:
             return self.held(op, given.tensor)
         return self.read(op, *found[min(nth, len(found) - 1)])
 
+    def _original(self, access: Access) -> str:
+        """The tensor of the source's program that is read, perhaps in a copy."""
+        return self.names.graph.tensors[access.tensor].original
+
     def read(self, op: SourceOp, node: Node, access: Access) -> Value:
         """A tensor as this access of the op's loop nests reads it."""
         name, want = access.tensor, self.dims(node, access)
-        raw = raw_name(name)
+        raw = self._original(access)
         if raw not in self.values and self.names.graph.tensors[raw].role == "constant":
             shape = tuple(self.names.graph.tensors[raw].shape)
             for given in op.inputs:
@@ -352,11 +357,6 @@ class Program:
 def comment(text: str) -> str:
     """Someone's words on one line of ours, and short."""
     return "".join(c if c.isprintable() else " " for c in text)[:200]
-
-
-def _number(op: Op) -> int:
-    """Tensors are numbered as they are made."""
-    return min((int(n) for a in op.writes if (n := raw_name(a.tensor)[1:]).isdecimal()), default=0)
 
 
 def _literal(x: Any) -> str:

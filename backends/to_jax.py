@@ -17,8 +17,8 @@ from pase.frontends.from_jax import Traced
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.ir.blocks import Block
 from pase.machine import Mesh
-from pase.plan.accesses import EquationLayouts
-from pase.plan.constraints import Constraints, Placement, raw_name
+from pase.plan.accesses import EquationLayouts, Reading
+from pase.plan.constraints import Constraints, Placement
 from pase.plan.types import PlanData
 
 __all__ = ["JaxPlan", "jax_plan"]
@@ -73,14 +73,10 @@ class JaxPlan:
         return leaves[: len(self.traced.param_paths) + len(self.traced.input_paths)]
 
     @cached_property
-    def copies(self) -> dict[str, str]:
-        """ "EQUATION|TENSOR" -> the copy of the tensor that this equation reads."""
-        out = {}
-        for key in self.constraints.read:
-            path, _, tensor = key.rpartition("|")
-            if tensor != raw_name(tensor):
-                out[f"{path}|{raw_name(tensor)}"] = tensor
-        return out
+    def copies(self) -> dict[Reading, str]:
+        """Reading of a tensor -> the copy that this equation reads."""
+        of = self.constraints.copies
+        return {Reading(r.at, of[r.tensor]): r.tensor for r in self.constraints.read if r.tensor in of}
 
     @cached_property
     def slices(self) -> frozenset[str]:
@@ -458,7 +454,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
             state={names[p]: t.state for p, t in plan.parameters.items() if t.state is not None},
             define=plan.define,
             read=plan.read,
-            gradient=plan.gradient,
+            copies=plan.copies,
         ),
     )
 

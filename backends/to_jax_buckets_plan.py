@@ -24,10 +24,9 @@ def inputs_split(plan: PlanData) -> dict[str, Placement]:
     names = {t.path: t.name for t in jax_plan(plan).traced.graph.tensors.values() if t.role == "input"}
     out = {}
     for path, t in plan.inputs.items():
-        reads = [
-            layouts[-1] for key, layouts in plan.read.items() if layouts and key.endswith(f"|{names[path]}")
-        ]
-        reads += [layouts[-1] for name, layouts in plan.define.items() if layouts and name == names[path]]
+        routes = [r for reading, r in plan.read.items() if reading.tensor == names[path]]
+        routes += [r for name, r in plan.define.items() if name == names[path]]
+        reads = [r.layouts[-1] for r in routes if r.layouts]
         now = {a for axes in t.storage for a in axes}
         dims = [list(axes) for axes in t.storage]
         for a in plan.mesh.names:
@@ -128,9 +127,8 @@ def local_loss(plan: PlanData, loss_fn: Callable[..., Any], axes: tuple[str, ...
         constraints=replace(
             c,
             storage={k: cut(v) for k, v in c.storage.items()},
-            define={k: tuple(map(cut, v)) for k, v in c.define.items()},
-            read={k: tuple(map(cut, v)) for k, v in c.read.items()},
-            gradient={k: cut(v) for k, v in c.gradient.items()},
+            define={k: v.mapped(cut) for k, v in c.define.items()},
+            read={k: v.mapped(cut) for k, v in c.read.items()},
         ),
     )
 

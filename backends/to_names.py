@@ -85,9 +85,9 @@ def to_json(plan: PlanData) -> dict[str, Any]:
         "parameters": {path: tensor(t, stored=True) for path, t in plan.parameters.items()},
         "inputs": {path: tensor(t, stored=False) for path, t in plan.inputs.items()},
         "activations": {
-            name: {"shape": t.shape, "dtype": t.dtype, "spec": plan.define[t.name][-1]}
+            name: {"shape": t.shape, "dtype": t.dtype, "spec": plan.define[t.name].layouts[-1]}
             for name, t in _named(plan)
-            if plan.define.get(t.name)
+            if t.name in plan.define and plan.define[t.name].layouts
         },
     }
     plain: dict[str, Any] = json.loads(json.dumps(out))

@@ -150,7 +150,8 @@ class _Sums:
         slices' axes first, whole, and over the others in slices."""
         main = self.graph.node[c.node].main
         product = main.kind in ("matmul", "conv") and any(a.tensor == c.tensor for a in main.reads)
-        return product and c.phase == "backward" and c.tensor in self.plan.gradient
+        route = self.plan.define.get(c.tensor)
+        return product and c.phase == "backward" and route is not None and route.gradient is not None
 
     def _read(self, c: Collective, node: str, tensor: str) -> int:
         ops = self.graph.node[node].ops

@@ -421,7 +421,7 @@ def _with_copies(graph: Graph) -> Graph:
         op, write = producer.write_of(t)
         inside = next(iter(who.values()))
         new = next(name for k in itertools.count() if (name := f"{t}c{k or ''}") not in tensors)
-        tensors[new] = replace(tensor, name=new, role="activation")
+        tensors[new] = replace(tensor, name=new, role="activation", copy_of=t)
         walks, dims = _factored(producer, write)
         m = AccessMap(tuple(walks))
         copy = Op(

@@ -70,7 +70,8 @@ def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> st
         if key != t.name:
             raise PaseError(f"graph '{graph.name}': tensor {t.name} is filed under '{key}'")
         line = f"tensor {_word(t.name)} {_word(t.dtype)}[{', '.join(map(_size, t.shape))}] {t.role}"
-        out.append(line + (f" {json.dumps(t.path)}" if t.path else "") + (" grad" if t.needs_grad else ""))
+        line += (f" {json.dumps(t.path)}" if t.path else "") + (" grad" if t.needs_grad else "")
+        out.append(line + (f" copy={_word(t.copy_of)}" if t.copy_of else ""))
     if graph.outputs:
         out.append("outputs " + " ".join(map(_word, graph.outputs)))
     for n in graph.nodes:
@@ -298,7 +299,10 @@ def _read_tensor(line: _Line) -> Tensor:
     line.at_end()
     path = line.word("a path") if line.text.startswith('"', line.position) else ""
     grad = line.accept("grad")
-    return Tensor(name=name, shape=tuple(shape), dtype=dtype, role=role, path=path, needs_grad=grad)
+    copy_of = line.word("a tensor") if line.accept("copy=") else ""
+    return Tensor(
+        name=name, shape=tuple(shape), dtype=dtype, role=role, path=path, needs_grad=grad, copy_of=copy_of
+    )
 
 
 def _read_space(line: _Line) -> IterationSpace:

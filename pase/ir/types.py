@@ -304,6 +304,13 @@ class Tensor:
     path: str = ""
     """The user's name: a parameter's path in the pytree, an input's argument name."""
     needs_grad: bool = False
+    copy_of: str = ""
+    """The tensor that this is a copy of, made for several of its readers; "": it is none."""
+
+    @property
+    def original(self) -> str:
+        """The tensor of the traced graph: itself, or what it is a copy of."""
+        return self.copy_of or self.name
 
     @property
     def elements(self) -> Size:

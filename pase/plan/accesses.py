@@ -21,10 +21,10 @@ __all__ = [
     "Digits",
     "EquationLayouts",
     "NodeStates",
+    "Reading",
     "access_states",
     "distinct",
     "equation_layouts",
-    "raw_name",
 ]
 
 Digit: TypeAlias = "tuple[int, int] | None"
@@ -32,6 +32,14 @@ Digit: TypeAlias = "tuple[int, int] | None"
 Digits: TypeAlias = tuple[Digit, ...]
 
 _NO_EQUATION = ("output", "copy", "parameter", "input", "constant")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An equation reads a tensor, or the copy of it that it shares with others. at: the equation."""
+
+    at: str
+    tensor: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +59,6 @@ class NodeStates:
 
     reads: tuple[tuple[np.ndarray | None, ...], ...]
     writes: tuple[tuple[np.ndarray, ...], ...]
-
-
-def raw_name(tensor: str) -> str:
-    """A copy bears its original's name and a suffix c, c1, …"""
-    return tensor.partition("c")[0]
 
 
 def access_states(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> dict[str, NodeStates]:
@@ -91,7 +94,7 @@ def equation_layouts(graph: Graph, states: Mapping[str, NodeStates]) -> dict[str
             for kept, accesses, rows in ((both[0], op.reads, reads), (both[1], op.writes, writes)):
                 for a, row in zip(accesses, rows, strict=True):
                     if row is not None:
-                        kept.setdefault(raw_name(a.tensor), _digits(row))
+                        kept.setdefault(graph.tensors[a.tensor].original, _digits(row))
     return {at: EquationLayouts(reads=reads, writes=writes) for at, (reads, writes) in found.items()}
 
 

@@ -13,7 +13,7 @@ from pase.ir import Graph
 from pase.ir.blocks import Block
 from pase.machine import CostModel, Machine, Mesh
 from pase.memory.course import needs
-from pase.plan.accesses import access_states, equation_layouts, raw_name
+from pase.plan.accesses import Reading, access_states, equation_layouts
 from pase.plan.constraints import constraints, stages
 from pase.plan.throughput import step_work
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
@@ -72,10 +72,10 @@ def assemble(
     for e in graph.edges:
         src = graph.node[e.src]
         if src.kind == "parameter":
-            key = f"{e.op.eqn}|{raw_name(e.tensor)}"
-            through = c.define.get(e.op.writes[0].tensor) if e.op.kind == "copy" else c.read.get(key)
-            if through is not None:
-                uses.setdefault(src.ops[0].writes[0].tensor, {})[through[-1]] = None
+            key = Reading(e.op.eqn, graph.tensors[e.tensor].original)
+            route = c.define.get(e.op.writes[0].tensor) if e.op.kind == "copy" else c.read.get(key)
+            if route is not None:
+                uses.setdefault(src.ops[0].writes[0].tensor, {})[route.layouts[-1]] = None
     shapes = {} if traced is None else {t.path: t.shape for t in traced.graph.inputs}  # of all micro-batches
     for t in graph.tensors.values():
         if t.role in leaves and t.name in graph.producer:
@@ -87,7 +87,7 @@ def assemble(
         model=name, devices=mesh.devices, machine=machine.name, machine_digest=machine.digest,
         device_memory=machine.device.memory_bytes, cost_model=model.name, unit=model.unit, optimizer=optimizer,
         mesh=mesh, nodes=nodes, parameters=leaves["parameter"], inputs=leaves["input"], define=c.define,
-        read=c.read, gradient=c.gradient, accesses=equation_layouts(graph, states),
+        read=c.read, copies=c.copies, accesses=equation_layouts(graph, states),
         collectives=moved, memory=needs(graph, mesh, configs, moved, optimizer, machine), cost=cost, optimal=optimal,
         bound=bound, baselines=dict(baselines), skipped=dict(skipped), tried=tuple(tried), seconds=dict(seconds),
         accumulate=accumulate, remat=tuple(remat), graph_digest=graph_digest, provenance=dict(provenance),

@@ -5,15 +5,9 @@ as a PartitionSpec). Four kinds of place:
 
 - storage: how a parameter is kept; how a batch input arrives;
 - state: how a parameter's gradient and optimizer state are kept, where they are split further than the parameter;
-- define: where a tensor is made, or (T27c) how the copy of T27 is made that several readers share;
-- read: where one op wants a tensor in another layout than it was made or copied in, and (with its name, perhaps
-  without a layout) who reads the copy.
-
-- gradient: of a read, or of a tensor that a parameter's node makes, the layout that its gradient is brought into at
-  once, where that is not simply the way back.
-
-Entries but the last are layouts on the way: a partitioner that is asked for several moves at once falls back to
-gathering everything.
+- define: where a tensor is made, or how a copy of it is made that several readers share;
+- read: where one op wants a tensor in another layout than it was made or copied in, and (perhaps without a layout) who
+  reads the copy.
 
 On a torus a wide gather goes one link dim at a time (``stages``): XLA for TPU v5e makes one over more than 32 devices
 at once, below some 20 MB, an all-reduce of zero-padded buffers, which sends twice the bytes and runs beside nothing.
@@ -25,7 +19,7 @@ and a sum and a slice of it for its reader become a reduce-scatter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -33,7 +27,7 @@ import numpy as np
 
 from pase.ir import Graph, Tensor
 from pase.machine import Machine, Mesh, axis_levels
-from pase.plan.accesses import NodeStates, raw_name
+from pase.plan.accesses import NodeStates, Reading
 from pase.tables.layouts import (
     PARTIAL,
     PENDING,
@@ -46,21 +40,41 @@ from pase.tables.layouts import (
 )
 from pase.tables.reshard_path import path
 
-__all__ = ["Constraints", "Placement", "constraints", "placement", "raw_name", "stages"]
+__all__ = ["Constraints", "Placement", "Route", "constraints", "placement", "stages"]
 
 Placement = tuple[tuple[str, ...], ...]
 """Per tensor dim, the mesh axes that split it."""
 
 
+@dataclass(frozen=True)
+class Route:
+    """The layouts that a tensor is led through, one after the other, and how its gradient comes back.
+
+    layouts: the last is the one wanted; the others are on the way, since a partitioner that is asked for several moves
+    at once falls back to gathering everything.
+    gradient: of a read, or of a tensor that a parameter's node makes, the layout that its gradient is brought into at
+    once; None: it goes back the same way.
+    """
+
+    layouts: tuple[Placement, ...] = ()
+    gradient: Placement | None = None
+
+    def mapped(self, change: Callable[[Placement], Placement]) -> Route:
+        """The same route with each layout changed."""
+        return Route(
+            tuple(map(change, self.layouts)), None if self.gradient is None else change(self.gradient)
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """See the module's text. ``read`` is keyed "EQUATION|TENSOR", ``gradient`` too, or by a tensor's name alone."""
+    """See the module's text. copies: copy -> the tensor that it is a copy of."""
 
     storage: Mapping[str, Placement] = field(default_factory=dict)
     state: Mapping[str, Placement] = field(default_factory=dict)
-    define: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
-    read: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
-    gradient: Mapping[str, Placement] = field(default_factory=dict)
+    define: Mapping[str, Route] = field(default_factory=dict)
+    read: Mapping[Reading, Route] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
 
 def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placement | None:
@@ -107,9 +121,8 @@ def constraints(
     when = when or (0,) * len(mesh.sizes)
     storage: dict[str, Placement] = {}
     state: dict[str, Placement] = {}
-    define: dict[str, tuple[Placement, ...]] = {}
-    read: dict[str, tuple[Placement, ...]] = {}
-    gradient: dict[str, Placement] = {}
+    define: dict[str, Route] = {}
+    read: dict[Reading, Route] = {}
     current: dict[str, np.ndarray] = {}
     summed: dict[str, np.ndarray] = {}  # layouts of gradients of parameters whose state is split further
 
@@ -128,24 +141,23 @@ def constraints(
                     rows = (*_only(current[a.tensor], tensor, mesh), *rows)
                 if not rows and op.kind == "gather" and a.sparse:
                     rows = _only(want, tensor, mesh)  # else the gradient's scatter is laid out anyhow
-                if a.tensor in define and raw_name(a.tensor) != a.tensor:
-                    read[f"{op.eqn}|{a.tensor}"] = rows
+                key = Reading(op.eqn, tensor.original)
+                if tensor.copy_of and a.tensor in define:
+                    read[Reading(op.eqn, a.tensor)] = Route(rows)
                 elif rows:
-                    read[f"{op.eqn}|{raw_name(a.tensor)}"] = rows
+                    straight = read[key].gradient if key in read else None
                     if graph.producer[a.tensor].kind == "parameter" and tensor.needs_grad:
                         stored = summed.get(a.tensor, current[a.tensor])
-                        straight = _straight(stored, states, tensor, mesh)
-                        if straight is not None:
-                            gradient[f"{op.eqn}|{raw_name(a.tensor)}"] = straight
+                        straight = _straight(stored, states, tensor, mesh) or straight
+                    read[key] = Route(rows, straight)
                 if op.kind == "conv" and tensor.needs_grad and within_groups(n):
                     # XLA must not lead a filter's gradient into slices within groups inside of the convolution.
                     here = placement(want, tensor.shape, mesh)
                     if here is not None:
-                        read.setdefault(f"{op.eqn}|{raw_name(a.tensor)}", (here,))
-                        gradient[f"{op.eqn}|{raw_name(a.tensor)}"] = here
+                        read[key] = Route(read.get(key, Route((here,))).layouts, here)
             for a, written in zip(op.writes, writes, strict=True):
                 tensor = graph.tensors[a.tensor]
-                states = forward_states(written)
+                states, straight = forward_states(written), None
                 if (written < PENDING).any():
                     summed[a.tensor] = gradient_states(written)
                     where = placement(summed[a.tensor], tensor.shape, mesh)  # type: ignore[arg-type]
@@ -153,7 +165,7 @@ def constraints(
                     if op is n.ops[0]:
                         state[a.tensor] = where
                     if graph.read_outside(n, a.tensor):
-                        gradient[a.tensor] = where
+                        straight = where
                 if n.kind in ("parameter", "input") and op is n.ops[0]:
                     where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
                     assert where is not None  # stored as it is walked
@@ -166,9 +178,10 @@ def constraints(
                     made = _between(current[op.reads[0].tensor], states, tensor, mesh, when)
                 elif n.kind != "input":
                     made = _only(np.where(states == PARTIAL, REPLICATED, states), tensor, mesh)
-                if made:
-                    define[a.tensor] = made
-    return Constraints(storage=storage, state=state, define=define, read=read, gradient=gradient)
+                if made or straight is not None:
+                    define[a.tensor] = Route(made, straight)
+    copies = {t: graph.tensors[t].copy_of for t in define if graph.tensors[t].copy_of}
+    return Constraints(storage=storage, state=state, define=define, read=read, copies=copies)
 
 
 def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,7 +18,8 @@ from pase.files.codec import Count, Size, convert, json_schema, read_json, to_tr
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
-from pase.plan.accesses import Digits, EquationLayouts, distinct
+from pase.plan.accesses import Digits, EquationLayouts, Reading, distinct
+from pase.plan.constraints import Route
 from pase.plan.throughput import StepWork, Throughput
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
 from pase.tables.derive import Phase
@@ -154,6 +156,13 @@ class LayoutForm(Struct, kw_only=True):
             "the tensor's own"
         ),
     ] = {}
+    copies: (
+        Annotated[
+            dict[str, str],
+            Meta(description="copy that several readers share -> the tensor that it is a copy of"),
+        ]
+        | UnsetType
+    ) = UNSET
     collectives: tuple[CollectiveForm, ...]
     cost: CostForm
     memory: Annotated[Memory, Meta(description="bytes on one device")]
@@ -219,13 +228,14 @@ def _form_of(plan: PlanData) -> LayoutForm:
         ),
         reshards=tuple(
             ReshardForm(
-                at=key.partition("|")[0], tensor=key.partition("|")[2], layouts=layouts,
-                gradient=plan.gradient.get(key, UNSET),
+                at=reading.at, tensor=reading.tensor, layouts=route.layouts,
+                gradient=UNSET if route.gradient is None else route.gradient,
             )
-            for key, layouts in plan.read.items()
+            for reading, route in plan.read.items()
         ),
-        layouts=dict(plan.define),
-        gradients={name: p for name, p in plan.gradient.items() if "|" not in name},
+        layouts={name: route.layouts for name, route in plan.define.items() if route.layouts},
+        gradients={name: r.gradient for name, r in plan.define.items() if r.gradient is not None},
+        copies=dict(plan.copies) or UNSET,
         collectives=tuple(_copied(c, CollectiveForm) for c in plan.collectives),
         cost=CostForm(
             unit=plan.unit, model=plan.cost_model, total=plan.cost, bound=plan.bound, optimal=plan.optimal,
@@ -288,7 +298,6 @@ def _plan_of(form: LayoutForm) -> PlanData:
         return TensorPlan(shape=t.shape, dtype=t.dtype, storage=t.storage, used_as=t.used_as, state=state)
 
     cost, nothing = form.cost, NodeCost(compute=0.0, communication=0.0, update=0.0)
-    read = {f"{r.at}|{r.tensor}": r for r in form.reshards}
     return PlanData(
         model=form.model,
         devices=form.devices,
@@ -308,9 +317,15 @@ def _plan_of(form: LayoutForm) -> PlanData:
         ),
         parameters={path: tensor(t) for path, t in form.parameters.items()},
         inputs={path: tensor(t) for path, t in form.inputs.items()},
-        define=form.layouts,
-        read={key: r.layouts for key, r in read.items()},
-        gradient={key: r.gradient for key, r in read.items() if r.gradient is not UNSET} | form.gradients,
+        define={
+            name: Route(form.layouts.get(name, ()), form.gradients.get(name))
+            for name in dict.fromkeys((*form.layouts, *form.gradients))
+        },
+        read={
+            Reading(r.at, r.tensor): Route(r.layouts, None if r.gradient is UNSET else r.gradient)
+            for r in form.reshards
+        },
+        copies=_copies_by_name(form.layouts) if form.copies is UNSET else form.copies,
         collectives=tuple(_copied(c, Collective) for c in form.collectives),
         accumulate=form.accumulate,
         remat=form.remat,
@@ -328,6 +343,11 @@ def _plan_of(form: LayoutForm) -> PlanData:
         accesses={} if form.accesses is UNSET else _accesses_of(form.accesses),
         buckets=None if form.bucket_plan is UNSET else form.bucket_plan,
     )  # fmt: skip
+
+
+def _copies_by_name(tensors: Iterable[str]) -> dict[str, str]:
+    """Files of before ``copies`` was written: there the copies of t27 were named t27c, t27c1, …"""
+    return {t: m[1] for t in tensors if (m := re.fullmatch(r"(t\d+)c\d*", t))}
 
 
 def _accesses_of(form: AccessesForm) -> dict[str, EquationLayouts]:
@@ -362,7 +382,7 @@ def _problems(form: LayoutForm) -> Iterator[str]:
         yield from _misplaced(f"gradients/{name}", layout, size)
     for r in form.reshards:
         for layout in (*r.layouts, *(() if r.gradient is UNSET else (r.gradient,))):
-            yield from _misplaced(f"reshards/{r.at}|{r.tensor}", layout, size)
+            yield from _misplaced(f"reshards/{r.at} of {r.tensor}", layout, size)
     if form.accesses is not UNSET:
         known = len(form.accesses.layouts)
         for at, e in form.accesses.equations.items():

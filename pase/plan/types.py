@@ -14,8 +14,8 @@ from pase.ir import digest
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
-from pase.plan.accesses import EquationLayouts
-from pase.plan.constraints import Placement
+from pase.plan.accesses import EquationLayouts, Reading
+from pase.plan.constraints import Placement, Route
 from pase.plan.throughput import StepWork, Throughput
 from pase.tables.itemize import Collective, NodeCost
 
@@ -81,9 +81,8 @@ class PlanData:
     nodes: tuple[NodePlan, ...]
     parameters: Mapping[str, TensorPlan]
     inputs: Mapping[str, TensorPlan]
-    define: Mapping[str, tuple[Placement, ...]]
-    read: Mapping[str, tuple[Placement, ...]]
-    gradient: Mapping[str, Placement]
+    define: Mapping[str, Route]
+    read: Mapping[Reading, Route]
     collectives: tuple[Collective, ...]
     memory: Memory
     cost: float
@@ -97,6 +96,8 @@ class PlanData:
     provenance: Mapping[str, str]
     accumulate: int = 1
     """Micro-batches of a step, over which gradients are summed."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Copy that several readers share -> the tensor that it is a copy of."""
     accesses: Mapping[str, EquationLayouts] = field(default_factory=dict, repr=False)
     """Path of an equation -> the layouts in which it reads and writes; empty in layouts of before these were kept."""
     remat: tuple[Block, ...] = ()

@@ -123,6 +123,7 @@ def graphs(draw: Callable[..., Any]) -> Graph:
             role=draw(st.sampled_from(["parameter", "input", "activation", "constant"])),
             path=draw(st.just("") | names),
             needs_grad=draw(st.booleans()),
+            copy_of=draw(st.just("") | st.sampled_from(keys)),
         )
         for k in keys
     }

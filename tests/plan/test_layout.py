@@ -135,3 +135,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in Path(tmp_path).iterdir()] == ["l.json"]
+
+
+def test_copies_are_said_and_in_files_of_before_known_by_their_names(plan):
+    data = {**to_json(plan), "layouts": {**to_json(plan)["layouts"], "t27c1": [[[]]]}}
+    data.pop("copies", None)
+    assert from_json(data).copies["t27c1"] == "t27"
+    assert from_json({**data, "copies": {"t27c1": "t3"}}).copies == {"t27c1": "t3"}

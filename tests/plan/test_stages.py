@@ -47,9 +47,11 @@ def test_stages_only_refine_a_gather(sizes, data):
 def test_a_plan_for_a_wide_torus_gathers_in_stages():
     plan = pase_compile("zoo:gpt_1_3b?seq=1024", devices=64, mesh="8x8", machine="tpu_v5e", baselines=False)
     c = plan.jax.constraints
-    wide = {t for t, made in c.define.items() if any(len(axes) == 2 for axes in made[-1])}
+    wide = {t for t, made in c.define.items() if any(len(axes) == 2 for axes in made.layouts[-1])}
     steps = [
-        rows for key, rows in c.read.items() if key.partition("|")[2] in wide and rows and not any(rows[-1])
+        route.layouts
+        for reading, route in c.read.items()
+        if reading.tensor in wide and route.layouts and not any(route.layouts[-1])
     ]
     assert len(steps) >= 6  # a block's matrices, stored over all 64 devices and used whole
     assert all(len(rows) == 2 and sum(map(len, rows[0])) == 1 for rows in steps)

@@ -239,7 +239,7 @@ def stepped(**changes: Any) -> PlanData:
     plan = PlanData(
         model="toy", devices=8, machine="", machine_digest="", device_memory=0, cost_model="analytic", unit="s",
         optimizer="adam", mesh=Mesh(names=("a", "b"), sizes=(4, 2)), parameters={}, inputs={}, define={}, read={},
-        gradient={}, memory=memory, cost=0.0, optimal=True, bound=0.0, baselines={}, skipped={}, tried=(), seconds={},
+        memory=memory, cost=0.0, optimal=True, bound=0.0, baselines={}, skipped={}, tried=(), seconds={},
         graph_digest="", provenance={},
         nodes=(node("w", "parameter", 1, 0.0, 4.0), node("dot", "matmul", 2, 6.0), node("loss", "map", 1, 3.0)),
         collectives=(
