@@ -18,6 +18,7 @@ from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_control import by_platform
 from pase.frontends.jax_versions import evaluate, is_literal, scan_groups, source_line
+from pase.ir import Part, Place
 from pase.ir.blocks import Block
 from pase.plan.accesses import Reading
 from pase.plan.constraints import Placement, Route
@@ -54,18 +55,18 @@ class Walk:
     def defined(self, value: Any, tensor: str | None) -> Any:
         return self._led(value, self.plan.constraints.define.get(tensor or "", Route()))
 
-    def _read(self, value: Any, path: str, tensor: str | None, copies: Copies) -> Any:
+    def _read(self, value: Any, at: Place, tensor: str | None, copies: Copies) -> Any:
         """The value as the equation reads it: of the copy that it shares with others, if it does."""
         if tensor in self.plan.slices:
             value = self.defined(value, tensor)
         if tensor is None:
             return value
-        key = Reading(path, tensor)
+        key = Reading(at, tensor)
         copy = self.plan.copies.get(key)
         if copy is not None:
             if copy not in copies:
                 copies[copy] = self.defined(value, copy)
-            value, key = copies[copy], Reading(path, copy)
+            value, key = copies[copy], Reading(at, copy)
         return self._led(value, self.plan.constraints.read.get(key, Route()))
 
     def _gathered(self, value: Any, through: Sequence[Placement], straight: Placement) -> Any:
@@ -95,22 +96,23 @@ class Walk:
 
         def one(i: int, copies: Copies) -> None:
             eqn, path = jaxpr.eqns[i], f"{prefix}{i}"
-            names = traced.operands[path]
+            at = Place(path)
+            names = traced.operands[at]
             name = eqn.primitive.name
             ins = [value(v) for v in eqn.invars]
             if inlined(eqn):
                 outs = self._call(eqn, ins, f"{path}.", copies)
             elif name == "scan":
-                outs = self._scan(eqn, ins, path, copies)
+                outs = self._scan(eqn, ins, at, copies)
             elif name == "while":
-                outs = self._while(eqn, ins, path, copies)
+                outs = self._while(eqn, ins, at, copies)
             elif name == "cond" and not by_platform(eqn):
-                outs = self._cond(eqn, ins, path, copies)
+                outs = self._cond(eqn, ins, at, copies)
             else:
-                ins = [self._read(x, path, t, copies) for x, t in zip(ins, names, strict=True)]
-                kernel = self._kernel(eqn, path)
+                ins = [self._read(x, at, t, copies) for x, t in zip(ins, names, strict=True)]
+                kernel = self._kernel(eqn, at)
                 outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
-                outs = [self.defined(x, t) for x, t in zip(outs, traced.results[path], strict=True)]
+                outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]
             env.update(zip(eqn.outvars, outs, strict=True))
 
         i = 0
@@ -141,16 +143,16 @@ class Walk:
             i = block.stop
         return [value(v) for v in jaxpr.outvars]
 
-    def _kernel(self, eqn: Any, path: str) -> Callable[..., Any] | None:
+    def _kernel(self, eqn: Any, at: Place) -> Callable[..., Any] | None:
         """An attention's kernel, split as the plan has it; None: XLA splits the equation."""
         call = call_of(eqn)
         if call is None:
             return None
         return jax_attention.of_plan(
             call,
-            self.plan.traced.operands[path],
+            self.plan.traced.operands[at],
             [v.aval.shape for v in eqn.invars],
-            self.plan.accesses.get(path),
+            self.plan.accesses.get(at),
             self.mesh,
             source_line(eqn),
         )
@@ -169,62 +171,67 @@ class Walk:
         return jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
 
     def _settled(
-        self, path: str, kind: str, values: Sequence[Any], names: Sequence[str | None], copies: Copies
+        self,
+        at: Place,
+        part: Part,
+        values: Sequence[Any],
+        names: Sequence[str | None],
+        copies: Copies,
+        *which: int,
     ) -> list[Any]:
-        """Values brought into the layouts of a loop's tensors of this kind (const, ask, xs, carry, y), or of what a
-        branch returns."""
+        """Values brought into the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
         out, results = [], self.plan.traced.results
         for k, (x, name) in enumerate(zip(values, names, strict=True)):
-            key = f"{path}:{kind}{k}"
+            key = at.its(part, *which, k)
             x = self._read(x, key, name, copies)
             out.append(self.defined(x, results[key][0]) if key in results else x)
         return out
 
-    def _scan(self, eqn: Any, ins: Sequence[Any], path: str, copies: Copies) -> Sequence[Any]:
+    def _scan(self, eqn: Any, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
         import jax
 
         p, results = eqn.params, self.plan.traced.results
         nc, nk = scan_groups(eqn)
         closed = p["jaxpr"]
-        names, outs = self.plan.traced.operands[path], results[f"{path}:outs"]
-        consts = self._settled(path, "const", ins[:nc], names[:nc], copies)
-        init = self._settled(path, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
-        xs = self._settled(path, "xs", ins[nc + nk :], names[nc + nk :], copies)
+        names, outs = self.plan.traced.operands[at], results[at.its("outs")]
+        consts = self._settled(at, "const", ins[:nc], names[:nc], copies)
+        init = self._settled(at, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
+        xs = self._settled(at, "xs", ins[nc + nk :], names[nc + nk :], copies)
 
         def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             inside: Copies = {}
-            carry = self._settled(path, "carry", carry, [None] * nk, inside)
-            made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{path}.", inside)
-            carried = self._settled(path, "carry", made[:nk], outs[:nk], inside)
-            return carried, self._settled(path, "y", made[nk:], outs[nk:], inside)
+            carry = self._settled(at, "carry", carry, [None] * nk, inside)
+            made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{at.path}.", inside)
+            carried = self._settled(at, "carry", made[:nk], outs[:nk], inside)
+            return carried, self._settled(at, "y", made[nk:], outs[nk:], inside)
 
         carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
-        return [self.defined(x, t) for x, t in zip([*carry, *ys], results[path], strict=True)]
+        return [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)]
 
-    def _while(self, eqn: Any, ins: Sequence[Any], path: str, copies: Copies) -> Sequence[Any]:
+    def _while(self, eqn: Any, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
         import jax
 
         p, results = eqn.params, self.plan.traced.results
         nc, nb = p["cond_nconsts"], p["body_nconsts"]
         cond, body = p["cond_jaxpr"], p["body_jaxpr"]
-        names, outs = self.plan.traced.operands[path], results[f"{path}:outs"]
-        asks = self._settled(path, "ask", ins[:nc], names[:nc], copies)
-        consts = self._settled(path, "const", ins[nc : nc + nb], names[nc : nc + nb], copies)
-        init = self._settled(path, "carry", ins[nc + nb :], names[nc + nb :], copies)
+        names, outs = self.plan.traced.operands[at], results[at.its("outs")]
+        asks = self._settled(at, "ask", ins[:nc], names[:nc], copies)
+        consts = self._settled(at, "const", ins[nc : nc + nb], names[nc : nc + nb], copies)
+        init = self._settled(at, "carry", ins[nc + nb :], names[nc + nb :], copies)
 
         def goes_on(carry: Sequence[Any]) -> Any:
-            return self.run(cond.jaxpr, cond.consts, [*asks, *carry], f"{path}.c.", {})[0]
+            return self.run(cond.jaxpr, cond.consts, [*asks, *carry], f"{at.path}.c.", {})[0]
 
         def turn(carry: Sequence[Any]) -> list[Any]:
             inside: Copies = {}
-            carry = self._settled(path, "carry", carry, [None] * len(carry), inside)
-            made = self.run(body.jaxpr, body.consts, [*consts, *carry], f"{path}.b.", inside)
-            return self._settled(path, "carry", made, outs, inside)
+            carry = self._settled(at, "carry", carry, [None] * len(carry), inside)
+            made = self.run(body.jaxpr, body.consts, [*consts, *carry], f"{at.path}.b.", inside)
+            return self._settled(at, "carry", made, outs, inside)
 
         carry = jax.lax.while_loop(goes_on, turn, init)
-        return [self.defined(x, t) for x, t in zip(carry, results[path], strict=True)]
+        return [self.defined(x, t) for x, t in zip(carry, results[at], strict=True)]
 
-    def _cond(self, eqn: Any, ins: Sequence[Any], path: str, copies: Copies) -> Sequence[Any]:
+    def _cond(self, eqn: Any, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
         import jax
 
         traced = self.plan.traced
@@ -233,15 +240,15 @@ class Walk:
         def branch(k: int, closed: Any) -> Callable[..., Any]:
             def run(*args: Any) -> list[Any]:
                 inside: Copies = {}
-                outs = self.run(closed.jaxpr, closed.consts, args, f"{path}.{k}.", inside)
-                keys = [f"{path}:branch{k}:out{j}" for j in range(len(outs))]
+                outs = self.run(closed.jaxpr, closed.consts, args, f"{at.path}.{k}.", inside)
+                keys = [at.its("out", k, j) for j in range(len(outs))]
                 names = [traced.operands[key][0] for key in keys]
-                outs = self._settled(path, f"branch{k}:out", outs, names, inside)
+                outs = self._settled(at, "out", outs, names, inside, k)
                 left = [traced.results[key][0] for key in keys]
-                return [self._read(x, path, t, inside) for x, t in zip(outs, left, strict=True)]
+                return [self._read(x, at, t, inside) for x, t in zip(outs, left, strict=True)]
 
             return run
 
         branches = [branch(k, closed) for k, closed in enumerate(eqn.params["branches"])]
         made = jax.lax.switch(index, branches, *operands)
-        return [self.defined(x, t) for x, t in zip(made, traced.results[path], strict=True)]
+        return [self.defined(x, t) for x, t in zip(made, traced.results[at], strict=True)]

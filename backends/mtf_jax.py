@@ -15,7 +15,7 @@ from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_versions import is_literal, source_line
-from pase.ir.places import NOWHERE
+from pase.ir.places import NOWHERE, Place
 
 __all__ = ["RULES", "source_ops"]
 
@@ -199,7 +199,7 @@ class _Walk:
             )
 
         for i, eqn in enumerate(eqns):
-            path = inside or f"{prefix}{i}"
+            at = Place(inside or f"{prefix}{i}")
             self.line = source_line(eqn) or self.line  # a cached inner jaxpr has lost its lines
             name = eqn.primitive.name
             ins = [read(v) for v in eqn.invars]
@@ -213,24 +213,24 @@ class _Walk:
                 inner = dict(zip(jaxpr.constvars, (_value(np.asarray(c)) for c in consts), strict=True))
                 inner.update(zip(jaxpr.invars, ins, strict=True))
                 yield from self.eqns(
-                    jaxpr.eqns, inner, f"{prefix}{i}.", inside or (path if name in KEPT_WHOLE else "")
+                    jaxpr.eqns, inner, f"{prefix}{i}.", inside or (at.path if name in KEPT_WHOLE else "")
                 )
                 made = [_value(np.asarray(v.val)) if is_literal(v) else inner[v] for v in jaxpr.outvars]
                 if name in KEPT_WHOLE and not inside:
-                    yield from self._returned(eqn, made, path)
+                    yield from self._returned(eqn, made, at)
                     made = [
-                        self._named(v, t) for v, t in zip(eqn.outvars, self.traced.results[path], strict=True)
+                        self._named(v, t) for v, t in zip(eqn.outvars, self.traced.results[at], strict=True)
                     ]
                 env.update(zip(eqn.outvars, made, strict=True))
                 continue
             if all(x.value is not None for x in ins):
-                env.update(zip(eqn.outvars, self._known(eqn, ins, path, inside), strict=True))
+                env.update(zip(eqn.outvars, self._known(eqn, ins, at, inside), strict=True))
                 continue
-            names = list(self.traced.results.get(path, ())) if not inside else []
+            names = list(self.traced.results.get(at, ())) if not inside else []
             if not names:
                 names = [self._inner(v) for v in eqn.outvars]
             op = SourceOp(
-                path=path,
+                at=at,
                 name=name,
                 label=str(self.line),
                 inputs=tuple(ins),
@@ -246,14 +246,14 @@ class _Walk:
     def _named(self, var: Any, tensor: str) -> Input:
         return Input(tensor=tensor, shape=tuple(var.aval.shape), dtype=str(var.aval.dtype))
 
-    def _returned(self, eqn: Any, made: Sequence[Input], path: str) -> Iterator[SourceOp]:
+    def _returned(self, eqn: Any, made: Sequence[Input], at: Place) -> Iterator[SourceOp]:
         """What a call returns that is one op to the graph bears the graph's names from here on."""
-        for var, value, name in zip(eqn.outvars, made, self.traced.results[path], strict=True):
+        for var, value, name in zip(eqn.outvars, made, self.traced.results[at], strict=True):
             given = self._named(var, name)
             yield SourceOp(
-                path=f"{path}:out",
+                at=None,
                 name="pase:same",
-                label=path,
+                label=str(at),
                 inputs=(value,),
                 outputs=(name,),
                 shapes=(given.shape,),
@@ -265,8 +265,8 @@ class _Walk:
         self.fresh += 1
         return f"inner{self.fresh}"
 
-    def _known(self, eqn: Any, ins: Sequence[Input], path: str, inside: str) -> list[Input]:
+    def _known(self, eqn: Any, ins: Sequence[Input], at: Place, inside: str) -> list[Input]:
         out = eqn.primitive.bind(*(x.value for x in ins), **eqn.params)
         made = out if eqn.primitive.multiple_results else [out]
-        names = () if inside else self.traced.results.get(path, ())
+        names = () if inside else self.traced.results.get(at, ())
         return [_value(np.asarray(a), names[k] if k < len(names) else None) for k, a in enumerate(made)]

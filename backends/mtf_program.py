@@ -18,7 +18,7 @@ import numpy as np
 from pase.backends.mtf_moves import moves
 from pase.backends.mtf_names import Dim, Names, TensorDims, flat
 from pase.errors import PaseError
-from pase.ir import Access, Node, Op
+from pase.ir import Access, Node, Op, Place
 
 __all__ = ["Input", "Program", "SourceOp", "Value", "comment"]
 
@@ -45,7 +45,8 @@ class Input:
 class SourceOp:
     """One op of the source program. ``attr(name)`` is the framework's own attribute."""
 
-    path: str
+    at: Place | None
+    """The op of the traced program; None: an op of our own."""
     name: str
     label: str
     inputs: tuple[Input, ...]
@@ -87,8 +88,8 @@ class Program:
     dim_names: dict[tuple[str, int], str] = field(default_factory=dict)
     """(dim name, size) -> its variable in the program"""
     _moved: dict[tuple[str, TensorDims], Value] = field(default_factory=dict)
-    _at: dict[str, list[tuple[Node, Op]]] = field(default_factory=dict)
-    """Path of a source op -> the loop nests that it became, in order."""
+    _at: dict[Place, list[tuple[Node, Op]]] = field(default_factory=dict)
+    """Source op -> the loop nests that it became, in order."""
     _writes: dict[str, tuple[Node, Op, Access]] = field(default_factory=dict)
     _copies: dict[str, list[str]] = field(default_factory=dict)
     _node: str = ""
@@ -199,7 +200,7 @@ class Program:
 
     def nests(self, op: SourceOp) -> list[tuple[Node, Op]]:
         """The loop nests that the plan's graph has for this op, in order."""
-        return self._at.get(op.path, [])
+        return self._at.get(op.at, []) if op.at is not None else []
 
     def arg(self, op: SourceOp, k: int) -> Value:
         """Operand k in the dims in which the plan has this op read it."""

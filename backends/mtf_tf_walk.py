@@ -20,10 +20,12 @@ from pase.frontends.tf_graph import CALLS, TfBody, TfNode, dtype_name
 from pase.frontends.tf_known import evaluate
 from pase.frontends.tf_lower import PASSED_ON
 from pase.frontends.tf_sources import Variable
+from pase.ir import Part, Place
 
 __all__ = ["source_ops"]
 
 _MOST_TURNS = 2048
+_READ_BY_TURNS: tuple[Part, ...] = ("carry", "const")
 _EFFECTS = frozenset({"NoOp", "Assert", "ControlTrigger", "AssignVariableOp", "AssignAddVariableOp", "Const"})
 _VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable", "AutoReloadVariable"})
 
@@ -66,8 +68,8 @@ def _known(array: np.ndarray, tensor: str = "") -> Input:
 class _Walk:
     traced: Traced
     snapshots: int = 0
-    written: dict[str, list[str]] = field(default_factory=dict)
-    """Path -> the tensors of the raw graph that its loop nests write, in order."""
+    written: dict[Place, list[str]] = field(default_factory=dict)
+    """Op -> the tensors of the raw graph that its loop nests write, in order."""
 
     def __post_init__(self) -> None:
         for n in self.traced.graph.nodes:
@@ -88,11 +90,11 @@ class _Walk:
                 env[f"{node.name}:{k}"] = v
         out += [env.get(ref) for ref in body.outputs]
 
-    def names(self, path: str) -> tuple[str, ...]:
-        return self.traced.results.get(path, ())
+    def names(self, at: Place) -> tuple[str, ...]:
+        return self.traced.results.get(at, ())
 
     def node(self, node: TfNode, ins: Sequence[_Value], path: str, out: list[_Value]) -> Iterator[SourceOp]:
-        op, names = node.op, self.names(path)
+        op, names = node.op, self.names(Place(path))
         if op == "Const":
             frozen = names and names[0] and self.traced.graph.tensors[names[0]].role == "parameter"
             out.append(self.tensor(names[0]) if frozen else _constant(node, names[0] if names else ""))
@@ -132,7 +134,7 @@ class _Walk:
         return Input(tensor=name, shape=tuple(map(int, t.shape)), dtype=t.dtype)  # type: ignore[call-overload]
 
     def plain(self, node: TfNode, ins: Sequence[_Value], path: str, out: list[_Value]) -> Iterator[SourceOp]:
-        names = self.names(path)
+        names = self.names(Place(path))
         inputs = []
         for k, v in enumerate(ins):
             if not isinstance(v, Input):
@@ -153,7 +155,8 @@ class _Walk:
                 source = inputs[0].behind or inputs[0].tensor
             else:
                 source = next(
-                    (t for t in reversed(self.written.get(path, [])) if t != names[0]), names[0] or None
+                    (t for t in reversed(self.written.get(Place(path), [])) if t != names[0]),
+                    names[0] or None,
                 )
             if not names[0]:
                 made[0] = Input(tensor=source, shape=shape, dtype=inputs[0].dtype, behind=source)
@@ -164,7 +167,7 @@ class _Walk:
                 made[0] = replace(made[0], behind=source)
         out += made
         yield SourceOp(
-            path=path,
+            at=Place(path),
             name=node.op,
             label=path,
             inputs=tuple(inputs),
@@ -175,14 +178,20 @@ class _Walk:
         )
 
     def own(
-        self, name: str, path: str, inputs: Sequence[Input], made: str, shape: Sequence[int], **attrs: Any
+        self,
+        name: str,
+        at: Place | None,
+        inputs: Sequence[Input],
+        made: str,
+        shape: Sequence[int],
+        **attrs: Any,
     ) -> SourceOp:
         """An op of our own that makes a tensor of this name."""
         dtype = inputs[0].dtype
         return SourceOp(
-            path=path,
+            at=at,
             name=f"pase:{name}",
-            label=path,
+            label=str(at or name),
             inputs=tuple(inputs),
             outputs=(made,),
             shapes=(tuple(shape),),
@@ -209,7 +218,7 @@ class _Walk:
 
     def loop(self, node: TfNode, ins: Sequence[_Value], path: str, out: list[_Value]) -> Iterator[SourceOp]:
         condition, body = (self.traced.program.body(n) for n in self.traced.program.called(node))
-        now = list(ins)
+        at, now = Place(path), list(ins)
         for turn in range(_MOST_TURNS + 1):
             answer: list[_Value] = []
             for op in self.body(condition, now, f"{path}/cond/", answer):
@@ -222,22 +231,22 @@ class _Walk:
             if turn == _MOST_TURNS:
                 raise _data(node, path, f"it has more than {_MOST_TURNS} turns, and loops are unrolled")
             for k, v in enumerate(now):  # what a turn reads bears the names of the plan's loop
-                for kind in ("carry", "const"):
-                    names = self.names(f"{path}:{kind}{k}")
+                for kind in _READ_BY_TURNS:
+                    names = self.names(at.its(kind, k))
                     if names and isinstance(v, Input):
-                        yield self.own("same", f"{path}:{kind}{k}", [v], names[0], v.shape)
+                        yield self.own("same", at.its(kind, k), [v], names[0], v.shape)
                         now[k] = self.tensor(names[0])
-                names = self.names(f"{path}:xs{k}")
+                names = self.names(at.its("xs", k))
                 if names and isinstance(v, _List) and v.stacked is not None and v.stacked.tensor != names[0]:
-                    yield self.own("same", f"{path}:xs{k}", [v.stacked], names[0], v.stacked.shape)
+                    yield self.own("same", at.its("xs", k), [v.stacked], names[0], v.stacked.shape)
                     now[k] = replace(v, stacked=self.tensor(names[0]))
             after: list[_Value] = []
             yield from self.body(body, now, f"{path}/", after)
             now = after
         for k, v in enumerate(now):
-            names = self.names(f"{path}:carry{k}")
+            names = self.names(at.its("carry", k))
             if names and isinstance(v, Input) and v.tensor != names[0]:
-                yield self.own("same", f"{path}:carry{k}", [v], names[0], v.shape)
+                yield self.own("same", at.its("carry", k), [v], names[0], v.shape)
                 now[k] = self.tensor(names[0])
         out += now
 
@@ -253,7 +262,7 @@ class _Walk:
     def list_op(
         self, node: TfNode, ins: Sequence[_Value], path: str, out: list[_Value]
     ) -> Iterator[SourceOp]:
-        op, names = node.op, self.names(path)
+        op, names = node.op, self.names(Place(path))
         if op in ("TensorListReserve", "EmptyTensorList"):
             size = ins[1].value if op == "TensorListReserve" and isinstance(ins[1], Input) else None
             out.append(_List(None if size is None else int(size.reshape(()))))
@@ -280,7 +289,7 @@ class _Walk:
                 out.append(_known(held.stacked.value[at]))
             else:
                 made = self.tensor(names[0])
-                yield self.own("take", path, [held.stacked], names[0], made.shape, index=at)
+                yield self.own("take", Place(path), [held.stacked], names[0], made.shape, index=at)
                 out.append(made)
         elif op == "TensorListSetItem":
             at, x = _index(node, ins[1], path), ins[2]
@@ -290,7 +299,7 @@ class _Walk:
             if x.value is None:  # the name will hold another turn's value later
                 self.snapshots += 1
                 kept = replace(x, tensor=f"{x.tensor}@{self.snapshots}")
-                yield self.own("same", f"{path}@", [x], kept.tensor or "", x.shape)
+                yield self.own("same", None, [x], kept.tensor or "", x.shape)
             out.append(replace(held, elements={**held.elements, at: kept}))
         elif op == "TensorListStack":
             if held.stacked is not None:
@@ -301,7 +310,7 @@ class _Walk:
             if len(xs) != n or not xs or any(x.value is not None for x in xs):
                 raise _data(node, path, "some of the list's elements were never set")
             name = names[0] if names and names[0] else f"stack@{path}"
-            yield self.own("stack", path, xs, name, (n, *xs[0].shape))
+            yield self.own("stack", Place(path), xs, name, (n, *xs[0].shape))
             out.append(Input(tensor=name, shape=(n, *xs[0].shape), dtype=xs[0].dtype))
         else:
             raise _data(node, path, "there is no translation of this op on lists")

@@ -15,6 +15,7 @@ from pase.backends.jax_walk import Walk
 from pase.errors import PaseError
 from pase.frontends.from_jax import Traced
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
+from pase.ir import Place
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.plan.accesses import EquationLayouts, Reading
@@ -36,7 +37,7 @@ class JaxPlan:
     """Micro-batches of a step: gradients are summed over them, and the loss is taken to be a mean over the batch."""
     blocks: tuple[Block, ...] = ()
     """Equations that backward computes again."""
-    accesses: Mapping[str, EquationLayouts] = field(default_factory=dict)
+    accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict)
     """Path of an equation -> the layouts in which it reads and writes."""
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Any:
@@ -83,11 +84,7 @@ class JaxPlan:
         """What loops slice off stacks. They are laid out where they are read, within a rematerialised region if there
         is one: laid out before it, they would be kept for backward, each beside the stack that it is a part of."""
         results = self.traced.results
-        return frozenset(
-            made[0]
-            for key, made in results.items()
-            if key.rpartition(":")[2].startswith("x") and not key.rpartition(":")[2].startswith("xs")
-        )
+        return frozenset(made[0] for at, made in results.items() if at.part == "x")
 
     @cached_property
     def specs(self) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
+    from pase.ir import Place
     from pase.plan.types import PlanData
 
 __all__ = ["SCHEMA", "emit", "jax_shardings", "load", "to_json"]
@@ -96,20 +97,12 @@ def to_json(plan: PlanData) -> dict[str, Any]:
 
 def _named(plan: PlanData) -> Iterator[tuple[str, Any]]:
     """(the framework's name, tensor) of each activation: NODE:OUTPUT; the first name of one that has several."""
-    results: Mapping[str, tuple[str, ...]] = getattr(plan.traced, "results", None) or {}
+    results: Mapping[Place, tuple[str, ...]] = getattr(plan.traced, "results", None) or {}
     tensors = plan.traced.graph.tensors if plan.traced is not None else {}
     seen: set[str] = set()
     for where, made in results.items():
-        if where.rpartition(":")[2].rstrip("0123456789") in (
-            "carry",
-            "const",
-            "xs",
-            "x",
-            "y",
-            "outs",
-            "last",
-        ):
-            continue  # pase's own copies around a loop
+        if where.part is not None:
+            continue  # pase's own copies around a loop or a branch
         for k, name in enumerate(made):
             if name in tensors and name not in seen and tensors[name].role == "activation":
                 seen.add(name)

@@ -22,6 +22,7 @@ from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.frontends import from_onnx
 from pase.frontends.onnx_wire import Buffer, Malformed, fields, varint
+from pase.ir import Place
 from pase.machine import Mesh
 from pase.plan.accesses import EquationLayouts, access_states, equation_layouts
 from pase.plan.types import PlanData
@@ -53,7 +54,7 @@ def layouts(
         names.setdefault(name, []).append((value, shape))
     out: dict[tuple[int, str], tuple[tuple[int, ...], Digits]] = {}
     for at, equation in (plan.accesses or _derived(plan, traced)).items():
-        index = at.partition(":")[0].partition(".")[0]
+        index = at.path.partition(".")[0]
         if not index.isdecimal():
             continue
         for name, digits in (*equation.reads.items(), *equation.writes.items()):
@@ -69,7 +70,7 @@ def layouts(
     return out
 
 
-def _derived(plan: PlanData, traced: from_onnx.Traced) -> dict[str, EquationLayouts]:
+def _derived(plan: PlanData, traced: from_onnx.Traced) -> dict[Place, EquationLayouts]:
     """The layouts of the equations from the plan's strategy, for plans of before these were kept."""
     from pase.ir import named, simplify
     from pase.tables.itemize import config_of

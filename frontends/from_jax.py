@@ -19,7 +19,7 @@ from pase.frontends.jax_program import Carry, Mode, check_order, name_of, progra
 from pase.frontends.jax_rules import Elementwise
 from pase.frontends.jax_rules_outside import RULES
 from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
-from pase.ir import Graph, Size, Tensor, parse_size
+from pase.ir import Graph, Place, Size, Tensor, parse_size
 from pase.ir.sizes import bind_size, free_symbols
 from pase.ops import GraphBuilder, nests
 from pase.ops.attention import attention
@@ -66,11 +66,10 @@ class Traced(registry.Traced):
     """jax ClosedJaxpr; its inputs are the leaves of params, then of the batch."""
     in_tree: Any
     """Treedef of (params, *batch)."""
-    operands: Mapping[str, tuple[str | None, ...]]
-    """Equation path -> tensor name of each input (None: a literal)."""
-    results: Mapping[str, tuple[str, ...]]
-    """Equation path -> tensor name of each output; "PATH:carryK" and the like -> a loop's tensors, "PATH:outs" -> what
-    its body returns."""
+    operands: Mapping[Place, tuple[str | None, ...]]
+    """Equation -> tensor name of each input (None: a literal)."""
+    results: Mapping[Place, tuple[str, ...]]
+    """Equation -> tensor name of each output; and of each part of a loop or a branch."""
     fn: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     """What was traced, to trace it on a part of the batch."""
     unknown: Unknown = "error"
@@ -287,8 +286,8 @@ class _Lower:
     unknown: Unknown
     env: dict[Any, Tensor | None] = field(default_factory=dict)
     """None: a number known from shapes alone, as good as a literal."""
-    operands: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
-    results: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    operands: dict[Place, tuple[str | None, ...]] = field(default_factory=dict)
+    results: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     inside: str = ""
     """Path of the enclosing custom-derivative call, which a backend keeps whole."""
     trips: Trips = field(default_factory=lambda: Trips())
@@ -310,11 +309,9 @@ class _Lower:
         for i, eqn in enumerate(eqns):
             # A cached inner jaxpr has lost its lines.
             self.b.source = jax_versions.source_line(eqn) or self.b.source
-            path = self.b.eqn = self.inside or f"{prefix}{i}"
+            at = self.b.eqn = Place(self.inside or f"{prefix}{i}")
             if not self.inside:
-                self.operands[path] = tuple(
-                    None if (t := self.read(v)) is None else t.name for v in eqn.invars
-                )
+                self.operands[at] = tuple(None if (t := self.read(v)) is None else t.name for v in eqn.invars)
             name = eqn.primitive.name
             self.b.saved = self.policy is not None and _saves(self.policy, eqn)
             if call := jax_attention.call_of(eqn):
@@ -338,7 +335,7 @@ class _Lower:
                 )
             if not self.inside:
                 made = [self.env[v] for v in eqn.outvars]
-                self.results[path] = tuple("" if t is None else t.name for t in made)
+                self.results[at] = tuple("" if t is None else t.name for t in made)
         self.b.saved = False
 
     def _known(self, eqn: Any) -> bool:
@@ -362,7 +359,7 @@ class _Lower:
             inner.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
         self.bind(inner, jaxpr.invars, eqn.invars)
         if eqn.primitive.name in KEPT_WHOLE and not self.inside:
-            inner.inside = self.b.eqn
+            inner.inside = self.b.eqn.path
         if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
             inner.policy = eqn.params.get("policy")
             with self.b.region("remat", prefix, remat=not eqn.params.get("differentiated", False)):

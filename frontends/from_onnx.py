@@ -29,7 +29,7 @@ from pase.frontends.onnx_model import Model, dtype_name, load, ordered
 from pase.frontends.onnx_rules import RULES
 from pase.frontends.onnx_values import MOST_KNOWN, Call, Value
 from pase.frontends.registry import Dims, Unknown, UnknownOp, by_nest, type_names
-from pase.ir import SourceLine, Tensor
+from pase.ir import Place, SourceLine, Tensor
 from pase.ir.garbage import uncollected
 from pase.ir.places import NOWHERE
 from pase.ops import GraphBuilder, nests
@@ -251,7 +251,7 @@ class Lowering:
                 f"{self.model.name}: its functions unfold to far more nodes than the file has: refused"
             )
         place = f"{self.model.name}: {n.op_type} '{n.name or path}'"
-        self.b.source, self.b.eqn = _source(n) or SourceLine(f"{n.op_type} {n.name or path}"), path
+        self.b.source, self.b.eqn = _source(n) or SourceLine(f"{n.op_type} {n.name or path}"), Place(path)
         ins = [self.find(x, place) if x and x not in self.absent else None for x in n.input]
         key = self.key(n)
         domain = "" if n.domain == "ai.onnx" else n.domain

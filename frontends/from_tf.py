@@ -23,7 +23,7 @@ from pase.frontends.tf_read import read_source
 from pase.frontends.tf_rules import RULES
 from pase.frontends.tf_sources import Source, Spec, Variable
 from pase.frontends.tf_values import Absent, Handle, Reshaped, Value
-from pase.ir import Graph, Tensor
+from pase.ir import Graph, Place, Tensor
 from pase.ops import GraphBuilder
 
 __all__ = ["Traced", "coverage", "from_tf", "reads", "trace"]
@@ -41,11 +41,10 @@ class Traced(registry.Traced):
     program: TfGraph
     """What was lowered: the main body and the functions that it calls."""
     source: Source
-    operands: Mapping[str, tuple[str | None, ...]]
-    """Node path -> tensor name of each operand (None: a number, or no tensor)."""
-    results: Mapping[str, tuple[str, ...]]
-    """Node path -> tensor name of each result ("" where it is none); "PATH:carryK", "PATH:constK", "PATH:xsK" -> a
-    loop's tensors, "PATH:outs" -> what its body returns."""
+    operands: Mapping[Place, tuple[str | None, ...]]
+    """Node -> tensor name of each operand (None: a number, or no tensor)."""
+    results: Mapping[Place, tuple[str, ...]]
+    """Node -> tensor name of each result ("" where it is none); and of each part of a loop."""
     variables: Mapping[str, Variable]
     """Path -> variable, of those that the outputs depend on."""
 

@@ -1,8 +1,7 @@
 """Loops and branches of a jaxpr: bodies lowered once, times their trip counts; branches weighted by their chance.
 
-What each makes on the way gets a name in ``results``, under its equation's path, by which ``backends/jax_walk``
-finds it again: "PATH:const0", "PATH:carry1", "PATH:xs0", "PATH:x0", "PATH:y2" of loops, "PATH:branch1:out0" of
-branches, "PATH:outs" what a scan's body returns.
+What each makes on the way stands in ``results`` under its place (``pase.ir.Place``), by which
+``backends/jax_walk`` finds it again.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pase.frontends.jax_rules import _dtype, _shape, _size
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import Control, lowers_bodies
-from pase.ir import Tensor
+from pase.ir import Part, Place, Tensor
 from pase.ir.sizes import is_one
 from pase.ops import branches, indexed, loops
 from pase.registry import Registry
@@ -64,13 +63,13 @@ def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
     nc, nk = scan_groups(eqn)
     inner = lower.inner()
     _constants(lower, inner, jaxpr)
-    path, source = b.eqn, b.source
+    at, source = b.eqn, b.source
     consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
-    _settled(lower, inner, consts, eqn.invars[:nc], f"{path}:const")
-    carried = _carried(lower, inner, carry, eqn.invars[nc : nc + nk], path)
+    _settled(lower, inner, consts, eqn.invars[:nc], at, "const")
+    carried = _carried(lower, inner, carry, eqn.invars[nc : nc + nk], at)
     stacks: list[Tensor] = []
     for k, value in enumerate(eqn.invars[nc + nk :]):
-        b.eqn = f"{path}:xs{k}"
+        b.eqn = at.its("xs", k)
         stacked = lower.of(value)
         if stacked.role == "activation":  # settle its layout once, before the loop
             stacked = loops.settle(b, stacked, "loop_xs")
@@ -78,16 +77,16 @@ def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
         stacks.append(stacked)
     with b.region("loop", prefix, times=length):
         for k, (var, stacked) in enumerate(zip(xs, stacks, strict=True)):
-            b.eqn = f"{path}:x{k}"
+            b.eqn = at.its("x", k)
             layer = inner.env[var] = loops.unstack(b, stacked)
             lower.results[b.eqn] = (layer.name,)
         inner.eqns(jaxpr.eqns, prefix)
         b.source = source
         outs = [inner.read(v) for v in jaxpr.outvars]
-        lower.results[f"{path}:outs"] = tuple("" if t is None else t.name for t in outs)
+        lower.results[at.its("outs")] = tuple("" if t is None else t.name for t in outs)
         ys = []
         for k, (name, out) in enumerate(zip(jaxpr.outvars[nk:], eqn.outvars[nk:], strict=True)):
-            b.eqn = f"{path}:y{k}"
+            b.eqn = at.its("y", k)
             ys.append(loops.stack(b, inner.of(name), length, _shape(out)))
         _close(lower, inner, jaxpr.outvars[:nk], carried)
     lower.write(eqn.outvars, carried + ys)
@@ -97,7 +96,7 @@ def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
 def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
     """Condition and body, times the turns (``Trips``). JAX has no backward of it, so nothing in it has a gradient."""
     b, p = lower.b, eqn.params
-    path, source = b.eqn, b.source
+    at, source = b.eqn, b.source
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
     turns = lower.trips.of(eqn, b)
@@ -107,15 +106,15 @@ def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
     ):  # inside, the user's own rule differentiates it
         _constants(lower, asks, cond)
         _constants(lower, inner, body)
-        _settled(lower, asks, cond.invars[:nc], eqn.invars[:nc], f"{path}:ask")
-        _settled(lower, inner, body.invars[:nb], eqn.invars[nc : nc + nb], f"{path}:const")
-        carried = _carried(lower, inner, body.invars[nb:], eqn.invars[nc + nb :], path)
+        _settled(lower, asks, cond.invars[:nc], eqn.invars[:nc], at, "ask")
+        _settled(lower, inner, body.invars[:nb], eqn.invars[nc : nc + nb], at, "const")
+        carried = _carried(lower, inner, body.invars[nb:], eqn.invars[nc + nb :], at)
         asks.write(cond.invars[nc:], carried)
         with b.region("loop", prefix, times=turns):
             asks.eqns(cond.eqns, f"{prefix}c.")
             inner.eqns(body.eqns, f"{prefix}b.")
             b.source = source
-            lower.results[f"{path}:outs"] = tuple(
+            lower.results[at.its("outs")] = tuple(
                 "" if (t := inner.read(v)) is None else t.name for v in body.outvars
             )
             _close(lower, inner, body.outvars, carried)
@@ -129,7 +128,7 @@ def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
     if by_platform(eqn):
         _one_platform(lower, eqn, prefix)
         return
-    path, source = b.eqn, b.source
+    at, source = b.eqn, b.source
     bodies = [c.jaxpr for c in eqn.params["branches"]]
     trips = lower.trips.copy()
     likely = branches.chances([_flops(lower, body, trips) for body in bodies])
@@ -143,7 +142,7 @@ def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
             b.source = source
             results = []
             for j, v in enumerate(body.outvars):
-                b.eqn = f"{path}:branch{k}:out{j}"
+                b.eqn = at.its("out", k, j)
                 before = inner.of(v)
                 results.append(branches.leave(b, before))
                 lower.operands[b.eqn], lower.results[b.eqn] = (before.name,), (results[-1].name,)
@@ -153,7 +152,7 @@ def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
             f"of the {len(bodies)} branches at {source or 'an unknown line'}, number {likely.index(1.0)} (from 0), the "
             f"most expensive, is priced as taken every time"
         )
-    b.eqn, index = path, lower.read(eqn.invars[0])
+    b.eqn, index = at, lower.read(eqn.invars[0])
     lower.write(eqn.outvars, [branches.meet(b, index, same) for same in zip(*made, strict=True)])
 
 
@@ -168,7 +167,7 @@ def _one_platform(lower: _Lower, eqn: Any, prefix: str) -> None:
     body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.trips.copy()))
     _constants(lower, inner, body)
     lower.bind(inner, body.invars, eqn.invars[1:])
-    inner.inside = lower.inside or lower.b.eqn
+    inner.inside = lower.inside or lower.b.eqn.path
     inner.eqns(body.eqns, prefix)
     lower.write(eqn.outvars, [inner.of(v) for v in body.outvars])
 
@@ -202,22 +201,24 @@ def _constants(lower: _Lower, inner: _Lower, jaxpr: Any) -> None:
         inner.env[var] = lower.b.constant(_shape(var), _dtype(var))
 
 
-def _settled(lower: _Lower, inner: _Lower, names: Sequence[Any], values: Sequence[Any], where: str) -> None:
+def _settled(
+    lower: _Lower, inner: _Lower, names: Sequence[Any], values: Sequence[Any], at: Place, part: Part
+) -> None:
     """What a loop's body reads from outside: its layout is settled once, before the loop."""
     for k, (var, value) in enumerate(zip(names, values, strict=True)):
         tensor = inner.env[var] = lower.of(value)
         if tensor.role != "constant" and not all(map(is_one, tensor.shape)):
-            lower.b.eqn = f"{where}{k}"
+            lower.b.eqn = at.its(part, k)
             tensor = inner.env[var] = loops.settle(lower.b, tensor, "loop_const")
             lower.results[lower.b.eqn] = (tensor.name,)
 
 
 def _carried(
-    lower: _Lower, inner: _Lower, names: Sequence[Any], values: Sequence[Any], path: str
+    lower: _Lower, inner: _Lower, names: Sequence[Any], values: Sequence[Any], at: Place
 ) -> list[Tensor]:
     out: list[Tensor] = []
     for k, (var, value) in enumerate(zip(names, values, strict=True)):
-        inside = inner.env[var] = lower.b.carry(lower.of(value), f"{path}:carry{k}")
+        inside = inner.env[var] = lower.b.carry(lower.of(value), at.its("carry", k))
         lower.results[lower.b.eqn] = (inside.name,)
         out.append(inside)
     return out

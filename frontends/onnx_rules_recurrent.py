@@ -87,23 +87,23 @@ def _over_time(
     way: int,
 ) -> tuple[Value, list[Value]]:
     """(all steps' outputs [s b h], the last states): entering is [s b gates h], recurrent [gates h h]."""
-    b, path = c.b, c.b.eqn
+    b, at = c.b, c.b.eqn
     steps = shape[0]
-    b.eqn = f"{path}:const{way}"
+    b.eqn = at.its("const", way)
     weights = loops.settle(b, recurrent, "loop_const")
     carried = []
     for k, s in enumerate(states):
-        carried.append(b.carry(s, f"{path}:carry{way}.{k}"))
-    b.eqn = f"{path}:xs{way}"
+        carried.append(b.carry(s, at.its("carry", way, k)))
+    b.eqn = at.its("xs", way)
     entering = loops.settle(b, entering, "loop_xs")
-    b.eqn = path
-    with b.region("loop", f"{path}.{way}.", times=steps):
+    b.eqn = at
+    with b.region("loop", f"{at.path}.{way}.", times=steps):
         step = loops.unstack(b, entering)
         new = {"LSTM": _lstm, "GRU": _gru, "RNN": _rnn}[c.op](c, step, weights, carried)
         made = loops.stack(b, new[0], steps, shape)
         for t, n in zip(carried, new, strict=True):
             b.close_carry(t, n)
-    b.eqn = path
+    b.eqn = at
     return c.value(made), [c.value(t) for t in carried]
 
 

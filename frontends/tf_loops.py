@@ -14,7 +14,7 @@ from pase.frontends.registry import Control, lowers_bodies
 from pase.frontends.tf_graph import TfBody, TfNode
 from pase.frontends.tf_known import constant, evaluate
 from pase.frontends.tf_values import Call, Handle, Known, Reshaped, TensorList, Value, elements
-from pase.ir import Tensor
+from pase.ir import Place, Tensor
 from pase.ir.sizes import is_one
 from pase.ops import GraphBuilder, loops, nests
 from pase.registry import Registry
@@ -177,7 +177,7 @@ def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: 
             args.append(_settled(lower, v, path, k) if ref in read else v)
         elif isinstance(v, (Tensor, Known)):
             init = v if isinstance(v, Tensor) else b.constant(v.shape, v.dtype)
-            carried[k] = b.carry(init, f"{path}:carry{k}")
+            carried[k] = b.carry(init, Place(path).its("carry", k))
             lower.results[b.eqn] = (carried[k].name,)
             args.append(carried[k])
         else:
@@ -185,10 +185,10 @@ def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: 
     with b.region("loop", path, times=loop.times):
         outs = [_whole(lower, v) for v in lower.body(body, args, f"{path}/")]
         b.source = source
-        lower.results[f"{path}:outs"] = tuple(v.name if isinstance(v, Tensor) else "" for v in outs)
+        lower.results[Place(path).its("outs")] = tuple(v.name if isinstance(v, Tensor) else "" for v in outs)
         after: list[Value] = []
         for k, (v, before) in enumerate(zip(outs, ins, strict=True)):
-            b.eqn = f"{path}:y{k}"
+            b.eqn = Place(path).its("y", k)
             if k in loop.invariant:
                 after.append(before)
             elif k in loop.last:
@@ -216,7 +216,7 @@ def _settled(lower: Lower, v: Value, path: str, k: int) -> Value:
     x = v.tensor if isinstance(v, Handle) else v
     if not isinstance(x, Tensor) or x.role == "constant" or all(map(is_one, x.shape)):
         return v
-    lower.b.eqn = f"{path}:const{k}"
+    lower.b.eqn = Place(path).its("const", k)
     made = loops.settle(lower.b, x, "loop_const")
     lower.results[lower.b.eqn] = (made.name,)
     return Handle(made) if isinstance(v, Handle) else made
@@ -225,7 +225,7 @@ def _settled(lower: Lower, v: Value, path: str, k: int) -> Value:
 def _settled_list(lower: Lower, v: TensorList, path: str, k: int) -> TensorList:
     if v.stacked is None or v.stacked.role != "activation":
         return v
-    lower.b.eqn = f"{path}:xs{k}"
+    lower.b.eqn = Place(path).its("xs", k)
     made = loops.settle(lower.b, v.stacked, "loop_xs")
     lower.results[lower.b.eqn] = (made.name,)
     return replace(v, stacked=made)
@@ -266,7 +266,7 @@ def _last(lower: Lower, v: Value, path: str, k: int) -> Value:
     """What leaves the loop as its last turn left it is, to the readers behind it, a tensor of their own."""
     if not isinstance(v, TensorList) or not v.parts:
         return v
-    lower.b.eqn = f"{path}:last{k}"
+    lower.b.eqn = Place(path).its("last", k)
     return replace(v, parts=tuple((n, loops.settle(lower.b, x, "loop_last")) for n, x in v.parts))
 
 

@@ -28,7 +28,7 @@ from pase.frontends.tf_values import (
     Value,
     elements,
 )
-from pase.ir import SourceLine, Tensor
+from pase.ir import Place, SourceLine, Tensor
 from pase.ops import GraphBuilder
 
 __all__ = ["PASSED_ON", "Lower"]
@@ -71,10 +71,10 @@ class Lower:
     weight: Callable[[TfNode, tuple[int, ...], str], Tensor | None] = lambda node, shape, dtype: None
     """For frozen graphs: the parameter that a Const is; None: it is a constant."""
     source: Callable[[str], str] = lambda name: ""
-    operands: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
-    results: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    reshaped: dict[str, Reshaped] = field(default_factory=dict)
-    """Node path -> its result, where it was not made when the node was met."""
+    operands: dict[Place, tuple[str | None, ...]] = field(default_factory=dict)
+    results: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    reshaped: dict[Place, Reshaped] = field(default_factory=dict)
+    """Node -> its result, where it was not made when the node was met."""
 
     def body(self, body: TfBody, args: Sequence[Value], prefix: str) -> list[Value]:
         """The body's outputs, given values for its arguments."""
@@ -86,26 +86,26 @@ class Lower:
         env: dict[str, Value] = dict(zip(body.args, args, strict=False))
         for node in body.nodes:
             path = f"{prefix}{node.name}"
-            self.b.eqn = path
+            at = self.b.eqn = Place(path)
             self.b.source = self._source(path, node.name)
             ins = [self._read(env, ref, node) for ref in node.inputs]
             if node.op not in _LOOKS_BEHIND and node.op not in CALLS and node.op not in self.graph.library:
                 ins = [v.tensor(self.b) if isinstance(v, Reshaped) else v for v in ins]
             outs = self.node(node, ins, path)
-            self.b.eqn = path
-            self.operands[path] = tuple(map(_tensor_name, ins))
-            self.results[path] = tuple(_tensor_name(v) or "" for v in outs)
+            self.b.eqn = at
+            self.operands[at] = tuple(map(_tensor_name, ins))
+            self.results[at] = tuple(_tensor_name(v) or "" for v in outs)
             if outs and isinstance(outs[0], Reshaped):
-                self.reshaped.setdefault(path, outs[0])
+                self.reshaped.setdefault(at, outs[0])
             for k, v in enumerate(outs):
                 env[f"{node.name}:{k}"] = v
         return [self._read(env, ref, None) for ref in body.outputs]
 
     def finish(self) -> None:
         """Name the reshapes that were made after all."""
-        for path, v in self.reshaped.items():
+        for at, v in self.reshaped.items():
             if v.made is not None:
-                self.results[path] = (v.made.name,)
+                self.results[at] = (v.made.name,)
 
     def _read(self, env: dict[str, Value], ref: str, node: TfNode | None) -> Value:
         try:

@@ -215,7 +215,7 @@ def matmul(c: Call, adj_x: bool, adj_y: bool, dtype: str) -> Value:
         return product_of(c, c.x(0), c.x(1), of_x, of_y, out, dtype)
     (x, of_x), (y, of_y), inside = apart
     made = product_of(c, x, y, of_x, of_y, [p for n in out for p in inside.get(n, [n])], dtype)
-    return made if made.shape == shape else Reshaped(source=made, shape=shape, path=c.b.eqn)
+    return made if made.shape == shape else Reshaped(source=made, shape=shape, at=c.b.eqn)
 
 
 def _apart(

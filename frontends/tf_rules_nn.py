@@ -217,7 +217,7 @@ def _cross_entropy(c: Call) -> Sequence[Value]:
         weighted = composites.apply(c.b, functions.MUL, composites.log_softmax(c.b, x, [n]), labels)
         (total,) = nests.reduce(c.b, functions.SUM, [weighted], [n], [x.dtype])
         loss = composites.apply(c.b, functions.NEG, total)
-    out: Value = loss if n == 1 else Reshaped(source=loss, shape=(rows,), path=c.b.eqn)
+    out: Value = loss if n == 1 else Reshaped(source=loss, shape=(rows,), at=c.b.eqn)
     return [out, Absent("a gradient, which pase derives by itself")]
 
 

@@ -28,9 +28,9 @@ def _reshape(c: Call) -> Sequence[Value]:
         raise c.fail(f"shape {shape} cannot be reshaped to {wanted}")
     v = c.value(0)
     if isinstance(v, Reshaped):
-        return [v.source if v.source.shape == out else Reshaped(source=v.source, shape=out, path=c.b.eqn)]
+        return [v.source if v.source.shape == out else Reshaped(source=v.source, shape=out, at=c.b.eqn)]
     x = c.x(0)
-    return [x if x.shape == out else Reshaped(source=x, shape=out, path=c.b.eqn)]
+    return [x if x.shape == out else Reshaped(source=x, shape=out, at=c.b.eqn)]
 
 
 @lowers("Squeeze")

@@ -11,7 +11,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.tf_graph import TfNode, dtype_name
-from pase.ir import Tensor
+from pase.ir import Place, Tensor
 from pase.ops import GraphBuilder, nests
 
 __all__ = ["MOST_KNOWN", "Absent", "Call", "Handle", "Known", "Reshaped", "TensorList", "Value"]
@@ -61,7 +61,7 @@ class Reshaped:
 
     source: Tensor
     shape: tuple[int, ...]
-    path: str
+    at: Place
     made: Tensor | None = None
 
     @property
@@ -70,7 +70,7 @@ class Reshaped:
 
     def tensor(self, b: GraphBuilder) -> Tensor:
         if self.made is None:
-            eqn, b.eqn = b.eqn, self.path
+            eqn, b.eqn = b.eqn, self.at
             self.made = nests.reshape(b, self.source, self.shape)
             b.eqn = eqn
         return self.made

@@ -5,18 +5,15 @@ Both leave the graph a graph: what they cost follows from ``Op.remat``, ``Op.sco
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pase.ir.names import dim_classes
-from pase.ir.places import Scope
+from pase.ir.places import Place, Scope
 from pase.ir.sizes import is_one
-from pase.ir.types import Graph, Node, Op
+from pase.ir.types import LEAF, Graph, Node, Op
 
 __all__ = ["Block", "accumulated", "mixes_examples", "rematerialised", "turns_of"]
-
-_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +24,10 @@ class Block:
     start: int
     stop: int
 
-    def holds(self, path: str) -> bool:
-        """Is the equation at this path one of them, or inside one?"""
-        if not path.startswith(self.prefix):
-            return False
-        m = _DIGITS.match(path, len(self.prefix))
-        return m is not None and self.start <= int(m[0]) < self.stop
+    def holds(self, place: Place) -> bool:
+        """Is the equation there one of them, or inside one?"""
+        number = place.number_in(self.prefix)
+        return number is not None and self.start <= number < self.stop
 
     @property
     def region(self) -> Scope:
@@ -44,9 +39,9 @@ def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
 
     def inside(op: Op) -> Op:
         block = next((b for b in blocks if b.holds(op.eqn)), None)
-        if block is None or op.region is not None:
+        if block is None or op.kind in LEAF or op.region is not None:
             return op
-        around = [s for s in op.scope if block.prefix.startswith(s.path)]
+        around = [s for s in op.scope if s.encloses(block.prefix)]
         scope = (*around, block.region, *op.scope[len(around) :])
         return replace(op, scope=scope, remat=True)
 

@@ -1,4 +1,5 @@
-"""Where an op stands: the user's line, and the loops, branches and rematerialised regions around it."""
+"""Where an op stands: its place in the traced program, the user's line, and the loops, branches and rematerialised
+regions around it."""
 
 from __future__ import annotations
 
@@ -8,12 +9,74 @@ from typing import Literal, get_args
 
 from pase.errors import PaseError
 
-__all__ = ["NOWHERE", "Scope", "ScopeKind", "SourceLine"]
+__all__ = ["NOWHERE", "NO_PLACE", "Part", "Place", "Scope", "ScopeKind", "SourceLine"]
+
+Part = Literal["const", "ask", "carry", "xs", "x", "y", "last", "outs", "out"]
+"""What a loop or a branch makes beside the equations of its body: a constant of the body or of the condition, settled
+before the loop; a carry; a stack that is read a slice a turn, and the slice; a result that is stacked; the last turn's
+result; all that the body returns; what a branch returns (index: branch, result)."""
 
 ScopeKind = Literal["loop", "remat", "branch"]
 
 _SCOPE = re.compile(rf"({'|'.join(get_args(ScopeKind))})(?::|(?=\d)|$)(.*)", re.DOTALL)
 _SOURCE = re.compile(r"(.*) \(([^()]+)\)", re.DOTALL)
+_NUMBER = re.compile(r"\d+")
+_INDEX = "(?:0|[1-9][0-9]*)"
+_LOOP_PARTS = "|".join(p for p in get_args(Part) if p != "out")
+_PLACE = re.compile(
+    rf"(?P<path>.*):(?:(?P<part>{_LOOP_PARTS})(?P<index>(?:{_INDEX}(?:\.{_INDEX})*)?)"
+    rf"|branch(?P<branch>{_INDEX}):out(?P<result>{_INDEX}))",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An equation of the traced program, or what a loop or a branch makes beside its equations.
+
+    path: as the frontend numbers or names its equations: "3.1" is the second one inside of the fourth.
+    index: which of several.
+
+    >>> at = Place("3.1")
+    >>> str(at), str(at.its("carry", 2)), str(at.its("out", 0, 1)), bool(Place())
+    ('3.1', '3.1:carry2', '3.1:branch0:out1', False)
+    >>> Place.parse("3.1:carry2")
+    Place(path='3.1', part='carry', index=(2,))
+    """
+
+    path: str = ""
+    part: Part | None = None
+    index: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.path)
+
+    def __str__(self) -> str:
+        if self.part is None:
+            return self.path
+        if self.part == "out":
+            branch, result = self.index
+            return f"{self.path}:branch{branch}:out{result}"
+        return f"{self.path}:{self.part}{'.'.join(map(str, self.index))}"
+
+    def number_in(self, prefix: str) -> int | None:
+        """Of the list of equations whose paths are this prefix and a number: which one it is, or is inside of."""
+        m = _NUMBER.match(self.path, len(prefix)) if self.path.startswith(prefix) else None
+        return None if m is None else int(m[0])
+
+    def its(self, part: Part, *index: int) -> Place:
+        """What the loop or the branch here makes."""
+        return Place(self.path, part, index)
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """The inverse of ``str``."""
+        m = _PLACE.fullmatch(text)
+        if m is None:
+            return cls(text)
+        if m["part"] is None:
+            return cls(m["path"], "out", (int(m["branch"]), int(m["result"])))
+        return cls(m["path"], m["part"], tuple(map(int, m["index"].split("."))) if m["index"] else ())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -31,6 +94,10 @@ class Scope:
 
     def __str__(self) -> str:
         return f"{self.kind}{'' if self.path[:1].isdecimal() or not self.path else ':'}{self.path}"
+
+    def encloses(self, prefix: str) -> bool:
+        """Does it stand around the list of equations whose paths begin so?"""
+        return prefix.startswith(self.path)
 
     @classmethod
     def parse(cls, text: str) -> Scope:
@@ -73,3 +140,5 @@ class SourceLine:
 
 NOWHERE = SourceLine()
 """No line of the user's is known."""
+NO_PLACE = Place()
+"""Made by no equation."""

@@ -26,12 +26,11 @@ from pase.ir.dims import Conflict, DimTable
 from pase.ir.places import Scope
 from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
-from pase.ir.types import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
+from pase.ir.types import LEAF, Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
 
 __all__ = ["simplify"]
 
 LIGHT = frozenset({"elementwise", "view", "reduce", "generate"})
-LEAF = frozenset({"parameter", "input", "constant"})
 
 _MOST_KEYS = 256
 _WIDE = 512  # a dim that a model axis is spent on; router and gate dims are far narrower

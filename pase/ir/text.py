@@ -27,9 +27,10 @@ from typing import Any, NoReturn, get_args
 
 from pase.errors import PaseError
 from pase.ir.functions import BY_KIND, FUNCTIONS, Function
-from pase.ir.places import Scope, SourceLine
+from pase.ir.places import Place, Scope, SourceLine
 from pase.ir.sizes import Size, parse_size
 from pase.ir.types import (
+    LEAF,
     Access,
     AccessMap,
     Dim,
@@ -121,7 +122,7 @@ def _op(op: Op, sources: bool, functions: bool) -> str:
     more += [f"scope={_word(str(s))}" for s in op.scope]
     more += ["remat"] * op.remat + ["nodiff"] * (not op.differentiable)
     if op.eqn:
-        more.append(f"eqn={_word(op.eqn)}")
+        more.append(f"eqn={_word(str(op.eqn))}")
     if op.source and sources:
         more.append(f"source={json.dumps(str(op.source))}")
     head = f"{op.kind} {_word(op.name)} {reads}{' ' if reads else ''}->{' ' if writes else ''}{writes}"
@@ -377,7 +378,10 @@ def _read_op(line: _Line) -> Op:
                 case "eqn" | "source":
                     line.expect("=")
                     word = line.word("a value")
-                    more[key] = SourceLine.parse(word) if key == "source" else word
+                    if key == "source":
+                        more[key] = SourceLine.parse(word)
+                    else:
+                        more[key] = Place(word) if kind in LEAF else Place.parse(word)
                 case _:
                     line.fail(
                         f"expected fn=, flops=, over=, times=, chance=, scope=, eqn=, source=, remat or nodiff, "

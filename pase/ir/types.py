@@ -15,10 +15,11 @@ from typing import Literal
 
 from pase.errors import PaseError
 from pase.ir.functions import Function
-from pase.ir.places import NOWHERE, Scope, SourceLine
+from pase.ir.places import NO_PLACE, NOWHERE, Place, Scope, SourceLine
 from pase.ir.sizes import Size, bind_size, free_symbols, product
 
 __all__ = [
+    "LEAF",
     "Access",
     "AccessMap",
     "Dim",
@@ -68,6 +69,9 @@ OpKind = Literal[
     "carry",
     "output",
 ]
+
+LEAF: frozenset[OpKind] = frozenset(("parameter", "input", "constant"))
+"""Kinds of ops that read nothing: what the model is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +203,7 @@ class Op:
     name: the framework's, for people to read. function: what it computes; all that follows is asked of this.
     flops_per_point: FLOPs (a multiply-add is two) per point of the dims in ``over``.
     over: the dims whose points are worked on; None: all dims of the maps.
-    eqn: where the frontend found it, so that a backend finds it again.
+    eqn: where the frontend found it, so that a backend finds it again; of a leaf, its name in the model.
     scope: the loops, branches and rematerialised regions that enclose it, outermost first.
     times: how often it runs in a step (the product of the trip counts of its scope).
     chance: of the conditional branches around it to be taken, by which its time is weighted; memory is not.
@@ -215,7 +219,7 @@ class Op:
     over: tuple[str, ...] | None = None
     differentiable: bool = True
     source: SourceLine = NOWHERE
-    eqn: str = ""
+    eqn: Place = NO_PLACE
     scope: tuple[Scope, ...] = ()
     times: Size = 1
     chance: float = 1.0

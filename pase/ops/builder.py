@@ -18,6 +18,7 @@ from pase.ir import (
     Node,
     Op,
     OpKind,
+    Place,
     Role,
     Scope,
     ScopeKind,
@@ -26,7 +27,7 @@ from pase.ir import (
     Tensor,
 )
 from pase.ir.functions import BY_KIND, CARRY, Function
-from pase.ir.places import NOWHERE
+from pase.ir.places import NO_PLACE, NOWHERE
 from pase.ir.sizes import is_one
 from pase.ir.types import is_floating
 
@@ -62,7 +63,7 @@ class GraphBuilder:
     nodes: list[Node] = field(default_factory=list)
     source: SourceLine = NOWHERE
     """Source line that the next nests come from."""
-    eqn: str = ""
+    eqn: Place = NO_PLACE
     """Where the frontend found the next nests."""
     saved: bool = False
     """The next nests' results are kept although the region around them is rematerialised."""
@@ -181,7 +182,7 @@ class GraphBuilder:
         self.nodes.append(Node(name=node_name, space=space, ops=(op,)))
         return out
 
-    def carry(self, init: Tensor, eqn: str) -> Tensor:
+    def carry(self, init: Tensor, eqn: Place) -> Tensor:
         """A loop's carry, made before its body: one node, hence one layout, for what comes in and goes out."""
         self.eqn = eqn
         dims, m = {n: (s, "parallel") for n, s in _dims(init.shape)}, _map(init.shape)
@@ -251,7 +252,7 @@ class GraphBuilder:
             reads=(),
             writes=(Access(t.name, _map(shape)),),
             flops_per_point=0,
-            eqn=path,
+            eqn=Place(path),
         )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=kind) for n, s in _dims(shape)))
         self.nodes.append(Node(name=f"{role}.{self._count}", space=space, ops=(op,)))

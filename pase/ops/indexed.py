@@ -123,7 +123,7 @@ def columns(
     reads = [*(Read(t, of_element(t)) for t in sparse), Read(dense, whole)]
     rows = [walk(f"m{i}", s, "replicated") for i, s in enumerate(shape[:first])]
     out = AccessMap((*rows, *(walk(f"n{k}", s, "parallel") for k, s in enumerate(shape[first:]))))
-    over = [d for d in dims if d == "e" or d.startswith("n")]
+    over = [d for d, (_, kind) in dims.items() if d == "e" or kind == "parallel"]
     return b.nest(name, "opaque", reads, [Write(tuple(shape), dtype, out)], dims, flops=2.0, over=over)[0]
 
 

@@ -455,7 +455,7 @@ def batched(
 
     reads = [Read(t, walk(t.shape, f"r{k}")) for k, t in enumerate(inputs)]
     writes = [Write(tuple(shape), dtype, walk(shape, f"w{k}")) for k, (shape, dtype) in enumerate(outs)]
-    over = [d for d in dims if d.startswith("d")]
+    over = [d for d, (_, kind) in dims.items() if kind == "parallel"]
     return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=over)
 
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from pase.ir import Access, Graph, Node, Op
+from pase.ir import Access, Graph, Node, Op, Place
 from pase.machine import Mesh
 from pase.tables.layouts import blocks_of, forward_states, read_states, tensor_dim, write_states
 
@@ -38,7 +38,7 @@ _NO_EQUATION = ("output", "copy", "parameter", "input", "constant")
 class Reading:
     """An equation reads a tensor, or the copy of it that it shares with others. at: the equation."""
 
-    at: str
+    at: Place
     tensor: str
 
 
@@ -82,9 +82,9 @@ def access_states(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -
     return out
 
 
-def equation_layouts(graph: Graph, states: Mapping[str, NodeStates]) -> dict[str, EquationLayouts]:
-    """Path of an equation -> its layouts; states: those of ``access_states``."""
-    found: dict[str, tuple[dict[str, Digits], dict[str, Digits]]] = {}
+def equation_layouts(graph: Graph, states: Mapping[str, NodeStates]) -> dict[Place, EquationLayouts]:
+    """Equation -> its layouts; states: those of ``access_states``."""
+    found: dict[Place, tuple[dict[str, Digits], dict[str, Digits]]] = {}
     for n in graph.nodes:
         of_node = states[n.name]
         for op, reads, writes in zip(n.ops, of_node.reads, of_node.writes, strict=True):
@@ -106,7 +106,7 @@ def _digit(state: int) -> Digit:
     return (tensor_dim(state), blocks_of(state)) if state >= 0 else None
 
 
-def distinct(layouts: Mapping[str, EquationLayouts]) -> Iterator[Digits]:
+def distinct(layouts: Mapping[Place, EquationLayouts]) -> Iterator[Digits]:
     """Every layout that occurs, each once, in the order in which they do."""
     every = (d for e in layouts.values() for part in (e.reads, e.writes) for d in part.values())
     yield from dict.fromkeys(every)

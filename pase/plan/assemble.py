@@ -34,6 +34,7 @@ def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
     if any(len(name) > 1 for name in mesh.names):
         return mesh
     names: list[str] = []
+    taken: Counter[str] = Counter()
     for a in range(len(mesh.names)):
         split: Counter[str] = Counter()
         for n in graph.nodes:
@@ -41,8 +42,8 @@ def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
             if n.kind in ("matmul", "conv", "gather", "reduce") and d >= 0:
                 split[n.space.dims[d].name] += 1
         use = {"b": "data", "s": "sequence"}.get(split.most_common(1)[0][0], "model") if split else "spare"
-        taken = sum(n.rstrip("0123456789") == use for n in names)
-        names.append(f"{use}{taken + 1}" if taken else use)
+        taken[use] += 1
+        names.append(use if taken[use] == 1 else f"{use}{taken[use]}")
     return replace(mesh, names=tuple(names))
 
 

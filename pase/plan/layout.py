@@ -15,6 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.codec import Count, Size, convert, json_schema, read_json, to_tree
+from pase.ir import Place
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
@@ -228,7 +229,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         ),
         reshards=tuple(
             ReshardForm(
-                at=reading.at, tensor=reading.tensor, layouts=route.layouts,
+                at=str(reading.at), tensor=reading.tensor, layouts=route.layouts,
                 gradient=UNSET if route.gradient is None else route.gradient,
             )
             for reading, route in plan.read.items()
@@ -260,7 +261,7 @@ def _copied(value: Any, cls: Any) -> Any:
     return cls(**{name: getattr(value, name) for name in cls.__annotations__})
 
 
-def _accesses_form(accesses: Mapping[str, EquationLayouts]) -> AccessesForm:
+def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
     """Each layout once, and per equation which of them its tensors are read and written in."""
     number: dict[Digits, int] = {layout: i for i, layout in enumerate(distinct(accesses))}
 
@@ -268,7 +269,8 @@ def _accesses_form(accesses: Mapping[str, EquationLayouts]) -> AccessesForm:
         return {t: number[d] for t, d in layouts.items()}
 
     equations = {
-        at: EquationForm(reads=numbered(e.reads), writes=numbered(e.writes)) for at, e in accesses.items()
+        str(at): EquationForm(reads=numbered(e.reads), writes=numbered(e.writes))
+        for at, e in accesses.items()
     }
     return AccessesForm(layouts=tuple(number), equations=equations)
 
@@ -322,7 +324,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
             for name in dict.fromkeys((*form.layouts, *form.gradients))
         },
         read={
-            Reading(r.at, r.tensor): Route(r.layouts, None if r.gradient is UNSET else r.gradient)
+            Reading(Place.parse(r.at), r.tensor): Route(r.layouts, None if r.gradient is UNSET else r.gradient)
             for r in form.reshards
         },
         copies=_copies_by_name(form.layouts) if form.copies is UNSET else form.copies,
@@ -350,12 +352,12 @@ def _copies_by_name(tensors: Iterable[str]) -> dict[str, str]:
     return {t: m[1] for t in tensors if (m := re.fullmatch(r"(t\d+)c\d*", t))}
 
 
-def _accesses_of(form: AccessesForm) -> dict[str, EquationLayouts]:
+def _accesses_of(form: AccessesForm) -> dict[Place, EquationLayouts]:
     def laid_out(numbers: Mapping[str, int]) -> dict[str, Digits]:
         return {t: form.layouts[i] for t, i in numbers.items()}
 
     return {
-        at: EquationLayouts(reads=laid_out(e.reads), writes=laid_out(e.writes))
+        Place.parse(at): EquationLayouts(reads=laid_out(e.reads), writes=laid_out(e.writes))
         for at, e in form.equations.items()
     }
 

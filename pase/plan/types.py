@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from pase.errors import PaseError
-from pase.ir import digest
+from pase.ir import Place, digest
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
@@ -98,8 +98,8 @@ class PlanData:
     """Micro-batches of a step, over which gradients are summed."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Copy that several readers share -> the tensor that it is a copy of."""
-    accesses: Mapping[str, EquationLayouts] = field(default_factory=dict, repr=False)
-    """Path of an equation -> the layouts in which it reads and writes; empty in layouts of before these were kept."""
+    accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict, repr=False)
+    """Equation -> the layouts in which it reads and writes; empty in layouts of before these were kept."""
     remat: tuple[Block, ...] = ()
     """Blocks of equations that backward computes again, besides those that the model itself rematerialises."""
     buckets: Mapping[str, Any] | None = field(default=None, repr=False)

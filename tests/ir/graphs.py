@@ -30,7 +30,7 @@ from pase.ir import (
     to_text,
 )
 from pase.ir.functions import FUNCTIONS
-from pase.ir.places import Scope, ScopeKind, SourceLine
+from pase.ir.places import Place, Scope, ScopeKind, SourceLine
 
 HEAVY = {"matmul", "conv", "gather", "scatter", "window", "sequential", "carry"}
 
@@ -149,7 +149,7 @@ def graphs(draw: Callable[..., Any]) -> Graph:
             else st.none(),
             differentiable=st.booleans(),
             source=(st.just("") | names).map(SourceLine.parse),
-            eqn=st.just("") | names,
+            eqn=(st.just("") | names).map(Place.parse),
             scope=st.lists(st.builds(Scope, st.sampled_from(get_args(ScopeKind)), names), max_size=2).map(
                 tuple
             ),

@@ -17,7 +17,7 @@ import pase
 from pase.errors import PaseError
 from pase.frontends import registry
 from pase.frontends.from_tf import Traced, trace
-from pase.ir import named, simplify, verify
+from pase.ir import Place, named, simplify, verify
 from tests.frontends.tf.graphs import convnet, frozen, lstm, transformer
 from tests.frontends.tf.twins import TWINS, twin
 from tests.ir.graphs import flops
@@ -54,7 +54,7 @@ def shapes_agree(traced: Traced) -> int:
     """Every result has the shape that TensorFlow infers by itself; returns how many were compared."""
     compared = 0
     for node in traced.program.main.nodes:
-        for k, name in enumerate(traced.results[node.name]):
+        for k, name in enumerate(traced.results[Place(node.name)]):
             wanted = node.hint(k)
             if name and node.op != "Placeholder" and wanted is not None and None not in wanted:
                 assert traced.graph.tensors[name].shape == wanted, (node.name, node.op)

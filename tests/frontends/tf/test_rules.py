@@ -15,7 +15,7 @@ from pase.errors import PaseError
 from pase.frontends import from_tf
 from pase.frontends.from_tf import Traced, trace
 from pase.frontends.tf_rules import RULES
-from pase.ir import Node, simplify, verify
+from pase.ir import Node, Place, simplify, verify
 from tests.frontends.tf.cases import CASES, IDS, IMAGES, W, X
 from tests.frontends.tf.graphs import graph
 
@@ -39,7 +39,7 @@ def test_shapes_and_dtypes(name: str) -> None:
     for node in t.program.main.nodes:
         if node.op in ("Placeholder", "ReadVariableOp", "While") or node.op.startswith("TensorList"):
             continue
-        for k, made in enumerate(t.results[node.name]):
+        for k, made in enumerate(t.results[Place(node.name)]):
             wanted = node.hint(k)
             if made and wanted is not None and None not in wanted:
                 assert t.graph.tensors[made].shape == wanted, (node.name, node.op)

@@ -1,0 +1,60 @@
+"""Facts are values of types: in the core, text is taken apart only where text from outside is read."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = ("ir", "ops", "tables", "search", "baselines", "memory", "costmodels", "compiler", "plan")
+TAKES_APART = {
+    "startswith", "endswith", "partition", "rpartition", "split", "rsplit", "removeprefix", "removesuffix",
+}  # fmt: skip
+STRIPS = {"strip", "lstrip", "rstrip"}  # of white space, it is no taking apart
+
+# file -> the text that it reads or writes. Whoever adds a line here says what text it is; a fact that
+# one part of pase tells another is no text: give it a field.
+READS_TEXT = {
+    "pase/compiler/resolve.py": "a model as the user names it: zoo:NAME, MODULE:FUNCTION, a path",
+    "pase/ir/functions.py": "the table's own words",
+    "pase/ir/places.py": "a Python function's qualified name",
+    "pase/ir/text.py": "the IR's text form",
+    "pase/ir/types.py": "an access map as einsum text; a framework's dtype names",
+    "pase/plan/buckets.py": "a group of axes as problem files have it",
+    "pase/plan/table.py": "methods by the names that layout.json has: megatron_8; a line of its own as a warning",
+    "pase/ops/builder.py": "a new node's name beside the last one's",
+}
+
+
+def taken_apart(tree: ast.Module) -> Iterator[str]:
+    """``LINE: call`` of each call that takes a text apart: a method of these names, but for numpy's own split."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        array = isinstance(node.func.value, ast.Name) and node.func.value.id in ("np", "jnp")
+        if not array and (node.func.attr in TAKES_APART or (node.func.attr in STRIPS and node.args)):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def core_files() -> list[str]:
+    rooms = [ROOT / "costmodels" if room == "costmodels" else ROOT / "pase" / room for room in CORE]
+    return sorted(str(f.relative_to(ROOT)) for room in rooms for f in room.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", core_files())
+def test_no_fact_is_read_out_of_a_name(file: str) -> None:
+    found = list(taken_apart(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
+    if file in READS_TEXT:
+        assert found, f"{file} takes no text apart any more: it need not stand here"
+    else:
+        assert not found, f"{file} reads facts out of text; give them a typed field: {found}"
+
+
+def test_the_check_sees_what_it_is_for() -> None:
+    before = "region = next(s for s in op.scope if s.startswith('remat'))\nraw = name.partition('c')[0]"
+    assert len(list(taken_apart(ast.parse(before)))) == 2
+    assert len(list(taken_apart(ast.parse("use = name.rstrip('0123456789')")))) == 1
+    assert not list(taken_apart(ast.parse("held = np.split(x, 3); kind = op.scope[0].kind")))
