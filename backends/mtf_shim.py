@@ -18,7 +18,7 @@ import os
 import types
 from typing import Any
 
-from pase.errors import PaseError
+from pase.errors import PaseError, install_line
 
 __all__ = ["mesh_tensorflow"]
 
@@ -30,7 +30,7 @@ def mesh_tensorflow() -> tuple[Any, Any]:
         import tensorflow.compat.v1 as tf
         from tensorflow.python.framework import ops, tensor_conversion_registry
     except ImportError as e:
-        raise PaseError(f"Mesh-TensorFlow needs TensorFlow ({e}): pip install 'pase[tf]'") from e
+        raise PaseError(f"Mesh-TensorFlow needs TensorFlow ({e}): {install_line('tf')}") from e
 
     if not hasattr(tf, "estimator"):
 
@@ -49,6 +49,6 @@ def mesh_tensorflow() -> tuple[Any, Any]:
     try:
         import mesh_tensorflow as mtf
     except ImportError as e:
-        raise PaseError(f"cannot import mesh-tensorflow ({e}): pip install 'pase[tf]'") from e
+        raise PaseError(f"cannot import mesh-tensorflow ({e}): {install_line('tf')}") from e
     logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns at every variable
     return mtf, tf

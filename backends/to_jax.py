@@ -12,7 +12,7 @@ from typing import Any
 
 from pase.backends.jax_step import Stepper
 from pase.backends.jax_walk import Walk
-from pase.errors import PaseError
+from pase.errors import PaseError, install_line
 from pase.frontends.from_jax import Traced
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.ir import Place
@@ -390,7 +390,7 @@ class JaxPlan:
         try:
             import orbax.checkpoint as ocp
         except ModuleNotFoundError as e:
-            raise PaseError("plan.jax.restore reads orbax checkpoints: pip install orbax-checkpoint") from e
+            raise PaseError(f"plan.jax.restore reads orbax checkpoints: {install_line('checkpoints')}") from e
 
         def wanted(shape: Any, sharding: Any) -> Any:
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

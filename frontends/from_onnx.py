@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from pase.errors import PaseError
+from pase.errors import PaseError, install_line
 from pase.frontends import registry
 from pase.frontends.onnx_control import CONTROL, apart_value, captures
 from pase.frontends.onnx_fold import fold
@@ -75,7 +75,7 @@ def trace(
     try:
         import onnx  # noqa: F401
     except ModuleNotFoundError:
-        raise PaseError("reading an ONNX model needs the onnx package: pip install 'pase[onnx]'") from None
+        raise PaseError(f"reading an ONNX model needs the onnx package: {install_line('onnx')}") from None
     if args:
         raise PaseError("an ONNX model brings its inputs along: give no arguments with it")
     with uncollected():

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from pase.errors import PaseError
+from pase.errors import PaseError, install_line
 from pase.ir.places import NOWHERE, SourceLine
 
 __all__ = [
@@ -47,10 +47,10 @@ def check(version: str | None = None) -> None:
     """PaseError where the installed JAX (or ``version``) is older than what is known; one warning where it is newer.
 
     >>> check("0.12.1")
-    >>> check("0.4.30")
+    >>> check("0.4.30")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    pase.errors.PaseError: JAX 0.4.30 is too old: pase reads 0.10 to 0.12. Upgrade it: pip install -U 'pase[jax]'
+    pase.errors.PaseError: JAX 0.4.30 is too old: pase reads 0.10 to 0.12. Upgrade it: pip install ...
     """
     if version is None:
         import jax
@@ -60,7 +60,7 @@ def check(version: str | None = None) -> None:
     oldest, newest = (f"{a}.{b}" for a, b in (KNOWN[0], KNOWN[-1]))
     if (major, minor) < KNOWN[0]:
         raise PaseError(
-            f"JAX {version} is too old: pase reads {oldest} to {newest}. Upgrade it: pip install -U 'pase[jax]'"
+            f"JAX {version} is too old: pase reads {oldest} to {newest}. Upgrade it: {install_line('jax')}"
         )
     if (major, minor) > KNOWN[-1]:
         warnings.warn(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pase.errors import PaseError
+from pase.errors import PaseError, install_line
 from pase.frontends import tf_files, tf_live
 from pase.frontends.registry import Dims
 from pase.frontends.tf_sources import Source, is_graph_def, is_keras
@@ -21,7 +21,7 @@ def read_source(model: Any, args: Sequence[Any], name: str | None, dims: Dims) -
     try:
         import tensorflow  # noqa: F401
     except ImportError as e:
-        raise PaseError(f"reading TensorFlow models needs TensorFlow: pip install 'pase[tf]' ({e})") from e
+        raise PaseError(f"reading TensorFlow models needs TensorFlow ({e}): {install_line('tf')}") from e
     if isinstance(model, (str, Path)):
         if args:
             raise PaseError(f"'{model}' names a model: give no further arguments with it")

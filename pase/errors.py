@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from typing import Any
 
-__all__ = ["Infeasible", "PaseError", "needed"]
+__all__ = ["Infeasible", "PaseError", "install_line", "needed"]
 
 
 class PaseError(ValueError):
@@ -16,11 +17,25 @@ class Infeasible(PaseError):
     """A sound request that cannot be met: nothing fits, no strategy exists. Exit code 1."""
 
 
+def install_line(extra: str) -> str:
+    """The command that installs what an extra of pase stands for.
+
+    It names the packages, not ``pase[extra]``: the project called pase on the Python package index is another one.
+    """
+    try:
+        declared = metadata.requires("pase") or []
+    except metadata.PackageNotFoundError:  # run from its sources, not installed
+        declared = []
+    parts = (line.partition(";") for line in declared)
+    packages = [wanted.strip() for wanted, _, marker in parts if marker.strip() == f'extra == "{extra}"']
+    if not packages:
+        return f"pip install '.[{extra}]' in the directory of pase's sources"
+    return "pip install " + " ".join(f"'{package}'" for package in packages)
+
+
 def needed(module: str, where: str, extra: str = "traces") -> Any:
     """An optional package that a format needs. PaseError says how to get it: which extra of pase has it."""
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        raise PaseError(
-            f"{where}: reading it needs {module.partition('.')[0]}: pip install 'pase[{extra}]'"
-        ) from e
+        raise PaseError(f"{where}: reading it needs {module.partition('.')[0]}: {install_line(extra)}") from e

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pase.errors import PaseError
+from pase.errors import PaseError, install_line
 from pase.schedule.chain import plain_iteration_s
 from pase.schedule.plan import BucketPlan
 from pase.schedule.types import ScheduleProblem
@@ -30,7 +30,7 @@ def best_order(
     try:
         from ortools.sat.python import cp_model
     except ImportError as e:
-        raise PaseError("this needs ortools: pip install 'pase[ortools]'") from e
+        raise PaseError(f"this needs ortools: {install_line('ortools')}") from e
     view = plain_view(problem)
     tick = plain_iteration_s(problem, plan, view) / TICKS
     model = cp_model.CpModel()

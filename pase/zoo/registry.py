@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from pase.errors import PaseError
+from pase.errors import PaseError, install_line
 from pase.zoo.catalog import ENTRIES, Entry, Setting
 
 __all__ = ["ZooModel", "entry", "get", "names", "reduced"]
@@ -108,9 +108,7 @@ def _build(found: Entry, settings: dict[str, Setting], architecture: Mapping[str
     except ModuleNotFoundError as error:
         if error.name != "jax":
             raise
-        raise PaseError(
-            "the zoo's models are JAX functions: install JAX, pip install 'pase[jax]'."
-        ) from error
+        raise PaseError(f"the zoo's models are JAX functions and need JAX: {install_line('jax')}") from error
     return ZooModel(
         name=found.name,
         description=found.description,

@@ -28,7 +28,7 @@ from pase.machine import Mesh
 ROOT = Path(__file__).parents[2]
 HAVE = all(importlib.util.find_spec(m) for m in ("tensorflow", "mesh_tensorflow"))
 needs_mesh_tf = pytest.mark.skipif(
-    not HAVE, reason="needs tensorflow and mesh-tensorflow (pip install 'pase[tf]')"
+    not HAVE, reason="needs tensorflow and mesh-tensorflow (pip install '.[tf]')"
 )
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
