@@ -13,11 +13,11 @@ embedding: the zoo has none) then keeps its scaled input and its mask, both floa
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import numpy as np
 
+from bench.arguments import parser, wanted
 from bench.provenance import save
 from pase import costmodels, machine
 from pase.frontends.from_jax import trace
@@ -87,11 +87,9 @@ def dropout_bytes(batch: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-o", default="bench/results/dpro_memory.json")
-    args = parser.parse_args()
+    args = parser(__doc__, "dpro_memory").parse_args()
     rows = []
-    for name, built, optimizer, measured, theirs in models():
+    for name, built, optimizer, measured, theirs in wanted(((m[0], m) for m in models()), args.only):
         m = predict(built, optimizer)
         parts = {k: round(v / 1e9, 3) for k, v in vars(m).items()}
         # Regions that are run again keep other things: the second account has no say there.

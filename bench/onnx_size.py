@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.arguments import parser, wanted
+from bench.provenance import ROOT, save
 
 CHILD = """
 import json, resource, sys, time
@@ -118,12 +119,13 @@ def measured(path: Path, simplify: bool, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    args = parser(__doc__, "onnx_size").parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.onnx"
         cases = [("nodes", n, 256, False) for n in (1_000, 5_000, 20_000, 50_000)]
         cases += [("weights", 84, 2048, False), ("weights", 84, 2048, True)]
-        for what, nodes, d, weights in cases:
+        for what, nodes, d, weights in wanted(((f"{c[0]} {c[1]}", c) for c in cases), args.only):
             model = blocks(-(-nodes // 42), d, weights)
             path.write_bytes(model.SerializeToString())
             size = path.stat().st_size
@@ -132,7 +134,7 @@ def main() -> None:
             row = {"varies": what, "nodes_in_file": count, "file_mb": size / 2**20}
             rows.append(row | measured(path, count <= 6_000, 3))
             print(json.dumps(rows[-1]), flush=True)
-    save({"rows": rows}, RESULTS / "onnx_size.json")
+    save({"rows": rows}, args.o)
 
 
 if __name__ == "__main__":

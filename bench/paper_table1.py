@@ -10,12 +10,12 @@ its tables included); the prototype's were measured on a machine with two cores,
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 
-from bench.provenance import RESULTS, save
+from bench.arguments import parser, wanted
+from bench.provenance import save
 
 DEVICES = (4, 8, 16, 32, 64)
 PAPER_S = {  # PaSE (IPDPS 2021), Table I, column "Ours"
@@ -41,9 +41,10 @@ MODELS = (*PAPER_S, "transformer?scan=0")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    options = parser(__doc__, "paper_table1")
+    options.add_argument("--repeats", type=int, default=3)
+    args = options.parse_args()
+    repeats = args.repeats
     from pase import zoo
     from pase.frontends.from_jax import trace
     from pase.ir import named, simplify
@@ -51,7 +52,7 @@ def main() -> None:
     from pase.search import solve
 
     rows = []
-    for model in MODELS:
+    for model in wanted(((m, m) for m in MODELS), args.only):
         name = model.partition("?")[0]
         paper = PAPER_S[name]
         m = zoo.get(model)
@@ -91,7 +92,7 @@ def main() -> None:
                 f"paper {paper[i]:.3f} s",
                 file=sys.stderr,
             )
-    save({"repeats": repeats, "rows": rows}, RESULTS / "paper_table1.json")
+    save({"repeats": repeats, "rows": rows}, args.o)
 
 
 if __name__ == "__main__":

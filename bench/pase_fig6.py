@@ -11,9 +11,9 @@ the figure (+-0.01).
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
+from bench.arguments import parser, wanted
 from bench.provenance import save
 from pase import zoo
 from pase.baselines import Baseline, baselines
@@ -75,42 +75,44 @@ def predicted(model: str, machine: str, devices: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-o", default="bench/results/pase_fig6.json")
-    args = parser.parse_args()
+    args = parser(__doc__, "pase_fig6").parse_args()
     rows: list[dict[str, Any]] = []
-    for machine, models in MEASURED.items():
-        for model, strategies in models.items():
-            for i, p in enumerate(DEVICES):
-                s = predicted(model, machine, p)
-                speedup = {k: s["data_parallel"] / v for k, v in s.items()}
-                measured = {k: v[i] for k, v in strategies.items()} | {"data_parallel": 1.0}
-                names = sorted(measured)
-                # Pairs that the figure tells apart by more than its reading error.
-                pairs = [(a, b) for a in names for b in names if measured[a] > measured[b] + 0.02]
-                right = sum(speedup[a] >= speedup[b] * (1 - 1e-9) for a, b in pairs)
-                rows.append(
-                    {
-                        "machine": machine,
-                        "model": model,
-                        "devices": p,
-                        "measured": measured,
-                        "predicted": {k: round(speedup[k], 3) for k in (*names, "ours")},
-                        "pairs": len(pairs),
-                        "pairs_right": right,
-                        "error": {k: speedup[k] / v - 1 for k, v in measured.items() if k != "data_parallel"},
-                    }
-                )
-                r = rows[-1]
-                print(
-                    machine,
-                    model,
-                    p,
-                    {k: v for k, v in measured.items() if k != "data_parallel"},
-                    r["predicted"],
-                    f"{right}/{len(pairs)}",
-                    flush=True,
-                )
+    cells = [
+        (f"{machine} {model} {p}", (machine, model, i, p, strategies))
+        for machine, models in MEASURED.items()
+        for model, strategies in models.items()
+        for i, p in enumerate(DEVICES)
+    ]
+    for machine, model, i, p, strategies in wanted(cells, args.only):
+        s = predicted(model, machine, p)
+        speedup = {k: s["data_parallel"] / v for k, v in s.items()}
+        measured = {k: v[i] for k, v in strategies.items()} | {"data_parallel": 1.0}
+        names = sorted(measured)
+        # Pairs that the figure tells apart by more than its reading error.
+        pairs = [(a, b) for a in names for b in names if measured[a] > measured[b] + 0.02]
+        right = sum(speedup[a] >= speedup[b] * (1 - 1e-9) for a, b in pairs)
+        rows.append(
+            {
+                "machine": machine,
+                "model": model,
+                "devices": p,
+                "measured": measured,
+                "predicted": {k: round(speedup[k], 3) for k in (*names, "ours")},
+                "pairs": len(pairs),
+                "pairs_right": right,
+                "error": {k: speedup[k] / v - 1 for k, v in measured.items() if k != "data_parallel"},
+            }
+        )
+        r = rows[-1]
+        print(
+            machine,
+            model,
+            p,
+            {k: v for k, v in measured.items() if k != "data_parallel"},
+            r["predicted"],
+            f"{right}/{len(pairs)}",
+            flush=True,
+        )
     errors = [abs(e) for r in rows for e in r["error"].values()]
     record = {
         "cells": len(rows),

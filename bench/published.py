@@ -10,10 +10,10 @@ schedule (Narayanan et al. 2021, section 2.2.2), with the first and last stage's
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.arguments import parser, wanted
 from bench.megatron_gpt import padded_vocabulary
 from bench.provenance import save
 from bench.vtrain import graph_of, strategy
@@ -141,12 +141,10 @@ def predict(p: Published, recompute: str, m: Machine, executor: Executor = MEGAT
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-o", default="bench/results/published.json")
-    args = parser.parse_args()
+    args = parser(__doc__, "published").parse_args()
     m = machine.load("a100x8")
     rows: list[dict[str, Any]] = []
-    for p in MODELS:
+    for p in wanted(((p.name, p) for p in MODELS), args.only):
         for recompute, measured in (("full", p.full_s), ("selective", p.selective_s)):
             found = {e.name: predict(p, recompute, m, e) for e in (MEGATRON, COMPILED)}
             rows.append(

@@ -8,10 +8,10 @@ twice the figure, beside a new search there and beside the other methods.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from typing import Any
 
+from bench.arguments import parser, wanted
 from bench.provenance import save
 from pase.machine.scale import QUANTITIES
 from pase.questions.sensitivity import sensitivity
@@ -21,11 +21,9 @@ DEVICES = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-o", default="bench/results/sensitivity.json")
-    args = parser.parse_args()
+    args = parser(__doc__, "sensitivity").parse_args()
     rows: list[dict[str, Any]] = []
-    for model in MODELS:
+    for model in wanted(((m, m) for m in MODELS), args.only):
         for quantity in QUANTITIES:
             for p in sensitivity(model, devices=DEVICES, vary=[f"{quantity}=0.5,2"]):
                 rows.append({"model": model, **asdict(p), "regret": p.regret, "winner": p.winner})

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.arguments import parser, wanted
+from bench.provenance import ROOT, save
 
-RUNS = 21
 CASES = {
     "python": ["-c", "pass"],
     "import pase": ["-c", "import pase"],
@@ -21,18 +21,22 @@ CASES = {
 
 
 def main() -> None:
-    seconds: dict[str, list[float]] = {name: [] for name in CASES}
-    for _ in range(RUNS):  # in turn, so that a busy moment falls on all of them
-        for name, arguments in CASES.items():
+    options = parser(__doc__, "startup")
+    options.add_argument("--runs", type=int, default=21)
+    args = options.parse_args()
+    cases = wanted(((name, (name, arguments)) for name, arguments in CASES.items()), args.only)
+    seconds: dict[str, list[float]] = {name: [] for name, _ in cases}
+    for _ in range(args.runs):  # in turn, so that a busy moment falls on all of them
+        for name, arguments in cases:
             began = time.perf_counter()
             subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
             seconds[name].append(time.perf_counter() - began)
     result = {
-        "runs": RUNS,
+        "runs": args.runs,
         "median_s": {name: round(statistics.median(s), 4) for name, s in seconds.items()},
         "least_s": {name: round(min(s), 4) for name, s in seconds.items()},
     }
-    print(save(result, RESULTS / "startup.json").read_text())
+    print(save(result, args.o).read_text())
 
 
 if __name__ == "__main__":

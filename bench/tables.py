@@ -9,11 +9,13 @@ of one process, so that a busy machine does not tell.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
+from itertools import groupby
+from operator import itemgetter
 
+from bench.arguments import parser, wanted
 from bench.provenance import save
 from pase import costmodels, machine, zoo
 from pase.frontends.from_jax import trace
@@ -50,14 +52,14 @@ def seconds(g: Graph, devices: int, axes: int) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-o", default="bench/results/tables.json")
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    options = parser(__doc__, "tables")
+    options.add_argument("--repeats", type=int, default=3)
+    args = options.parse_args()
     rows = []
-    for name in MODELS:
+    cells = ((f"{name} {devices}", (name, devices)) for name in MODELS for devices in DEVICES)
+    for name, found in groupby(wanted(cells, args.only), key=itemgetter(0)):
         g = graph(name)
-        for devices in DEVICES:
+        for _, devices in found:
             runs = [seconds(g, devices, 3) for _ in range(args.repeats)]
             median = statistics.median(s for s, _ in runs)
             row = {"model": name, "devices": devices, "meshes": runs[0][1], "cpu_s": round(median, 3)}
