@@ -1,18 +1,18 @@
 """Ours against every policy, the exact optimum and the bounds, on random and measured instances.
 
-    python -m bench.schedule_policies [--quick]
+    python -m bench.schedule_policies [--quick] [--only TEXT]
 
 Writes bench/results/schedule_policies.json. Seconds are CPU seconds of this process (the machine may be shared).
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
+from bench.arguments import parser, wanted
 from bench.cases.schedules import BETA, PROFILES, link, profile, random_problem, vgg19
-from bench.provenance import RESULTS, save
+from bench.provenance import save
 from pase.schedule import Options, all_policies, evaluate, get_policy
 from pase.schedule.bound import lower_bound_s, preemptive_bound_s
 from pase.schedule.chain import plain_iteration_s
@@ -84,9 +84,12 @@ def large_plan() -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    options = parser(__doc__, "schedule_policies")
+    options.add_argument(
+        "--quick", action="store_true", help="fewer seeds, exact solvers on smaller problems"
+    )
+    args = options.parse_args()
+    quick = args.quick
     fast_plan(random_problem(20, 99))  # compile
     problems = [
         random_problem(n, s) for n in (6, 8, 12, 30, 100, 500, 2000) for s in range(3 if quick else 6)
@@ -98,7 +101,7 @@ def main() -> None:
                 net = link(f"{b / 1e9:g} GB/s", alpha_s=50e-6, beta=1 / b)
                 problems.append(profile(path.name.removesuffix(".graph.txt"), net))
     rows = []
-    for p in problems:
+    for p in wanted(((p.name, p) for p in problems), args.only):
         rows.append(one(p, 8 if quick else 12))
         r = rows[-1]
         exact, ms = r.get("gap_to_exact", float("nan")), r["cpu_seconds"] * 1e3  # type: ignore[operator]
@@ -130,21 +133,24 @@ def main() -> None:
     large = [r["cpu_seconds"] for r in rows if r["tensors"] == 2000]
     known = [r["gap_to_exact"] for r in rows if r.get("exact", {}).get("proven")]  # type: ignore[union-attr]
     out = {
-        "median_cpu_seconds_2000_tensors": statistics.median(large),  # type: ignore[type-var]
-        "most_cpu_seconds_2000_tensors": max(large),  # type: ignore[type-var]
-        "plan_405b": large_plan(),
-        "largest_gap_to_proven_optimum": max(known),  # type: ignore[type-var]
+        "median_cpu_seconds_2000_tensors": statistics.median(large) if large else None,  # type: ignore[type-var]
+        "most_cpu_seconds_2000_tensors": max(large, default=None),  # type: ignore[type-var]
+        "plan_405b": None if args.only else large_plan(),
+        "largest_gap_to_proven_optimum": max(known, default=None),  # type: ignore[type-var]
         "proven": len(known),
         "largest_gap_to_preemptive_where_not_proven": max(
-            r["gap_to_preemptive"]
-            for r in rows
-            if not r.get("exact", {}).get("proven") and r["gap_to_bound"] > 1e-6  # type: ignore[union-attr, operator]
+            (
+                r["gap_to_preemptive"]
+                for r in rows
+                if not r.get("exact", {}).get("proven") and r["gap_to_bound"] > 1e-6  # type: ignore[union-attr, operator]
+            ),
+            default=None,
         ),
         "worse_than_some_policy": [r["problem"] for r in rows if r["worse_than"]],
         "vgg19_deft": deft,
         "rows": rows,
     }
-    save(out, RESULTS / "schedule_policies.json")
+    save(out, args.o)
     print({k: v for k, v in out.items() if k != "rows"})
 
 

@@ -40,6 +40,7 @@ class Cell:
 def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, stamp: str = "") -> list[Cell]:
     """Ours, every method's cheapest and no split at all, priced on the machine file, as layouts in a folder;
     cheapest first. stamp: what was planned under the same one is read again."""
+    from pase.api import Plan
     from pase.compiler.compilation import compile_model
     from pase.compiler.methods import price_methods
     from pase.compiler.options import CompileOptions
@@ -65,7 +66,7 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
             continue  # sorted: the first of a method is its cheapest
         same = next((s for s, other in seen.items() if _same(plan, other)), None)
         path = folder / f"{name}_{batch}_{method}.json"
-        plan.save(path)
+        Plan.of(plan).save(path)
         cells.append(
             Cell(
                 model=name,
