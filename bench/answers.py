@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.cases import SHARED
 from bench.provenance import ROOT, save
 
 DEVICES = (8, 32, 64)
@@ -177,7 +178,7 @@ def main() -> None:
     w = commands.add_parser("write")
     w.add_argument("file", type=Path)
     w.add_argument("--parts", default=",".join(PARTS))
-    w.add_argument("--data", type=Path, default=ROOT / ".." / "shared" / "data")
+    w.add_argument("--data", type=Path, default=SHARED)
     c = commands.add_parser("compare")
     c.add_argument("before", type=Path)
     c.add_argument("after", type=Path)

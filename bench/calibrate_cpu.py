@@ -8,7 +8,6 @@ nothing is fitted to the steps.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -16,16 +15,20 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.arguments import parser, wanted
 from bench.provenance import ROOT, save
+
+CASES = (("mlp", 256), ("mlp", 2048), ("gpt2", 32), ("alexnet", 32))
+"""(reduced zoo model, batch)."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--budget", type=float, default=60.0)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--machine", help="a machine file measured before; default: measure now")
-    parser.add_argument("-o", default=str(ROOT / "bench" / "results" / "calibrate_cpu.json"))
-    args = parser.parse_args()
+    options = parser(__doc__, "calibrate_cpu")
+    options.add_argument("--budget", type=float, default=60.0, help="seconds that calibrating takes")
+    options.add_argument("--devices", type=int, default=2)
+    options.add_argument("--machine", help="a machine file measured before; default: measure now")
+    args = options.parse_args()
+    cases = wanted(((f"{model} {batch}", (model, batch)) for model, batch in CASES), args.only)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(args.machine or f"{folder}/cpu.toml")
         summary = {}
@@ -36,7 +39,7 @@ def main() -> None:
             summary = json.loads(
                 subprocess.run(run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
             )
-        rows = predicted_and_measured(file, args.devices, Path(folder))
+        rows = predicted_and_measured(cases, file, args.devices, Path(folder))
     errors = [abs(r["predicted_s"] / r["measured_s"] - 1) for r in rows]
     result = {
         "devices": args.devices,
@@ -54,7 +57,9 @@ def main() -> None:
     print(f"median error {result['median_error']:.0%}, Kendall tau {result['kendall_tau']:.2f}")
 
 
-def predicted_and_measured(file: Path, devices: int, folder: Path) -> list[dict]:
+def predicted_and_measured(
+    cases: list[tuple[str, int]], file: Path, devices: int, folder: Path
+) -> list[dict]:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -62,7 +67,7 @@ def predicted_and_measured(file: Path, devices: int, folder: Path) -> list[dict]
     from bench.netlab.steps import planned, timed
 
     rows = []
-    for model, batch in (("mlp", 256), ("mlp", 2048), ("gpt2", 32), ("alexnet", 32)):
+    for model, batch in cases:
         for cell in planned(model, batch, devices, file, folder):
             if cell.same_as is None:
                 t = timed(cell, 9)["steps_s"]

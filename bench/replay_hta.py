@@ -15,7 +15,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.cases import SHARED
+from bench.provenance import RESULTS, save
 from pase.replay.ingest import load
 from pase.replay.streams import copies, queue_lengths, stream_idle, streams
 
@@ -59,7 +60,7 @@ print(json.dumps(out))
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--traces", type=Path, default=ROOT / ".." / "shared" / "data" / "traces")
+    parser.add_argument("--traces", type=Path, default=SHARED / "traces")
     parser.add_argument("--hta", type=Path, required=True, help="a Python that has HolisticTraceAnalysis")
     args = parser.parse_args()
     out: dict[str, Any] = {"version": _version(args.hta), "traces": {}}

@@ -12,7 +12,6 @@ iterations alone. device_only is the error of a replay that leaves the CPU out.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -22,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.arguments import parser, wanted
+from bench.cases import SHARED
+from bench.provenance import save
 from pase.replay import align, estimate, held_out, load, measure, optimize_graph
 from pase.replay.predict import held_out_ranks
 from pase.replay.simulate import subgraph
@@ -40,13 +41,15 @@ RUNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--traces", type=Path, default=ROOT / ".." / "shared" / "data" / "traces")
-    folder = parser.parse_args().traces
-    out: dict[str, Any] = {"runs": {name: one_run(folder / path) for name, path in RUNS.items()}}
-    out["alignment"] = alignment(folder / RUNS["pax FSDP on 4 A100 (device-bound)"])
-    out["synthetic"] = synthetic()
-    print(save(out, RESULTS / "replay_traces.json").read_text())
+    options = parser(__doc__, "replay_traces")
+    options.add_argument("--traces", type=Path, default=SHARED / "traces")
+    args = options.parse_args()
+    chosen = wanted(((name, name) for name in RUNS), args.only)
+    out: dict[str, Any] = {"runs": {name: one_run(args.traces / RUNS[name]) for name in chosen}}
+    if not args.only:
+        out["alignment"] = alignment(args.traces / RUNS["pax FSDP on 4 A100 (device-bound)"])
+        out["synthetic"] = synthetic()
+    print(save(out, args.o).read_text())
 
 
 def one_run(path: Path) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.cases import SHARED
+from bench.provenance import RESULTS, save
 from pase.errors import Infeasible
 from pase.search import MemoryProfile, solve, verify
 from pase.search.contract import contract, fixed_bytes
@@ -24,7 +25,7 @@ from pase.tables.types import CostTables
 
 MOST_PAIRS = {"highs": 4_000_000, "cpsat": 2_000_000}  # more would take the machine's memory
 TOO_LARGE: dict[str, Any] = {"cost": None, "bound": None, "optimal": False, "note": "too many pairs to state"}
-DATA = ROOT.parent / "shared" / "data"
+DATA = SHARED
 
 
 def bench_arguments(doc: str | None, seconds: float, repeats: int = 3) -> argparse.Namespace:

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 
+from bench.arguments import wanted
 from bench.search_common import ROOT, bench_arguments, write_results
 from pase.search import solve, verify
 from pase.tables.types import CostTables, EdgeTable
@@ -55,7 +56,7 @@ def main() -> None:
     args = bench_arguments(__doc__, seconds=60.0)
     solve(stack(2))  # kernels
     rows = []
-    for layers in LAYERS:
+    for layers in wanted(((f"{layers} layers", layers) for layers in LAYERS), args.only):
         row: dict[str, object] = {"layers": layers, "nodes": 12 * layers}
         for kind in ("shared", "unlike"):
             if kind == "unlike" and layers > 126:

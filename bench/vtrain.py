@@ -15,7 +15,6 @@ when all was written: 64 and 256 A100 over 800 Gb/s a node, full recomputation, 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 from dataclasses import dataclass, replace
@@ -26,8 +25,10 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau
 
+from bench.arguments import parser, wanted
+from bench.cases import SHARED
 from bench.megatron_gpt import gpt, padded_vocabulary
-from bench.provenance import ROOT, save
+from bench.provenance import save
 from pase import costmodels, machine
 from pase.baselines import Baseline, baselines
 from pase.frontends.from_jax import trace
@@ -35,7 +36,7 @@ from pase.ir import Graph, named, simplify
 from pase.machine import CollectiveCurve, CostModel, Curve, Machine, Mesh
 from pase.plan.step import EAGER, Executor, StepTime, step_time
 
-DATA = ROOT / ".." / "shared" / "data" / "traces" / "vtrain"
+DATA = SHARED / "traces" / "vtrain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +187,15 @@ def composed(found: list[Row]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-o", default="bench/results/vtrain.json")
-    parser.add_argument("--multi", type=Path, help="vTrain's data/ground_truth_multi.csv")
-    args = parser.parse_args()
+    options = parser(__doc__, "vtrain")
+    options.add_argument("--multi", type=Path, help="vTrain's data/ground_truth_multi.csv")
+    args = options.parse_args()
     base = machine.load("a100x8")
     tables = with_measured_all_reduce(base, "a100")
-    measured = [r for r in rows() if r.pipeline == 1]
+    named_rows = (
+        (f"{r.d} wide, {r.tensor} tensor, {r.micro_batch} micro", r) for r in rows() if r.pipeline == 1
+    )
+    measured = wanted(named_rows, args.only)
     out: dict[str, Any] = {"composed": composed(measured)}
     print("composed", json.dumps(out["composed"]))
     for label, m in (("measured all-reduce", tables), ("formulas alone", base)):
