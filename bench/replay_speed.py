@@ -107,7 +107,7 @@ def replay() -> dict[str, Any]:
     """A million tasks on 64 devices, each waiting for two earlier ones, run by the numba kernel."""
     import numpy as np
 
-    from pase.replay.graph import DataflowGraph, Device
+    from pase.replay.graph import DataflowGraph, TaskQueue
     from pase.replay.simulate import replay_graph
 
     n, devices = 1_000_000, 64
@@ -115,7 +115,7 @@ def replay() -> dict[str, Any]:
     later = np.arange(devices, n)
     src = np.concatenate([later - rng.integers(1, devices, len(later)), later - devices])
     g = DataflowGraph(
-        devices=tuple(Device(rank=i // 4, name=f"stream {i % 4}", kind="stream") for i in range(devices)),
+        devices=tuple(TaskQueue(rank=i // 4, name=f"stream {i % 4}", kind="stream") for i in range(devices)),
         names=("op",),
         name=np.zeros(n, dtype=np.int32),
         kind=np.full(n, 2, dtype=np.uint8),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pase.costmodels.collectives import Group, group, lines
+from pase.costmodels.collectives import DeviceGroup, group, lines
 from pase.costmodels.registry import register
 from pase.machine import CollectiveCurve, CollectiveKind, Machine, Mesh
 from pase.machine.tables import curve_s, matmul_flops_per_s
@@ -35,8 +35,8 @@ class Analytic:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._coefficients: dict[tuple[CollectiveKind, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
-        self._by_group: dict[tuple[CollectiveKind, Group], np.ndarray] = {}
-        self._groups: dict[tuple[int, ...], list[Group]] = {}
+        self._by_group: dict[tuple[CollectiveKind, DeviceGroup], np.ndarray] = {}
+        self._groups: dict[tuple[int, ...], list[DeviceGroup]] = {}
 
     # -- local work --
 
@@ -138,13 +138,13 @@ class Analytic:
         # Sets that join nothing have the line 0 + 0 * bytes.
         return np.where(nbytes > 0, out, 0.0)
 
-    def _of_mesh(self, mesh: Mesh) -> list[Group]:
+    def _of_mesh(self, mesh: Mesh) -> list[DeviceGroup]:
         if mesh.sizes not in self._groups:
             sets = range(1 << len(mesh.sizes))
             self._groups[mesh.sizes] = [group(mesh, s, self.machine) for s in sets]
         return self._groups[mesh.sizes]
 
-    def _lines(self, kind: CollectiveKind, g: Group) -> np.ndarray:
+    def _lines(self, kind: CollectiveKind, g: DeviceGroup) -> np.ndarray:
         if (kind, g) not in self._by_group:
             self._by_group[kind, g] = lines(kind, self.machine, g)
         return self._by_group[kind, g]
@@ -159,7 +159,7 @@ class Analytic:
             self._coefficients[key] = (full[:, :, 0].T.copy(), full[:, :, 1].T.copy())
         return self._coefficients[key]
 
-    def _nearest(self, kind: CollectiveKind, g: Group) -> CollectiveCurve | None:
+    def _nearest(self, kind: CollectiveKind, g: DeviceGroup) -> CollectiveCurve | None:
         """The measured curve over the same levels whose size is nearest, if any."""
         crossed = [w > 1 for w in g.ways]
         same = [c for c in self.machine.collectives if c.kind == kind and [w > 1 for w in c.ways] == crossed]
@@ -180,7 +180,7 @@ class Analytic:
         seconds = curve_s(measured.curve, nbytes)
         if measured.ways == g.ways:
             return seconds
-        like = Group(ways=measured.ways, stretch=g.stretch, ring=g.ring)
+        like = DeviceGroup(ways=measured.ways, stretch=g.stretch, ring=g.ring)
         last = measured.curve.nbytes[-1]
         wanted, had = (
             float(np.min(f[:, 0] + f[:, 1] * last)) for f in (self._lines(kind, g), self._lines(kind, like))

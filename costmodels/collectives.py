@@ -17,7 +17,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.machine import Algorithm, CollectiveKind, Machine, Mesh, axis_levels, level_ways
 
-__all__ = ["Group", "algorithms", "group", "lines"]
+__all__ = ["DeviceGroup", "algorithms", "group", "lines"]
 
 # One-shot for all-reduce alone: libraries run the other kinds as rings.
 _DEFAULTS: tuple[tuple[Literal["ring", "tree", "one_shot", "direct"], tuple[CollectiveKind, ...]], ...] = (
@@ -29,7 +29,7 @@ _DEFAULTS: tuple[tuple[Literal["ring", "tree", "one_shot", "direct"], tuple[Coll
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class DeviceGroup:
     """Devices that one collective joins. Per link level, innermost first:
 
     ways: how many; stretch: on a torus, links between neighbours of the group (groups interleaved
@@ -41,7 +41,7 @@ class Group:
     ring: tuple[bool, ...]
 
 
-def group(mesh: Mesh, axes: int, machine: Machine) -> Group:
+def group(mesh: Mesh, axes: int, machine: Machine) -> DeviceGroup:
     """The group of the axes in a bit set."""
     rows = axis_levels(mesh, machine)
     full = level_ways(mesh.devices, machine)
@@ -55,7 +55,7 @@ def group(mesh: Mesh, axes: int, machine: Machine) -> Group:
         ways.append(w)
         stretch.append(s)
         ring.append(0 < wrap <= full[level] and w * s == full[level])
-    return Group(ways=tuple(ways), stretch=tuple(stretch), ring=tuple(ring))
+    return DeviceGroup(ways=tuple(ways), stretch=tuple(stretch), ring=tuple(ring))
 
 
 def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
@@ -69,7 +69,7 @@ def algorithms(machine: Machine) -> tuple[Algorithm, ...]:
     )
 
 
-def _seconds_per_byte(machine: Machine, g: Group, fraction: float) -> list[float]:
+def _seconds_per_byte(machine: Machine, g: DeviceGroup, fraction: float) -> list[float]:
     """By level: seconds for a device to send one byte at this level while all others do."""
     out = []
     for level, w, stretch, ring in zip(machine.levels, g.ways, g.stretch, g.ring, strict=True):
@@ -81,7 +81,7 @@ def _seconds_per_byte(machine: Machine, g: Group, fraction: float) -> list[float
     return out
 
 
-def _ring(a: Algorithm, machine: Machine, g: Group, passes: int) -> list[tuple[float, float]]:
+def _ring(a: Algorithm, machine: Machine, g: DeviceGroup, passes: int) -> list[tuple[float, float]]:
     """Reduce-scatter or all-gather (passes 1), or both in turn (all-reduce, passes 2)."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     levels = [l for l, w in enumerate(g.ways) if w > 1]
@@ -122,7 +122,7 @@ def _ring(a: Algorithm, machine: Machine, g: Group, passes: int) -> list[tuple[f
     return out
 
 
-def _tree(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+def _tree(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     """All-reduce: up and down a pipelined (double binary) tree, a chain on the innermost levels."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     depth, beta, below = 0.0, 0.0, 1
@@ -134,7 +134,7 @@ def _tree(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]
     return [(a.launch_s + 2 * depth, beta)]
 
 
-def _one_shot(a: Algorithm, machine: Machine, g: Group, share: float) -> list[tuple[float, float]]:
+def _one_shot(a: Algorithm, machine: Machine, g: DeviceGroup, share: float) -> list[tuple[float, float]]:
     """Every device sends ``share`` of its bytes to each peer at once; for switches only."""
     if any(machine.levels[l].topology == "torus" for l, w in enumerate(g.ways) if w > 1):
         return []
@@ -147,7 +147,7 @@ def _one_shot(a: Algorithm, machine: Machine, g: Group, share: float) -> list[tu
     return [(a.launch_s + max(s for s, w in zip(a.step_s, g.ways, strict=True) if w > 1), beta)]
 
 
-def _all_to_all(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+def _all_to_all(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     """Each device sends 1/total of its bytes to each peer; the slowest crossing sets the pace."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     total, below, alpha, beta = math.prod(g.ways), 1, a.launch_s, 0.0
@@ -164,14 +164,14 @@ def _all_to_all(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, f
     return [(alpha, beta)]
 
 
-def _permute(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+def _permute(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     """Each device sends its bytes to one other; any may have to cross the slowest level."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     used = [l for l, w in enumerate(g.ways) if w > 1]
     return [(a.launch_s + max(a.step_s[l] for l in used), max(spb[l] for l in used))]
 
 
-def _broadcast(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+def _broadcast(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     """A pipelined chain through all devices: each takes the tensor in and passes it on.
 
     Rings run in parallel, one for each device below a level, so that a level sees its share of the bytes.
@@ -186,7 +186,7 @@ def _broadcast(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, fl
     return [(a.launch_s + hops, beta)]
 
 
-def _in_network(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, float]]:
+def _in_network(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     """All-reduce of one level by its switch: the tensor goes up once and its sum comes down at the same time.
 
     So the bytes do not grow with the ways: n, where a ring sends 2 (w - 1) / w of n.
@@ -198,7 +198,7 @@ def _in_network(a: Algorithm, machine: Machine, g: Group) -> list[tuple[float, f
     return [(a.launch_s + a.step_s[used[0]], spb[used[0]])]
 
 
-def _of(a: Algorithm, kind: CollectiveKind, machine: Machine, g: Group) -> list[tuple[float, float]]:
+def _of(a: Algorithm, kind: CollectiveKind, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     if a.kinds and kind not in a.kinds:
         return []
     match a.algorithm, kind:
@@ -223,7 +223,7 @@ def _of(a: Algorithm, kind: CollectiveKind, machine: Machine, g: Group) -> list[
     return []
 
 
-def _found(kind: CollectiveKind, machine: Machine, g: Group) -> list[tuple[float, float]]:
+def _found(kind: CollectiveKind, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
     return _undominated([line for a in algorithms(machine) for line in _of(a, kind, machine, g)])
 
 
@@ -235,7 +235,7 @@ def _undominated(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def lines(kind: CollectiveKind, machine: Machine, g: Group) -> np.ndarray:
+def lines(kind: CollectiveKind, machine: Machine, g: DeviceGroup) -> np.ndarray:
     """float64 [n, 2]: (alpha in s, beta in s a byte) of the algorithms worth having, alpha rising.
 
     The cost is min over n of alpha + beta * bytes, bytes as in ``CostModel.collective``.

@@ -363,7 +363,7 @@ def _grown(
     edges: dict[str, Any],
 ) -> DataflowGraph:
     """``g`` with the new tasks; what has left becomes a moment of its own, at which a piece is ready."""
-    from pase.replay.graph import Device
+    from pase.replay.graph import TaskQueue
     from pase.replay.types import COLLECTIVE, KINDS
 
     count = len(new["message"])
@@ -381,7 +381,7 @@ def _grown(
     gang = column("gang", -1)
     return replace(
         g,
-        devices=(*g.devices, *(Device(rank=k, name="ready", kind="stream") for k in ranks)),
+        devices=(*g.devices, *(TaskQueue(rank=k, name="ready", kind="stream") for k in ranks)),
         names=(*g.names, *labels.values()),
         name=np.concatenate([g.name, [numbers[m] for m in new["message"]]]).astype(g.name.dtype),
         kind=np.concatenate(

@@ -150,9 +150,9 @@ def _walk(text: str | None):  # type: ignore[no-untyped-def]
     from dataclasses import fields
 
     from pase.errors import PaseError
-    from pase.schedule.preserver import Walk
+    from pase.schedule.preserver import TrainingState
 
-    known = {f.name: f.type for f in fields(Walk)}
+    known = {f.name: f.type for f in fields(TrainingState)}
     values: dict[str, float | int | bool] = {}
     for part in text.split(","):
         key, _, value = part.partition("=")
@@ -165,7 +165,7 @@ def _walk(text: str | None):  # type: ignore[no-untyped-def]
                 values[key] = int(value) if known[key] == "int" else float(value)
         except (ValueError, KeyError):
             raise PaseError(f"--loss: {key}={value!r} is no {known[key]}") from None
-    return Walk(**values)  # type: ignore[arg-type]
+    return TrainingState(**values)  # type: ignore[arg-type]
 
 
 def _table(problem: ScheduleProblem, outcomes: list[Outcome]) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pase.machine.load import SCHEMA, CollectiveForm, parse, unnumbered
+from pase.machine.load import SCHEMA, MeasuredForm, parse, unnumbered
 from pase.machine.types import CollectiveCurve, Machine
 
 __all__ = ["dumps"]
@@ -16,7 +16,7 @@ __all__ = ["dumps"]
 def _tree(value: Any, path: str, sources: Mapping[str, str]) -> Any:
     """Dataclasses as dicts, less what stands at its default and has no source of its own."""
     if isinstance(value, CollectiveCurve):  # its curve stands in the same table
-        value = CollectiveForm(kind=value.kind, ways=value.ways, **vars(value.curve))
+        value = MeasuredForm(kind=value.kind, ways=value.ways, **vars(value.curve))
     if dataclasses.is_dataclass(value):
         out = {}
         for f in dataclasses.fields(value):

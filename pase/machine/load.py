@@ -28,7 +28,7 @@ _MOST_EFFICIENT = {"matmul": 1.0, "conv": 8.0, "memory": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveForm(Curve):
+class MeasuredForm(Curve):
     """A measured collective: its curve, and the devices joined at each link level, innermost first."""
 
     kind: CollectiveKind
@@ -36,17 +36,17 @@ class CollectiveForm(Curve):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineForm(Machine):
+class MachineFile(Machine):
     """A machine as its file has it."""
 
     schema: Version
-    collectives: tuple[CollectiveForm, ...] = ()  # type: ignore[assignment]
+    collectives: tuple[MeasuredForm, ...] = ()  # type: ignore[assignment]
     sources: dict[str, str] = field(default_factory=dict)
 
 
 def made_schema() -> dict[str, Any]:
-    """The JSON Schema of a machine file, made of ``MachineForm``; the committed file is equal to it."""
-    return json_schema(MachineForm, "pase.machine/1: devices joined by link levels", closed=True)
+    """The JSON Schema of a machine file, made of ``MachineFile``; the committed file is equal to it."""
+    return json_schema(MachineFile, "pase.machine/1: devices joined by link levels", closed=True)
 
 
 @cache
@@ -64,7 +64,7 @@ def parse(text: str, where: str) -> Machine:
         raise PaseError(f"{where}: not TOML: {e}") from e
     if tree.get("schema") != SCHEMA:
         raise PaseError(f"{where}: schema is {tree.get('schema')!r}, this version reads '{SCHEMA}'")
-    form = convert(tree, MachineForm, where, closed=True)
+    form = convert(tree, MachineFile, where, closed=True)
     for problem in _problems(form):
         raise PaseError(f"{where}: at {problem}")
     numbers = _numbers(
@@ -76,12 +76,12 @@ def parse(text: str, where: str) -> Machine:
     return Machine(**content | {"collectives": tuple(map(_collective, form.collectives))})
 
 
-def _collective(form: CollectiveForm) -> CollectiveCurve:
+def _collective(form: MeasuredForm) -> CollectiveCurve:
     curve = Curve(nbytes=form.nbytes, seconds=form.seconds)
     return CollectiveCurve(kind=form.kind, ways=form.ways, curve=curve)
 
 
-def _problems(form: MachineForm) -> Iterator[str]:
+def _problems(form: MachineFile) -> Iterator[str]:
     """What types cannot say, each as "place: what": curves rise, and one number stands there for each link level."""
     device, levels = form.device, len(form.levels)
     for kind, part in device.efficiency.items():

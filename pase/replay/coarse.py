@@ -18,7 +18,7 @@ from pase.replay.simulate import Replay
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
 from pase.replay.whatif import split_cost
 
-__all__ = ["FUSIBLE", "Coarse", "Tensor", "coarsen"]
+__all__ = ["FUSIBLE", "Coarse", "SyncedTensor", "coarsen"]
 
 FUSIBLE = re.compile(
     r"elementwise|vectorized|pointwise|fused|loop_\w*fusion|input_\w*fusion|wrapped_|copy|memset|memcpy|dropout|fill"
@@ -37,7 +37,7 @@ _E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
+class SyncedTensor:
     """A collective of the iteration on every rank: dPRO's q_n. Indices are tasks of the graph."""
 
     number: int
@@ -60,7 +60,7 @@ class Tensor:
 class Coarse:
     """tensors in the order in which they are communicated; runs: per task the number of its fusible run, −1."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[SyncedTensor, ...]
     fusible: np.ndarray
     """bool [tasks]"""
     next_op: np.ndarray
@@ -133,7 +133,7 @@ def coarsen(g: DataflowGraph, r: Replay) -> Coarse:
             consumers.append(tuple(b for b in out.get(i, ()) if g.kind[b] != COLLECTIVE))
         first = tasks[0]
         tensors.append(
-            Tensor(
+            SyncedTensor(
                 number=k,
                 tasks=tuple(tasks),
                 producers=tuple(producers),

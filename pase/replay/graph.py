@@ -9,7 +9,7 @@ import numpy as np
 
 from pase.errors import PaseError
 
-__all__ = ["EDGES", "Carried", "DataflowGraph", "Device", "build_graph", "csr", "twins"]
+__all__ = ["EDGES", "Carried", "DataflowGraph", "TaskQueue", "build_graph", "csr", "twins"]
 
 EDGES = ("program", "launch", "stream", "wait", "sync", "handoff", "depth", "data")
 """Why an edge is there: CPU program order; launch of a device op; order on a stream; a stream waiting for
@@ -18,7 +18,7 @@ queue; data flow."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class TaskQueue:
     """Something that runs one task at a time."""
 
     rank: int
@@ -52,7 +52,7 @@ class DataflowGraph:
     key: what the task is, the same in every iteration; event: its event in the timeline, −1 for none.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[TaskQueue, ...]
     names: tuple[str, ...]
     name: np.ndarray
     kind: np.ndarray
@@ -114,7 +114,7 @@ def build_graph(
     column = {k: np.array([t.get(k, d) for t in tasks]) for k, d in _DEFAULTS.items()}
     sizes = np.append(np.bincount(column["gang"][column["gang"] >= 0].astype(np.int64)), 0)
     return DataflowGraph(
-        devices=tuple(Device(rank=r, name=n, kind=_device_kind(n)) for r, n in devices),
+        devices=tuple(TaskQueue(rank=r, name=n, kind=_device_kind(n)) for r, n in devices),
         names=tuple(names),
         name=np.array([names[str(t.get("name", ""))] for t in tasks], dtype=np.int32),
         kind=column["kind"].astype(np.uint8),

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from pase.errors import PaseError
-from pase.replay.graph import Carried, DataflowGraph, Device
+from pase.replay.graph import Carried, DataflowGraph, TaskQueue
 from pase.replay.iterations import Iteration, iterations, warm_up
 from pase.replay.matching import Match, match_collectives
 from pase.replay.program import Program, extract
@@ -123,7 +123,7 @@ def estimate(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None
 
 def _join(m: Measured, parts: list[RankTimes], chosen: list[int], ranks: list[int]) -> DataflowGraph:
     names: dict[str, int] = {}
-    devices: list[Device] = []
+    devices: list[TaskQueue] = []
     gangs: dict[tuple[object, ...], int] = {}
     members: Counter[tuple[object, ...]] = Counter()
     columns: dict[str, list[np.ndarray]] = {
@@ -146,7 +146,7 @@ def _join(m: Measured, parts: list[RankTimes], chosen: list[int], ranks: list[in
         for d in p.template.device:
             if d not in local:
                 local[d] = len(devices)
-                devices.append(Device(rank=r, name=d[0], kind=d[1]))
+                devices.append(TaskQueue(rank=r, name=d[0], kind=d[1]))
                 free.append(p.free.get(d[0], 0.0) + skew[r])
         n = len(p.template.keys)
         gang = np.full(n, -1, dtype=np.int64)

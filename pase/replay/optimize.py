@@ -13,11 +13,11 @@ from pase.errors import Infeasible, PaseError
 from pase.replay.coarse import Coarse, coarsen
 from pase.replay.graph import DataflowGraph
 from pase.replay.memory import MemoryOption, MemoryUse, memory_options
-from pase.replay.passes import PASSES, Network, Plan, View, apply_plan
+from pase.replay.passes import PASSES, GraphChanges, Network, View, apply_plan
 from pase.replay.simulate import critical_path, replay_graph, subgraph
 from pase.replay.steady import evaluate
 
-__all__ = ["Outcome", "Step", "optimize_graph", "representative"]
+__all__ = ["Outcome", "Trial", "optimize_graph", "representative"]
 
 _ALL = 1 << 20
 _BETTER = 1e-4
@@ -25,7 +25,7 @@ _BETTER = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Trial:
     """One change that was tried. Times of the steady iteration in ns, by replay: of the representative rank while the
     search goes on, of all ranks in an ``Outcome``."""
 
@@ -34,7 +34,7 @@ class Step:
     before_ns: float
     after_ns: float
     kept: bool
-    plan: Plan
+    plan: GraphChanges
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,10 +47,10 @@ class Outcome:
 
     before_ns: float
     after_ns: float
-    plan: Plan
+    plan: GraphChanges
     coarse: Coarse
     graph: DataflowGraph
-    steps: tuple[Step, ...]
+    steps: tuple[Trial, ...]
     undone: int
     """Steps that were tried and did not help."""
     evaluations: int
@@ -99,7 +99,7 @@ def optimize_graph(
     ended = search.climb(chosen)
     coarse = coarsen(g, replay_graph(g))
     steps = _on_all_ranks(search, g, coarse, before)
-    plan = steps[-1].plan if steps else Plan()
+    plan = steps[-1].plan if steps else GraphChanges()
     return Outcome(
         before_ns=before,
         after_ns=steps[-1].after_ns if steps else before,
@@ -116,10 +116,10 @@ def optimize_graph(
     )
 
 
-def _on_all_ranks(search: _Search, g: DataflowGraph, coarse: Coarse, before: float) -> list[Step]:
+def _on_all_ranks(search: _Search, g: DataflowGraph, coarse: Coarse, before: float) -> list[Trial]:
     """The search's steps on the whole graph: of those of one pass in a row, one; what helps one rank may hurt all,
     and is then taken only with later ones that make up for it."""
-    out: list[Step] = []
+    out: list[Trial] = []
     pending: list[str] = []
     best = before
     kept = [s for s in search.steps if s.kept]
@@ -134,7 +134,7 @@ def _on_all_ranks(search: _Search, g: DataflowGraph, coarse: Coarse, before: flo
             continue
         if ns < best * (1 - _BETTER):
             what = pending[0] if len(pending) == 1 else f"{len(pending)} changes, the last: {pending[-1]}"
-            out.append(Step(name=s.name, what=what, before_ns=best, after_ns=ns, kept=True, plan=plan))
+            out.append(Trial(name=s.name, what=what, before_ns=best, after_ns=ns, kept=True, plan=plan))
             best, pending = ns, []
     return out
 
@@ -170,19 +170,19 @@ class _Search:
         self.network = Network(
             fixed_ns={t.family: float(fixed[t.tasks[0]]) for t in self.coarse.tensors}, scheme=scheme
         )
-        self.plan = Plan()
-        self.steps: list[Step] = []
+        self.plan = GraphChanges()
+        self.steps: list[Trial] = []
         self.evaluations = 0
         self.best = self.cost(self.plan)
 
-    def cost(self, plan: Plan) -> float:
+    def cost(self, plan: GraphChanges) -> float:
         self.evaluations += 1
         return max(evaluate(apply_plan(self.graph, self.coarse, plan)).values())
 
     def late(self) -> bool:
         return time.perf_counter() > self.deadline
 
-    def attempt(self, name: str, what: str, plan: Plan) -> bool:
+    def attempt(self, name: str, what: str, plan: GraphChanges) -> bool:
         """Try a plan; keep it if it is better, else it is rolled back by not being taken."""
         if plan == self.plan:
             return False
@@ -192,7 +192,7 @@ class _Search:
             # The change closes a circle: a fused run would wait for a tensor that waits for the run.
             ns = math.inf
         kept = ns < self.best * (1 - _BETTER)
-        self.steps.append(Step(name=name, what=what, before_ns=self.best, after_ns=ns, kept=kept, plan=plan))
+        self.steps.append(Trial(name=name, what=what, before_ns=self.best, after_ns=ns, kept=kept, plan=plan))
         if kept:
             self.plan, self.best = plan, ns
         return kept
@@ -225,7 +225,7 @@ class _Search:
                     plan = _union(plan, proposed)
                 self.attempt(name, "everything that it proposes", plan)
 
-    def _bucketed(self, limit: int) -> Plan:
+    def _bucketed(self, limit: int) -> GraphChanges:
         """DDP's rule: in order of readiness, close a bucket once it holds the limit. Unknown sizes count nothing."""
         bucket: dict[int, int] = {}
         open_: list[int] = []
@@ -269,7 +269,7 @@ def _shared(bucket: dict[int, int], k: int) -> bool:
     return sum(1 for v in bucket.values() if v == bucket[k]) > 1
 
 
-def _union(a: Plan, b: Plan) -> Plan:
+def _union(a: GraphChanges, b: GraphChanges) -> GraphChanges:
     return replace(
         a,
         parts=tuple(sorted({**dict(a.parts), **dict(b.parts)}.items())),
@@ -278,7 +278,7 @@ def _union(a: Plan, b: Plan) -> Plan:
     )
 
 
-def _for_all_ranks(search: _Search, plan: Plan, g: DataflowGraph, coarse: Coarse) -> Plan:
+def _for_all_ranks(search: _Search, plan: GraphChanges, g: DataflowGraph, coarse: Coarse) -> GraphChanges:
     """The representative's plan on every rank: tensors have the same numbers, runs the same places."""
     if len(g.ranks) < 2:
         return plan

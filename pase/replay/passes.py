@@ -1,6 +1,6 @@
 """The graph passes of the optimizer: what may be changed, and what the graph looks like once it is.
 
-A Plan is what to change; ``apply_plan`` makes the graph. Passes propose changes to a plan; register your own:
+``GraphChanges`` say what to change; ``apply_plan`` makes the graph. Passes propose them; register your own:
 
     @graph_pass("half-gemm")
     def half_gemm(view): yield "16-bit matmuls", replace(view.plan, op_scale=(("gemm", 0.5),))
@@ -22,13 +22,13 @@ from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.simulate import Replay
 from pase.replay.types import COLLECTIVE
 
-__all__ = ["PASSES", "Network", "Plan", "View", "apply_plan", "bucket_ns", "graph_pass"]
+__all__ = ["PASSES", "GraphChanges", "Network", "View", "apply_plan", "bucket_ns", "graph_pass"]
 
 _E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class GraphChanges:
     """Changes to a graph. bucket: tensor number → number of the bucket's last tensor, for fused ones.
 
     parts: last tensor of a bucket → number of parts. runs: heads of fused runs of ops, as (first, last) tasks.
@@ -64,13 +64,13 @@ class View:
     measured: DataflowGraph
     graph: DataflowGraph
     coarse: Coarse
-    plan: Plan
+    plan: GraphChanges
     replay: Replay
     critical: tuple[int, ...]
     network: Network
 
 
-Proposals = Iterator[tuple[str, Plan]]
+Proposals = Iterator[tuple[str, GraphChanges]]
 PASSES: Registry[Callable[[View], Proposals]] = Registry("pass")
 graph_pass = PASSES.register
 """Registers a pass: a function from a View to (what it does, the changed plan), most promising first."""
@@ -86,7 +86,7 @@ def bucket_ns(g: DataflowGraph, c: Coarse, members: list[int], column: int, part
     return max(float(c.fixed_ns[i]) for i in tasks) * parts + moved
 
 
-def apply_plan(g: DataflowGraph, c: Coarse, plan: Plan) -> DataflowGraph:
+def apply_plan(g: DataflowGraph, c: Coarse, plan: GraphChanges) -> DataflowGraph:
     """The graph under the plan. Members of a bucket but the last cost nothing and bind nothing any more; their
     consumers wait for the last; a fused run is one launch, and what waited for its inside waits for its end."""
     duration, lag, gang = g.duration_ns.copy(), g.lag_ns.copy(), g.gang.copy()
@@ -193,7 +193,7 @@ def _spots(n: int) -> list[int]:
     return sorted(some, key=lambda k: abs(k - n / 2))
 
 
-def _with_buckets(plan: Plan, to: dict[int, int]) -> Plan:
+def _with_buckets(plan: GraphChanges, to: dict[int, int]) -> GraphChanges:
     return replace(plan, bucket=tuple(sorted(to.items())))
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from pase.errors import PaseError
 
-__all__ = ["Verdict", "Walk", "expected_loss", "expected_next", "judge"]
+__all__ = ["TrainingState", "Verdict", "expected_loss", "expected_next", "judge"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walk:
+class TrainingState:
     """The state of training. loss: s; lowest: S*; lr: eta; mean: mu, the squared norm of the gradient;
     spread: sigma; batch: B.
 
@@ -66,7 +66,7 @@ def _phi(x: float) -> float:
     return 0.5 * (1.0 + math.erf(x / math.sqrt(2.0)))
 
 
-def expected_next(walk: Walk, batches: int = 1) -> float:
+def expected_next(walk: TrainingState, batches: int = 1) -> float:
     """E[s'] after one step on ``batches`` merged batches: |N(s - S* - eta mu, (eta sigma)^2 / B)| + S*."""
     lr = walk.lr * (batches if walk.lr_scaling else 1)
     gap = walk.loss - walk.lowest - lr * walk.mean
@@ -77,14 +77,14 @@ def expected_next(walk: Walk, batches: int = 1) -> float:
     )
 
 
-def expected_loss(walk: Walk, batches: Sequence[int]) -> float:
+def expected_loss(walk: TrainingState, batches: Sequence[int]) -> float:
     """Expected loss after one update per entry, each merging that many batches."""
     for k in batches:
         walk = replace(walk, loss=max(expected_next(walk, k), walk.lowest + 1e-12))
     return walk.loss
 
 
-def judge(walk: Walk, batches: Sequence[int], *, epsilon: float = 0.01) -> Verdict:
+def judge(walk: TrainingState, batches: Sequence[int], *, epsilon: float = 0.01) -> Verdict:
     """Compare the sequence of merges with as many plain iterations; passed if the ratio lies in 1 ± epsilon."""
     plain = expected_loss(walk, [1] * sum(batches))
     planned = expected_loss(walk, batches)

@@ -11,7 +11,7 @@ from pase.schedule.plan import BucketPlan
 from pase.schedule.types import ScheduleProblem
 
 if TYPE_CHECKING:
-    from pase.schedule.preserver import Walk
+    from pase.schedule.preserver import TrainingState
 
 __all__ = ["POLICIES", "Options", "Policy", "all_policies", "get_policy", "register"]
 
@@ -27,7 +27,7 @@ class Options:
     """
 
     staleness: int = 0
-    walk: Walk | None = None
+    walk: TrainingState | None = None
     mode: str = "auto"
     time_limit_s: float = 10.0
     seed: int = 0

@@ -9,7 +9,7 @@ import numpy as np
 from pase.errors import Infeasible
 from pase.search import kernels_numpy
 from pase.search.factors import Factor, Pool, View
-from pase.search.plan import EliminationPlan, Step, joint_view
+from pase.search.plan import Elimination, EliminationPlan, joint_view
 
 __all__ = ["back_substitute", "run_plan"]
 
@@ -27,7 +27,7 @@ def run_plan(plan: EliminationPlan, pool: Pool, kernels: ModuleType, threads: in
     return total
 
 
-def _base(step: Step, pool: Pool) -> np.ndarray:
+def _base(step: Elimination, pool: Pool) -> np.ndarray:
     """Sum of v's node factors over its configs, float64 [K]."""
     total: np.ndarray | None = None
     for f in step.factors:
@@ -37,7 +37,7 @@ def _base(step: Step, pool: Pool) -> np.ndarray:
     return np.zeros(step.view.cls.size) if total is None else total
 
 
-def _eliminate(step: Step, pool: Pool, kernels: ModuleType, threads: int) -> np.ndarray:
+def _eliminate(step: Elimination, pool: Pool, kernels: ModuleType, threads: int) -> np.ndarray:
     base = _base(step, pool)
     if not step.groups:
         return np.asarray(base.min())
@@ -80,7 +80,7 @@ def _memory_order(group: list[Factor], scope: tuple[int, ...], pool: Pool) -> li
     return [u for u in out if u in scope]
 
 
-def _shaped(out: np.ndarray, have: list[int], step: Step, views: dict[int, View]) -> np.ndarray:
+def _shaped(out: np.ndarray, have: list[int], step: Elimination, views: dict[int, View]) -> np.ndarray:
     """Axes in the order of the step's scope; memory stays as it is."""
     table = out.reshape([views[u].n for u in have])
     return table.transpose([have.index(u) for u in step.out.scope])

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Flat", "Graph", "flatten"]
+__all__ = ["Flat", "FlatGraph", "flatten"]
 
 
-class Graph(NamedTuple):
+class FlatGraph(NamedTuple):
     """All of ``Flat`` that does not depend on node costs: a named tuple, which compiled functions take as it is."""
 
     slot: np.ndarray
@@ -51,8 +51,8 @@ class Flat:
         return self.slot.size - 1
 
     @property
-    def graph(self) -> Graph:
-        return Graph(*(getattr(self, name) for name in Graph._fields))
+    def graph(self) -> FlatGraph:
+        return FlatGraph(*(getattr(self, name) for name in FlatGraph._fields))
 
     def cost_of(self, choice: np.ndarray, cost: np.ndarray | None = None) -> float:
         """Node costs + edge costs of ``choice`` (int64 [n])."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.search.factors import Pool, View
-from pase.search.plan import Step
+from pase.search.plan import Elimination
 from pase.search.priced import Priced
 
 __all__ = ["Labels", "label_choices"]
@@ -92,7 +92,7 @@ def label_choices(
     return Labels(cost=cost[by_cost], whole=whole, _trail=tuple(trail), _last=by_cost)
 
 
-def _depth_first(steps: list[Step]) -> list[Step]:
+def _depth_first(steps: list[Elimination]) -> list[Elimination]:
     """Each step after the one that takes up its result, small branches first, so that few nodes are open at a time."""
     when = {s.v: i for i, s in enumerate(steps)}
     children: list[list[int]] = [[] for _ in steps]
@@ -114,7 +114,7 @@ def _depth_first(steps: list[Step]) -> list[Step]:
     return order
 
 
-def _seen_later(order: list[Step], pool: Pool) -> list[dict[int, View]]:
+def _seen_later(order: list[Elimination], pool: Pool) -> list[dict[int, View]]:
     """After each step, the nodes chosen by then that later steps look at, and how finely."""
     out: list[dict[int, View]] = [{}] * len(order)
     later: dict[int, View] = {}
@@ -140,7 +140,7 @@ def _state(now: dict[int, np.ndarray], views: dict[int, View], size: int) -> np.
 
 
 def _extended(
-    step: Step, pool: Pool, open_: dict[int, np.ndarray], slack: np.ndarray, cap: float
+    step: Elimination, pool: Pool, open_: dict[int, np.ndarray], slack: np.ndarray, cap: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(label, config of the step's node, slack) of every pair within the cap."""
     views = dict(zip(step.out.scope, step.out.views, strict=True))

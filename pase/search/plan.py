@@ -15,10 +15,10 @@ import numpy as np
 from pase.search.factors import Factor, Pool, View
 from pase.tables.types import CostTables
 
-__all__ = ["EliminationPlan", "Step", "dependent_sets", "generate_seq", "plan_elimination"]
+__all__ = ["Elimination", "EliminationPlan", "dependent_sets", "generate_seq", "plan_elimination"]
 
 
-class Step:
+class Elimination:
     """Eliminate ``v`` from ``factors`` (canonical order); the result is ``out``.
 
     view: v's configs as its neighbours tell them apart. groups: its factors with other nodes, in two groups that
@@ -39,7 +39,7 @@ class EliminationPlan:
     """steps in order; work: min-plus operations of the distinct steps; peak: entries of the largest table;
     entries: entries of all distinct tables made; left: the factors over the nodes that were kept."""
 
-    steps: list[Step]
+    steps: list[Elimination]
     work: int
     peak: int
     entries: int
@@ -152,7 +152,7 @@ class _Planner:
         # eliminated side by side, and a chain of n of them by log n distinct products.
         return (s, float(self.level[v]), v)
 
-    def eliminate(self, v: int) -> tuple[Step, int, int, list[int]]:
+    def eliminate(self, v: int) -> tuple[Elimination, int, int, list[int]]:
         """Take v out; returns the step, its work and entries (0 if seen before), and v's neighbours."""
         items = sorted(self.at[v].items(), key=lambda kv: (len(kv[1].scope), kv[1].sig, kv[0]))
         factors = [f for _, f in items]
@@ -180,12 +180,12 @@ class _Planner:
         if scope:
             self._add(out)
         if not fresh:
-            return Step(v, own, factors, out, [], fresh), 0, 0, list(scope)
+            return Elimination(v, own, factors, out, [], fresh), 0, 0, list(scope)
         size = 1
         for view in out.views:
             size *= view.n
         groups = _two_groups([f for f in factors if len(f.scope) > 1], v, near)
-        step = Step(v, own, factors, out, groups, fresh)
+        step = Elimination(v, own, factors, out, groups, fresh)
         return step, _work(step, near, self.pool), size, list(scope)
 
 
@@ -197,7 +197,7 @@ def joint_view(group: list[Factor], v: int, pool: Pool) -> View:
     return own
 
 
-def _work(step: Step, near: dict[int, View], pool: Pool) -> int:
+def _work(step: Elimination, near: dict[int, View], pool: Pool) -> int:
     """Min-plus operations: the side of more classes is minimised over configs, then the two are multiplied."""
     sizes = []
     for group in step.groups:
@@ -259,7 +259,7 @@ def plan_elimination(
     stop_above: give up (``complete=False``) once the work exceeds this.
     """
     planner = _Planner(n, factors, pool)
-    steps: list[Step] = []
+    steps: list[Elimination] = []
     work = peak = entries = 0
     if order is not None:
         for v in order:

@@ -22,7 +22,7 @@ from pase.replay.ingest import load
 from pase.replay.memory import MemoryUse
 from pase.replay.model import estimate, measure
 from pase.replay.optimize import optimize_graph
-from pase.replay.passes import PASSES, Plan, apply_plan, graph_pass
+from pase.replay.passes import PASSES, GraphChanges, apply_plan, graph_pass
 from pase.replay.simulate import replay_graph
 from pase.replay.steady import evaluate
 from pase.replay.types import COLLECTIVE, OPERATIONS
@@ -105,7 +105,7 @@ def test_the_best_so_far_only_falls_and_bad_steps_are_undone(data: st.DataObject
 
 def test_the_empty_plan_changes_nothing() -> None:
     g = _backward([10_000] * 3, [1_000_000, 2_000_000, 3_000_000])
-    same = apply_plan(g, coarsen(g, replay_graph(g)), Plan())
+    same = apply_plan(g, coarsen(g, replay_graph(g)), GraphChanges())
     assert np.array_equal(same.duration_ns, g.duration_ns)
     assert np.array_equal(same.src, g.src)
 

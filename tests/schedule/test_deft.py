@@ -12,7 +12,7 @@ from pase.errors import Infeasible, PaseError
 from pase.schedule import Options, ScheduleProblem, compare_policies, evaluate, get_policy
 from pase.schedule.bound import delayed_bound_s
 from pase.schedule.policies.deft import profile, solve, to_plan
-from pase.schedule.preserver import Walk, expected_loss, expected_next, judge
+from pase.schedule.preserver import TrainingState, expected_loss, expected_next, judge
 
 PARTITION = 26_000_000
 NCCL = link("nccl", beta=BETA)
@@ -183,7 +183,9 @@ def test_no_part_small_enough_is_said() -> None:
 @pytest.mark.parametrize("batches", [1, 2, 5])
 @pytest.mark.parametrize("lr_scaling", [True, False])
 def test_expected_next_agrees_with_monte_carlo(batches: int, lr_scaling: bool) -> None:
-    walk = Walk(loss=0.03, lowest=0.01, lr=0.05, mean=0.2, spread=4.0, batch=64, lr_scaling=lr_scaling)
+    walk = TrainingState(
+        loss=0.03, lowest=0.01, lr=0.05, mean=0.2, spread=4.0, batch=64, lr_scaling=lr_scaling
+    )
     lr = walk.lr * (batches if lr_scaling else 1)
     g = np.random.default_rng(0)
     step = g.normal(walk.mean, walk.spread / math.sqrt(walk.batch * batches), 1_000_000)
@@ -194,7 +196,7 @@ def test_expected_next_agrees_with_monte_carlo(batches: int, lr_scaling: bool) -
 
 def test_table_5() -> None:
     """O_B falls .2103 -> .1922 in four steps; O_D's merged first step reaches .2012, its end .1935: ratio .993."""
-    walk = Walk()
+    walk = TrainingState()
     assert expected_loss(walk, [1] * 4) == pytest.approx(0.1922, abs=5e-5)
     assert expected_next(walk, 2) == pytest.approx(0.2012, abs=1e-4)
     assert pytest.approx(0.993, abs=5e-4) == 0.1922 / 0.1935
@@ -202,9 +204,9 @@ def test_table_5() -> None:
     assert verdict.passed and verdict.ratio == pytest.approx(1.0, abs=0.01)
     # Averaging without a larger learning rate loses one step of four, and fails the paper's own threshold.
     assert verdict.ratio_without_lr_scaling == pytest.approx(0.1922 / 0.1967, abs=2e-3)
-    assert "FAILS" in str(judge(Walk(lr_scaling=False), [2, 1, 1]))
+    assert "FAILS" in str(judge(TrainingState(lr_scaling=False), [2, 1, 1]))
 
 
 def test_a_walk_must_make_sense() -> None:
     with pytest.raises(PaseError, match="loss > lowest"):
-        Walk(loss=0.1, lowest=0.2)
+        TrainingState(loss=0.1, lowest=0.2)

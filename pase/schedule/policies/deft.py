@@ -21,7 +21,7 @@ import numpy as np
 
 from pase.errors import Infeasible
 from pase.schedule.plan import BucketPlan, Message, Piece, Update
-from pase.schedule.preserver import Verdict, Walk, judge
+from pase.schedule.preserver import TrainingState, Verdict, judge
 from pase.schedule.registry import Options, register
 from pase.schedule.types import ScheduleProblem
 from pase.schedule.view import can_fuse, plain_view, ready_order
@@ -317,7 +317,7 @@ def to_plan(problem: ScheduleProblem, p: Profile, solution: Horizon) -> BucketPl
 )
 def deft(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """The Solver's plan at the smallest capacity that the Preserver, and the staleness allowed, let pass."""
-    walk = options.walk or Walk()
+    walk = options.walk or TrainingState()
     p = profile(problem, options.partition_elements * 4)
     capacity, tried = 1.0, []
     best: tuple[BucketPlan, Verdict] | None = None

@@ -12,7 +12,7 @@ from pase.schedule.fast import fast_plan
 from pase.schedule.general import general_plan
 from pase.schedule.plan import BucketPlan
 from pase.schedule.policies.deft import deft
-from pase.schedule.preserver import Walk, judge
+from pase.schedule.preserver import TrainingState, judge
 from pase.schedule.registry import Options, register
 from pase.schedule.simulate import evaluate
 from pase.schedule.types import ScheduleProblem
@@ -57,7 +57,7 @@ def _delayed(problem: ScheduleProblem, sync: BucketPlan, cost: float, options: O
     """The shortest iteration among the plain plan, merges and delays, and DeFT's, that the Preserver lets pass; of
     equals, the one that updates most often, then the freshest.
     """
-    walk = options.walk or Walk()
+    walk = options.walk or TrainingState()
     candidates = [(cost, sync), *delayed_plans(problem, sync, options.staleness)]
     try:
         plan = deft(problem, options)
