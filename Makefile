@@ -7,6 +7,8 @@ STAMP  := $(VENV)/.installed
 EXTRAS  ?= dev,jax,ortools,traces,onnx,tf
 BESIDES := torch,exports
 ALL     := $(VENV)/.installed-all
+CORPUS_VENV := .venv-corpus
+CORPUS  := $(CORPUS_VENV)/.installed
 # The first of these that runs and is new enough.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
@@ -17,7 +19,7 @@ ARGS   ?=
 PASE_DATA ?= ../shared/data
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-root test-data test-wheel lint format netlab clean
+.PHONY: help install demo test test-all test-corpus test-root test-data test-wheel lint format netlab clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +35,9 @@ test: $(STAMP) ## run all tests, lint and types included; says at the end what w
 
 test-all: $(ALL) ## besides: install PyTorch too, and run the tests that make test skips without it
 	$(BIN)/python -m pytest -n $(JOBS) -m torch $(ARGS)
+
+test-corpus: $(CORPUS) ## the tests with programs of other libraries, in an environment of their own
+	$(CORPUS_VENV)/bin/python -m pytest -n $(JOBS) -m corpus $(ARGS)
 
 test-root: $(STAMP) ## the tests that need root and iproute2: networks of namespaces, taken down again
 	$(BIN)/python -m pytest -m root $(ARGS)
@@ -56,7 +61,7 @@ netlab: $(STAMP) ## measure strategies and bucket plans on real, slow networks (
 	$(BIN)/python -m bench.netlab quick
 
 clean: ## remove .venv and all that was built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CORPUS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The stamp is touched last: an install that broke off is done again. uv is quicker than pip, but not everywhere to be had.
 $(STAMP): pyproject.toml constraints.txt
@@ -68,6 +73,12 @@ $(STAMP): pyproject.toml constraints.txt
 	  && $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]' \
 	  || { $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt setuptools \
 	    && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'; }
+	@touch $@
+
+$(CORPUS): pyproject.toml constraints.txt
+	@test -x $(CORPUS_VENV)/bin/python || $(PYTHON) -m venv $(CORPUS_VENV)
+	@echo "installing into $(CORPUS_VENV)"
+	@$(CORPUS_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[jax,dev,corpus]'
 	@touch $@
 
 # PyTorch by pip alone, which knows its own configuration: an index of CPU builds may be named there.

@@ -5,6 +5,7 @@ The constrained function is the user's own, walked again equation by equation: `
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,12 @@ from pase.plan.types import PlanData
 
 __all__ = ["JaxPlan", "jax_plan"]
 
+_STORAGE_ALONE = (
+    "in_shardings says how arguments are stored, half of the plan: a step jitted with nothing else leaves its inside "
+    "to XLA, and took up to 31 times the cycles. The other half: plan.jax.train_step(optimizer), or, for a step of "
+    "your own, in plan.jax.value_and_grad() or plan.jax.loss() (made first); plan.jax.device_put places arrays"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class JaxPlan:
@@ -37,6 +44,8 @@ class JaxPlan:
     """Micro-batches of a step: gradients are summed over them, and the loss is taken to be a mean over the batch."""
     blocks: tuple[Block, ...] = ()
     """Equations that backward computes again."""
+    _functions: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """What was made with the constraints inside, so that ``in_shardings`` knows whether it stands alone."""
     accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict)
     """Path of an equation -> the layouts in which it reads and writes."""
 
@@ -96,7 +105,13 @@ class JaxPlan:
         return tuple(jax.tree.unflatten(self.traced.in_tree, flat))
 
     def in_shardings(self, mesh: Any | None = None) -> tuple[Any, ...]:
-        """(params, *batch) pytrees of NamedSharding, ready for jax.jit(in_shardings=…) or jax.device_put."""
+        """(params, *batch) pytrees of NamedSharding: how arguments are stored, beside a function of this plan in
+        jax.jit(in_shardings=…). Warns where no such function was made: the plan's other half is inside of them."""
+        if not self._functions:
+            warnings.warn(_STORAGE_ALONE, stacklevel=2)
+        return self._in_shardings(mesh)
+
+    def _in_shardings(self, mesh: Any | None = None) -> tuple[Any, ...]:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -126,6 +141,7 @@ class JaxPlan:
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
+        self._functions.append("loss")
         closed = self.traced.jaxpr
 
         def constrained(*args: Any) -> Any:
@@ -185,7 +201,7 @@ class JaxPlan:
         import jax.numpy as jnp
 
         k, aux = self.accumulate, self.traced.has_aux
-        arrives = jax.tree.leaves(self.in_shardings(mesh)[1:])
+        arrives = jax.tree.leaves(self._in_shardings(mesh)[1:])
 
         def summed(params: Any, *batch: Any) -> Any:
             leaves, tree = jax.tree.flatten(arrays(batch))
@@ -303,7 +319,7 @@ class JaxPlan:
 
         self._only("train", "gradients to step along; plan.jax.step() and plan.jax.apply are what it has")
         mesh = mesh if mesh is not None else self.mesh()
-        stored, *arrive = self.in_shardings(mesh)
+        stored, *arrive = self._in_shardings(mesh)
         state_sharding = self.state_shardings(optimizer, mesh)
         updated_as = self.gradient_shardings(mesh)
         graded = self.value_and_grad(mesh)
@@ -342,7 +358,7 @@ class JaxPlan:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
-        arrive = jax.tree.leaves(self.in_shardings(mesh))
+        arrive = jax.tree.leaves(self._in_shardings(mesh))
         flat: list[Any] = [None] * len(self.traced.jaxpr.out_avals)
         for i, j in self.traced.carried.items():
             flat[j] = arrive[i]
@@ -362,7 +378,7 @@ class JaxPlan:
         fn, kept = self.loss(mesh), self.traced.kept_out
         return Stepper(
             run=lambda *args: arrays(fn(*args)),
-            in_shardings=self.in_shardings(mesh),
+            in_shardings=self._in_shardings(mesh),
             out_shardings=self._returned(mesh),
             donate=(0, 1) if own and donate else (),
             whole=lambda out: combine(out, kept),
@@ -395,7 +411,7 @@ class JaxPlan:
         def wanted(shape: Any, sharding: Any) -> Any:
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-        target = jax.tree.map(wanted, self._shapes()[0], self.in_shardings(mesh)[0])
+        target = jax.tree.map(wanted, self._shapes()[0], self._in_shardings(mesh)[0])
         try:
             with ocp.StandardCheckpointer() as checkpointer:
                 found = checkpointer.restore(path, target)
@@ -410,7 +426,7 @@ class JaxPlan:
         import jax
         import numpy as np
 
-        shardings = self.in_shardings(mesh)
+        shardings = self._in_shardings(mesh)
         given = arrays((params, *batch))
 
         def put(leaf: Any, sharding: Any) -> Any:

@@ -239,11 +239,11 @@ def compile_case(case: int, kinds: list[str], show: bool = False) -> None:
     assert plan is not None
     if show:
         print(" -> ".join(p.words), plan, plan.strategy, sep="\n", file=sys.stderr)
-    shardings = plan.jax.in_shardings()
+    graded, shardings = plan.jax.value_and_grad(), plan.jax.in_shardings()
     given = jax.tree.map(
         lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), (p.params, p.batch), shardings
     )
-    jax.jit(plan.jax.value_and_grad()).lower(*given).compile()
+    jax.jit(graded).lower(*given).compile()
 
 
 def child(cases: list[int], kinds: list[str], show: bool) -> None:
@@ -322,9 +322,10 @@ def main() -> None:
         child(given.cases, kinds, given.show)
         return
     known = json.loads(FILE.read_text())["cases"] if FILE.exists() else {}
-    wanted = given.cases or [c for c in range(CASES) if str(c) not in known]
+    of = "mixed" if kinds == list(KINDS) else "+".join(kinds)
+    wanted = given.cases or [c for c in range(CASES) if f"{of} {c}" not in known]
     for done, row in enumerate(rows(wanted, kinds), 1):
-        known[str(row.pop("case"))] = "compiled" if row["end"] == "compiled" else row
+        known[f"{of} {row.pop('case')}"] = "compiled" if row["end"] == "compiled" else row
         if row["end"] != "compiled":
             print(row, flush=True)
         if done % 25 == 0 or done == len(wanted):
@@ -332,13 +333,17 @@ def main() -> None:
 
 
 def _save(known: dict[str, Any]) -> None:
+    """known: "KINDS CASE" -> how it ended; the programs of a case differ by kinds."""
+
+    def place(item: tuple[str, Any]) -> tuple[str, int]:
+        of, case = item[0].split()
+        return of, int(case)
+
     ends: dict[str, int] = {}
     for row in known.values():
         end = row if isinstance(row, str) else row["end"]
         ends[end] = ends.get(end, 0) + 1
-    save(
-        {"of": len(known), "ends": ends, "cases": dict(sorted(known.items(), key=lambda x: int(x[0])))}, FILE
-    )
+    save({"of": len(known), "ends": ends, "cases": dict(sorted(known.items(), key=place))}, FILE)
 
 
 if __name__ == "__main__":

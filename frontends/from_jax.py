@@ -14,11 +14,11 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
-from pase.frontends.jax_control import CONTROL, Trips
+from pase.frontends.jax_control import CONTROL, AtRunTime
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import Elementwise
 from pase.frontends.jax_rules_outside import RULES
-from pase.frontends.registry import Dims, Unknown, UnknownOp, check_dims
+from pase.frontends.registry import Chances, Dims, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Place, Size, Tensor, parse_size
 from pase.ir.sizes import bind_size, free_symbols
 from pase.ops import GraphBuilder, nests
@@ -76,6 +76,10 @@ class Traced(registry.Traced):
     mode: Mode = "train"
     carry: Carry = field(default_factory=dict)
     """Batch argument -> where the function returns its next value, as the user said."""
+    turns: Dims = field(default_factory=dict)
+    """How often while loops turn, as the user said."""
+    chances: Chances = field(default_factory=dict)
+    """How likely branches are, as the user said."""
     carried: Mapping[int, int] = field(default_factory=dict)
     """Input leaf -> the output leaf that is its next value."""
     kept: Any = field(default=None, repr=False, compare=False)
@@ -129,13 +133,15 @@ def trace(
     dims: Dims | None = None,
     mode: Mode = "train",
     carry: Carry | None = None,
+    chances: Chances | None = None,
 ) -> Traced:
     """Trace ``fn(params, *batch)`` on shapes.
 
     params, batch: pytrees of arrays or jax.ShapeDtypeStruct, Equinox modules too; symbolic dims of
     jax.export.symbolic_shape stay symbolic in the graph, unless ``dims`` binds them.
     unknown: what to do at a primitive without a rule: "error", or "replicate" (it may not be split).
-    mode: see ``Mode``. carry: batch argument -> where the function returns its next value.
+    mode: see ``Mode``. carry: batch argument -> where the function returns its next value. chances: conditional ->
+    how likely each branch is.
     """
     if params is None:
         raise PaseError(
@@ -154,7 +160,7 @@ def trace(
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
         raise PaseError(f"two parameters have the path '{twice[0]}': give the pytree's keys distinct names")
     b = GraphBuilder(name=called, frozen=mode != "train")
-    lower = _Lower(b=b, unknown=unknown, trips=Trips(given=turns))
+    lower = _Lower(b=b, unknown=unknown, told=AtRunTime(turns=turns, chances=chances or {}))
     n = len(param_paths)
     for i, (var, path) in enumerate(zip(closed.jaxpr.invars, (*param_paths, *input_paths), strict=True)):
         leaf = b.parameter if i < n else b.input
@@ -162,11 +168,12 @@ def trace(
     for var in closed.jaxpr.constvars:
         lower.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
     lower.eqns(closed.jaxpr.eqns, "")
-    check_dims(turns, {*symbols, *lower.trips.seen}, b.name)
+    check_dims(turns, {*symbols, *lower.told.loops}, b.name)
+    lower.told.check_chances(b.name)
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
-        raise PaseError(_no_gradient(called, bool(lower.trips.seen)))
+        raise PaseError(_no_gradient(called, bool(lower.told.loops)))
     for into, of in program.carried.items():
         if (value := returned[of]) is not None:
             b.thread(lower.of(closed.jaxpr.invars[into]), value)
@@ -185,6 +192,8 @@ def trace(
         unknown=unknown,
         mode=mode,
         carry=dict(carry or {}),
+        turns=turns,
+        chances=dict(chances or {}),
         carried=program.carried,
         kept=program.kept,
         out_tree=program.out_tree,
@@ -290,8 +299,8 @@ class _Lower:
     results: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     inside: str = ""
     """Path of the enclosing custom-derivative call, which a backend keeps whole."""
-    trips: Trips = field(default_factory=lambda: Trips())
-    """Turns of the while loops, as far as they are known."""
+    told: AtRunTime = field(default_factory=AtRunTime)
+    """Turns of while loops and chances of branches, as far as they are known."""
     policy: Any = None
     """The enclosing rematerialised region's policy: which results are saved."""
 
@@ -376,9 +385,9 @@ class _Lower:
         for name, out in zip(names, outs, strict=True):
             self.env[out] = inner.of(name)
 
-    def alone(self, trips: Trips) -> _Lower:
+    def alone(self, told: AtRunTime) -> _Lower:
         """To lower a body by itself, for its price."""
-        return _Lower(b=GraphBuilder(name="body"), unknown=self.unknown, trips=trips)
+        return _Lower(b=GraphBuilder(name="body"), unknown=self.unknown, told=told)
 
     def of(self, var: Any) -> Tensor:
         """The tensor of a variable; a literal becomes a constant."""

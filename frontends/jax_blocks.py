@@ -133,6 +133,8 @@ def micro(traced: Traced, micro_batches: int) -> Traced:
         unknown=traced.unknown,
         mode=traced.mode,
         carry=traced.carry,
+        dims=traced.turns,
+        chances=traced.chances,
     )
 
 

@@ -6,14 +6,15 @@ What each makes on the way stands in ``results`` under its place (``pase.ir.Plac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pase.errors import PaseError
 from pase.frontends.jax_rules import _dtype, _shape, _size
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
-from pase.frontends.registry import Control, lowers_bodies
+from pase.frontends.registry import Chances, Control, lowers_bodies
 from pase.ir import Part, Place, Tensor
 from pase.ir.sizes import is_one
 from pase.ops import branches, indexed, loops
@@ -23,29 +24,33 @@ if TYPE_CHECKING:
     from pase.frontends.from_jax import _Lower
     from pase.ops import GraphBuilder
 
-__all__ = ["CONTROL", "Trips", "by_platform"]
+__all__ = ["CONTROL", "AtRunTime", "by_platform"]
 
 CONTROL: Registry[Control] = Registry("JAX primitive with bodies")
 """Primitive -> how its equation is lowered: (lowering, equation, prefix of the paths inside)."""
 
 
 @dataclass
-class Trips:
-    """How often while loops turn. Their names are while0, while1, … in the order of the program."""
+class AtRunTime:
+    """What only a run can tell: how often while loops turn, which branches are taken. Names are while0, while1, … and
+    cond0, cond1, … in the order of the program."""
 
-    given: dict[str, int] = field(default_factory=dict)
-    seen: list[str] = field(default_factory=list)
+    turns: Mapping[str, int] = field(default_factory=dict)
+    chances: Chances = field(default_factory=dict)
+    loops: list[str] = field(default_factory=list)
+    """Seen so far."""
+    conds: list[str] = field(default_factory=list)
 
-    def copy(self) -> Trips:
-        """To price a body that is lowered later: its loops are not counted twice."""
-        return Trips(given=self.given, seen=[*self.seen])
+    def copy(self) -> AtRunTime:
+        """To price a body that is lowered later: what is in it is not counted twice."""
+        return replace(self, loops=[*self.loops], conds=[*self.conds])
 
-    def of(self, eqn: Any, b: GraphBuilder) -> int:
+    def turns_of(self, eqn: Any, b: GraphBuilder) -> int:
         """Given by the user, found in the program, or one with a remark."""
-        name = f"while{len(self.seen)}"
-        self.seen.append(name)
-        if name in self.given:
-            return self.given[name]
+        name = f"while{len(self.loops)}"
+        self.loops.append(name)
+        if name in self.turns:
+            return self.turns[name]
         known = _turns(eqn)
         if known is None:
             b.remarks.append(
@@ -53,6 +58,23 @@ class Trips:
                 f"is not known before it runs; say so with dims={{'{name}': N}}, or --trips {name}=N"
             )
         return 1 if known is None else known
+
+    def next_cond(self) -> str:
+        self.conds.append(f"cond{len(self.conds)}")
+        return self.conds[-1]
+
+    def chances_of(self, name: str, flops: Sequence[float]) -> tuple[float, ...]:
+        """Given by the user; else the most expensive branch is taken every time."""
+        given = self.chances.get(name)
+        return branches.chances(flops) if given is None else branches.told(name, given, len(flops))
+
+    def check_chances(self, model: str) -> None:
+        """PaseError where chances are given of a conditional that is not there."""
+        for name in self.chances:
+            if name not in self.conds:
+                raise PaseError(
+                    f"model '{model}' has no conditional '{name}'; it has: {', '.join(self.conds) or 'none'}"
+                )
 
 
 @lowers_bodies(CONTROL, "scan", listed="loop")
@@ -94,12 +116,12 @@ def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
 
 @lowers_bodies(CONTROL, "while", listed="loop")
 def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
-    """Condition and body, times the turns (``Trips``). JAX has no backward of it, so nothing in it has a gradient."""
+    """Condition and body, times the turns. JAX has no backward of it, so nothing in it has a gradient."""
     b, p = lower.b, eqn.params
     at, source = b.eqn, b.source
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
-    turns = lower.trips.of(eqn, b)
+    turns = lower.told.turns_of(eqn, b)
     asks, inner = lower.inner(), lower.inner()
     with (
         nullcontext() if lower.inside else b.without_gradient()
@@ -123,15 +145,24 @@ def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
 
 @lowers_bodies(CONTROL, "cond", listed="branches")
 def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
-    """Every branch is lowered; the most expensive one is priced as taken, the others next to nothing."""
+    """Every branch is lowered, and weighted by its chance: as the user said, else the most expensive one is priced as
+    taken, the others next to nothing."""
     b = lower.b
     if by_platform(eqn):
         _one_platform(lower, eqn, prefix)
         return
     at, source = b.eqn, b.source
     bodies = [c.jaxpr for c in eqn.params["branches"]]
-    trips = lower.trips.copy()
-    likely = branches.chances([_flops(lower, body, trips) for body in bodies])
+    name = lower.told.next_cond()
+    told = lower.told.copy()
+    flops = [_flops(lower, body, told) for body in bodies]
+    likely = lower.told.chances_of(name, flops)
+    if len(bodies) > 1 and eqn.outvars and name not in lower.told.chances:
+        b.remarks.append(
+            f"of the {len(bodies)} branches of '{name}' at {source or 'an unknown line'}, number {likely.index(1.0)} "
+            f"(from 0), the most expensive, is priced as taken every time; say otherwise with "
+            f"chances={{'{name}': (…)}}, or --chance {name}={','.join('P' * len(bodies))}"
+        )
     made: list[list[Tensor]] = []
     for k, (body, chance) in enumerate(zip(bodies, likely, strict=True)):
         inner = lower.inner()
@@ -147,11 +178,6 @@ def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
                 results.append(branches.leave(b, before))
                 lower.operands[b.eqn], lower.results[b.eqn] = (before.name,), (results[-1].name,)
             made.append(results)
-    if len(bodies) > 1 and eqn.outvars:
-        b.remarks.append(
-            f"of the {len(bodies)} branches at {source or 'an unknown line'}, number {likely.index(1.0)} (from 0), the "
-            f"most expensive, is priced as taken every time"
-        )
     b.eqn, index = at, lower.read(eqn.invars[0])
     lower.write(eqn.outvars, [branches.meet(b, index, same) for same in zip(*made, strict=True)])
 
@@ -164,7 +190,7 @@ def by_platform(eqn: Any) -> bool:
 def _one_platform(lower: _Lower, eqn: Any, prefix: str) -> None:
     """Of code written for each platform, the first branch that can be lowered is priced; a backend keeps it whole."""
     inner = lower.inner()
-    body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.trips.copy()))
+    body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.told.copy()))
     _constants(lower, inner, body)
     lower.bind(inner, body.invars, eqn.invars[1:])
     inner.inside = lower.inside or lower.b.eqn.path
@@ -175,7 +201,7 @@ def _one_platform(lower: _Lower, eqn: Any, prefix: str) -> None:
 @lowers_bodies(CONTROL, "custom_linear_solve", listed="opaque")
 def custom_linear_solve(lower: _Lower, eqn: Any, prefix: str) -> None:
     """Not split; the work of its solver, which a backend keeps whole."""
-    lower.replicate(eqn, _flops(lower, eqn.params["jaxprs"].solve.jaxpr, lower.trips))
+    lower.replicate(eqn, _flops(lower, eqn.params["jaxprs"].solve.jaxpr, lower.told))
 
 
 @lowers_bodies(CONTROL, "shard_map", listed="manual")
@@ -189,7 +215,7 @@ def shard_map(lower: _Lower, eqn: Any, prefix: str) -> None:
 
     inputs = [(lower.of(v), split(s)) for v, s in zip(eqn.invars, p["in_specs"], strict=True)]
     outs = [(_shape(v), _dtype(v), split(s)) for v, s in zip(eqn.outvars, p["out_specs"], strict=True)]
-    flops = _flops(lower, opened(p["jaxpr"])[0], lower.trips.copy())
+    flops = _flops(lower, opened(p["jaxpr"])[0], lower.told.copy())
     b.remarks.append(
         f"of the shard_map at {b.source or 'an unknown line'} work and layouts are priced, not the collectives inside"
     )
@@ -231,9 +257,9 @@ def _close(lower: _Lower, inner: _Lower, names: Sequence[Any], carried: Sequence
             lower.b.close_carry(t, tensor)
 
 
-def _flops(lower: _Lower, jaxpr: Any, trips: Trips) -> float:
+def _flops(lower: _Lower, jaxpr: Any, told: AtRunTime) -> float:
     """FLOPs of a body by itself."""
-    inner = lower.alone(trips)
+    inner = lower.alone(told)
     for var in (*jaxpr.constvars, *jaxpr.invars):
         inner.env[var] = inner.b.constant(_shape(var), _dtype(var))
     inner.eqns(jaxpr.eqns, "")

@@ -6,7 +6,7 @@ and imports its framework inside of functions only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FRONTENDS",
+    "Chances",
     "Control",
     "Dims",
     "Frontend",
@@ -37,6 +38,8 @@ __all__ = [
 Unknown = Literal["error", "replicate"]
 Dims = Mapping[str, int]
 C = TypeVar("C", bound=Callable[..., Any])
+Chances = Mapping[str, Sequence[float]]
+"""Conditional, cond0, … in the order of the program -> how likely each of its branches is."""
 
 
 class UnknownOp(PaseError):
@@ -67,7 +70,7 @@ class Frontend:
         model (example arguments, for JAX). dims: integers for symbolic sizes by name; a name that the model does not
         have is an error (``check_dims``).
     coverage: loop nest -> the framework's ops, for ``pase ops``; ``by_nest`` derives it from the rules.
-    programs: it reads programs that are not trained too: ``trace`` then takes ``mode`` and ``carry``.
+    programs: it reads programs that are not trained too: ``trace`` then takes ``mode``, ``carry`` and ``chances``.
     """
 
     reads: Callable[[Any], bool]
@@ -111,10 +114,11 @@ def trace(
     dims: Dims | None = None,
     mode: str = "train",
     carry: Mapping[int, Any] | None = None,
+    chances: Chances | None = None,
 ) -> Traced:
     """Read a model by whichever frontend reads it.
 
-    mode, carry: what the program is for, see ``CompileOptions``; programs that are not trained are JAX's.
+    mode, carry, chances: what the program is for, see ``CompileOptions``; programs with these are JAX's.
 
     unknown: at an op without a rule: "error", or "replicate" (it may not be split).
     dims: integers for symbolic sizes.
@@ -125,11 +129,15 @@ def trace(
         raise PaseError(
             f"no frontend reads a {type(model).__module__}.{type(model).__name__}; there are frontends for {kinds}"
         )
-    if mode == "train" and not carry:
+    if mode == "train" and not carry and not chances:
         return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims)
     if not frontend.programs:
-        raise PaseError(f"mode='{mode}' and carry are for JAX functions, not for a {type(model).__name__}")
-    return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims, mode=mode, carry=carry)
+        raise PaseError(
+            f"mode='{mode}', carry and chances are for JAX functions, not for a {type(model).__name__}"
+        )
+    return frontend.trace(
+        model, *args, name=name, unknown=unknown, dims=dims, mode=mode, carry=carry, chances=chances
+    )
 
 
 def check_dims(dims: Dims | None, known: Iterable[str], model: str) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -56,12 +56,17 @@ class Plan(PlanData):
         *batch: Any,
         mode: Literal["train", "inference", "step"] = "train",
         carry: Mapping[int, Any] | None = None,
+        dims: Mapping[str, int] | None = None,
+        chances: Mapping[str, Sequence[float]] | None = None,
     ) -> Plan:
-        """Give a loaded plan its model again, traced anew with the mode and carry that it was compiled with; PaseError
-        where it is not the model of the plan."""
+        """Give a loaded plan its model again, traced anew with the mode, carry, dims and chances that it was compiled
+        with; PaseError where it is not the model of the plan."""
         from pase.frontends.from_jax import trace
 
-        return self.with_model(trace(fn, params, *batch, name=self.model, mode=mode, carry=carry))
+        traced = trace(
+            fn, params, *batch, name=self.model, mode=mode, carry=carry, dims=dims, chances=chances
+        )
+        return self.with_model(traced)
 
     @cached_property
     def bucket_plan(self) -> BucketPlan | None:

@@ -52,6 +52,11 @@ NEEDS = {
         how="make test-all",
         missing=lambda: _installed("torch", "onnxscript", "transformers"),
     ),
+    "corpus": Need(
+        what="the libraries whose programs bench/programs holds",
+        how="make test-corpus",
+        missing=_installed,
+    ),
     "root": Need(
         what="root and iproute2, for networks of namespaces",
         how="make test-root",

@@ -15,7 +15,6 @@ from typing import Annotated, Any, get_args
 import typer
 
 from pase.compiler.options import CompileOptions
-from pase.errors import PaseError
 
 __all__ = [
     "ChoicesTimeLimit",
@@ -26,7 +25,6 @@ __all__ = [
     "Model",
     "compile_options",
     "console",
-    "parse_sizes",
     "print_json",
     "progress",
 ]
@@ -81,7 +79,8 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
         def run(*args: Any, **keywords: Any) -> None:
             given = listed.bind(*args, **keywords).arguments
             read = {f.name: given.pop(f.name) for f in chosen if f.name in given}
-            many = {f.name: parse_sizes(read.get(f.name)) for f in chosen if f.metadata["flag"].many}
+            pairs = {f.name: f.metadata["flag"].pairs for f in chosen if f.metadata["flag"].pairs}
+            many = {name: parse(read.get(name)) for name, parse in pairs.items()}
             command(**given, options=CompileOptions(**read | many))
 
         run.__signature__ = listed  # type: ignore[attr-defined]
@@ -95,33 +94,18 @@ def _as_flag(f: Field[Any]) -> inspect.Parameter:
     """The typer parameter of an option: whole numbers are read as such, all else as text that the options read."""
     flag = f.metadata["flag"]
     whole = int in (f.type, *get_args(f.type))
-    plain: Any = list[str] if flag.many else int if whole else str
+    plain: Any = list[str] if flag.pairs else int if whole else str
     if f.default is None:
         plain = plain | None
     info = typer.Option(
         *flag.names,
-        help=f.metadata["help"] + (" May be given several times." if flag.many else ""),
+        help=f.metadata["help"] + (" May be given several times." if flag.pairs else ""),
         metavar=flag.metavar,
         min=flag.minimum,
     )
     default = inspect.Parameter.empty if f.default is MISSING else f.default
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[plain, info])
-
-
-def parse_sizes(given: list[str] | None) -> dict[str, int]:
-    """
-    >>> parse_sizes(["batch=64", "seq=128"])
-    {'batch': 64, 'seq': 128}
-    """
-    out: dict[str, int] = {}
-    for text in given or ():
-        name, equals, size = text.rpartition("=")
-        digits = size.strip().isdecimal() and size.isascii() and len(size) <= 18
-        if not equals or not name.strip() or not digits:
-            raise PaseError(f"--dim '{text}': write NAME=SIZE, for example --dim batch=64")
-        out[name.strip()] = int(size)
-    return out
 
 
 def console(*, err: bool = False) -> Any:

@@ -42,7 +42,14 @@ def compile_model(
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(
-        model, params, batch, options.unknown, options.dims, mode=options.mode, carry=options.carry
+        model,
+        params,
+        batch,
+        options.unknown,
+        options.dims,
+        mode=options.mode,
+        carry=options.carry,
+        chances=options.chances,
     )
     problem = SplitProblem.of(
         traced.graph, options.devices, options.machine, options.cost_model, options.optimizer, options.overlap

@@ -5,11 +5,12 @@
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
+from pase.compiler.pairs import parse_chances, parse_places, parse_sizes
 from pase.errors import PaseError
 from pase.files.quantities import parse_bytes
 
@@ -25,13 +26,13 @@ R = TypeVar("R")
 class Flag:
     """How the program takes an option. names: its flags; none: the API alone has it.
 
-    minimum: of a number. many: it may be given several times, NAME=VALUE each.
+    minimum: of a number. pairs: it may be given several times, NAME=VALUE each, which this reads.
     """
 
     names: tuple[str, ...] = ()
     metavar: str | None = None
     minimum: int | None = None
-    many: bool = False
+    pairs: Callable[[Sequence[str] | None], Mapping[Any, Any]] | None = None
 
 
 def _option(default: Any, says: str, *names: str, **flag: Any) -> Any:
@@ -69,7 +70,7 @@ class CompileOptions:
         "--dim",
         "--trips",
         metavar="NAME=SIZE",
-        many=True,
+        pairs=parse_sizes,
     )
     mode: Literal["train", "inference", "step"] = _option(
         "train",
@@ -81,7 +82,20 @@ class CompileOptions:
     carry: Mapping[int, Any] | None = _option(
         None,
         "What a call hands to the next, batch statistics or a KV cache: batch argument -> where its next value stands "
-        "in what the function returns, {1: 1} or {1: (1, 'batch_stats')}; it is laid out alike in both.",
+        "in what the function returns, {1: 1} or {1: (1, 'batch_stats')}, on the command line 1=1 or 1=1.batch_stats; "
+        "it is laid out alike in both.",
+        "--carry",
+        metavar="ARGUMENT=PLACE",
+        pairs=parse_places,
+    )
+    chances: Mapping[str, Sequence[float]] | None = _option(
+        None,
+        "How likely each branch of a conditional is, {'cond0': (0.9, 0.1)}, on the command line cond0=0.9,0.1: cond0 "
+        "is the program's first, its first branch is taken where the condition is false. Default: the most expensive "
+        "branch is taken every time.",
+        "--chance",
+        metavar="NAME=CHANCES",
+        pairs=parse_chances,
     )
     max_axes: int = _option(3, "Search meshes of at most so many axes.", minimum=1)
     baselines: bool = _option(

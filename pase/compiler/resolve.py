@@ -19,7 +19,8 @@ __all__ = ["resolve", "traced_model"]
 def traced_model(
     model: Any, params: Any, batch: Sequence[Any], unknown: Unknown, dims: Dims | None = None, **purpose: Any
 ) -> tuple[Traced, str]:
-    """Trace what the user gave as a model: (the trace, its name). purpose: ``mode`` and ``carry`` of CompileOptions."""
+    """Trace what the user gave as a model: (the trace, its name). purpose: ``mode``, ``carry`` and ``chances`` of
+    CompileOptions."""
     if isinstance(model, (str, Path)):
         if params is not None or batch:
             raise PaseError(f"'{model}' names a model: give no further arguments with it")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pase.errors import PaseError
 from pase.ir import AccessMap, Tensor
 from pase.ir.sizes import is_one
 from pase.ops.builder import GraphBuilder, Read, Write, _map
 from pase.ops.loops import settle
 
-__all__ = ["SELDOM", "chances", "leave", "meet"]
+__all__ = ["SELDOM", "chances", "leave", "meet", "told"]
 
 SELDOM = 1e-3
 """The chance given to a branch that is not the most expensive one: it adds next to nothing to the step, and is still
@@ -24,6 +25,20 @@ def chances(flops: Sequence[float]) -> tuple[float, ...]:
     """
     dearest = max(range(len(flops)), key=lambda k: flops[k])
     return tuple(1.0 if k == dearest else SELDOM for k in range(len(flops)))
+
+
+def told(name: str, given: Sequence[float], count: int) -> tuple[float, ...]:
+    """The chances of a conditional's branches as a user gave them; PaseError where they are none.
+
+    >>> told("cond0", (0.9, 0.1), 2)
+    (0.9, 0.1)
+    """
+    if len(given) != count or not all(0 <= p <= 1 for p in given) or abs(sum(given) - 1) > 1e-6:
+        raise PaseError(
+            f"chances of '{name}' are {', '.join(map(str, given))}: it has {count} branches, and the chances of all of "
+            f"them add up to 1"
+        )
+    return tuple(max(float(p), SELDOM) for p in given)
 
 
 def leave(b: GraphBuilder, x: Tensor) -> Tensor:

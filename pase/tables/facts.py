@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from pase.ir import Access, Graph, Node
 from pase.tables.derive import Flow, edge_flows
-from pase.tables.layouts import LayoutRule, conv_places, read_rule, within_groups, write_rule
+from pase.tables.layouts import (
+    LayoutRule,
+    conv_places,
+    depthwise,
+    merged_in_storage,
+    read_rule,
+    within_groups,
+    write_rule,
+)
 
 __all__ = ["EdgeFacts", "Facts", "facts"]
 
@@ -76,7 +84,8 @@ def _space_key(n: Node) -> object:
         (tuple(place[d] for d in w.dims), w.window) for op in n.ops for a in op.reads for w in a.map.walks
     ]
     spaces = tuple((d.size, d.kind) for d in n.space)
-    return spaces, tuple(w for w in windows if w[1]), tuple(conv_places(n)), within_groups(n)
+    barred = (tuple(conv_places(n)), tuple(depthwise(n)), within_groups(n), tuple(merged_in_storage(n)))
+    return spaces, tuple(w for w in windows if w[1]), barred
 
 
 def _cost_key(graph: Graph, n: Node) -> object:

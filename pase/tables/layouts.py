@@ -100,6 +100,13 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
         halves = np.isin(out, list(windowed)).any(axis=1)
         idle = (~np.isin(out, list(places)) & (np.array(mesh.sizes) > 1)).any(axis=1)
         keep &= ~(halves & idle)
+    for groups, others in depthwise(node):
+        by_group, by_others = (np.isin(out, list(dims)).any(axis=1) for dims in (groups, others))
+        idle = ((out == NOT_SPLIT) & (np.array(mesh.sizes) > 1)).any(axis=1)
+        keep &= ~(by_group & ~by_others & idle)
+    for major, minor in merged_in_storage(node):
+        whole_major = shards(out, [major], mesh) == number(node.space.dims[major].size, node.name)
+        keep &= whole_major | (shards(out, [minor], mesh) == 1)
     return out[keep]
 
 
@@ -162,16 +169,54 @@ def within_groups(node: Node) -> frozenset[int]:
 
     In the tensors the group is the major part of a dim and they are the minor one, so that no sharding says such a
     split alone; where XLA's partitioner (jaxlib 0.10.2) is led to one, a check of its own fails and ends the process
-    ("new_input_batch_size % new_output_batch_size == 0"), or a convolution does not fit. ``bench/xla_fuzz.py`` watches.
+    ("new_input_batch_size % new_output_batch_size == 0"), or a convolution does not fit. The groups themselves are not
+    split where the filter is one element wide and a group has one channel on one side and several on the other: XLA
+    takes one of the gradients for an ungrouped product ("Expected output feature dimension …").
+    ``bench/xla_fuzz.py`` watches.
     """
     out: set[str] = set()
     for op in node.ops:
         if op.kind == "conv":
             x, w = (set(a.map.dims) for a in op.reads)
             made = set(op.writes[0].map.dims)
-            if x & w & made:  # the groups
-                out |= (w & x) ^ (w & made)
+            if groups := x & w & made:
+                read, written = (w & x) - groups, (w & made) - groups
+                out |= read | written
+                if w == groups | read | written and bool(read) != bool(written):
+                    out |= groups
     return frozenset(dim_index(node, sorted(out)))
+
+
+def merged_in_storage(node: Node) -> list[tuple[int, int]]:
+    """(major, minor): dims that follow each other within one dim of a stored tensor, which its readers view apart.
+
+    What is stored lies in contiguous shards: the minor one is split only where the major one is split into single
+    elements.
+    """
+    if node.kind not in ("parameter", "input"):
+        return []
+    walks = node.ops[0].writes[0].map.walks
+    return [pair for walk in walks for pair in itertools.pairwise(dim_index(node, walk.dims))]
+
+
+def depthwise(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
+    """Per convolution whose groups are single channels: its groups, and its batch and windowed dims.
+
+    Where the groups are split, an axis is idle and none of the latter is split, XLA's partitioner (jaxlib 0.10.2) frees
+    what it does not own, and the process ends ("free(): invalid pointer"). ``tests/backends/test_conv.py`` watches it.
+    """
+    out = []
+    for op in node.ops:
+        if op.kind == "conv":
+            x, w, made = (set(a.map.dims) for a in (*op.reads, *op.writes))
+            if (groups := x & w & made) and not (x & w) - groups:
+                out.append(
+                    (
+                        frozenset(dim_index(node, sorted(groups))),
+                        frozenset(dim_index(node, sorted((x & made) - groups))),
+                    )
+                )
+    return out
 
 
 def _most_ways(node: Node) -> dict[str, int]:

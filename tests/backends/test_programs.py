@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -186,3 +187,50 @@ def test_parameters_are_restored_into_the_plans_layouts(tmp_path: Any) -> None:
     assert found["w"].sharding.is_equivalent_to(plan.jax.in_shardings()[0]["w"], 2)
     with pytest.raises(PaseError, match="cannot restore the parameters of 'loss' from"):
         plan.jax.restore(tmp_path / "missing")
+
+
+def test_in_shardings_warn_where_they_stand_alone() -> None:
+    params = {"up": jax.random.normal(KEY, (16, 64)) / 4, "down": jax.random.normal(KEY, (64, 16)) / 8}
+    plan = pase.compile(
+        lambda p, x: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2), params, X, devices=8, mesh="2x4"
+    )
+    with pytest.warns(UserWarning, match=r"half of the plan.*plan\.jax\.value_and_grad\(\)"):
+        stored, _ = plan.jax.in_shardings()
+    plan.jax.device_put(params, X)  # says nothing
+    graded = plan.jax.value_and_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan.jax.in_shardings()[0] == stored
+        jax.jit(graded, in_shardings=plan.jax.in_shardings())(params, X)
+
+
+def test_carry_and_chances_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from pase.cli import main
+
+    def compiled(carry: str, chance: str) -> tuple[int, str]:
+        told = "compile tests.backends.test_programs:made --devices 8 --mode inference --json"
+        with pytest.raises(SystemExit) as end:
+            main([*told.split(), "--carry", carry, "--chance", chance])
+        return int(end.value.code or 0), capsys.readouterr().err
+
+    assert compiled("0=1", "cond0=0.9,0.1") == (0, "")
+    for given, said in (
+        (("0=1", "cond0=0.9"), "it has 2 branches"),
+        (("0", "cond0=0.9,0.1"), "--carry 1=1"),
+        (("0=0", "cond0=0.9,0.1"), "its next value, at (0,)"),
+    ):
+        code, error = compiled(*given)
+        assert code == 2 and said in error
+
+
+def made() -> Any:
+    def either(p: Any, cache: Any, token: Any) -> Any:
+        return jax.lax.cond(token.sum() > 0, decode, lambda p, cache, token: (token, cache), p, cache, token)
+
+    params = {n: jax.ShapeDtypeStruct((64, 64), "float32") for n in "kqo"}
+    return (
+        either,
+        params,
+        jax.ShapeDtypeStruct((16, 32, 64), "float32"),
+        jax.ShapeDtypeStruct((16, 64), "float32"),
+    )

@@ -83,3 +83,31 @@ def test_branches_in_a_loop_turn_with_it() -> None:
 
     (op,) = products(trace(fn, S((6, 32, 32), jnp.float32), X))
     assert op.times == 6 and op.chance == 1.0
+
+
+def choosing(p: Any, x: Any) -> Any:
+    def one(h: Any) -> Any:
+        return lax.cond(jnp.sum(h) > 0, lambda h: jnp.tanh(h @ p) @ p, lambda h: h @ p, h)
+
+    return jnp.sum(one(one(x)))
+
+
+def test_chances_of_branches_are_the_users() -> None:
+    assert [op.chance for op in products(trace(choosing, W, X))] == [SELDOM, 1, 1] * 2
+    assert "--chance cond1=P,P" in trace(choosing, W, X).graph.meta["remarks"]
+    told = trace(choosing, W, X, chances={"cond0": (0.75, 0.25), "cond1": (1, 0)})
+    assert [op.chance for op in products(told)] == [0.75, 0.25, 0.25, 1, SELDOM, SELDOM]
+    assert "remarks" not in told.graph.meta and told.chances["cond0"] == (0.75, 0.25)
+
+
+@pytest.mark.parametrize("shares", [(0.5,), (0.5, 0.6), (1.5, -0.5)])
+def test_chances_add_up_to_one(shares: tuple[float, ...]) -> None:
+    with pytest.raises(
+        PaseError, match=r"chances of 'cond0' are .*: it has 2 branches, and the chances of all"
+    ):
+        trace(choosing, W, X, chances={"cond0": shares})
+
+
+def test_a_conditional_that_is_not_there() -> None:
+    with pytest.raises(PaseError, match=r"no conditional 'cond2'; it has: cond0, cond1"):
+        trace(choosing, W, X, chances={"cond2": (1, 0)})

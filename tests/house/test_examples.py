@@ -28,6 +28,24 @@ def test_training_learns():
     assert losses[-1] < losses[0]
 
 
+def losses(printed):
+    return [float(x.rpartition("loss")[2]) for x in printed.splitlines() if "loss" in x]
+
+
+def test_a_step_of_ones_own_learns():
+    first, *_, last = losses(run("own_step.py", "--steps", "6"))
+    assert last < first
+
+
+@pytest.mark.parametrize("library", ["linen", pytest.param("haiku", marks=pytest.mark.corpus("haiku"))])
+def test_batch_statistics_are_kept(library):
+    """After 40 steps the statistics are those of the data: evaluation by them is close to training's own."""
+    printed = run("batch_stats.py", "--library", library, "--steps", "40")
+    first, *_, last = losses(printed)
+    assert last < first
+    assert float(printed.split()[-1]) < 0.5 < first
+
+
 def test_an_onnx_file_is_written(tmp_path):
     pytest.importorskip("onnx")
     run("make_onnx.py", folder=tmp_path)
@@ -35,4 +53,4 @@ def test_an_onnx_file_is_written(tmp_path):
 
 
 def test_every_example_has_a_test():
-    assert EXAMPLES == ["make_onnx.py", "train.py"]
+    assert EXAMPLES == ["batch_stats.py", "make_onnx.py", "own_step.py", "train.py"]

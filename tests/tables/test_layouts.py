@@ -194,3 +194,21 @@ def test_halo_bytes_are_those_that_a_shard_lacks() -> None:
         assert lacking == inner
         # The middle shards' two rows, which set the pace, are charged for all.
         assert [float(c.nbytes[0]) for c in charges] == [2 * 5 * 4]
+
+
+def test_what_is_stored_is_split_in_contiguous_shards():
+    """A stored dim that its readers view as two: the minor one is split behind the whole major one alone."""
+    sizes = {"b": 8, "d": 2, "h": 4}
+    space = IterationSpace(tuple(Dim(name=d, size=n, kind="parallel") for d, n in sizes.items()))
+    stored = Op(
+        name="x",
+        kind="input",
+        function=functions.COPY,
+        reads=(),
+        writes=(Access("x", AccessMap.parse("b (d h)")),),
+    )
+    mesh = Mesh(names=("x", "y"), sizes=(2, 2))
+    found = {tuple(c) for c in configs(Node(name="x", space=space, ops=(stored,)), mesh).tolist()}
+    b, d, h = range(3)
+    assert {(d, h), (h, d), (b, d), (d, -1)} <= found
+    assert not found & {(h, h), (b, h), (h, -1), (-1, h)}

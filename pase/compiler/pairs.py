@@ -1,0 +1,65 @@
+"""NAME=VALUE as people type it: sizes, where a value is returned, how likely branches are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pase.errors import PaseError
+
+__all__ = ["parse_chances", "parse_places", "parse_sizes"]
+
+
+def _pairs(given: Sequence[str] | None, flag: str, form: str) -> list[tuple[str, str]]:
+    out = []
+    for text in given or ():
+        name, equals, value = text.rpartition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise PaseError(f"{flag} '{text}': write {form}")
+        out.append((name.strip(), value.strip()))
+    return out
+
+
+def _whole(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and len(text) <= 18
+
+
+def parse_sizes(given: Sequence[str] | None) -> dict[str, int]:
+    """
+    >>> parse_sizes(["batch=64", "seq=128"])
+    {'batch': 64, 'seq': 128}
+    """
+    out: dict[str, int] = {}
+    for name, size in _pairs(given, "--dim", form := "NAME=SIZE, for example --dim batch=64"):
+        if not _whole(size):
+            raise PaseError(f"--dim '{name}={size}': write {form}")
+        out[name] = int(size)
+    return out
+
+
+def parse_places(given: Sequence[str] | None) -> dict[int, Any]:
+    """Batch argument -> where its next value is returned: numbers and keys on the way down, dots between them.
+
+    >>> parse_places(["0=1", "2=1.batch_stats"])
+    {0: (1,), 2: (1, 'batch_stats')}
+    """
+    out: dict[int, Any] = {}
+    for argument, place in _pairs(given, "--carry", form := "ARGUMENT=PLACE, for example --carry 1=1"):
+        if not _whole(argument):
+            raise PaseError(f"--carry '{argument}={place}': write {form}")
+        out[int(argument)] = tuple(int(k) if _whole(k) else k for k in place.split("."))
+    return out
+
+
+def parse_chances(given: Sequence[str] | None) -> dict[str, tuple[float, ...]]:
+    """
+    >>> parse_chances(["cond0=0.9,0.1"])
+    {'cond0': (0.9, 0.1)}
+    """
+    out: dict[str, tuple[float, ...]] = {}
+    for name, shares in _pairs(given, "--chance", form := "NAME=CHANCE,CHANCE, as in --chance cond0=0.9,0.1"):
+        try:
+            out[name] = tuple(float(share) for share in shares.split(","))
+        except ValueError as e:
+            raise PaseError(f"--chance '{name}={shares}': write {form}") from e
+    return out
