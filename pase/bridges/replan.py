@@ -105,9 +105,10 @@ def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Repl
     if plan.staleness or plan.period != 1 or any(m.phase is not None for m in plan.messages):
         raise PaseError(f"bucket plan '{plan.policy}' delays updates, which a trace cannot show")
     tasks = _tasks(g, problem)  # [tensors, replicas of the plan], -1 where a rank lacks it
+    moved = np.unique(tasks[tasks >= 0])
+    _check_beside_compute(g, moved)
     r = replay_graph(g)
     c = coarsen(g, r)
-    moved = np.unique(tasks[tasks >= 0])
     is_moved = np.zeros(len(g), dtype=bool)
     is_moved[moved] = True
     launches = np.zeros(len(g))
@@ -133,6 +134,21 @@ def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Repl
     )
 
 
+def _check_beside_compute(g: DataflowGraph, moved: np.ndarray) -> None:
+    """PaseError where collectives share a stream with compute: moving them would move the compute between them."""
+    from pase.replay.types import COLLECTIVE, GPU_KINDS
+
+    for device in np.unique(g.device[moved]).tolist():
+        here = (g.device == device) & np.isin(g.kind, GPU_KINDS) & (g.kind != COLLECTIVE)
+        if here.any():
+            task = int(moved[g.device[moved] == device][0])
+            raise PaseError(
+                f"'{g.task_name(task)}' on rank {g.rank[task]} runs on the stream that computes, one op after the "
+                f"other, as in XLA's programs for the CPU: a bucket plan changes nothing there. It needs a run whose "
+                f"collectives have a stream of their own (NCCL, or PyTorch over gloo)"
+            )
+
+
 def _ready(g: DataflowGraph, r: Any, is_moved: np.ndarray) -> np.ndarray:
     """When what a collective waits for has ended, the stream it is on left out; float64 [tasks]."""
     from pase.replay.graph import EDGES
@@ -146,8 +162,8 @@ def _ready(g: DataflowGraph, r: Any, is_moved: np.ndarray) -> np.ndarray:
 def _tasks(g: DataflowGraph, problem: ScheduleProblem) -> np.ndarray:
     """The task of each tensor on each rank, int64 [tensors, ranks].
 
-    Tensors are named by their place among the rank's collectives ("3 all_reduce"); other ranks have the members of the
-    same collectives or, in another group, the ones at the same place.
+    Tensors are named by their place among the first rank's collectives ("3 all_reduce"); other ranks have the members
+    of the same collectives or, in another group, those of the same name: the third "all-gather.3" answers to the third.
     """
     from pase.replay import replay_graph
     from pase.replay.types import COLLECTIVE, OPERATIONS
@@ -165,13 +181,15 @@ def _tasks(g: DataflowGraph, problem: ScheduleProblem) -> np.ndarray:
             f"profile '{problem.name}' is of another run: it counts more collectives than this one has"
         )
     first = by_rank[0][place]
+    named = _occurrences(g, by_rank[0])
     out = np.full((len(place), len(ranks)), -1, dtype=np.int64)
     for j, (rank, mine) in enumerate(zip(ranks, by_rank, strict=True)):
         shared = {int(g.gang[i]): int(i) for i in mine if g.gang[i] >= 0}
+        alike = {key: i for i, key in _occurrences(g, mine).items()}
         for k, i in enumerate(first.tolist()):
             other = shared.get(int(g.gang[i]), -1) if g.gang[i] >= 0 else -1
-            if other < 0 and len(mine) == len(by_rank[0]):
-                other = int(mine[place[k]])
+            if other < 0:
+                other = alike.get(named[i], -1)
             out[k, j] = other
             tensor = problem.tensors[k]
             if other < 0 or OPERATIONS[int(g.operation[other])] != tensor.kind:
@@ -179,6 +197,17 @@ def _tasks(g: DataflowGraph, problem: ScheduleProblem) -> np.ndarray:
                     f"rank {rank} has nothing that answers to collective {tensor.name} of rank {ranks[0]}: ranks that "
                     f"communicate differently (stages of a pipeline) cannot be given one bucket plan"
                 )
+    return out
+
+
+def _occurrences(g: DataflowGraph, tasks: np.ndarray) -> dict[int, tuple[str, int]]:
+    """Task -> (its name, how many of that name come before it)."""
+    count: dict[str, int] = {}
+    out = {}
+    for i in tasks.tolist():
+        name = g.task_name(i)
+        out[i] = (name, count.get(name, 0))
+        count[name] = out[i][1] + 1
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pase.errors import PaseError
 from pase.replay import align, estimate, load, measure, replay_graph
 from pase.replay.graph import build_graph
 from pase.replay.steady import evaluate
-from pase.replay.types import COLLECTIVE, OPERATIONS
+from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS
 from pase.schedule import Block, BucketPlan, Curve, Link, Message, Piece, ScheduleProblem, Transfer, whole
 from pase.schedule.load import parse_link
 
@@ -113,6 +114,18 @@ def test_a_policy_of_the_scheduler_and_its_control(tmp_path: Path) -> None:
         what_if_bucket_plan(t, g, "magic")
     with pytest.raises(PaseError, match="delays updates"):
         what_if_bucket_plan(t, g, "deft")
+
+
+def test_collectives_on_the_stream_that_computes_are_not_moved(tmp_path: Path) -> None:
+    """XLA's programs for the CPU run one op after the other: compute has no order of its own without them."""
+    t, g = graph_of(run_of(1), tmp_path / "t")
+    p = problem_from_timeline(t)
+    lanes = {g.rank[i]: g.device[i] for i in np.flatnonzero(g.kind == COLLECTIVE)}
+    sends = g.kind == COLLECTIVE
+    computes = np.isin(g.kind, GPU_KINDS) & ~sends
+    device = np.where(computes, [lanes[r] for r in g.rank], g.device)
+    with pytest.raises(PaseError, match="on the stream that computes"):
+        replan(replace(g, device=device), p, as_measured(p))
 
 
 @pytest.mark.parametrize(("reader", "moved"), [("elementwise_mul", True), ("ampere_gemm", False)])
