@@ -233,9 +233,8 @@ class _LimitedSearch:
     @cached_property
     def _in_flight(self) -> list[np.ndarray]:
         """Per node, what each of its configs has in flight at least: bytes [K]."""
-        p, space = self.problem, self.problem.pricing.space(self.mesh)
-        nodes = zip(space.graph.nodes, space.configs, strict=True)
-        return [p.account.in_flight_at_least(p.graph, n, cfg, self.mesh) for n, cfg in nodes]
+        p = self.problem
+        return p.account.in_flight_at_least(p.graph, self.mesh, p.pricing.space(self.mesh).configs)
 
     @property
     def _least(self) -> float:
@@ -297,7 +296,8 @@ def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
     }
     spaces = [of_number[number] for number in numbers]
     p = problem.account.profile(problem.graph, mesh, spaces, float("inf"), problem.optimizer)
-    least = np.array([b.min() for b in p.bytes])
+    lowest = {id(b): b.min() for b in p.bytes}
+    least = np.array([lowest[id(b)] for b in p.bytes])
     least[p.stop <= p.start] = 0.0
     change = np.zeros(int(p.stop.max()) + 1)
     np.add.at(change, p.start, least)

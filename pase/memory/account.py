@@ -10,13 +10,13 @@ with its gradients, at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pase.ir import Graph, Node, Scope
+from pase.ir import Access, Graph, Node, Scope
 from pase.ir.blocks import turns_of
 from pase.machine import Mesh
 from pase.memory.residuals import kept
@@ -70,55 +70,101 @@ class Held:
     region: tuple[Scope, ...] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Term:
+    """A part of what a node keeps, before a config is chosen: equal for nodes of equal layers.
+
+    nbytes: of the whole tensor; dims: the iteration dims that split it, state: those that split it further. What a
+    device holds is its local bytes times ``times`` over ``over``.
+    """
+
+    kind: Kind
+    nbytes: float
+    dims: tuple[int, ...]
+    state: tuple[int, ...] = ()
+    times: float = 1.0
+    over: float = 1.0
+
+    def held(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        """Bytes on a device under each config, float64 [K]; cfg int8 [K, axes]."""
+        local = self.nbytes / shards(cfg, self.dims, mesh)
+        if self.state:
+            local = local / shards(cfg, self.state, mesh)
+        return np.asarray(local * self.times / self.over)
+
+
+_Where = tuple[Scope, ...] | None
+
+
+def _term(graph: Graph, n: Node, kind: Kind, a: Access, **more: Any) -> _Term:
+    t = graph.tensors[a.tensor]
+    return _Term(kind=kind, nbytes=number(t.nbytes, t.name), dims=tuple(dim_index(n, a.map.dims)), **more)
+
+
 def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Held]:
     """What the node keeps under each of its configs; cfg int8 [K, axes]."""
+    for term, region in _terms(graph, optimizer)[n.name]:
+        yield Held(kind=term.kind, nbytes=term.held(cfg, mesh), region=region)
+
+
+def _terms(graph: Graph, optimizer: str) -> dict[str, tuple[tuple[_Term, _Where], ...]]:
+    """Per node, what it keeps and where; found once per graph."""
+    memo = graph.__dict__.setdefault("_memory_terms", {})
+    if optimizer not in memo:
+        heavy = _read_heavily(graph)
+        memo[optimizer] = {n.name: tuple(_terms_of(graph, n, optimizer, heavy)) for n in graph.nodes}
+    return memo[optimizer]  # type: ignore[no-any-return]
+
+
+def _terms_of(
+    graph: Graph, n: Node, optimizer: str, heavy: Collection[str]
+) -> Iterator[tuple[_Term, _Where]]:
     wanted, turns = kept(graph), turns_of(graph)  # of a step in micro-batches, one lives at a time
+
+    def term(kind: Kind, a: Access, **more: Any) -> _Term:
+        return _term(graph, n, kind, a, **more)
+
     for op in n.ops:
         for a in op.writes:
             t = graph.tensors[a.tensor]
-            local = number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)
             if t.role == "parameter":
-                yield Held(kind="parameters", nbytes=local)
+                yield term("parameters", a), None
                 if t.needs_grad:
-                    mine = local / shards(cfg, state_index(n), mesh)
-                    yield Held(
-                        kind="gradients", nbytes=mine * (2 if turns > 1 else 1)
+                    state = tuple(state_index(n))
+                    yield (
+                        term("gradients", a, state=state, times=2 if turns > 1 else 1),
+                        None,
                     )  # the sum, and one to add
-                    yield Held(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize)
+                    values = 4 * OPTIMIZERS[optimizer]
+                    yield term("optimizer", a, state=state, times=values, over=t.itemsize), None
             elif t.role == "input":
-                yield Held(kind="activations", nbytes=local * turns)  # all of them arrive at once
+                yield term("activations", a, times=turns), None  # all of them arrive at once
             elif n.kind == "carry" and t.needs_grad:  # kept once for every turn of its loop
-                yield Held(
-                    kind="activations", nbytes=local * max(number(o.times, n.name) for o in n.ops) / turns
-                )
+                many = max(number(o.times, n.name) for o in n.ops)
+                yield term("activations", a, times=many, over=turns), None
             elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
                 k = wanted[a.tensor]
-                many = 1 if k.region is not None else number(k.times, t.name) / turns
-                yield Held(kind="activations", nbytes=local * many, region=k.region)
-    yield from _weights(graph, n, cfg, mesh)
-
-
-def _weights(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Held]:
-    """Parameters as this node reads them, kept for its backward; less what is the stored parameter itself."""
-    for op, a in n.reads:
+                copies = 1 if k.region is not None else number(k.times, t.name) / turns
+                yield term("activations", a, times=copies), k.region
+    for op, a in n.reads:  # parameters as this node reads them, kept for its backward
         source = graph.producer.get(a.tensor)
         if source is None or source.kind != "parameter" or not op.differentiable or op.region is not None:
             continue
         if n.kind == "copy" or op.kind in ("matmul", "conv"):
-            t = graph.tensors[a.tensor]
-            local = number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)
-            yield Held(kind="activations", nbytes=local * number(op.times, n.name) / turns_of(graph))
-    if n.kind == "parameter":
+            yield term("activations", a, times=number(op.times, n.name), over=turns), None
+    if n.kind == "parameter":  # less what is the stored parameter itself
         a = n.ops[0].writes[0]
-        t = graph.tensors[a.tensor]
-        heavy = [
-            e for e in graph.edges
-            if e.tensor == a.tensor and e.op.region is None and e.op.differentiable
-            and (e.op.kind in ("matmul", "conv") or graph.node[e.dst].kind == "copy")
-        ]  # fmt: skip
-        if heavy and t.needs_grad:
-            local = number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)
-            yield Held(kind="activations", nbytes=-local)
+        if a.tensor in heavy and graph.tensors[a.tensor].needs_grad:
+            yield term("activations", a, times=-1), None
+
+
+def _read_heavily(graph: Graph) -> set[str]:
+    """Tensors that a product outside of rematerialised regions reads, or a copy."""
+    return {
+        e.tensor for e in graph.edges
+        if e.op.region is None and e.op.differentiable
+        and (e.op.kind in ("matmul", "conv") or graph.node[e.dst].kind == "copy")
+    }  # fmt: skip
 
 
 def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
@@ -149,11 +195,26 @@ def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Me
     return out
 
 
-def in_flight_at_least(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """A lower bound on ``in_flight`` that this node's config alone decides: bytes [K]. Parameters are left out."""
-    out = np.zeros(len(cfg))
+def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """A lower bound on each node's ``in_flight`` that its config alone decides: bytes [K]. Parameters are left out.
+
+    configs: per node its int8 [K, axes].
+    """
+    if "_flight_terms" not in graph.__dict__:
+        graph.__dict__["_flight_terms"] = [tuple(_flight_terms(graph, n)) for n in graph.nodes]
+    made: dict[tuple[tuple[_Term, ...], int], np.ndarray] = {}  # nodes of equal layers share an array
+    out = []
+    for terms, cfg in zip(graph.__dict__["_flight_terms"], configs, strict=True):
+        key = (terms, id(cfg))
+        if key not in made:
+            made[key] = sum((t.held(cfg, mesh) for t in terms), np.zeros(len(cfg)))
+        out.append(made[key])
+    return out
+
+
+def _flight_terms(graph: Graph, n: Node) -> Iterator[_Term]:
     if n.kind in ("parameter", "input", "output", "copy", "carry"):
-        return out
+        return
     seen: set[str] = set()
     for op in n.ops:
         for a in (*op.writes, *op.reads):
@@ -163,9 +224,7 @@ def in_flight_at_least(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh) -> np
                 continue
             seen.add(a.tensor)
             if source.kind != "parameter":
-                t = graph.tensors[a.tensor]
-                out = out + number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)
-    return out
+                yield _term(graph, n, "activations", a)
 
 
 def memory(
@@ -200,20 +259,23 @@ def profile(
     """
     from pase.search import MemoryProfile
 
-    per_node = [
-        list(held(graph, n, cfg, mesh, optimizer)) for n, cfg in zip(graph.nodes, configs, strict=True)
-    ]
-    regions = dict.fromkeys(h.region for hs in per_node for h in hs if h.region is not None)
+    terms = _terms(graph, optimizer)
+    regions = dict.fromkeys(r for n in graph.nodes for _, r in terms[n.name] if r is not None)
     point = {r: i for i, r in enumerate(regions)}
     last = max(len(point), 1)
+    made: dict[tuple[tuple[_Term, ...], int], np.ndarray] = {}  # nodes of equal layers share an array
     nbytes, start, stop = [], [], []
-    for hs, cfg in zip(per_node, configs, strict=True):
-        nbytes.append(sum((h.nbytes for h in hs), np.zeros(len(cfg))))
-        only = {h.region for h in hs}
+    for n, cfg in zip(graph.nodes, configs, strict=True):
+        mine = terms[n.name]
+        key = (tuple(t for t, _ in mine), id(cfg))
+        if key not in made:
+            made[key] = sum((t.held(cfg, mesh) for t, _ in mine), np.zeros(len(cfg)))
+        nbytes.append(made[key])
+        only = {r for _, r in mine}
         region = only.pop() if len(only) == 1 else None
         at = point[region] if region is not None else 0
         start.append(at)
-        stop.append((at + 1 if region is not None else last) if hs else at)
+        stop.append((at + 1 if region is not None else last) if mine else at)
     return MemoryProfile(
         bytes=tuple(nbytes),
         start=np.array(start, np.int64),

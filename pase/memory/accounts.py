@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pase.ir import Graph, Node
+from pase.ir import Graph
 from pase.machine import Machine, Mesh
 from pase.memory import account, course
 from pase.memory.account import Memory
@@ -43,8 +43,11 @@ class Account(Protocol):
         """
         ...
 
-    def in_flight_at_least(self, graph: Graph, node: Node, configs: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """What a node has in flight whatever the others do, a lower bound for each of its configs: bytes [K]."""
+    def in_flight_at_least(self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What each node has in flight whatever the others do, a lower bound for each of its configs: bytes [K].
+
+        spaces: per node its configs, int8 [K, axes].
+        """
         ...
 
     def unseen(self, memory: Memory, seen: float) -> float:
@@ -67,8 +70,8 @@ class KeptAndInFlight:
     ) -> MemoryProfile:
         return account.profile(graph, mesh, spaces, limit_bytes, optimizer)
 
-    def in_flight_at_least(self, graph: Graph, node: Node, configs: np.ndarray, mesh: Mesh) -> np.ndarray:
-        return account.in_flight_at_least(graph, node, configs, mesh)
+    def in_flight_at_least(self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return account.in_flight_at_least(graph, mesh, spaces)
 
     def unseen(self, memory: Memory, seen: float) -> float:
         return memory.buffers
@@ -91,9 +94,9 @@ class Course:
     ) -> MemoryProfile:
         return course.profile(graph, mesh, spaces, limit_bytes, optimizer, self.tile)
 
-    def in_flight_at_least(self, graph: Graph, node: Node, configs: np.ndarray, mesh: Mesh) -> np.ndarray:
+    def in_flight_at_least(self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray]) -> list[np.ndarray]:
         """None: what is in flight is at its moment alone, so it bounds no other moment from below."""
-        return np.zeros(len(configs))
+        return [np.zeros(len(configs)) for configs in spaces]
 
     def unseen(self, memory: Memory, seen: float) -> float:
         return memory.total - seen

@@ -34,7 +34,8 @@ def alike(memory: MemoryProfile) -> np.ndarray:
     """int64 [points]: points with one number have equal live bytes, under equal choices of equal nodes."""
     points = int(memory.stop.max(initial=0))
     number: dict[bytes, int] = {}
-    marks = np.array([number.setdefault(b.tobytes(), len(number)) for b in memory.bytes], np.uint64)
+    of = {id(b): number.setdefault(b.tobytes(), len(number)) for b in memory.bytes}
+    marks = np.array([of[id(b)] for b in memory.bytes], np.uint64)
     rng = np.random.default_rng(0)
     mark = rng.integers(1, 1 << 63, max(len(number), 1), dtype=np.uint64)[marks]
     live = memory.stop > memory.start

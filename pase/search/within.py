@@ -32,7 +32,7 @@ _MOST_SUMS = 6
 _LABELS = 2_000_000  # to make at most in each look for choices
 _MOST_TESTED = 256  # choices within the sums, of one set of labels, that are tested at every point
 _EXACT = 1e-9  # relative: an answer this close to its bound is the best
-_FIRST_CAP, _WIDER = 1 / 64, 4.0  # of the gap; each set of labels is looked for in a wider part of it
+_FIRST_CAP, _WIDER = 1 / 16, 16.0  # of the gap; each set of labels is looked for in a wider part of it
 
 
 def fits(memory: MemoryProfile, choice: np.ndarray) -> bool:
@@ -96,7 +96,7 @@ class Within:
             start = np.append(prices, prices.max()) if prices.size else np.array([self.price])
             dual = best_prices(
                 oracle.at, sums.used, sums.room, (free, cost_of(self.tables, free)), below=self.below, start=start,
-                ceiling=_most(self.tables), stop=self.stop,
+                ceiling=self._ceiling, stop=self.stop,
             )  # fmt: skip
             prices = dual.prices
             self.price = float(prices.sum())
@@ -123,8 +123,12 @@ class Within:
             self.choice, self.cost = choice, cost
         return True
 
+    @cached_property
+    def _ceiling(self) -> float:
+        return _most(self.tables)
+
     def _prove(self, bound: float) -> None:
-        if bound > _most(self.tables):
+        if bound > self._ceiling:
             raise Infeasible(
                 "no choice of configs fits the memory limit: elimination at a price per byte proves it"
             )
@@ -211,5 +215,6 @@ class _Oracle:
 def _most(tables: CostTables) -> float:
     """No choice without a forbidden config or pair costs more."""
     arrays = [*tables.node_costs, *(e.cost for e in tables.edges)]
-    most = {id(a): max(float(np.max(a, where=np.isfinite(a), initial=-np.inf)), 0.0) for a in arrays}
+    distinct = {id(a): a for a in arrays}
+    most = {i: max(float(np.max(a, where=np.isfinite(a), initial=0.0)), 0.0) for i, a in distinct.items()}
     return sum(most[id(a)] for a in arrays)
