@@ -213,9 +213,11 @@ class _LimitedSearch:
             s = found.solution
             price = s.byte_price or price
             bound = max(s.bound, region.bound)
+            if s.feasible and s.cost >= below:
+                left = left if region.guess else min(left, bound)
+                continue
             if s.feasible and found.memory.total <= self.limit:
-                if s.cost < below:
-                    best, below = s, s.cost
+                best, below = s, s.cost
             elif s.feasible and s.bound < below and found.alone > region.low:
                 less = float(np.nextafter(found.alone, 0.0))
                 heapq.heappush(queue, replace(region, bound=bound, high=less))
@@ -265,7 +267,7 @@ class _LimitedSearch:
             solution = p.pricing.solve(self.mesh, solve_within)
         except Infeasible:
             return None
-        if not solution.feasible:
+        if not solution.feasible or solution.cost >= below:
             nothing = Memory(parameters=0, gradients=0, optimizer=0, activations=0, buffers=0)
             return _Attempt(solution=solution, memory=nothing, unseen=0.0, alone=0.0)
         chosen = list(zip(space.graph.nodes, space.configs, solution.choice, strict=True))
