@@ -2,8 +2,8 @@
 
 XLA cannot split a kernel, so the plan's split of it is written out: parts of the batch and of the heads are attentions
 of their own; parts of the queries see all keys, of which a causal one skips those behind it. The gradients of keys and
-values are summed over the parts that read them. On a device that lacks the kernel the definition runs in its place,
-split alike, with a warning.
+values are summed over the parts that read them. Parts of queries and keys alike are a ring (``jax_ring``). On a device
+that lacks the kernel the definition runs in its place, split alike, with a warning.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from pase.backends.jax_attention_kernels import CuDNN, Flash, Kernel, Reference
+from pase.backends.jax_attention_kernels import CuDNN, Flash, Kernel, Reference, merged
+from pase.backends.jax_ring import Ring
 from pase.frontends.jax_attention import Call
 from pase.ir import SourceLine
 from pase.plan.accesses import Digits, EquationLayouts
@@ -26,10 +27,12 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The mesh axes that split each dim of an attention, major to minor."""
+    """The mesh axes that split each dim of an attention, major to minor. ring: queries and keys alike; either these or
+    queries alone are split."""
 
     batch: Axes = ()
     queries: Axes = ()
+    ring: Axes = ()
     heads: Axes = ()
     groups: Axes = ()
 
@@ -38,14 +41,14 @@ class Split:
         """PartitionSpec of [b, q, kv heads, group, d]; without the last also of the sums."""
         from jax.sharding import PartitionSpec
 
-        return PartitionSpec(self.batch, self.queries, self.heads, self.groups)
+        return PartitionSpec(self.batch, self.ring or self.queries, self.heads, self.groups)
 
     @property
     def of_keys(self) -> Any:
         """PartitionSpec of [b, s, kv heads, d]."""
         from jax.sharding import PartitionSpec
 
-        return PartitionSpec(self.batch, None, self.heads)
+        return PartitionSpec(self.batch, self.ring, self.heads)
 
 
 def split_of(
@@ -57,13 +60,15 @@ def split_of(
     """
     batch, position, head, _ = call.order
     kv_heads = shapes[1][head]
-    found: dict[str, list[tuple[int, str]]] = {"batch": [], "queries": [], "heads": [], "groups": []}
+    found: dict[str, list[tuple[int, str]]] = {f.name: [] for f in fields(Split)}
     for axis, of_q, of_k in zip(sizes, q, k, strict=True):
         if of_q is None and of_k is None:
             continue
         if of_q is None or of_q[0] not in (batch, position, head):
             return None
-        name = {batch: "batch", position: "queries", head: "heads" if of_k else "groups"}[of_q[0]]
+        name = {batch: "batch", position: "ring" if of_k else "queries", head: "heads" if of_k else "groups"}[
+            of_q[0]
+        ]
         blocks = of_q[1] // kv_heads if name == "groups" else of_q[1]
         found[name].append((blocks, axis))
     out = {}
@@ -77,9 +82,13 @@ def split_of(
     return Split(**out)
 
 
-def kernel_for(call: Call, platform: str, source: SourceLine) -> Kernel:
-    """The kernel that the call asks for, or where the platform lacks it, the definition, with a warning."""
-    if call.asked == "cudnn" and platform == "gpu":
+def kernel_for(call: Call, platform: str, dtype: Any, source: SourceLine) -> Kernel:
+    """The kernel that the call asks for, or where the platform lacks it, the definition, with a warning.
+
+    XLA has none to put into a ring: there it is cuDNN's, where that takes the dtype.
+    """
+    fits = call.asked == "cudnn" or (call.asked == "xla" and dtype.itemsize == 2)
+    if fits and platform == "gpu":
         return CuDNN()
     if call.asked == "flash" and platform == "tpu":
         return Flash(blocks=call.blocks)
@@ -100,23 +109,23 @@ def _said(call: Call, why: str, source: SourceLine) -> None:
 def of_plan(
     call: Call,
     reads: Sequence[str | None],
-    shapes: Sequence[tuple[int, ...]],
+    avals: Sequence[Any],
     layouts: EquationLayouts | None,
     mesh: Any,
     source: SourceLine,
 ) -> Callable[..., Any] | None:
     """The attention as a function of q, k, v, split as the plan has it.
 
-    None where XLA is to split it: it is asked for XLA's own, has a bias or a mask, or parts that are not contiguous.
-    reads, shapes: names and shapes of what it reads.
+    None where XLA is to split it: it is asked for XLA's own (and is no ring), has a bias or a mask, or parts that are
+    not contiguous. reads, avals: names and avals of what it reads.
     """
-    if call.asked == "xla":
+    split = _split(call, reads, [a.shape for a in avals], layouts, mesh)
+    if call.asked == "xla" and (split is None or not split.ring):
         return None
-    split = _split(call, reads, shapes, layouts, mesh)
     if split is None:
         _said(call, "which here is not split with what else it reads, or not into such parts", source)
         return None
-    kernel = kernel_for(call, mesh.devices.flat[0].platform, source)
+    kernel = kernel_for(call, mesh.devices.flat[0].platform, avals[0].dtype, source)
     run = _Local(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh).differentiable()
     order = tuple(
         sorted(range(4), key=lambda i: call.order[i])
@@ -169,16 +178,17 @@ class _Local:
         def mapped(fn: Any, ins: Any, outs: Any) -> Any:
             return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
-        forward = mapped(self._forward, (of_q, of_k, of_k), (of_q, of_q))
-        backward = mapped(self._backward, (of_q, of_k, of_k, of_q, of_q, of_q), (of_q, of_k, of_k))
+        left = (of_q, of_k, of_k, of_q)  # queries, keys, values and the sums' logarithms
+        forward = mapped(self._forward, left[:3], (of_q, left))
+        backward = mapped(self._backward, (*left, of_q, of_q), left[:3])
 
         @jax.custom_vjp
         def attention(q: Any, k: Any, v: Any) -> Any:
             return forward(q, k, v)[0]
 
         def kept(q: Any, k: Any, v: Any) -> Any:
-            result, sums = forward(q, k, v)
-            return result, (q, k, v, result, sums)
+            result, left = forward(q, k, v)
+            return result, (*left, result)
 
         attention.defvjp(kept, lambda given, gradient: backward(*given, gradient))
         return attention
@@ -186,18 +196,29 @@ class _Local:
     def _parts(self) -> int:
         return math.prod(self.mesh.shape[a] for a in self.split.queries) if self.causal else 1
 
-    def _forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def _ring(self) -> Ring | None:
+        axes = self.split.ring
+        if not axes:
+            return None
+        devices = math.prod(self.mesh.shape[a] for a in axes)
+        return Ring(kernel=self.kernel, axes=axes, devices=devices, causal=self.causal, scale=self.scale)
+
+    def _forward(self, q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, ...]]:
+        """(result, what backward is given back)"""
         import jax
 
-        if self._parts() == 1:
-            return self.kernel.forward(q, k, v, causal=self.causal, scale=self.scale)
+        if (ring := self._ring()) is not None:
+            return ring.forward(q, k, v)
 
         def part(i: int) -> Callable[[], tuple[Any, Any]]:
             return lambda: self._part_forward(i, q, k, v)
 
-        return jax.lax.switch(  # type: ignore[no-any-return]
-            jax.lax.axis_index(self.split.queries), [part(i) for i in range(self._parts())]
-        )
+        if self._parts() == 1:
+            result, sums = self.kernel.forward(q, k, v, causal=self.causal, scale=self.scale)
+        else:
+            here = jax.lax.axis_index(self.split.queries)
+            result, sums = jax.lax.switch(here, [part(i) for i in range(self._parts())])
+        return result, (q, k, v, sums)
 
     def _part_forward(self, i: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """The i-th part of the queries: all keys before it, and its own under the mask."""
@@ -211,11 +232,13 @@ class _Local:
         )
 
     def _backward(
-        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any
+        self, q: Any, k: Any, v: Any, sums: Any, result: Any, gradient: Any
     ) -> tuple[Any, Any, Any]:
         import jax
 
-        if self._parts() == 1:
+        if (ring := self._ring()) is not None:
+            dq, *of_keys = ring.backward(q, k, v, sums, result, gradient)
+        elif self._parts() == 1:
             dq, *of_keys = self.kernel.backward(
                 q, k, v, result, sums, gradient, causal=self.causal, scale=self.scale
             )
@@ -248,13 +271,3 @@ class _Local:
             dk, dv = (jnp.concatenate(pair, axis=1) for pair in zip(first, (dk, dv), strict=True))
         after = ((0, 0), (0, k.shape[1] - own.stop), (0, 0), (0, 0))
         return dq, jnp.pad(dk, after), jnp.pad(dv, after)
-
-
-def merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Attention over two sets of keys, of (result, logarithms of the sums) over each."""
-    import jax.numpy as jnp
-
-    (a, of_a), (b, of_b) = one, other
-    sums = jnp.logaddexp(of_a, of_b)
-    wide = a * jnp.exp(of_a - sums)[..., None] + b * jnp.exp(of_b - sums)[..., None]
-    return wide.astype(a.dtype), sums

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pase.frontends import jax_versions
 
-__all__ = ["CuDNN", "Flash", "Kernel", "Reference"]
+__all__ = ["CuDNN", "Flash", "Kernel", "Reference", "merged"]
 
 
 class Kernel(Protocol):
@@ -84,9 +84,15 @@ class CuDNN:
     ) -> tuple[Any, Any, Any]:
         b, t = q.shape[:2]
         dq, dk, dv = jax_versions.cudnn_attention_backward(
-            _heads(q), k, v, _heads(result), sums.reshape(b, t, -1).transpose(0, 2, 1), _heads(gradient),
-            causal=causal, scale=scale,
-        )  # fmt: skip
+            _heads(q),
+            k,
+            v,
+            _heads(result),
+            sums.reshape(b, t, -1).transpose(0, 2, 1),
+            _heads(gradient),
+            causal=causal,
+            scale=scale,
+        )
         return dq.reshape(q.shape), dk, dv
 
 
@@ -127,9 +133,16 @@ class Flash:
         b, t = q.shape[:2]
         q_, k_, v_, result, gradient = (_heads_first(x) for x in (q, k, v, result, gradient))
         dq, dk, dv = jax_versions.flash_attention_backward(
-            q_, k_, v_, result, sums.reshape(b, t, -1).transpose(0, 2, 1), gradient,
-            causal=causal, scale=scale, blocks=self._blocks(b, t, k.shape[1]),
-        )  # fmt: skip
+            q_,
+            k_,
+            v_,
+            result,
+            sums.reshape(b, t, -1).transpose(0, 2, 1),
+            gradient,
+            causal=causal,
+            scale=scale,
+            blocks=self._blocks(b, t, k.shape[1]),
+        )
         return dq.transpose(0, 2, 1, 3).reshape(q.shape), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
@@ -140,3 +153,13 @@ def _heads(x: Any) -> Any:
 
 def _heads_first(x: Any) -> Any:
     return _heads(x).transpose(0, 2, 1, 3)
+
+
+def merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Attention over two sets of keys, of (result, logarithms of the sums) over each."""
+    import jax.numpy as jnp
+
+    (a, of_a), (b, of_b) = one, other
+    sums = jnp.logaddexp(of_a, of_b)
+    wide = a * jnp.exp(of_a - sums)[..., None] + b * jnp.exp(of_b - sums)[..., None]
+    return wide.astype(a.dtype), sums

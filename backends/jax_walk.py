@@ -151,7 +151,7 @@ class Walk:
         return jax_attention.of_plan(
             call,
             self.plan.traced.operands[at],
-            [v.aval.shape for v in eqn.invars],
+            [v.aval for v in eqn.invars],
             self.plan.accesses.get(at),
             self.mesh,
             source_line(eqn),

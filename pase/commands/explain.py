@@ -92,6 +92,16 @@ def summary(e: Explanation) -> dict[str, object]:
             }
             for n in e.plan.nodes
         ],
+        "unfused": [
+            {
+                "layers": list(u.layers),
+                "source": u.source,
+                "cost": u.cost,
+                "fused": u.fused,
+                "kept_bytes": u.kept,
+            }
+            for u in e.unfused
+        ],
         "remark": e.remark,
     }
     if e.layer is not None:
@@ -190,6 +200,24 @@ def _overview(e: Explanation, c: Any) -> None:
             "" if other is None else _against(other, plan.cost + plan.hidden),
         )
     c.print(table)
+    if e.unfused:
+        c.print()
+        c.print(_fusable(e), highlight=False, markup=False)
+
+
+def _fusable(e: Explanation) -> str:
+    """What a fused kernel would save where attention is written out, and how to ask for one."""
+    from pase.plan.table import bytes_text, cost_text
+
+    saved, kept = sum(u.cost - u.fused for u in e.unfused), sum(u.kept for u in e.unfused)
+    places = ", ".join(u.layers[1] for u in e.unfused[:3]) + (" and others" if len(e.unfused) > 3 else "")
+    scores = f" and {bytes_text(kept)} of scores kept on a device" if kept else ""
+    return (
+        f"attention is written out around {places}: a fused kernel would save {cost_text(saved, e.plan.unit)} of the "
+        f"step ({saved / e.plan.cost:.0%}; more where the mask is causal){scores}. "
+        f"Ask for it with jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation='cudnn'), in "
+        f"the zoo with attention=fused"
+    )
 
 
 def _against(cost: float, ours: float) -> str:

@@ -28,11 +28,13 @@ def dim_classes(graph: Graph) -> dict[DimKey, int]:
         src, dst = graph.node[e.src], graph.node[e.dst]
         _, write = src.write_of(e.tensor)
         for w, r in zip(write.map.walks, e.access.map.walks, strict=True):
-            if len(w.dims) == len(r.dims) and all(
-                src.space[x].size == dst.space[y].size or r.window
-                for x, y in zip(w.dims, r.dims, strict=True)
+            made, read = (
+                [d for d in walk.dims if n.space[d].kind != "ring"] for walk, n in ((w, src), (r, dst))
+            )
+            if len(made) == len(read) and all(
+                src.space[x].size == dst.space[y].size or r.window for x, y in zip(made, read, strict=True)
             ):
-                alike.add_edges_from(((e.src, x), (e.dst, y)) for x, y in zip(w.dims, r.dims, strict=True))
+                alike.add_edges_from(((e.src, x), (e.dst, y)) for x, y in zip(made, read, strict=True))
     return {key: number for number, keys in enumerate(nx.connected_components(alike)) for key in keys}
 
 
@@ -68,7 +70,7 @@ def named(graph: Graph) -> Graph:
         for d in n.space:
             base = (
                 d.kind
-                if d.kind in ("pending", "state")
+                if d.kind in ("pending", "state", "ring")
                 else "l"
                 if d.kind == "replicated"
                 else letter(classes[n.name, d.name])

@@ -9,7 +9,8 @@ The raw graph has a node per equation, thousands of them. ``simplify`` gives the
    node both feeds and follows a heavy op, and no cycle can arise;
 4. a joined node without reductions that feeds one matmul joins it, on the operand's side, unless the matmul
    would lose a dim to split (rope's halves, a fused qkv's parts); a view of a matmul's result joins it;
-5. a tensor with several readers gets a copy node, so that one gather serves all who want the same layout.
+5. a tensor with several readers gets a copy node, so that one gather serves all who want the same layout;
+6. an attention gets a dim that splits queries and keys at once: a ring.
 
 Joining unifies iteration dims through the shared tensor, splitting a dim where the other side has it split
 (reshapes). Where dims cannot be unified (x + xᵀ) the nodes stay apart, with an edge between them.
@@ -46,7 +47,7 @@ def simplify(graph: Graph) -> Graph:
     groups.join_light()
     groups.join_operands()
     groups.join_results()
-    return _with_states(_with_copies(groups.finish()))
+    return _with_rings(_with_states(_with_copies(groups.finish())))
 
 
 class _Groups:
@@ -452,6 +453,51 @@ def _with_states(graph: Graph) -> Graph:
         return replace(n, space=IterationSpace((*n.space.dims, Dim(name="state", size=0, kind="state"))))
 
     return replace(graph, nodes=tuple(map(extended, graph.nodes)))
+
+
+def _with_rings(graph: Graph) -> Graph:
+    """A 'ring' dim on every attention whose queries and keys may be split together, without a mask or a bias."""
+
+    def extended(n: Node) -> Node:
+        positions = _positions(n)
+        if positions is None:
+            return n
+        (ring,) = itertools.islice(
+            (name for k in itertools.count() if (name := f"ring{k or ''}") not in n.space), 1
+        )
+
+        def cut(dims: tuple[str, ...]) -> tuple[str, ...]:
+            return (ring, *dims) if set(dims) & positions else dims
+
+        def walked(a: Access) -> Access:
+            return replace(a, map=AccessMap(tuple(replace(w, dims=cut(w.dims)) for w in a.map.walks)))
+
+        def split(op: Op) -> Op:
+            return replace(
+                op, reads=tuple(map(walked, op.reads)), writes=tuple(map(walked, op.writes)),
+                over=None if op.over is None else cut(op.over),
+            )  # fmt: skip
+
+        space = IterationSpace((*n.space.dims, Dim(name=ring, size=1, kind="ring")))
+        return replace(n, space=space, ops=tuple(map(split, n.ops)))
+
+    return replace(graph, nodes=tuple(map(extended, graph.nodes)))
+
+
+def _positions(n: Node) -> frozenset[str] | None:
+    """The dims of an attention's queries and keys, where an axis may split both: each one dim, walked alone."""
+    op = n.main
+    if op.kind != "attention" or len(op.reads) != 3 or op.reads[0].tensor in {a.tensor for a in op.reads[1:]}:
+        return None
+    queries = op.writes[1].map.walks[1].dims
+    keys = tuple(d for d in op.reads[1].map.dims if d not in op.reads[0].map.dims)
+    if len(queries) != 1 or len(keys) != 1:
+        return None
+    if op.function is functions.CAUSAL_ATTENTION and n.space[queries[0]].size != n.space[keys[0]].size:
+        return None
+    found = frozenset((*queries, *keys))
+    walks = [w for o in n.ops for a in (*o.reads, *o.writes) for w in a.map.walks if set(w.dims) & found]
+    return found if all(len(w.dims) == 1 and w.window is None for w in walks) else None
 
 
 def _factored(producer: Node, write: Access) -> tuple[list[Walk], list[Dim]]:

@@ -42,10 +42,12 @@ _WALK = re.compile(
     re.ASCII,
 )
 
-DimKind = Literal["parallel", "reduction", "window", "replicated", "pending", "state"]
+DimKind = Literal["parallel", "reduction", "window", "replicated", "pending", "state", "ring"]
 """parallel: may be split. reduction: may be split, leaving partial sums. window: a filter's extent, not split.
 replicated: may not be split. pending (copy nodes only): mesh axes over which gradients arrive partial.
-state (parameter nodes only): mesh axes that split the gradient and the optimizer's state, but not the parameter."""
+state (parameter nodes only): mesh axes that split the gradient and the optimizer's state, but not the parameter.
+ring (attention only): mesh axes that split the positions of queries and of keys, which travel round; it is one element
+long, and the positions' walks begin with it."""
 
 Role = Literal["parameter", "input", "activation", "constant"]
 

@@ -62,7 +62,7 @@ def assemble(
     nodes = tuple(
         NodePlan(
             name=n.name, op=n.kind, einsum=n.main.einsum,
-            sizes={d.name: number(d.size, n.name) for d in n.space if d.kind not in ("pending", "state")},
+            sizes={d.name: number(d.size, n.name) for d in n.space if d.kind not in ("pending", "state", "ring")},
             split=split_of(n, configs[n.name], mesh), times=number(n.times, n.name),
             source=str(n.source), cost=costs[n.name],
         )

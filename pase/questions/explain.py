@@ -15,6 +15,7 @@ from pase.tables.itemize import Collective
 if TYPE_CHECKING:
     from pase.compiler.problem import SplitProblem
     from pase.frontends.registry import Traced
+    from pase.questions.unfused import Unfused
 
 __all__ = ["Alternative", "Cause", "Explanation", "LayerReport", "WorkItem", "causes", "explain", "why"]
 
@@ -86,12 +87,14 @@ class Explanation:
 
     next_best: layer -> cost of the best strategy that splits it in another way (in other numbers of ways), in
     the order of the plan; only for layers that were tried before the time was up.
+    unfused: attention that the model writes out, and that a fused kernel would run faster.
     """
 
     plan: PlanData
     causes: tuple[Cause, ...]
     next_best: Mapping[str, float]
     layer: LayerReport | None = None
+    unfused: tuple[Unfused, ...] = ()
     remark: str = ""
 
 
@@ -128,6 +131,8 @@ def why(c: Collective, op_of: Mapping[str, str]) -> str:
         return f"gradients of parameters are summed, {kept} ({kind})"
     what = "gradients of activations" if backward else "activations"
     if c.source == c.node:
+        if c.kind == "permute" and op_of.get(c.node) == "attention":
+            return f"attention in a ring: {what} go round behind the compute, what is longer is waited for ({kind})"
         if c.kind == "permute":
             return f"windows reach over the shard's border: halos of {what} ({kind})"
         return f"a sum over a split dim is needed inside the layer: {what} ({kind})"
@@ -203,14 +208,20 @@ def explain(
         problem, remark = _problem(plan, traced, machine)
     next_best: dict[str, float] = {}
     report = None
+    written_out: tuple[Unfused, ...] = ()
     if problem is not None and node is None:
+        from pase.questions.unfused import unfused
+
+        written_out = unfused(plan, problem)
         next_best, skipped = _next_best(plan, problem, time_limit, say)
         remark = f"time was up: {skipped} layers were not tried" if skipped else remark
     if node is not None:
         report = _layer(plan, node, problem, say)
     if problem is not None and plan.hidden > _NOTHING * plan.cost:
         remark = f"what else could be is priced with nothing hidden behind backward. {remark}".strip()
-    return Explanation(plan=plan, causes=causes(plan), next_best=next_best, layer=report, remark=remark)
+    return Explanation(
+        plan=plan, causes=causes(plan), next_best=next_best, layer=report, unfused=written_out, remark=remark
+    )
 
 
 def _find(plan: PlanData, layer: str) -> NodePlan:

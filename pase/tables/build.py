@@ -64,7 +64,9 @@ def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
             charge.kind, mesh, charge.axes, np.full_like(charge.nbytes, bucket, dtype=float)
         )
         alone = np.where(nbytes < bucket, full * (nbytes / bucket), alone)
-    return charge.times * alone
+    if charge.behind is not None:
+        alone = np.maximum(alone - work_price(charge.behind, model) / (charge.turns + 1), 0.0)
+    return charge.times * charge.turns * alone
 
 
 def charge_cost(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> np.ndarray | float:

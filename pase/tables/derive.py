@@ -29,11 +29,13 @@ from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import (
     PARTIAL,
     REPLICATED,
+    Ring,
     axis_bits,
     dim_index,
     forward_states,
     gradient_states,
     number,
+    ring_of,
     shards,
     state_index,
 )
@@ -41,6 +43,7 @@ from pase.tables.reshard import reshard
 from pase.tables.tiles import padding, rounded
 
 __all__ = [
+    "BACKWARD_PRODUCTS",
     "OPTIMIZERS",
     "Charge",
     "Flow",
@@ -65,6 +68,8 @@ class Charge:
     axes, nbytes: as CostModel.collective has them; times: how often in a step.
     bucketed: of a parameter (its gather, its gradient's sum), hence nothing waits for it alone, and it travels
     with others in a bucket.
+    turns: how many of them follow each other, each time. behind: work in turns + 1 equal parts, one of which runs
+    beside each of them: only what is left then is waited for.
     """
 
     kind: CollectiveKind
@@ -74,6 +79,8 @@ class Charge:
     phase: Phase
     times: float
     bucketed: bool = False
+    turns: np.ndarray | float = 1.0
+    behind: Work | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +244,7 @@ def _products(
             yield product(mnk, "backward", times)
 
 
-_BACKWARD_PRODUCTS = 5 / 2
+BACKWARD_PRODUCTS = 5 / 2
 """Of a fused attention: the scores again, and a product for each of four gradients (scores', values', queries' and
 keys'), where forward has two. Dao et al. 2022 (arXiv 2205.14135), algorithm 4."""
 
@@ -249,14 +256,21 @@ def _attention(
     gradient in place of the result, and writes the operands' gradients.
 
     Causal: of n contiguous parts of the queries the last sees most keys, and the others wait for it: it has
-    1 - 1/2n of a part's whole work, all of them together have half.
+    1 - 1/2n of a part's whole work, all of them together have half. In a ring each takes two chunks, where they divide,
+    and has half, too. What a device reads and writes of it, it does at each turn of the ring.
     """
     q, k = (set(a.map.dims) for a in op.reads[:2])
     queries = op.writes[1].map.walks[1].dims
     width = (q & k) - set(op.writes[0].map.dims)
     rows, keys, inner = (_local_points(node, tuple(dims), cfg, mesh) for dims in (queries, k - q, width))
+    ring = ring_of(node)
     if op.function is CAUSAL_ATTENTION:
-        flops = flops * (1 - 1 / (2 * shards(cfg, dim_index(node, queries), mesh)))
+        part = 1 - 1 / (2 * shards(cfg, dim_index(node, queries), mesh))
+        if ring is not None:
+            part = np.where((shards(cfg, [ring.dim], mesh) > 1) & ring.balanced(node, cfg, mesh), 0.5, part)
+        flops = flops * part
+    if ring is not None:
+        keys, nbytes = keys / shards(cfg, [ring.dim], mesh), nbytes * shards(cfg, [ring.dim], mesh)
     times = _runs(op, node.name)
     dtype = graph.tensors[op.reads[0].tensor].dtype
     yield Work(
@@ -265,7 +279,7 @@ def _attention(
     )  # fmt: skip
     if any(_grad(graph, op, a.tensor) for a in op.reads):
         yield Work(
-            kind="attention", dtype=dtype, flops=_BACKWARD_PRODUCTS * flops, nbytes=2 * nbytes, mnk=(rows, keys, inner),
+            kind="attention", dtype=dtype, flops=BACKWARD_PRODUCTS * flops, nbytes=2 * nbytes, mnk=(rows, keys, inner),
             phase="backward", times=times,
         )  # fmt: skip
 
@@ -302,7 +316,7 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
 
 
 def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
-    """Collectives inside the node: sums that its own ops need at once, and halos."""
+    """Collectives inside the node: sums that its own ops need at once, halos, and an attention's ring."""
     internal = node.internal
     consumed = {a.tensor for op in node.ops for a in op.reads}
     for i in state_index(node):
@@ -346,6 +360,39 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
                     yield Charge(
                         kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times
                     )
+    if (ring := ring_of(node)) is not None:
+        yield from _ring_charges(graph, node, ring, cfg, mesh)
+
+
+def _ring_charges(graph: Graph, node: Node, ring: Ring, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
+    """Keys and values go round behind the attention over those that are there; backward with the sums of their
+    gradients, in float32, which then go home. Liu et al. 2023 (arXiv 2310.01889).
+
+    Causal: before and after, half of each part changes places, so that all have the same work (``Ring.balanced``).
+    """
+    op = node.main
+    q, k, v = (_local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh) for a in op.reads)
+    out = _local_bytes(node, graph.tensors[op.writes[0].tensor], op.writes[0].map.dims, cfg, mesh)
+    sums = (k + v) * max(4 / graph.tensors[op.reads[1].tensor].itemsize, 1.0)
+    turns = shards(cfg, [ring.dim], mesh) - 1
+    half = np.where(ring.balanced(node, cfg, mesh) & (op.function is CAUSAL_ATTENTION), 0.5, 0.0)
+    for w in [w for w in node_work(graph, node, cfg, mesh) if w.kind == "attention"]:
+
+        def moved(
+            nbytes: np.ndarray, turns: np.ndarray | float, behind: Work | None = None, w: Work = w
+        ) -> Charge:
+            return Charge(
+                kind="permute", axes=axis_bits(cfg, [ring.dim], mesh), nbytes=nbytes, tensor=op.reads[1].tensor,
+                phase=w.phase, times=w.times, turns=turns, behind=behind,
+            )  # fmt: skip
+
+        if w.phase == "forward":
+            yield moved(k + v, turns, w)
+            yield moved(half * (q + k + v + out), 2)
+        else:
+            yield moved(k + v + sums, turns, w)
+            yield moved(sums, 1)
+            yield moved(half * (2 * out + q + k + v), 2)
 
 
 @dataclass(frozen=True, kw_only=True)

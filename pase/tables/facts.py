@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pase.ir import Access, Graph, Node
+from pase.ir.functions import CAUSAL_ATTENTION
 from pase.tables.derive import Flow, edge_flows
 from pase.tables.layouts import (
     LayoutRule,
@@ -13,6 +14,7 @@ from pase.tables.layouts import (
     depthwise,
     merged_in_storage,
     read_rule,
+    ring_of,
     within_groups,
     write_rule,
 )
@@ -84,7 +86,7 @@ def _space_key(n: Node) -> object:
         (tuple(place[d] for d in w.dims), w.window) for op in n.ops for a in op.reads for w in a.map.walks
     ]
     spaces = tuple((d.size, d.kind) for d in n.space)
-    barred = (tuple(conv_places(n)), tuple(depthwise(n)), within_groups(n), tuple(merged_in_storage(n)))
+    barred = (tuple(conv_places(n)), tuple(depthwise(n)), within_groups(n), tuple(merged_in_storage(n)), ring_of(n))
     return spaces, tuple(w for w in windows if w[1]), barred
 
 
@@ -104,7 +106,8 @@ def _cost_key(graph: Graph, n: Node) -> object:
 
     ops = tuple(
         (
-            op.kind, op.flops_per_point, None if op.over is None else tuple(place[d] for d in op.over),
+            op.kind, op.function is CAUSAL_ATTENTION, op.flops_per_point,
+            None if op.over is None else tuple(place[d] for d in op.over),
             op.differentiable, op.times, op.chance, op.remat, tuple(map(access, op.reads)),
             tuple(map(access, op.writes)),
         )

@@ -51,12 +51,14 @@ class NodeCost:
 def _priced(charge: Charge, node: str, source: str, model: CostModel, mesh: Mesh) -> Collective | None:
     axes = int(np.ravel(charge.axes)[0])
     nbytes = float(np.ravel(charge.nbytes)[0])
-    if not axes or not nbytes:
+    turns = float(np.ravel(charge.turns)[0])
+    if not axes or not nbytes or not turns:
         return None
     cost = float(np.ravel(charge_price(charge, model, mesh))[0])
     return Collective(
         kind=charge.kind, tensor=charge.tensor, axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
-        nbytes=round(nbytes), times=round(charge.times), phase=charge.phase, node=node, source=source, cost=cost,
+        nbytes=round(nbytes), times=round(charge.times * turns), phase=charge.phase, node=node, source=source,
+        cost=cost,
     )  # fmt: skip
 
 

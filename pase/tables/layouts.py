@@ -32,6 +32,7 @@ __all__ = [
     "PENDING",
     "REPLICATED",
     "LayoutRule",
+    "Ring",
     "axis_bits",
     "blocks_of",
     "configs",
@@ -40,6 +41,7 @@ __all__ = [
     "number",
     "read_rule",
     "read_states",
+    "ring_of",
     "shards",
     "state_index",
     "tensor_dim",
@@ -81,6 +83,7 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
                 and i not in whole
                 and number(d.size, node.name) % size == 0
             )
+            or d.kind == "ring"
         ]
         choices.append([NOT_SPLIT, *fits] if size > 1 else [NOT_SPLIT])
     if np.prod([len(c) for c in choices], dtype=float) > _MAX_CONFIGS:
@@ -94,6 +97,11 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
         if d.kind in ("parallel", "reduction"):
             ways = shards(out, [i], mesh)
             keep &= (int(d.size) % ways == 0) & (ways <= limit.get(d.name, int(d.size)))
+    if (ring := ring_of(node)) is not None:
+        ways = shards(out, [ring.dim], mesh)
+        for i in (ring.queries, ring.keys):
+            keep &= number(node.space.dims[i].size, node.name) % ways == 0
+        keep &= (ways == 1) | (shards(out, [ring.queries], mesh) == 1)
     if state_index(node):
         keep &= _state_home(out, node, mesh) != NOT_SPLIT
     for windowed, places in conv_places(node):
@@ -108,6 +116,32 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
         whole_major = shards(out, [major], mesh) == number(node.space.dims[major].size, node.name)
         keep &= whole_major | (shards(out, [minor], mesh) == 1)
     return out[keep]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Indices of an attention's 'ring' dim and of the positions that it splits."""
+
+    dim: int
+    queries: int
+    keys: int
+
+    def balanced(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        """bool [K]: may each device take two chunks of the positions, one as far from the end as the other from the
+        beginning? Under a causal mask all then have the same work."""
+        positions = number(node.space.dims[self.queries].size, node.name)
+        return np.asarray(positions % (2 * shards(cfg, [self.dim], mesh)) == 0)
+
+
+def ring_of(node: Node) -> Ring | None:
+    """The node's ring, if it has one."""
+    found = [i for i, d in enumerate(node.space) if d.kind == "ring"]
+    if not found:
+        return None
+    name = node.space.dims[found[0]].name
+    q, k = (next(w.dims[-1] for w in a.map.walks if name in w.dims) for a in node.main.reads[:2])
+    queries, keys = dim_index(node, (q, k))
+    return Ring(dim=found[0], queries=queries, keys=keys)
 
 
 def state_index(node: Node) -> list[int]:

@@ -160,3 +160,28 @@ def test_the_page(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "<script>" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
     assert all(n.name in text for n in plan.nodes if n.cost.total)
     assert all(p in text for p in plan.parameters)
+
+
+def test_what_a_fused_kernel_would_save_is_what_it_saves(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Attention that is written out, beside the same model that asks for it by name, under the same split."""
+    plain, fused = (
+        pase.compile(
+            f"zoo:bert_base?layers=2&batch=16&seq=2048&remat=0&attention={a}",
+            devices=8,
+            mesh="8",
+            baselines=False,
+        )
+        for a in ("plain", "fused")
+    )
+    found = explain(plain, time_limit=0).unfused
+    assert sum(u.cost - u.fused for u in found) == pytest.approx(plain.cost - fused.cost, rel=0.05)
+    assert sum(u.kept for u in found) == pytest.approx(
+        plain.memory.activations - fused.memory.activations, rel=0.05
+    )
+    assert not explain(fused, time_limit=0).unfused
+    layout = tmp_path / "layout.json"
+    plain.save(layout)
+    status, text = program(capsys, "explain", layout, "--time-limit", 0)
+    assert status == 0 and "a fused kernel would save" in text and "attention=fused" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from pase.frontends.from_jax import trace
 from pase.ir import Graph, Node, simplify
 from pase.machine import mesh_from
 from pase.memory.residuals import kept
+from pase.search import brute_force, solve
+from pase.tables.build import build, work_price
 from pase.tables.derive import node_work
 from pase.tables.itemize import collectives
 
@@ -113,11 +116,12 @@ def test_lengths_and_windows_are_written_out() -> None:
 
 
 def dims(node: Node) -> dict[str, str]:
-    """What each dim is, read off the maps: queries' positions, keys' positions, kv heads, groups, batch."""
+    """What each dim is, read off the maps: positions of queries, of keys and of both, kv heads, groups, batch."""
     q, k = node.main.reads[0].map.walks, node.main.reads[1].map.walks
     (heads,) = k[2].dims
     (group,) = set(q[2].dims) - {heads}
-    return {"b": q[0].dims[0], "q": q[1].dims[0], "s": k[1].dims[0], "h": heads, "g": group}
+    (ring, queries), (_, keys) = q[1].dims, k[1].dims
+    return {"b": q[0].dims[0], "q": queries, "s": keys, "r": ring, "h": heads, "g": group}
 
 
 def test_parts_of_a_causal_attention_are_unequal() -> None:
@@ -135,6 +139,7 @@ def test_keys_and_widths_are_not_split() -> None:
     node = attention_of(graph_of(jax.nn.dot_product_attention, *arrays()))
     assert node is not None
     assert {d.name for d in node.space if d.kind == "parallel"} == {dims(node)[x] for x in "bqhg"}
+    assert [d.kind for d in node.space if d.name == dims(node)["r"]] == ["ring"]
 
 
 def test_split_queries_gather_keys_and_scatter_their_gradients() -> None:
@@ -149,11 +154,76 @@ def test_split_queries_gather_keys_and_scatter_their_gradients() -> None:
     for n in graph.nodes:
         index = {d.name: i for i, d in enumerate(n.space)}
         position = n.ops[0].writes[0].map.walks[1].dims if n.kind in ("parameter", "copy") else ()
-        at = index[dims(node)["q"]] if n is node else index[position[0]] if position else -1
+        at = index[dims(node)["q"]] if n is node else index[position[-1]] if position else -1
         configs[n.name] = np.array([at], np.int8)
     moved = {(c.kind, c.nbytes) for c in collectives(graph, mesh, configs, model) if c.source != node.name}
     keys = 2 * B * S * KV * D
     assert ("all_gather", keys) in moved and ("reduce_scatter", keys) in moved
+
+
+def test_a_ring_shares_a_causal_attention_evenly() -> None:
+    """Counted by brute force over the mask, in the chunks that each device is dealt."""
+    graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=True), *arrays())
+    node = attention_of(graph)
+    assert node is not None
+    for n in (2, 4, 8):
+        chunks = np.tril(np.ones((S, S))).reshape(2 * n, S // (2 * n), S).sum(axis=(1, 2))
+        seen = chunks + chunks[::-1]
+        assert len(set(seen)) == 1
+        ratio = work_of(graph, **{dims(node)["r"]: n})["forward"] / (4 * B * KV * G * D * seen[0])
+        assert 1 - 2 / S < ratio <= 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bandwidth", [1e9, 450e9, 1e15])
+def test_each_turn_of_a_ring_takes_the_longer_of_compute_and_transfer(bandwidth: float, causal: bool) -> None:
+    """Turn by turn: all but the last send keys and values (backward their gradients' sums, too) beside the compute."""
+    graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=causal), *arrays())
+    node = attention_of(graph)
+    assert node is not None
+    h100 = machine.load("h100x8")
+    level = replace(h100.levels[0], bandwidth_bytes_per_s=bandwidth)
+    model = costmodels.get("analytic", replace(h100, levels=(level, *h100.levels[1:])))
+    mesh = mesh_from("ring=8", 8)
+    tables, space = build(graph, mesh, model)
+    v = graph.nodes.index(node)
+    at = [d.name for d in node.space].index(dims(node)["r"])
+    priced = tables.node_costs[v][np.flatnonzero((space.configs[v] == at).all(axis=1))[0]]
+    config = np.array([[at]], np.int8)
+
+    def sent(nbytes: float) -> float:
+        return float(model.collective("permute", mesh, np.array([1]), np.array([float(nbytes)]))[0])
+
+    part, keys = 2 * B * S * KV * G * D / 8, 2 * 2 * B * S * KV * D / 8
+    total = 0.0
+    for w in node_work(graph, node, config, mesh):
+        backward = w.phase == "backward"
+        each = float(np.ravel(work_price(w, model))[0]) / 8
+        total += sum(
+            max(each, sent(3 * keys if backward else keys) if turn < 7 else 0.0) for turn in range(8)
+        )
+        total += sent(2 * keys) if backward else 0.0
+        dealt = (3 if backward else 2) * part + keys
+        total += 2 * sent(dealt / 2) if causal else 0.0
+    assert priced == pytest.approx(total, rel=1e-9)
+
+
+def test_the_search_finds_a_ring_by_itself() -> None:
+    """One long sequence of one head: against brute force over all strategies."""
+    q = jax.ShapeDtypeStruct((1, 1 << 17, 1, 128), jnp.bfloat16)
+    graph = graph_of(partial(jax.nn.dot_product_attention, is_causal=True), q, q, q)
+    tables, space = build(graph, mesh_from("8", 8), costmodels.get("analytic", machine.load("h100x8")))
+    found = solve(tables)
+    assert found.cost == pytest.approx(brute_force(tables).cost, rel=1e-12)
+    (v,) = (i for i, n in enumerate(graph.nodes) if n.kind == "attention")
+    (axis,) = space.configs[v][found.choice[v]]
+    assert graph.nodes[v].space.dims[axis].kind == "ring"
+
+
+def test_no_ring_where_a_mask_is_given() -> None:
+    mask = jnp.ones((1, 1, S, S), bool)
+    node = attention_of(graph_of(partial(jax.nn.dot_product_attention, mask=mask), *arrays()))
+    assert node is not None and "ring" not in {d.kind for d in node.space}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,209 @@
+"""Ring attention, on one device of the ring: keys and values go round behind the attention over those that are there.
+
+Each device has a part of the positions, of queries and keys alike. Under a causal mask contiguous parts are unequal:
+the last device has nearly twice the mean. So the parts are dealt anew before: of 2P chunks, device i has the i-th and
+the (2P-1-i)-th, after which half of each pair of parts is masked (Liu et al. 2023, arXiv 2310.01889; Llama 3, section
+3.3.2). Backward, the gradients of keys and values travel with them, in float32, and arrive at home in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pase.backends.jax_attention_kernels import Kernel, merged
+
+__all__ = ["Ring"]
+
+Gradients = tuple[Any, tuple[Any, Any]]
+"""Of queries; of keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """axes, devices: what is gone round, under ``shard_map``. scale: of the scores."""
+
+    kernel: Kernel
+    axes: tuple[str, ...]
+    devices: int
+    causal: bool
+    scale: float
+
+    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, ...]]:
+        """(result, what backward is to be given back)"""
+        import jax.numpy as jnp
+
+        deals = self._deals(q)
+        if deals:
+            q, k, v = (self._dealt(x) for x in (q, k, v))
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+
+        def part(t: Any, keys: tuple[Any, Any]) -> tuple[Any, Any]:
+            result, sums = self._part(t, q, keys)
+            return result.astype(wide), sums
+
+        def turn(t: Any, carry: Any) -> Any:
+            keys, done = carry
+            return self._next(keys), merged(done, part(t, keys))
+
+        first = self.kernel.forward(q, k, v, causal=self.causal, scale=self.scale)
+        carry = (self._next((k, v)), (first[0].astype(wide), first[1]))
+        keys, done = self._around(turn, carry)
+        result, sums = merged(done, part(self.devices - 1, keys))
+        result = result.astype(q.dtype)
+        return (self._home(result) if deals else result), (q, k, v, sums)
+
+    def backward(self, q: Any, k: Any, v: Any, sums: Any, result: Any, gradient: Any) -> tuple[Any, Any, Any]:
+        """Gradients of queries, keys and values; all but result and its gradient as ``forward`` left them."""
+        import jax
+        import jax.numpy as jnp
+
+        deals = self._deals(q)
+        if deals:
+            result, gradient = self._dealt(result), self._dealt(gradient)
+        given = (q, result, sums, gradient)
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+
+        def part(t: Any, keys: tuple[Any, Any]) -> Gradients:
+            return jax.tree.map(lambda x: x.astype(wide), self._part_backward(t, given, keys))  # type: ignore[no-any-return]
+
+        def turn(t: Any, carry: Any) -> Any:
+            keys, dq, arrived = carry
+            more, of_keys = part(t, keys)
+            return self._next(keys), dq + more, jax.tree.map(jnp.add, self._next(arrived), of_keys)
+
+        dq, *of_keys = self.kernel.backward(
+            q, k, v, result, sums, gradient, causal=self.causal, scale=self.scale
+        )
+        sums_of_keys = tuple(x.astype(wide) for x in of_keys)
+        keys, dq, sums_of_keys = self._around(turn, (self._next((k, v)), dq.astype(wide), sums_of_keys))
+        more, last = part(self.devices - 1, keys)
+        dk, dv = self._next(jax.tree.map(jnp.add, self._next(sums_of_keys), last))
+        out = ((dq + more).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
+        return tuple(self._home(x) for x in out) if deals else out  # type: ignore[return-value]
+
+    def _around(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """All turns between the first and the last."""
+        import jax
+        import jax.numpy as jnp
+
+        return jax.lax.scan(lambda c, t: (turn(t, c), None), carry, jnp.arange(1, self.devices - 1))[0]
+
+    def _next(self, tree: Any) -> Any:
+        """Each device's to the next one; so in the t-th turn device i holds the part of device i - t."""
+        import jax
+
+        n = self.devices
+        return jax.tree.map(
+            lambda x: jax.lax.ppermute(x, self.axes, [(i, (i + 1) % n) for i in range(n)]), tree
+        )
+
+    def _part(self, t: Any, q: Any, keys: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Attention over the keys that are here in turn t: of devices before this one, or behind it."""
+        import jax
+        import jax.numpy as jnp
+
+        k, v = keys
+
+        def attend(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+            return self.kernel.forward(q, k, v, causal=False, scale=self.scale)
+
+        if not self.causal:
+            return attend(q, k, v)
+        half = q.shape[1] // 2 if self._deals(q) else None
+
+        def before() -> tuple[Any, Any]:
+            return attend(q, k[:, :half], v[:, :half])
+
+        def behind() -> tuple[Any, Any]:
+            if half is None:
+                return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.full(
+                    q.shape[:-1], -jnp.inf, wide
+                )
+            result, sums = attend(q[:, half:], k, v)
+            return _after(result, half), _after(sums, half, -jnp.inf)
+
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        return jax.lax.cond(jax.lax.axis_index(self.axes) >= t, before, behind)  # type: ignore[no-any-return]
+
+    def _part_backward(self, t: Any, given: tuple[Any, ...], keys: tuple[Any, Any]) -> Gradients:
+        """The gradients that come of the keys which are here in turn t. given: q, result, sums, gradient."""
+        import jax
+        import jax.numpy as jnp
+
+        k, v = keys
+
+        def pull(given: tuple[Any, ...], k: Any, v: Any) -> Gradients:
+            q, *rest = given
+            dq, dk, dv = self.kernel.backward(q, k, v, *rest, causal=False, scale=self.scale)
+            return dq, (dk, dv)
+
+        if not self.causal:
+            return pull(given, k, v)
+        half = k.shape[1] // 2 if self._deals(k) else None
+
+        def before() -> Gradients:
+            dq, of_keys = pull(given, k[:, :half], v[:, :half])
+            return dq, of_keys if half is None else jax.tree.map(lambda x: _before(x, half), of_keys)
+
+        def behind() -> Gradients:
+            if half is None:
+                return jax.tree.map(jnp.zeros_like, (given[0], (k, v)))  # type: ignore[no-any-return]
+            dq, of_keys = pull(tuple(x[:, half:] for x in given), k, v)
+            return _after(dq, half), of_keys
+
+        return jax.lax.cond(jax.lax.axis_index(self.axes) >= t, before, behind)  # type: ignore[no-any-return]
+
+    def _deals(self, x: Any) -> bool:
+        return self.causal and x.shape[1] % 2 == 0
+
+    def _homes(self, odd: int) -> list[tuple[int, int]]:
+        """Where each device's even (or odd) chunk is dealt to: (from, to)."""
+        chunks = [2 * i + odd for i in range(self.devices)]
+        return [(i, min(c, 2 * self.devices - 1 - c)) for i, c in enumerate(chunks)]
+
+    def _dealt(self, x: Any) -> Any:
+        """The chunks 2i and 2i + 1 of device i exchanged for i and 2P - 1 - i."""
+        import jax
+        import jax.numpy as jnp
+
+        even, odd = (
+            jax.lax.ppermute(chunk, self.axes, self._homes(i))
+            for i, chunk in enumerate(jnp.split(x, 2, axis=1))
+        )
+        return self._ordered(even, odd)
+
+    def _home(self, x: Any) -> Any:
+        """The way back of ``_dealt``."""
+        import jax
+        import jax.numpy as jnp
+
+        even, odd = jnp.split(self._ordered(*jnp.split(x, 2, axis=1)), 2, axis=1)
+        back = [
+            jax.lax.ppermute(chunk, self.axes, [(b, a) for a, b in self._homes(i)])
+            for i, chunk in enumerate((even, odd))
+        ]
+        return jnp.concatenate(back, axis=1)
+
+    def _ordered(self, one: Any, other: Any) -> Any:
+        """One and other on even devices, other and one on odd ones: their i-th chunk is an odd one."""
+        import jax
+        import jax.numpy as jnp
+
+        even = jax.lax.axis_index(self.axes) % 2 == 0
+        return jnp.concatenate([jnp.where(even, one, other), jnp.where(even, other, one)], axis=1)
+
+
+def _after(x: Any, n: int, value: float = 0.0) -> Any:
+    """n positions of ``value`` before it."""
+    import jax.numpy as jnp
+
+    return jnp.pad(x, ((0, 0), (n, 0), *((0, 0),) * (x.ndim - 2)), constant_values=value)
+
+
+def _before(x: Any, n: int) -> Any:
+    """n positions of zeros behind it."""
+    import jax.numpy as jnp
+
+    return jnp.pad(x, ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2)))

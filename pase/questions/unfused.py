@@ -1,0 +1,134 @@
+"""Attention that a model writes out, as two products and a softmax: what a fused kernel would save of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.ir import Access, Graph, Node, SourceLine, functions
+from pase.machine import CostModel, Mesh
+from pase.memory.residuals import kept
+from pase.plan.types import PlanData
+from pase.tables.derive import BACKWARD_PRODUCTS, Work, node_work
+from pase.tables.itemize import config_of
+from pase.tables.layouts import dim_index, number, shards
+
+if TYPE_CHECKING:
+    from pase.compiler.problem import SplitProblem
+
+__all__ = ["Unfused", "unfused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfused:
+    """An attention that is written out. layers: the scores' product, the softmax, the product with the values.
+
+    cost: what they take of a step, in the plan's unit; fused: what one kernel would under the same split, causal or
+    not (half of it where the mask is causal). kept: bytes of scores and weights that a device keeps for backward.
+    """
+
+    layers: tuple[str, str, str]
+    source: SourceLine
+    cost: float
+    fused: float
+    kept: int
+
+
+def unfused(plan: PlanData, problem: SplitProblem) -> tuple[Unfused, ...]:
+    """Each attention of the model that is written out, and that a fused kernel would run faster."""
+    graph, mesh = problem.graph, plan.mesh
+    configs = {n.name: config_of(n, plan.strategy[n.name], mesh) for n in graph.nodes}
+    cost = {n.name: n.cost.compute for n in plan.nodes}
+    held = {t: k.times for t, k in kept(graph).items() if k.region is None}
+    found = []
+    for nodes in _written_out(graph):
+        scores, weights, values = nodes
+        arrays = [(n, *n.write_of(t)) for n in (scores, weights) for t in n.internal if t in held]
+        each = Unfused(
+            layers=(scores.name, weights.name, values.name),
+            source=weights.source,
+            cost=sum(cost[n.name] for n in nodes),
+            fused=_as_one(graph, nodes, configs, mesh, problem.model),
+            kept=round(
+                sum(number(held[a.tensor], "") * _local(graph, n, a, configs, mesh) for n, _, a in arrays)
+            ),
+        )
+        if each.fused < each.cost:
+            found.append(each)
+    return tuple(found)
+
+
+def _written_out(graph: Graph) -> Iterator[tuple[Node, Node, Node]]:
+    """Products of two activations with a softmax between them, over the dim that the second one sums."""
+    for weights in graph.nodes:
+        computed = {op.function for op in weights.ops}
+        if functions.EXP not in computed or functions.SUM not in computed:
+            continue
+        made = {graph.producer[a.tensor].name for _, a in weights.reads if a.tensor in graph.producer}
+        scores = [graph.node[name] for name in made if _of_activations(graph, graph.node[name])]
+        read = {e.dst for e in graph.edges if e.src == weights.name}
+        values = [graph.node[name] for name in read if _of_activations(graph, graph.node[name])]
+        if len(scores) == 1 and len(values) == 1 and _sums(weights, values[0]):
+            yield scores[0], weights, values[0]
+
+
+def _of_activations(graph: Graph, n: Node) -> bool:
+    def leads_to_a_parameter(t: str) -> bool:
+        maker = graph.producer.get(t)
+        if maker is not None and maker.kind == "copy":
+            return leads_to_a_parameter(maker.ops[0].reads[0].tensor)
+        return maker is None or maker.kind in ("parameter", "constant")
+
+    return n.kind == "matmul" and not any(leads_to_a_parameter(a.tensor) for a in n.main.reads)
+
+
+def _sums(weights: Node, values: Node) -> bool:
+    """Does the product sum over the dim that the softmax runs along?"""
+    over = next(op for op in weights.ops if op.function is functions.SUM)
+    (along, *more) = [
+        i for i, w in enumerate(over.reads[0].map.walks) if not set(w.dims) & set(over.writes[0].map.dims)
+    ]
+    mine = [a for a in values.main.reads if a.tensor in weights.internal]
+    if more or not mine or len(mine[0].map.walks) <= along:
+        return False
+    return not set(mine[0].map.walks[along].dims) & set(values.main.writes[0].map.dims)
+
+
+def _as_one(
+    graph: Graph,
+    found: tuple[Node, Node, Node],
+    configs: Mapping[str, np.ndarray],
+    mesh: Mesh,
+    model: CostModel,
+) -> float:
+    """The price of both products as one fused kernel, once a step, forward and backward."""
+    scores, weights, values = found
+    first, second = (_products(graph, n, configs, mesh) for n in (scores, values))
+    (k, keys), flops = (np.asarray(w[0].mnk)[2] for w in (first, second)), first[0].flops + second[0].flops
+    moved = sum(
+        _local(graph, n, a, configs, mesh)
+        for n, accesses in ((scores, scores.main.reads), (values, (*values.main.reads, *values.main.writes)))
+        for a in accesses
+        if a.tensor not in weights.internal
+    )
+    total = 0.0
+    for phase, products, passes in (("forward", 1.0, 1), ("backward", BACKWARD_PRODUCTS, 2)):
+        times = next((w.times for w in first if w.phase == phase), 0.0)
+        price = model.compute(
+            "attention", first[0].dtype, products * flops, np.asarray([passes * moved]), mnk=(keys, keys, k)
+        )
+        total += times * float(np.ravel(price)[0])
+    return total
+
+
+def _products(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh) -> list[Work]:
+    return [w for w in node_work(graph, n, configs[n.name][None], mesh) if w.kind == "matmul"]
+
+
+def _local(graph: Graph, n: Node, access: Access, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
+    """Bytes of a tensor on one device, as the node has it."""
+    ways = shards(configs[n.name][None], dim_index(n, access.map.dims), mesh)
+    return float(number(graph.tensors[access.tensor].nbytes, access.tensor) / ways[0])
