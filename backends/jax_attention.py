@@ -15,18 +15,18 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pase.backends.jax_attention_kernels import CuDNN, Flash, Kernel, Reference, merged
-from pase.backends.jax_ring import Ring
+from pase.backends.jax_ring import RingAttention
 from pase.frontends.jax_attention import Call
 from pase.ir import SourceLine
 from pase.plan.accesses import Digits, EquationLayouts
 
-__all__ = ["Split", "kernel_for", "of_plan"]
+__all__ = ["AttentionSplit", "kernel_for", "of_plan"]
 
 Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class AttentionSplit:
     """The mesh axes that split each dim of an attention, major to minor. ring: queries and keys alike; either these or
     queries alone are split."""
 
@@ -53,14 +53,14 @@ class Split:
 
 def split_of(
     q: Digits, k: Digits, call: Call, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
-) -> Split | None:
+) -> AttentionSplit | None:
     """The split that layouts of queries and keys are; None where a part is not contiguous.
 
     shapes: of queries and keys; sizes: of the mesh's axes, in order.
     """
     batch, position, head, _ = call.order
     kv_heads = shapes[1][head]
-    found: dict[str, list[tuple[int, str]]] = {f.name: [] for f in fields(Split)}
+    found: dict[str, list[tuple[int, str]]] = {f.name: [] for f in fields(AttentionSplit)}
     for axis, of_q, of_k in zip(sizes, q, k, strict=True):
         if of_q is None and of_k is None:
             continue
@@ -79,7 +79,7 @@ def split_of(
             if blocks != cut:
                 return None
         out[name] = tuple(axis for _, axis in sorted(axes))
-    return Split(**out)
+    return AttentionSplit(**out)
 
 
 def kernel_for(call: Call, platform: str, dtype: Any, source: SourceLine) -> Kernel:
@@ -147,7 +147,7 @@ def _split(
     shapes: Sequence[tuple[int, ...]],
     layouts: EquationLayouts | None,
     mesh: Any,
-) -> Split | None:
+) -> AttentionSplit | None:
     """The plan's split, where it can be written out; not with a bias or a mask, nor of a tensor that is read twice."""
     if layouts is None or len(reads) != 3 or reads[0] in (None, *reads[1:]):
         return None
@@ -164,7 +164,7 @@ class _Local:
     """What each device does, and what leaves it."""
 
     kernel: Kernel
-    split: Split
+    split: AttentionSplit
     causal: bool
     scale: float
     mesh: Any
@@ -196,12 +196,14 @@ class _Local:
     def _parts(self) -> int:
         return math.prod(self.mesh.shape[a] for a in self.split.queries) if self.causal else 1
 
-    def _ring(self) -> Ring | None:
+    def _ring(self) -> RingAttention | None:
         axes = self.split.ring
         if not axes:
             return None
         devices = math.prod(self.mesh.shape[a] for a in axes)
-        return Ring(kernel=self.kernel, axes=axes, devices=devices, causal=self.causal, scale=self.scale)
+        return RingAttention(
+            kernel=self.kernel, axes=axes, devices=devices, causal=self.causal, scale=self.scale
+        )
 
     def _forward(self, q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, ...]]:
         """(result, what backward is given back)"""

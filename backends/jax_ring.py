@@ -14,14 +14,14 @@ from typing import Any
 
 from pase.backends.jax_attention_kernels import Kernel, merged
 
-__all__ = ["Ring"]
+__all__ = ["RingAttention"]
 
 Gradients = tuple[Any, tuple[Any, Any]]
 """Of queries; of keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class RingAttention:
     """axes, devices: what is gone round, under ``shard_map``. scale: of the scores."""
 
     kernel: Kernel

@@ -33,14 +33,14 @@ FILE = RESULTS / "tpu_aot.json"
 PAGE = ROOT / "docs" / "tpu-witness.md"
 MACHINE = "tpu_v5e"
 MODELS = {
-    "gpt2": ("gpt2?vocab=50304", "v5e:4x8", 32),
-    "gpt_1_3b": ("gpt_1_3b?vocab=50304&seq=1024", "v5e:8x8", 64),
-    "bert_base": ("bert_base", "v5e:4x8", 32),
+    "gpt2": ("gpt2?vocab=50304&attention=plain", "v5e:4x8", 32),
+    "gpt_1_3b": ("gpt_1_3b?vocab=50304&seq=1024&attention=plain", "v5e:8x8", 64),
+    "bert_base": ("bert_base?attention=plain", "v5e:4x8", 32),
     "transformer": ("transformer", "v5e:4x4", 16),
     "vit_l16": ("vit_l16?batch=2048", "v5e:8x8", 64),
-    "gpt2_xl": ("gpt2_xl?vocab=50304", "v5e:8x8", 64),
-    "llama3_8b": ("llama3_8b?batch=256&seq=2048", "v5e:16x16", 256),
-    "mixtral_8x7b": ("mixtral_8x7b?batch=256&seq=1024", "v5e:16x16", 256),
+    "gpt2_xl": ("gpt2_xl?vocab=50304&attention=plain", "v5e:8x8", 64),
+    "llama3_8b": ("llama3_8b?batch=256&seq=2048&attention=plain", "v5e:16x16", 256),
+    "mixtral_8x7b": ("mixtral_8x7b?batch=256&seq=1024&attention=plain", "v5e:16x16", 256),
 }
 """Name -> zoo model, topology, devices."""
 

@@ -180,7 +180,7 @@ def _tensor_dims(
         elif w.node in rows and summed:
             # Attention stands before its output's weight: only what all its products share (heads) will do.
             between = [
-                {classes[m, d.name] for d in graph.node[m].space}
+                {classes[m, d.name] for d in graph.node[m].space if d.kind != "replicated"}
                 for m in _reach(before, w.node, readers)
                 if m not in readers and graph.node[m].kind in ("matmul", "attention")
             ]

@@ -29,7 +29,7 @@ from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import (
     PARTIAL,
     REPLICATED,
-    Ring,
+    RingDim,
     axis_bits,
     dim_index,
     forward_states,
@@ -364,11 +364,11 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
         yield from _ring_charges(graph, node, ring, cfg, mesh)
 
 
-def _ring_charges(graph: Graph, node: Node, ring: Ring, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
+def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
     """Keys and values go round behind the attention over those that are there; backward with the sums of their
     gradients, in float32, which then go home. Liu et al. 2023 (arXiv 2310.01889).
 
-    Causal: before and after, half of each part changes places, so that all have the same work (``Ring.balanced``).
+    Causal: before and after, half of each part changes places, so that all have the same work (``RingDim.balanced``).
     """
     op = node.main
     q, k, v = (_local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh) for a in op.reads)

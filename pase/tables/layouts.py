@@ -32,7 +32,7 @@ __all__ = [
     "PENDING",
     "REPLICATED",
     "LayoutRule",
-    "Ring",
+    "RingDim",
     "axis_bits",
     "blocks_of",
     "configs",
@@ -119,7 +119,7 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class RingDim:
     """Indices of an attention's 'ring' dim and of the positions that it splits."""
 
     dim: int
@@ -133,7 +133,7 @@ class Ring:
         return np.asarray(positions % (2 * shards(cfg, [self.dim], mesh)) == 0)
 
 
-def ring_of(node: Node) -> Ring | None:
+def ring_of(node: Node) -> RingDim | None:
     """The node's ring, if it has one."""
     found = [i for i, d in enumerate(node.space) if d.kind == "ring"]
     if not found:
@@ -141,7 +141,7 @@ def ring_of(node: Node) -> Ring | None:
     name = node.space.dims[found[0]].name
     q, k = (next(w.dims[-1] for w in a.map.walks if name in w.dims) for a in node.main.reads[:2])
     queries, keys = dim_index(node, (q, k))
-    return Ring(dim=found[0], queries=queries, keys=keys)
+    return RingDim(dim=found[0], queries=queries, keys=keys)
 
 
 def state_index(node: Node) -> list[int]:

@@ -52,7 +52,7 @@ def _gpt(
             layers=layers,
             vocab=50257,
             dtype="bfloat16",
-            attention="plain",
+            attention="fused",
             scan=1,
             remat=1,
         ),
@@ -79,7 +79,7 @@ def _llama3(name: str, layers: int, d: int, ff: int, group: int, parameters: int
             layers=layers,
             vocab=128256,
             dtype="bfloat16",
-            attention="plain",
+            attention="fused",
             scan=1,
             remat=1,
         ),
@@ -194,7 +194,7 @@ _ALL = (
         published_parameters=109_482_240,
         beyond_published=("masked", "next"),
         settings=dict(
-            batch=256, seq=512, layers=12, vocab=30522, dtype="bfloat16", attention="plain", scan=1, remat=1
+            batch=256, seq=512, layers=12, vocab=30522, dtype="bfloat16", attention="fused", scan=1, remat=1
         ),
         architecture=dict(d=768, heads=12, context=512),
         reduced=_REDUCED_TEXT | dict(heads=8, context=16),
@@ -230,7 +230,7 @@ _ALL = (
             vocab=32000,
             capacity_percent=125,
             dtype="bfloat16",
-            attention="plain",
+            attention="fused",
             scan=1,
             remat=1,
         ),

@@ -11,6 +11,7 @@ import pytest
 from pase import zoo
 from tests.ir.graphs import flops, raw, simple
 
+PRODUCTS = ("matmul", "conv", "attention")
 UNROLLED = [m for m in zoo.names() if {"scan", "remat"} <= zoo.entry(m).settings.keys()]
 NO_LOOP = [m for m in zoo.names() if m not in UNROLLED and m != "rnnlm"]
 
@@ -44,7 +45,7 @@ def test_products_are_those_of_the_jaxpr(model: str) -> None:
     m = zoo.reduced(unrolled(model))
     wanted = counted(jax.make_jaxpr(m.loss_fn)(m.params, m.batch).jaxpr)
     for name in (model, unrolled(model)):
-        assert flops(raw(name), "matmul", "conv") == flops(simple(name), "matmul", "conv") == wanted
+        assert flops(raw(name), *PRODUCTS) == flops(simple(name), *PRODUCTS) == wanted
 
 
 @pytest.mark.parametrize("model", [*UNROLLED, *NO_LOOP])
@@ -54,7 +55,7 @@ def test_products_are_near_xlas_count(model: str) -> None:
     m = zoo.reduced(unrolled(model))
     cost = jax.jit(m.loss_fn).lower(m.params, m.batch).cost_analysis()
     assert cost is not None
-    ratio = cost["flops"] / flops(simple(model), "matmul", "conv")
+    ratio = cost["flops"] / flops(simple(model), *PRODUCTS)
     convolves = flops(simple(model), "conv") > 0
     assert (0.90 if convolves else 1.0) <= ratio <= 1.20
 

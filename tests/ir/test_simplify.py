@@ -99,9 +99,9 @@ def compute(graph: Graph) -> list[str]:
 
 
 def test_a_transformer_layer_is_a_dozen_nodes() -> None:
-    """12 unrolled layers of GPT-2 at full size: norms, four projections, two attention products, softmax, two
-    feed-forward products, and the copies where the residual stream and a norm are read by several."""
-    m = zoo.get("gpt2?scan=0")
+    """12 unrolled layers of GPT-2 at full size, attention written out: norms, four projections, two attention products,
+    softmax, two feed-forward products, and the copies where the residual stream and a norm are read by several."""
+    m = zoo.get("gpt2?scan=0&attention=plain")
     before = trace(m.loss_fn, m.params, m.batch).graph
     after = named(simplify(before))
     nodes = compute(after)
@@ -117,7 +117,10 @@ def test_a_transformer_layer_is_a_dozen_nodes() -> None:
 
 def test_names_are_of_what_is_multiplied() -> None:
     nodes = compute(simple("gpt2"))
-    assert {"wte:take", "wte:dot", "blocks.attention.wq:dot", "dot@attend", "blocks.ff.w2:dot"} <= set(nodes)
+    assert {"wte:take", "wte:dot", "blocks.attention.wq:dot", "blocks.ff.w2:dot"} <= set(nodes)
+    assert {"attention@fused_attend"} <= set(nodes) and "dot@attend" in compute(
+        simple("gpt2?attention=plain")
+    )
     assert not [n for n in nodes if ".b" in n.removeprefix("blocks").partition(":")[0] and ":dot" in n]
     assert {"lstm.0.wx:dot", "lstm.0.wh:dot", "classifier.w:dot"} <= set(compute(simple("rnnlm")))
     assert {"blocks.ff.router:dot", "blocks.ff.gate:dot"} <= set(compute(simple("mixtral_8x7b")))
