@@ -84,8 +84,8 @@ def planned(case: Case, split: dict[str, str], mesh: str) -> Plan:
     q, k = node.main.reads[0].map.walks, node.main.reads[1].map.walks
     (heads,) = k[2].dims
     (group,) = set(q[2].dims) - {heads}
-    ring, queries = q[1].dims
-    dims = {"b": q[0].dims[0], "q": queries, "r": ring, "h": heads, "g": group}
+    *ring, queries = q[1].dims
+    dims = {"b": q[0].dims[0], "q": queries, "r": "".join(ring), "h": heads, "g": group}
     place = {a: i for i, a in enumerate(m.names)}
     index = {d.name: i for i, d in enumerate(node.space)}
     chosen = {n.name: np.full(len(m.sizes), NOT_SPLIT, np.int8) for n in p.graph.nodes}
