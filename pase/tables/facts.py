@@ -86,7 +86,13 @@ def _space_key(n: Node) -> object:
         (tuple(place[d] for d in w.dims), w.window) for op in n.ops for a in op.reads for w in a.map.walks
     ]
     spaces = tuple((d.size, d.kind) for d in n.space)
-    barred = (tuple(conv_places(n)), tuple(depthwise(n)), within_groups(n), tuple(merged_in_storage(n)), ring_of(n))
+    barred = (
+        tuple(conv_places(n)),
+        tuple(depthwise(n)),
+        within_groups(n),
+        tuple(merged_in_storage(n)),
+        ring_of(n),
+    )
     return spaces, tuple(w for w in windows if w[1]), barred
 
 
