@@ -81,7 +81,7 @@ class Analytic:
             if device.attention is not None and mnk is not None:
                 return flops / (device.peak(dtype) * device.attention.at(np.asarray(mnk[1], dtype=float)))
             kind = "matmul"  # no figure of the fused kernel: the products that it is made of
-        rate = device.peak(dtype) * device.efficiency.get(kind, 1.0)
+        rate = device.peak(dtype) * device.reached(kind, dtype)
         if mnk is None:
             return flops / rate
         m, n, k = (np.maximum(np.asarray(x, dtype=float), 1.0) for x in mnk)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pase.errors import PaseError
 from pase.files.codec import Size, convert, json_schema
 from pase.machine.tables import check_attention, check_curve, check_matmul
-from pase.machine.types import CollectiveCurve, CollectiveKind, Curve, Machine
+from pase.machine.types import AttentionCurve, CollectiveCurve, CollectiveKind, Curve, Machine
 
 __all__ = ["DEFAULT", "SCHEMA", "load", "made_schema", "names", "parse", "schema"]
 
@@ -84,11 +84,12 @@ def _collective(form: MeasuredForm) -> CollectiveCurve:
 def _problems(form: MachineFile) -> Iterator[str]:
     """What types cannot say, each as "place: what": curves rise, and one number stands there for each link level."""
     device, levels = form.device, len(form.levels)
+    most = _MOST_EFFICIENT | {f"matmul.{dtype}": 1.0 for dtype in device.peak_flops}
     for kind, part in device.efficiency.items():
-        if kind not in _MOST_EFFICIENT:
-            yield f"device/efficiency/{kind}: is not known; device/efficiency takes: {', '.join(_MOST_EFFICIENT)}"
-        elif part > _MOST_EFFICIENT[kind]:
-            yield f"device/efficiency/{kind}: must be at most {_MOST_EFFICIENT[kind]:g}, got {part:g}"
+        if kind not in most:
+            yield f"device/efficiency/{kind}: is not known; device/efficiency takes: {', '.join(most)}"
+        elif part > most[kind]:
+            yield f"device/efficiency/{kind}: must be at most {most[kind]:g}, got {part:g}"
     if len(device.memory_tile) not in (0, 2):
         yield f"device/memory_tile: must be rows and columns, got {list(device.memory_tile)}"
     curves = [
@@ -99,6 +100,10 @@ def _problems(form: MachineFile) -> Iterator[str]:
         curves.append(("device/memory_curve", check_curve(device.memory_curve)))
     if device.attention is not None:
         curves.append(("device/attention", check_attention(device.attention)))
+    for i, kernel in enumerate(device.attention_kernels):
+        for way in ("forward", "backward"):
+            curve = AttentionCurve(keys=kernel.keys, efficiency=getattr(kernel, way))
+            curves.append((f"device/attention_kernels/{i}/{way}", check_attention(curve)))
     yield from (f"{place}: {problem}" for place, problem in curves if problem is not None)
     for i, level in enumerate(form.levels[:-1]):
         if level.ways == 0:

@@ -20,6 +20,7 @@ __all__ = [
     "BUCKET_BYTES",
     "COLLECTIVES",
     "Algorithm",
+    "AttentionKernel",
     "CollectiveCurve",
     "CollectiveKind",
     "CostModel",
@@ -114,15 +115,35 @@ class AttentionCurve:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionKernel:
+    """What a named attention kernel reaches of the peak, forward and backward, by the number of keys.
+
+    The FLOPs of backward are 2.5 times those of forward. A program's attention is priced by its own kernel where the
+    machine knows it (``pase.stated``), else by ``Device.attention``.
+    """
+
+    name: str
+    keys: tuple[Size, ...]
+    forward: tuple[NotNegative, ...]
+    backward: tuple[NotNegative, ...]
+
+    def at(self, keys: np.ndarray, *, backward: bool) -> np.ndarray:
+        """Interpolated as ``AttentionCurve`` is."""
+        curve = self.backward if backward else self.forward
+        return AttentionCurve(keys=self.keys, efficiency=curve).at(keys)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator. ``peak_flops`` maps a dtype name to FLOP/s (a multiply-add is two).
 
     efficiency: the part of the peak that large work reaches, by kind: "matmul", "conv" (of
-    peak_flops) and "memory" (of the memory bandwidth); 1 where absent.
+    peak_flops) and "memory" (of the memory bandwidth); 1 where absent. "matmul.float8_e4m3fn": of one dtype's.
     vector_flops: FLOP/s outside of the matrix units; None: as slow as the slowest matmul dtype.
     compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization);
     0 and empty: no such effect.
     attention: of a fused attention kernel; None: priced as the two products that it is made of.
+    attention_kernels: those that programs name.
     matmul_tables, memory_curve: measurements, which stand in for efficiency, tiles and launch.
     memory_tile: rows and columns of the tiles in which arrays lie in memory, padded to whole ones; empty: unpadded.
     """
@@ -140,6 +161,11 @@ class Device:
     memory_curve: Curve | None = None
     attention: AttentionCurve | None = None
     memory_tile: tuple[Size, ...] = ()
+    attention_kernels: tuple[AttentionKernel, ...] = ()
+
+    def reached(self, kind: str, dtype: str) -> float:
+        """The part of the peak that large work of a kind reaches in a dtype."""
+        return self.efficiency.get(f"{kind}.{dtype}", self.efficiency.get(kind, 1.0))
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for a dtype. One that is not listed runs at the slowest listed rate: never free."""
@@ -232,6 +258,7 @@ class Machine:
     there (XLA for TPU): memory is then what its course needs (``pase.memory.course``), else what is kept and what is in
     flight (``pase.memory.account``).
     host: of the measured machine; None: not measured.
+    collective_units: compute units that a collective's kernels hold while they run beside compute, which slows it.
     """
 
     name: str
@@ -248,6 +275,7 @@ class Machine:
     sums_readers: bool = True
     fuses_products: bool = False
     host: Host | None = None
+    collective_units: Count = 0
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -260,10 +288,11 @@ class Machine:
             del content[key]
         # Younger than the digests that layouts hold: where they stand at their defaults, these are as before.
         for f in dataclasses.fields(self):
-            if f.name in ("bucket_bytes", "sums_readers") and content[f.name] == f.default:
+            if f.name in ("bucket_bytes", "sums_readers", "collective_units") and content[f.name] == f.default:
                 del content[f.name]
-        if content["device"]["attention"] is None:
-            del content["device"]["attention"]
+        for key in ("attention", "attention_kernels"):
+            if not content["device"][key]:
+                del content["device"][key]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

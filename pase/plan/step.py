@@ -20,7 +20,18 @@ from pase.tables.derive import Phase, Work, node_work
 from pase.tables.itemize import collectives
 from pase.tables.layouts import dim_index, number, shards
 
-__all__ = ["COMPILED", "EAGER", "Executor", "PassTime", "StepTime", "launches", "on_host", "step_time"]
+__all__ = [
+    "COMPILED",
+    "EAGER",
+    "Executor",
+    "PassTime",
+    "StepTime",
+    "executed_work",
+    "launches",
+    "on_host",
+    "saved_by_kernels",
+    "step_time",
+]
 
 _HEAVY = ("matmul", "conv", "attention", "gather", "scatter", "window", "sequential", "opaque")
 _LIGHT = ("elementwise", "reduce")
@@ -165,11 +176,7 @@ def step_time(
     launch_s = dict(zip(("forward", "backward"), executor.host_s, strict=True))
     for n in graph.nodes:
         cfg = configs[n.name][None, :]
-        products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv", "attention") for op in n.ops)
-        apart = not (executor.fused or products or n.kind == "parameter")
-        work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
-        work = [w for w in work if not (apart and w.kind == "memory")]
-        work += _apart(graph, n, cfg, mesh, executor) if apart else []
+        work = executed_work(graph, n, cfg, mesh, model, executor, optimizer)
         work += _accumulated(graph, n, cfg, mesh) if micro_batches > 1 else []
         for w in work:
             seconds = w.times * float(np.ravel(work_price(w, model))[0])
@@ -194,6 +201,17 @@ def step_time(
         micro_batches=micro_batches, passes=(forward, backward), sync_s=sync,
         update_s=device["update"] + moved["update"], executor=executor,
     )  # fmt: skip
+
+
+def executed_work(
+    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, executor: Executor, optimizer: str
+) -> list[Work]:
+    """The node's local work as the executor runs it, under one config: int8 [1, axes]."""
+    products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv", "attention") for op in n.ops)
+    apart = not (executor.fused or products or n.kind == "parameter")
+    work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
+    work = [w for w in work if not (apart and w.kind == "memory")]
+    return work + (list(_apart(graph, n, cfg, mesh, executor)) if apart else [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +259,16 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_Kernel]:
             if a.tensor in after or graph.read_outside(node, a.tensor) or a.tensor not in used
         ]  # fmt: skip
         yield _Kernel(ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes))
+
+
+def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:
+    """What the executor's kernels of light ops keep for their backward: what they read, where they need it again."""
+    for kernel in _kernels(graph, node, executor):
+        if not any(graph.tensors[a.tensor].needs_grad for a in kernel.reads) or kernel.passes_back(graph):
+            continue
+        for a in kernel.reads:
+            if not kernel.reads_masks_only or graph.tensors[a.tensor].dtype == "bool":
+                yield a
 
 
 def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]:

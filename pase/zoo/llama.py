@@ -26,7 +26,7 @@ from pase.zoo.layers import (
 )
 from pase.zoo.moe import expert_leaves, experts_forward
 
-__all__ = ["grouped_attention", "llama", "mixtral", "rms_norm", "rotary", "rotate"]
+__all__ = ["grouped_attention", "language_model", "llama", "mixtral", "rms_norm", "rotary", "rotate"]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ def _attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Any:
     }
 
 
-def _language_model(
+def language_model(
     forward: Callable[[jax.Array, Any], jax.Array],
     forward_leaves: Any,
     *,
@@ -143,13 +143,13 @@ def _language_model(
 
 
 def llama(*, d: int, ff: int, **sizes: Any) -> Built:
-    """Llama-3 with a dense SwiGLU feed-forward; ``sizes`` as in `_language_model`."""
+    """Llama-3 with a dense SwiGLU feed-forward; ``sizes`` as in `language_model`."""
     leaves = {
         "gate": weight(d, ff, fan_in=d),
         "up": weight(d, ff, fan_in=d),
         "down": weight(ff, d, fan_in=ff),
     }
-    return _language_model(gated_forward, leaves, d=d, **sizes)
+    return language_model(gated_forward, leaves, d=d, **sizes)
 
 
 def mixtral(*, d: int, ff: int, experts: int, chosen: int, capacity_percent: int, **sizes: Any) -> Built:
@@ -158,4 +158,4 @@ def mixtral(*, d: int, ff: int, experts: int, chosen: int, capacity_percent: int
     def forward(x: jax.Array, p: Any) -> jax.Array:
         return experts_forward(x, p, chosen=chosen, capacity_percent=capacity_percent)
 
-    return _language_model(forward, expert_leaves(d, ff, experts), d=d, **sizes)
+    return language_model(forward, expert_leaves(d, ff, experts), d=d, **sizes)

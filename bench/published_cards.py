@@ -1,0 +1,79 @@
+"""The machine of a published run: a machine file, or one with a few figures of the card that the page names.
+
+Each figure has its source beside it; none is from a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pase import machine
+from pase.errors import PaseError
+from pase.machine import LinkLevel, Machine
+
+__all__ = ["card"]
+
+
+def _device(m: Machine, **changed: object) -> Machine:
+    return replace(m, device=replace(m.device, **changed))  # type: ignore[arg-type]
+
+
+def _link(m: Machine, level: int, bytes_per_s: float) -> Machine:
+    levels: list[LinkLevel] = list(m.levels)
+    levels[level] = replace(levels[level], bandwidth_bytes_per_s=bytes_per_s)
+    return replace(m, levels=tuple(levels))
+
+
+def _meta_h100(memory_bytes: int) -> Machine:
+    """Meta's H100: HBM2e at 2.4 TB/s, 500 W. torchao (benchmarks/float8/float8_roofline.py and roofline_utils.py, 2024)
+    measured on it: products reach 0.6 of either peak, light kernels 0.92 of the memory bandwidth."""
+    m = machine.load("h100x8")
+    efficiency = {"matmul": 0.6, "conv": m.device.efficiency["conv"], "memory": 0.92}
+    return _device(
+        m, memory_bytes=memory_bytes, memory_bandwidth_bytes_per_s=2.4e12, efficiency=efficiency
+    )  # fmt: skip
+
+
+def _a100_40() -> Machine:
+    """NVIDIA A100 datasheet: 40 GB HBM2 at 1,555 GB/s."""
+    return _device(machine.load("a100x8"), memory_bytes=40_000_000_000, memory_bandwidth_bytes_per_s=1.555e12)
+
+
+def _h800() -> Machine:
+    """NVLink at 400 GB/s both ways together (DeepSeek-V3, arXiv 2412.19437, section 3.1: halved against H100)."""
+    return _link(machine.load("h100x8"), 0, 200e9)
+
+
+def _v100_16() -> Machine:
+    """AWS p3.16xlarge: 8 V100 of 16 GB and 25 Gb/s a node."""
+    m = _device(machine.load("v100x8"), memory_bytes=16_000_000_000)
+    return _link(m, len(m.levels) - 1, 25e9 / 8 / 8)
+
+
+_CARDS: dict[str, Callable[[], Machine]] = {
+    "H100-80GB": lambda: machine.load("h100x8"),
+    "H100": lambda: machine.load("h100x8"),
+    "H100-96GB": lambda: _meta_h100(96 * 2**30),
+    "H100-94GB": lambda: _meta_h100(94 * 2**30),
+    "H200": lambda: machine.load("h200x8"),
+    "H800": _h800,
+    "A100-80GB": lambda: machine.load("a100x8"),
+    "A100": lambda: machine.load("a100x8"),
+    "A100-40GB": _a100_40,
+    "V100-16GB": _v100_16,
+    "V100-32GB": lambda: machine.load("v100x8"),
+    "TPU-v5e": lambda: machine.load("tpu_v5e"),
+    "TPU-v5p": lambda: machine.load("tpu_v5p"),
+    "TPU-v6e": lambda: machine.load("tpu_v6e"),
+    "B200": lambda: machine.load("b200x8"),
+    "GB200": lambda: machine.load("gb200_nvl72"),
+    "MI300X": lambda: machine.load("mi300x8"),
+}
+
+
+def card(gpu: str) -> Machine:
+    """The machine of a card's name; PaseError where there is no machine file for it."""
+    if gpu not in _CARDS:
+        raise PaseError(f"no machine file for '{gpu}'")
+    return _CARDS[gpu]()

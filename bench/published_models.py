@@ -1,0 +1,87 @@
+"""The model of a published run, from its public shape: a GPT (two matrices a layer), a Llama (three, gated), or a mixture
+of experts with routing forced even, all of the zoo's parts, attention fused."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from bench.published_rows import Row
+from pase.errors import Infeasible
+from pase.frontends.from_jax import trace
+from pase.ir import Graph, named, simplify
+from pase.zoo import layers as zoo_layers
+from pase.zoo import llama, transformers
+from pase.zoo.moe import even_experts_forward, expert_leaves
+
+__all__ = ["graph_of", "padded"]
+
+_UNGATED = ("gpt 1", "gpt 3", "gpt 7", "gpt-2", "gpt-3", "gpt ", "mpt", "nemotron", "opt", "bloom")
+_HEAD_DIM = {"qwen3": 128, "gpt-oss": 64, "maxtext 22b": 256, "maxtext 52b": 256, "maxtext": 128}
+"""Width of a head where it is not hidden / heads: the models' public configs (config.json), MaxText's scripts."""
+_LATENT = ("deepseek", "kimi", "moonlight")
+
+
+def padded(vocab: int, tensor: int) -> int:
+    """Up to a multiple of 128 x tensor parallelism, as Megatron pads it.
+
+    >>> padded(50257, 8)
+    51200
+    """
+    return -(-vocab // (128 * tensor)) * 128 * tensor
+
+
+def _told(row: Row, table: dict[str, int], default: int) -> int:
+    name = (row.text("model") or "").lower()
+    return next((v for k, v in table.items() if name.startswith(k)), default)
+
+
+def graph_of(row: Row, batch: int, tensor: int) -> Graph:
+    """The simplified graph of the row's model for a batch. Infeasible, with the reason, where its shape is not told."""
+    name = (row.text("model") or "").lower()
+    if any(word in name for word in _LATENT):
+        raise Infeasible("latent attention: its ranks are not in the file")
+    sizes = {k: row.whole(k) for k in ("layers", "hidden", "heads", "seq")}
+    for k, v in sizes.items():
+        if not v:
+            raise Infeasible(f"{k} is not told")
+    d, heads = sizes["hidden"] or 0, sizes["heads"] or 0
+    head_dim = _told(row, _HEAD_DIM, d // heads)
+    vocab = padded(row.whole("vocab") or 51200, tensor)
+    common = {"batch": batch, "seq": sizes["seq"], "layers": sizes["layers"], "vocab": vocab}
+    ffn = row.whole("ffn") or (0 if row.whole("experts") else 4 * d)
+    if (row.whole("experts") or 0) > 1:
+        return _mixture(row, common, d, heads, head_dim)
+    gated = not name.startswith(_UNGATED) and not name.startswith(("maxtext 22b", "maxtext 52b"))
+    if not gated and ffn == 4 * d and head_dim * heads == d and (row.whole("kv_heads") or heads) == heads:
+        return _traced("gpt", **common, d=d, heads=heads, context=sizes["seq"])
+    kv = row.whole("kv_heads") or heads
+    # A llama with two matrices in place of three of the same size is what an ungated one costs.
+    wide = ffn if gated else ffn * 2 // 3
+    return _traced("llama", **common, d=d, ff=wide, kv_heads=kv, group=heads // kv, head_dim=head_dim, theta=1e4)
+
+
+def _mixture(row: Row, common: dict[str, Any], d: int, heads: int, head_dim: int) -> Graph:
+    ff, experts, chosen = row.whole("ffn_expert"), row.whole("experts"), row.whole("top_k")
+    if not (ff and experts and chosen):
+        raise Infeasible("the experts' shape is not told")
+    if common["seq"] * chosen % experts:
+        raise Infeasible(f"{chosen} choices of {common['seq']} tokens do not divide over {experts} experts evenly")
+    kv = row.whole("kv_heads") or heads
+    return _traced(
+        "mixture", **common, d=d, ff=ff, experts=experts, chosen=chosen, kv_heads=kv, group=heads // kv,
+        head_dim=head_dim, theta=1e4,
+    )  # fmt: skip
+
+
+@cache
+def _traced(kind: str, **shape: Any) -> Graph:
+    how = {"dtype": "bfloat16", "attention": "fused", "scan": 1, "remat": 0}
+    if kind == "mixture":
+        ff, experts, chosen = shape.pop("ff"), shape.pop("experts"), shape.pop("chosen")
+        built = llama.language_model(
+            lambda x, p: even_experts_forward(x, p, chosen=chosen), expert_leaves(shape["d"], ff, experts), **shape, **how
+        )  # fmt: skip
+    else:
+        built = (transformers.gpt if kind == "gpt" else llama.llama)(**shape, **how)
+    return named(simplify(trace(built.loss_fn, zoo_layers.shapes(built.params), zoo_layers.shapes(built.batch)).graph))

@@ -1,0 +1,78 @@
+"""Rows of a file of published training steps: what each run says of itself, read as it is; see its README for columns."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pase.errors import PaseError
+
+__all__ = ["Row", "read"]
+
+_NEEDED = ("id", "layers", "hidden", "heads", "gpu", "gpus", "seq")
+_UNKNOWN = ("", "unknown", "-", "?", "n/a", "none told")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run. Text as it stands; a column that is absent, blank or 'unknown' is None."""
+
+    id: str
+    columns: Mapping[str, str]
+
+    def text(self, name: str) -> str | None:
+        value = (self.columns.get(name) or "").strip()
+        return None if value.lower() in _UNKNOWN else value
+
+    def whole(self, name: str) -> int | None:
+        value = self.number(name)
+        return None if value is None else round(value)
+
+    def number(self, name: str) -> float | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        try:
+            found = float(value.replace(",", ""))
+        except ValueError:
+            raise PaseError(f"row {self.id}: {name} is '{value}', no number") from None
+        if not 0 <= found < float("inf"):
+            raise PaseError(f"row {self.id}: {name} is '{value}', out of range")
+        return found
+
+    @property
+    def source(self) -> str:
+        """Its prefix: letters before the number."""
+        found = re.match(r"[A-Za-z_]+", self.id)
+        return found.group().lower() if found else self.id
+
+    @property
+    def notes(self) -> str:
+        return f"{self.columns.get('notes') or ''}; {self.columns.get('source') or ''}".lower()
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """What the run's notes print: "memory 82.4 GiB"."""
+        found = re.search(r"memory ([\d.]+) gib", self.notes)
+        return float(found.group(1)) * 2**30 if found else None
+
+    @property
+    def pipelined(self) -> bool:
+        return (self.whole("pp") or 1) > 1
+
+
+def read(path: str | Path) -> list[Row]:
+    """The file's rows; PaseError where it is no such file."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as f:
+            reader = csv.DictReader(line for line in f if not line.startswith("#"))
+            missing = [name for name in _NEEDED if name not in (reader.fieldnames or [])]
+            if missing:
+                raise PaseError(f"{path}: no column {', '.join(missing)}; see published_steps' README")
+            rows = [{k: v for k, v in r.items() if isinstance(k, str) and isinstance(v, str)} for r in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as e:
+        raise PaseError(f"cannot read {path}: {e}") from e
+    return [Row(id=(r.get("id") or "").strip() or f"row{i}", columns=r) for i, r in enumerate(rows, 1)]

@@ -1,0 +1,225 @@
+"""Published training steps, each priced as its own configuration under the executor that its framework is.
+
+    python -m bench.published_steps ../shared/data/published_steps/given.csv [--json] [--only PREFIX]
+
+Nothing is fitted: cards are machine files (``bench/published_cards.py``), frameworks are entries of
+``pase.stated.program``. What a row does not tell is taken as its framework has it by default (``configured``); what
+cannot be priced says why. JSON: {"rows": [{"id", "step_s", "predicted_s", "error", "why_not"}], "median_error", "tau"};
+error and order are over the rows that have a step time and a price.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy.stats import kendalltau
+
+from bench.published_cards import card
+from bench.published_models import graph_of
+from bench.published_rows import Row, read
+from pase import costmodels
+from pase.errors import Infeasible, PaseError
+from pase.stated.price import Priced, price_strategy
+from pase.stated.program import PROGRAMS, Program, all_but_products
+from pase.stated.strategy import Strategy
+
+__all__ = ["Answer", "configured", "main", "price_row", "program_of", "summary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A row and its price, or why there is none."""
+
+    row: Row
+    priced: Priced | None
+    why_not: str | None
+
+    @property
+    def step_s(self) -> float | None:
+        return self.row.number("step_s") or None
+
+    @property
+    def error(self) -> float | None:
+        if self.priced is None or self.step_s is None:
+            return None
+        return self.priced.step_s / self.step_s - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.row.id,
+            "step_s": self.step_s,
+            "predicted_s": None if self.priced is None else self.priced.step_s,
+            "error": self.error,
+            "why_not": self.why_not,
+        }
+
+
+_EAGER = ("mpt", "nns")
+_MEGATRON = ("mbr", "nem", "mlm", "aal", "ll3", "bwl", "dsv", "vtr")
+
+
+def program_of(row: Row) -> Program:
+    """The executor that the row's framework is."""
+    notes, kernel = row.notes, (row.text("attn_kernel") or "").lower()
+    old = row.source in ("mlm", "alp") and "h100" not in (row.text("gpu") or "").lower()
+    if old or "2021" in notes:
+        return PROGRAMS["megatron_2021"]
+    if row.source in _MEGATRON or "megatron" in notes:
+        program = PROGRAMS["megatron"]
+    elif row.source == "mxt" or "maxtext" in notes:
+        program = replace(PROGRAMS["compiled"], selective=all_but_products)
+    elif row.source not in _EAGER and "eager" not in notes and ("compile" in notes or row.text("precision") == "FP8"):
+        program = PROGRAMS["compiled"]
+    else:
+        program = PROGRAMS["eager"]
+    if "cudnn" in kernel or kernel == "te":
+        program = replace(program, attention=("cudnn", "flash2"))
+    elif "flash" in kernel and "pallas" not in kernel:
+        program = replace(program, attention=("flash2",))
+    if program.name == "eager" and row.source == "aut":
+        program = replace(program, executor=replace(program.executor, kernels=PROGRAMS["megatron"].executor.kernels))
+    return program
+
+
+_ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3, "fsdp": 3}
+_NODE = 8
+
+
+def configured(row: Row, program: Program) -> tuple[Strategy, int]:
+    """(the row's strategy, its batch); Infeasible where its layout is not told.
+
+    Not told: ZeRO is 1 under Megatron (its distributed optimizer) and 3 elsewhere; a micro-batch is what a rank has, and
+    one example where there are stages; sequence parallelism goes with tensor parallelism.
+    """
+    gpus, batch = row.whole("gpus"), row.whole("global_batch")
+    if not gpus:
+        raise Infeasible("gpus is not told")
+    tp, pp, cp = (row.whole(k) for k in ("tp", "pp", "cp"))
+    if tp is None and pp is None and row.whole("dp") is None:
+        raise Infeasible("the layout is not told")
+    tp, pp, cp = tp or 1, pp or 1, cp or 1
+    rest = tp * pp * cp
+    if gpus % rest:
+        raise Infeasible(f"{gpus} devices are no whole number of groups of {rest}")
+    ranks = gpus // rest
+    if not batch:
+        raise Infeasible("global_batch is not told")
+    if batch % ranks:
+        raise Infeasible(f"a batch of {batch} does not divide by {ranks} data-parallel ranks")
+    kind = (row.text("dp_type") or "").lower()
+    zero = _ZERO.get(kind, 1 if program.name.startswith("megatron") else 3) if ranks * cp > 1 else 0
+    data = ranks if zero == 0 else ranks // _NODE if kind == "hsdp" and ranks > _NODE and ranks % _NODE == 0 else 1
+    own = batch // ranks
+    micro = row.whole("micro_batch") or (1 if pp > 1 else own)
+    precision = (row.text("precision") or "BF16").upper()
+    remat = (row.text("act_ckpt") or "none").lower()
+    expert = row.whole("ep") or 1
+    s = Strategy(
+        data=data, shard=ranks // data, zero=zero,  # type: ignore[arg-type]
+        tensor=tp, sequence=tp > 1 and (row.text("sp") or "yes").lower() == "yes",
+        context=cp, expert=expert if ranks % expert == 0 else 1, pipeline=pp, chunks=row.whole("vp") or 1,
+        micro=micro if own % micro == 0 else 1, remat=remat if remat in ("none", "selective", "full") else "none",  # type: ignore[arg-type]
+        precision="fp8" if "FP8" in precision or "FP4" in precision else "bf16",
+        asynchronous="async" in row.notes and "vanilla" not in row.notes,
+    )  # fmt: skip
+    return s, batch
+
+
+def price_row(row: Row) -> Answer:
+    """A row's price. What stands in the way is said, never raised: a row is a stranger's."""
+    try:
+        program = program_of(row)
+        s, batch = configured(row, program)
+        model = costmodels.get("analytic", card(row.text("gpu") or "?"))
+        tries = [s]
+        if row.text("micro_batch") is None and s.pipeline == 1:  # not told: the largest that fits
+            tries = [replace(s, micro=k) for k in range(s.micro or 1, 0, -1) if (s.micro or 1) % k == 0]
+        if row.text("act_ckpt") is None:
+            tries += [replace(t, remat="full") for t in tries]
+        for t in tries:
+            at_once = (t.micro or 1) * t.ranks
+            samples = max(at_once, 2)
+            graph = graph_of(row, samples, t.tensor)
+            priced = price_strategy(graph, t, program, model, batch, share=at_once / samples)
+            if priced.fits:
+                return Answer(row=row, priced=priced, why_not=None)
+        if len(tries) > 1:
+            priced = price_strategy(graph_of(row, samples, s.tensor), s, program, model, batch, share=at_once / samples)
+        return Answer(row=row, priced=priced, why_not=None)
+    except PaseError as e:
+        return Answer(row=row, priced=None, why_not=str(e))
+
+
+def summary(answers: list[Answer]) -> dict[str, Any]:
+    """Median absolute error and Kendall's tau over what has both a time and a price; None: nothing has."""
+    known = [a for a in answers if a.error is not None]
+    measured = [a.step_s for a in known]
+    predicted = [a.priced.step_s for a in known if a.priced is not None]
+    return {
+        "rows": len(known),
+        "median_error": float(np.median([abs(a.error or 0.0) for a in known])) if known else None,
+        "mean_error": float(np.mean([a.error or 0.0 for a in known])) if known else None,
+        "tau": float(kendalltau(measured, predicted).statistic) if len(known) > 1 else None,
+    }
+
+
+def _groups(answers: list[Answer]) -> Iterator[tuple[str, list[Answer]]]:
+    yield "all", answers
+    yield "without pipeline", [a for a in answers if not a.row.pipelined]
+    yield "with pipeline", [a for a in answers if a.row.pipelined]
+    for source in dict.fromkeys(a.row.source for a in answers):
+        yield source, [a for a in answers if a.row.source == source]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", default="", help="rows whose id begins so")
+    args = parser.parse_args()
+    try:
+        rows = [r for r in read(args.file) if r.id.startswith(args.only)]
+    except PaseError as e:
+        print(f"Error: {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+    answers = [price_row(r) for r in rows]
+    if args.json:
+        whole = summary(answers)
+        record = {"rows": [a.to_json() for a in answers], "median_error": whole["median_error"], "tau": whole["tau"]}
+        json.dump(record, sys.stdout, indent=1)
+        sys.stdout.write("\n")
+        return
+    for a in answers:
+        print(_line(a))
+    print()
+    for name, group in _groups(answers):
+        found = summary(group)
+        if found["rows"]:
+            tau = "" if found["tau"] is None else f"  tau {found['tau']:.3f}"
+            print(f"{name:18s} {found['rows']:4d} rows  median {found['median_error']:.1%}  mean {found['mean_error']:+.1%}{tau}")
+    held = [(a, a.row.memory_bytes) for a in answers if a.priced is not None and a.row.memory_bytes]
+    if held:
+        errors = [abs(a.priced.memory.total / b - 1) for a, b in held if a.priced is not None and b]
+        print(f"memory: {len(held)} rows, median {np.median(errors):.1%}")
+    print(f"do not fit: {', '.join(a.row.id for a in answers if a.priced is not None and not a.priced.fits) or 'none'}")
+
+
+def _line(a: Answer) -> str:
+    head = f"{a.row.id:8s} {a.row.text('model') or '?':18s} {a.row.text('gpu') or '?':10s} x{a.row.text('gpus') or '?':6s}"
+    if a.priced is None:
+        return f"{head} not priced: {a.why_not}"
+    p = a.priced
+    against = "" if a.error is None else f" measured {a.step_s:8.3f} s  {a.error:+7.1%}"
+    memory = f"  {p.memory.total / 2**30:6.1f} GiB" + ("" if p.fits else " (too much)")
+    told = f" (told {a.row.memory_bytes / 2**30:.1f})" if a.row.memory_bytes else ""
+    return f"{head} {p.step_s:8.3f} s{against}{memory}{told}  {p.program} {p.strategy}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""A stage's work in parts: what comes before the repeated block, the block once, and what comes after it.
+
+Each part has the device's seconds forward and backward, what it sends between products, and the bytes of its weights:
+the graph's own work and collectives (``pase.tables``), priced by the cost model and added up by where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from pase.baselines import Baseline
+from pase.errors import Infeasible
+from pase.ir import Graph, Node
+from pase.ir.functions import CAUSAL_ATTENTION
+from pase.machine import CollectiveKind, CostModel, Mesh
+from pase.memory.residuals import kept
+from pase.plan.step import executed_work, launches, saved_by_kernels
+from pase.stated.program import Program, weight_products
+from pase.stated.strategy import Strategy
+from pase.tables.build import work_price
+from pase.tables.derive import Work
+from pase.tables.itemize import collectives
+from pase.tables.layouts import dim_index, number, shards
+
+__all__ = ["Part", "Parts", "Sent", "Where", "parts_of"]
+
+Where = Literal["first", "block", "last"]
+FP8 = "float8_e4m3fn"
+OPTIMIZER = "adam"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A collective between products. nbytes: as CostModel.collective has it, once; seconds: of all times."""
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    nbytes: float
+    seconds: float
+    backward: bool
+    runs_again: float
+    """The part of it that recomputation repeats."""
+
+
+@dataclass(kw_only=True)
+class Part:
+    """Seconds of one micro-batch on one device, and bytes.
+
+    again_s: forward work that backward repeats. host_s: the host's launches, forward and backward.
+    elements: parameters on the device, by the axes over which their gradients are summed.
+    saved: bytes that backward needs of one micro-batch where nothing is computed again; kept: with the strategy's
+    recomputation; entry: what enters the part.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    again_s: float = 0.0
+    attention_s: tuple[float, float] = (0.0, 0.0)
+    host_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    sent: list[Sent] = field(default_factory=list)
+    update_s: float = 0.0
+    elements: dict[tuple[str, ...], float] = field(default_factory=dict)
+    saved: float = 0.0
+    kept: float = 0.0
+    entry: float = 0.0
+
+    @property
+    def parameters(self) -> float:
+        return sum(self.elements.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """All of a model. blocks: how many there are. logits: elements of the logits on a device."""
+
+    first: Part
+    block: Part
+    last: Part
+    blocks: int
+    logits: float
+    tied: float = 0.0
+
+    def of(self, where: Where) -> Part:
+        return {"first": self.first, "block": self.block, "last": self.last}[where]
+
+
+def parts_of(
+    graph: Graph, placed: Baseline, s: Strategy, program: Program, model: CostModel, share: float = 1.0
+) -> Parts:
+    """The parts of a graph whose batch is one micro-batch of all data-parallel ranks.
+
+    share: of the graph's batch that the micro-batch really is (a batch of one is read as two: a dim of one is no dim).
+    """
+    where, blocks = _places(graph)
+    parts = {"first": Part(), "block": Part(), "last": Part()}
+    turns = {"first": 1.0, "block": float(blocks), "last": 1.0}
+    for n in graph.nodes:
+        part, many = parts[where[n.name]], turns[where[n.name]]
+        again = _again(graph, n, s, program) if where[n.name] == "block" else 0.0
+        cfg = placed.strategy[n.name][None, :]
+        for w, seconds in _priced(graph, n, cfg, placed.mesh, s, program, model):
+            each = w.times * seconds / many
+            if w.phase == "update":
+                part.update_s += each
+            elif w.phase == "backward":
+                part.backward_s += each * share
+            else:
+                part.forward_s += each * share
+                part.again_s += each * share * again
+            if w.kind == "attention":
+                f, b = part.attention_s
+                part.attention_s = (f, b + each * share) if w.phase == "backward" else (f + each * share, b)
+        for i, phase in enumerate(("forward", "backward")):
+            part.host_s[i] += launches(graph, n, program.executor)[phase] / many * program.executor.host_s[i]  # type: ignore[index]
+    _send(graph, placed, s, program, model, parts, where, turns, share)
+    _hold(graph, placed, s, program, parts, where, turns, share)
+    return Parts(**parts, blocks=blocks, logits=_logits(graph, placed) * share)
+
+
+def _places(graph: Graph) -> tuple[dict[str, Where], int]:
+    """Where each node is, and how often the block is repeated: the loop over layers with most turns."""
+    times = {n.name: max(int(number(op.times, n.name)) for op in n.ops) for n in graph.nodes}
+    blocks = max(times.values())
+    if blocks == 1:
+        raise Infeasible(
+            f"'{graph.name}' has no loop over equal blocks, by which a stated strategy is priced: write its layers as a "
+            f"scan (of the zoo's models: scan=1)"
+        )
+    inside = [i for i, n in enumerate(graph.nodes) if times[n.name] == blocks]
+    where: dict[str, Where] = {}
+    for i, n in enumerate(graph.nodes):
+        where[n.name] = "block" if times[n.name] > 1 else "first" if i < inside[0] else "last"
+    for n in graph.nodes:
+        if n.kind in ("parameter", "input", "constant"):
+            readers = [where[e.dst] for e in graph.edges if e.src == n.name] or ["first"]
+            where[n.name] = "block" if "block" in readers else readers[0]
+    return where, blocks
+
+
+def _again(graph: Graph, n: Node, s: Strategy, program: Program) -> float:
+    """The part of a node's forward work that backward repeats."""
+    if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none"):
+        return 0.0
+    return 1.0 if s.remat == "full" else program.selective(graph, n)
+
+
+def _priced(
+    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, s: Strategy, program: Program, model: CostModel
+) -> Iterator[tuple[Work, float]]:
+    """The node's work with its price, once; products in fp8 where that is stated, with what scaling them reads."""
+    work = executed_work(graph, n, cfg, mesh, model, program.executor, OPTIMIZER)
+    eighth = (
+        s.precision == "fp8"
+        and weight_products(graph, n)
+        and any(number(op.times, n.name) > 1 for op in n.ops)
+    )
+    for w in work:
+        if w.kind == "attention":
+            yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
+        elif eighth and w.kind == "matmul":
+            w = replace(w, dtype=FP8, nbytes=w.nbytes / 2)
+            yield w, float(np.ravel(work_price(w, model))[0])
+            if w.phase == "forward":
+                yield from _scaled(w, program, model)
+        else:
+            yield w, float(np.ravel(work_price(w, model))[0])
+
+
+def _scaled(w: Work, program: Program, model: CostModel) -> Iterator[tuple[Work, float]]:
+    """Operands and the result's gradient turned into fp8: each is read, perhaps for its scale before, and written twice,
+    as it is and transposed (Transformer Engine's cast_transpose; torchao, roofline_utils.py)."""
+    assert w.mnk is not None
+    _, n, k = (float(np.ravel(x)[0]) for x in w.mnk)
+    rows = float(np.ravel(w.flops)[0]) / (2 * n * k)
+    for elements, phase in ((rows * k + n * k, "forward"), (rows * n, "backward")):
+        cast = replace(
+            w, kind="memory", dtype="bfloat16", flops=np.zeros(1), mnk=None, phase=phase, padding=1.0,
+            nbytes=np.array([elements * (4 + 2 * program.fp8_passes)]),
+        )  # fmt: skip
+        yield cast, float(np.ravel(work_price(cast, model))[0])
+
+
+def _attention_s(
+    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, w: Work, program: Program, model: CostModel
+) -> float:
+    """By the program's own kernel where the machine knows it. Under a causal mask with the sequence split, every rank has
+    as much to do as the others: chunks are dealt out in pairs (zigzag), as all frameworks do."""
+    op = next(op for op in n.ops if op.kind == "attention")
+    if op.function is CAUSAL_ATTENTION:
+        queries = op.writes[1].map.walks[1].dims
+        ways = float(shards(cfg, dim_index(n, queries), mesh)[0])
+        w = replace(w, flops=w.flops * (0.5 / (1 - 1 / (2 * ways))))
+    device = model.machine.device
+    known = {k.name: k for k in device.attention_kernels}
+    name = next((name for name in program.attention if name in known), None)
+    seconds = float(np.ravel(work_price(w, model))[0])
+    if name is None or w.mnk is None:
+        return seconds
+    rate = device.peak(w.dtype) * float(
+        known[name].at(np.asarray(w.mnk[1]), backward=w.phase == "backward").ravel()[0]
+    )
+    return float(np.ravel(w.flops)[0]) / rate + device.launch_s
+
+
+def _send(
+    graph: Graph, placed: Baseline, s: Strategy, program: Program, model: CostModel,
+    parts: dict[str, Part], where: dict[str, Where], turns: dict[str, float], share: float,
+) -> None:  # fmt: skip
+    """Collectives between products into their parts; sums of parameters' gradients as the elements that they sum."""
+    stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
+    summed: dict[str, tuple[str, ...]] = {}
+    for c in collectives(graph, placed.mesh, placed.strategy, model):
+        if c.tensor in stored and c.phase == "backward":
+            summed[graph.producer[c.tensor].name] = c.axes
+            continue
+        at = where[c.node]
+        seconds = max(c.cost, c.times * program.executor.collective_s) * share / turns[at]
+        again = (
+            _again(graph, graph.node[c.node], s, program) if at == "block" and c.phase == "forward" else 0.0
+        )
+        parts[at].sent.append(
+            Sent(
+                kind=c.kind, axes=c.axes, nbytes=c.nbytes * share, seconds=seconds, backward=c.phase == "backward",
+                runs_again=again,
+            )
+        )  # fmt: skip
+    for n in graph.nodes:
+        if n.kind == "parameter" and graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
+            a = n.ops[0].writes[0]
+            t = graph.tensors[a.tensor]
+            local = number(t.elements, t.name) / shards(
+                placed.strategy[n.name][None, :], dim_index(n, a.map.dims), placed.mesh
+            )
+            part = parts[where[n.name]]
+            axes = summed.get(n.name, ())
+            part.elements[axes] = part.elements.get(axes, 0.0) + float(local[0]) / turns[where[n.name]]
+
+
+def _hold(
+    graph: Graph, placed: Baseline, s: Strategy, program: Program, parts: dict[str, Part],
+    where: dict[str, Where], turns: dict[str, float], share: float,
+) -> None:  # fmt: skip
+    """What backward needs of each part: by what a compiler keeps, or by what each kernel's own backward reads."""
+    makers = {a.tensor: n for n in graph.nodes for op in n.ops for a in op.writes}
+    wanted = set(kept(graph)) if program.executor.fused else _read_again(graph, program)
+    for t in wanted:
+        n = makers.get(t)
+        if n is None or n.kind in ("parameter", "input", "constant"):
+            continue
+        at = where[n.name]
+        part = parts[at]
+        if n.kind == "carry":
+            part = parts["block"]
+        _, write = n.write_of(t)
+        tensor = graph.tensors[t]
+        local = number(tensor.nbytes, t) / shards(
+            placed.strategy[n.name][None, :], dim_index(n, write.map.dims), placed.mesh
+        )
+        nbytes = float(local[0]) * share
+        part.saved += nbytes
+        if n.kind == "carry":
+            part.entry += nbytes
+            part.kept += nbytes
+        else:
+            part.kept += nbytes * (1 - _again(graph, n, s, program) if at == "block" else 1.0)
+
+
+def _read_again(graph: Graph, program: Program) -> set[str]:
+    """Tensors that the backward of an executor without fusion reads: views stand for what they look at."""
+    out: set[str] = set()
+    views = {
+        a.tensor: op.reads[0].tensor for n in graph.nodes for op in n.ops for a in op.writes
+        if op.kind in ("view", "copy") and op.reads
+    }  # fmt: skip
+
+    def root(t: str) -> str:
+        while t in views:
+            t = views[t]
+        return t
+
+    for n in graph.nodes:
+        for a in saved_by_kernels(graph, n, program.executor):
+            out.add(root(a.tensor))
+        for op in n.ops:
+            if op.kind in ("matmul", "conv"):
+                out |= {root(a.tensor) for a in op.reads if graph.tensors[a.tensor].needs_grad}
+            elif op.kind == "attention":
+                out |= {root(a.tensor) for a in (*op.reads, *op.writes)}
+            elif op.kind == "carry":
+                out |= {a.tensor for a in op.writes}
+    return out
+
+
+def _logits(graph: Graph, placed: Baseline) -> float:
+    """Elements of the largest tensor that a product makes behind the blocks, on a device: the logits."""
+    where, _ = _places(graph)
+    most = 0.0
+    for n in graph.nodes:
+        if n.kind == "matmul" and where[n.name] == "last":
+            a = next(op for op in n.ops if op.kind == "matmul").writes[0]
+            t = graph.tensors[a.tensor]
+            local = number(t.elements, t.name) / shards(
+                placed.strategy[n.name][None, :], dim_index(n, a.map.dims), placed.mesh
+            )
+            most = max(most, float(local[0]))
+    return most

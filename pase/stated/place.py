@@ -1,0 +1,103 @@
+"""A stated strategy on the graph: a mesh, and for each node the configs that it leaves open, of which the search takes
+the cheapest. Parameters are whole over the data axes here: what ZeRO splits is flat (``pase.stated.parts``)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pase.baselines import Baseline, Intent, Roles, roles
+from pase.baselines.masks import by_batch, free, most, only
+from pase.baselines.settle import settle
+from pase.errors import Infeasible
+from pase.ir import Graph, Node
+from pase.machine import CostModel, Mesh
+from pase.stated.strategy import Strategy
+from pase.tables.build import build
+from pase.tables.layouts import NOT_SPLIT
+
+__all__ = ["place", "stage_mesh"]
+
+
+def stage_mesh(s: Strategy) -> Mesh:
+    """The devices of one stage, in Megatron's order: tensor parallelism innermost, then context, experts, data."""
+    axes = {
+        "data": s.ranks // s.expert, "expert": s.expert, "context": s.context, "model": s.tensor,
+    }  # fmt: skip
+    kept = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
+    return Mesh(names=tuple(kept), sizes=tuple(kept.values()))
+
+
+def place(graph: Graph, s: Strategy, model: CostModel) -> Baseline:
+    """The strategy of one stage. Infeasible, with the reason, where the graph has nothing to split so."""
+    r = roles(graph)
+    _refuse(graph, r, s)
+    mesh = stage_mesh(s)
+    found = settle(Intent(name=str(s), mesh=mesh, allow=_Allowed(r, s), alike={}), *build(graph, mesh, model))
+    if not isinstance(found, Baseline):
+        raise Infeasible(f"{s} on '{graph.name}': {found.reason}")
+    return found
+
+
+def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:
+    def need(ways: int, dims: frozenset[int], what: str) -> None:
+        sizes = r.sizes(graph, dims)
+        if ways > 1 and not any(size % ways == 0 for size in sizes):
+            raise Infeasible(
+                f"{s} on '{graph.name}': {ways} ways divide none of its {what} ({sizes or 'none'})"
+            )
+
+    need(s.ranks, r.batch, "batch dims")
+    need(s.tensor, r.tensor, "heads, hidden units and vocabularies")
+    need(s.context, r.sequence, "sequence dims")
+    need(s.expert, r.experts, "expert dims")
+
+
+class _Allowed:
+    """Which configs the strategy has for a node (``pase.baselines.types.Allow``)."""
+
+    def __init__(self, r: Roles, s: Strategy) -> None:
+        self.r, self.s = r, s
+
+    def __call__(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        at = {name: i for i, name in enumerate(mesh.names)}
+        experts = self.r.dims(node, self.r.experts)
+        shared = "expert" in at and bool(experts)
+        data = [at[name] for name in ("data", "expert") if name in at and not (name == "expert" and shared)]
+        allowed = np.ones(len(cfg), dtype=bool)
+        if shared:
+            allowed &= self._experts(node, cfg, mesh, at["expert"], experts)
+        if node.kind == "parameter":
+            whole = [*data, *([at["context"]] if "context" in at else [])]
+            allowed &= only(cfg, whole, [NOT_SPLIT])
+        else:
+            allowed &= by_batch(self.r, node, cfg, mesh, data)
+            if "context" in at:
+                allowed &= self._sequence(node, cfg, at["context"])
+        return self._model(node, cfg, mesh, at["model"], allowed) if "model" in at else allowed
+
+    def _experts(self, node: Node, cfg: np.ndarray, mesh: Mesh, axis: int, experts: list[int]) -> np.ndarray:
+        """Weights and products of experts over the experts; on the way to them and back, where it is cheapest."""
+        if node.kind in ("parameter", "matmul"):
+            on = only(cfg, [axis], experts)
+            if on.any():
+                return on
+        return only(cfg, [axis], [*experts, *self.r.dims(node, self.r.batch), *free(node)])
+
+    def _sequence(self, node: Node, cfg: np.ndarray, axis: int) -> np.ndarray:
+        """The sequence over the axis, where the node has one that may be split."""
+        on = only(cfg, [axis], self.r.dims(node, self.r.sequence))
+        return on if on.any() else only(cfg, [axis], free(node))
+
+    def _model(self, node: Node, cfg: np.ndarray, mesh: Mesh, axis: int, allowed: np.ndarray) -> np.ndarray:
+        """Megatron's: heads, hidden units and vocabulary; with sequence parallelism the sequence between them."""
+        r = self.r
+        tensor, inside = r.dims(node, r.tensor), r.dims(node, r.tensor - r.ends)
+        sequence = r.dims(node, r.sequence) if self.s.sequence and not inside else []
+        allowed = allowed & only(cfg, [axis], [*tensor, *sequence, *free(node)])
+        if node.kind == "copy":
+            return allowed
+        if tensor:
+            return most(cfg, allowed, tensor, mesh)
+        if sequence and node.kind in ("elementwise", "reduce", "carry"):
+            return most(cfg, allowed, sequence, mesh)
+        return allowed

@@ -1,0 +1,171 @@
+"""How a framework runs a stated strategy: its kernels, what it keeps, what it sends beside compute. A framework is one
+entry; every figure is a fact of its code or a measurement that names its source, and none is fitted to a step time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pase.ir import Graph, Node
+from pase.plan.step import COMPILED, EAGER, Executor
+from pase.registry import Registry
+
+__all__ = [
+    "PROGRAMS",
+    "Bytes",
+    "Program",
+    "Selective",
+    "all_but_products",
+    "every_other_product",
+    "weight_products",
+]
+
+Selective = Callable[[Graph, Node], float]
+"""(graph, a node of a block) -> the part of its forward work that selective recomputation runs again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Of one parameter on the rank that holds it. weight, gradient: as stored; state: the optimizer's, masters included.
+
+    used: of a weight as it is gathered and multiplied; summed: of a gradient while it is summed.
+    """
+
+    weight: float
+    gradient: float
+    state: float
+    used: float
+    summed: float
+
+    @property
+    def all(self) -> float:
+        return self.weight + self.gradient + self.state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A framework's way to run a step.
+
+    executor: how ops reach the device. attention: its kernel's name in machine files; the first that a file has.
+    gathers_again: ZeRO-3's weights are gathered once more for backward; else they stay.
+    prefetches: gathers for the next block run beside this one's compute. sums_beside: gradients are summed beside
+    backward. sums_each: after each micro-batch, not once a step. sends_beside: stages send beside compute.
+    context: how keys and values travel: a ring beside attention, or gathered before it.
+    selective: what selective recomputation runs again. logits: float32 copies of the logits that live at once at the
+    loss, besides the logits themselves. fp8_passes: how often a tensor that is turned into fp8 is read for its scale.
+    reserve_bytes: what the context, libraries and the allocator's gaps take of a device.
+    """
+
+    name: str
+    title: str
+    executor: Executor
+    attention: tuple[str, ...]
+    bytes: Bytes
+    selective: Selective
+    gathers_again: bool = True
+    prefetches: bool = True
+    sums_beside: bool = True
+    sums_each: bool = True
+    sends_beside: bool = False
+    context: Literal["ring", "gather"] = "ring"
+    logits: float = 2.0
+    fp8_passes: float = 1.0
+    reserve_bytes: float = 0.0
+    source: str = ""
+
+
+def weight_products(graph: Graph, node: Node) -> bool:
+    """Is the node a product with a parameter?"""
+    kinds = {graph.producer[a.tensor].kind for _, a in node.reads if a.tensor in graph.producer}
+    return node.kind in ("matmul", "conv") and "parameter" in kinds
+
+
+def every_other_product(graph: Graph, node: Node) -> float:
+    """torchtitan's selective per op: attention and every other product are kept, all else runs again."""
+    if node.kind == "attention":
+        return 0.0
+    return 0.5 if weight_products(graph, node) else 1.0
+
+
+def core_attention(graph: Graph, node: Node) -> float:
+    """Megatron's selective: what lies between the projections; a fused attention makes its scores again by itself."""
+    return 1.0 if node.kind == "matmul" and not weight_products(graph, node) else 0.0
+
+
+def all_but_products(graph: Graph, node: Node) -> float:
+    """MaxText's ``minimal`` policies: products with weights and attention's result are kept."""
+    return 0.0 if node.kind == "attention" or weight_products(graph, node) else 1.0
+
+
+PROGRAMS = Registry[Program]("executor")
+
+
+_MIXED = Bytes(weight=4, gradient=4, state=8, used=2, summed=4)
+"""float32 parameters, gradients and Adam, bfloat16 products, gradients summed in float32: FSDP2's default in torchtitan
+(MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)) and Composer's."""
+_MASTERS = Bytes(weight=2, gradient=4, state=12, used=2, summed=4)
+"""bfloat16 parameters, float32 gradients, masters and Adam: 18 bytes a parameter (Megatron-LM, docs on the distributed
+optimizer: 18, or 6 + 12/d)."""
+
+_TE_KERNELS = EAGER.kernels | {"rotate", "gated_forward", "feed_forward", "token_loss", "cross_entropy"}
+"""Functions of the zoo's models that Transformer Engine, Apex and Megatron-Core have one kernel for."""
+
+for _p in (
+    Program(
+        name="eager",
+        title="PyTorch, kernel by kernel, FSDP",
+        executor=replace(EAGER, waits=False, collective_s=0.0, kernels=EAGER.kernels),
+        attention=("flash2",),
+        bytes=_MIXED,
+        selective=every_other_product,
+        logits=2.0,
+        reserve_bytes=1.5e9,
+        source="kernels: torch's own and flash-attn 2; FSDP prefetches the next block's gather and sums gradients in a "
+        "stream of their own (torch.distributed.fsdp)",
+    ),
+    Program(
+        name="compiled",
+        title="a compiled program: torch.compile of each block, or XLA",
+        executor=replace(COMPILED, overlapped=True),
+        attention=("flash2",),
+        bytes=_MIXED,
+        selective=every_other_product,
+        logits=1.0,
+        reserve_bytes=1.5e9,
+        source="light ops within fusions; attention is a library's kernel (flash-attn 2 in torch.nn.functional."
+        "scaled_dot_product_attention)",
+    ),
+    Program(
+        name="megatron",
+        title="Megatron-Core with Transformer Engine",
+        executor=replace(EAGER, waits=False, collective_s=0.0, kernels=_TE_KERNELS),
+        attention=("cudnn", "flash2"),
+        bytes=_MASTERS,
+        selective=core_attention,
+        gathers_again=True,
+        sums_each=False,
+        sends_beside=True,
+        logits=1.0,
+        fp8_passes=0.0,
+        reserve_bytes=2e9,
+        source="fused kernels of Transformer Engine and Apex; --overlap-grad-reduce, --overlap-param-gather, interleaved "
+        "sends beside compute; delayed scaling reads no maximum of its own",
+    ),
+    Program(
+        name="megatron_2021",
+        title="Megatron-LM of 2021 and 2022",
+        executor=replace(EAGER, waits=False, update_bytes=32.0),
+        attention=(),
+        bytes=Bytes(weight=2, gradient=4, state=12, used=2, summed=2),
+        selective=core_attention,
+        prefetches=False,
+        sums_beside=False,
+        sums_each=False,
+        logits=2.0,
+        reserve_bytes=2e9,
+        source="EAGER's; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
+        "sums them after backward (megatron/model/distributed.py)",
+    ),
+):  # fmt: skip
+    PROGRAMS.add(_p.name, _p)

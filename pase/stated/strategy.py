@@ -1,0 +1,145 @@
+"""A strategy as people state it: ``fsdp=32,tp=8,sp,remat=full``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from pase.errors import PaseError
+
+__all__ = ["Precision", "Remat", "Schedule", "Strategy", "parse"]
+
+Remat = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Precision = Literal["bf16", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """Degrees of each kind of parallelism, and how the step is run.
+
+    data: replicas of the parameters; shard: ways over which they, their gradients or the optimizer's state are split
+    (``zero``), inside of the replicas. tensor: ways of heads, hidden units and vocabulary; sequence: what lies between
+    products is split over them, too. context: ways of the sequence. expert: ways of the experts, among data x shard.
+    pipeline: stages; chunks: of layers, a stage. micro: examples of a micro-batch on one data-parallel rank; None: all
+    that the rank has, one where there are stages. remat: what backward computes again; None: as the model says.
+    asynchronous: tensor parallelism's collectives run beside the products that they feed, piece by piece.
+    """
+
+    data: int = 1
+    shard: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    tensor: int = 1
+    sequence: bool = False
+    context: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    micro: int | None = None
+    remat: Remat | None = None
+    schedule: Schedule | None = None
+    precision: Precision = "bf16"
+    asynchronous: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks: each has its own examples."""
+        return self.data * self.shard
+
+    @property
+    def devices(self) -> int:
+        return self.ranks * self.tensor * self.context * self.pipeline
+
+    def __str__(self) -> str:
+        """As ``parse`` reads it."""
+        names = {v: k for k, v in _DEGREES.items()}
+        parts = [f"{names[f]}={getattr(self, f)}" for f in names if getattr(self, f) not in (1, None)]
+        parts += [f"zero={self.zero}"] if self.zero != (3 if self.shard > 1 else 0) else []
+        parts += [word for word, f in _FLAGS.items() if getattr(self, f)]
+        parts += [f"{k}={getattr(self, k)}" for k in ("remat", "schedule") if getattr(self, k) is not None]
+        return ",".join(parts + (["precision=fp8"] if self.precision == "fp8" else [])) or "dp=1"
+
+
+_DEGREES = {
+    "dp": "data",
+    "fsdp": "shard",
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "pp": "pipeline",
+    "vp": "chunks",
+    "micro": "micro",
+}
+_FLAGS = {"sp": "sequence", "async": "asynchronous"}
+_WORDS: Mapping[str, tuple[Any, ...]] = {
+    "remat": get_args(Remat),
+    "schedule": get_args(Schedule),
+    "precision": get_args(Precision),
+}
+_KNOWN = f"{', '.join(f'{d}=N' for d in _DEGREES)}, zero=0..3, {', '.join(_FLAGS)}, " + ", ".join(
+    f"{k}={'|'.join(v)}" for k, v in _WORDS.items()
+)
+
+
+def parse(text: str, devices: int) -> Strategy:
+    """Read a stated strategy for so many devices; what is left over is data parallel. PaseError where it is unsound.
+
+    ``zero=1`` and ``zero=2`` split optimizer state (and gradients) over dp where no fsdp is stated.
+
+    >>> s = parse("fsdp=4,tp=8,remat=full", 64)
+    >>> s.data, s.shard, s.zero, str(s)
+    (2, 4, 3, 'dp=2,fsdp=4,tp=8,remat=full')
+    """
+    given: dict[str, Any] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = part.partition("=")
+        name = _FLAGS.get(key) or _DEGREES.get(key) or key
+        if name in given:
+            raise PaseError(f"'{key}' stands twice in '{text}'")
+        given[name] = _value(key, value if equals else None, text)
+    zero = given.pop("zero", None)
+    if zero is not None and zero > 0 and "shard" not in given and "data" in given:
+        given["shard"] = given.pop("data")
+    strategy = Strategy(**given)
+    if "data" not in given:
+        rest = strategy.devices
+        if devices % rest:
+            raise PaseError(f"'{text}' takes groups of {rest} devices, which do not divide {devices}")
+        wide = devices // rest
+        to = "shard" if zero and strategy.shard == 1 else "data"
+        strategy = replace(strategy, **{to: wide})
+    strategy = replace(strategy, zero=(3 if strategy.shard > 1 else 0) if zero is None else zero)
+    _check(strategy, text, devices)
+    return strategy
+
+
+def _value(key: str, value: str | None, text: str) -> Any:
+    if key in _FLAGS:
+        if value not in (None, "1", "0"):
+            raise PaseError(f"'{key}' in '{text}' takes no value")
+        return value != "0"
+    if key in _WORDS:
+        if value not in _WORDS[key]:
+            raise PaseError(f"'{key}' in '{text}' is one of {', '.join(_WORDS[key])}, not {value!r}")
+        return value
+    if key not in _DEGREES and key != "zero":
+        raise PaseError(f"'{key}' in '{text}' is not known; a strategy is stated by {_KNOWN}")
+    if value is None or not (value.isascii() and value.isdigit() and len(value) < 10):
+        raise PaseError(f"'{key}' in '{text}' needs a whole number: {key}=8")
+    low, high = (0, 3) if key == "zero" else (1, 10**9)
+    if not low <= int(value) <= high:
+        raise PaseError(f"'{key}={value}' in '{text}' is out of range")
+    return int(value)
+
+
+def _check(s: Strategy, text: str, devices: int) -> None:
+    if s.devices != devices:
+        raise PaseError(f"'{text}' is for {s.devices} devices, not {devices}")
+    if s.zero and s.shard == 1 and s.ranks * s.context > 1:
+        raise PaseError(f"zero={s.zero} in '{text}' needs fsdp=N (or dp=N without fsdp): ranks to split over")
+    if s.chunks > 1 and (s.pipeline == 1 or s.schedule in ("gpipe", "1f1b")):
+        raise PaseError(f"vp={s.chunks} in '{text}' needs pp=N and the interleaved schedule")
+    if math.gcd(s.expert, s.ranks) != s.expert:
+        raise PaseError(f"ep={s.expert} in '{text}' does not divide the {s.ranks} data-parallel ranks")
