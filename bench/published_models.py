@@ -1,11 +1,12 @@
-"""The model of a published run, from its public shape: a GPT (two matrices a layer), a Llama (three, gated), or a mixture
-of experts with routing forced even, all of the zoo's parts, attention fused."""
+"""The model of a published run, from its public shape: a GPT (two matrices a layer), a Llama (three, gated), or a
+mixture of experts with routing forced even, of the zoo's parts."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+from bench.megatron_gpt import gpt
 from bench.published_rows import Row
 from pase.errors import Infeasible
 from pase.frontends.from_jax import trace
@@ -36,8 +37,9 @@ def _told(row: Row, table: dict[str, int], default: int) -> int:
     return next((v for k, v in table.items() if name.startswith(k)), default)
 
 
-def graph_of(row: Row, batch: int, tensor: int) -> Graph:
-    """The simplified graph of the row's model for a batch. Infeasible, with the reason, where its shape is not told."""
+def graph_of(row: Row, batch: int, tensor: int, *, written_out: bool = False) -> Graph:
+    """The simplified graph of the row's model for a batch; written_out: Megatron's GPT of 2021, with dropout and scores
+    in memory. Infeasible, with the reason, where its shape is not told."""
     name = (row.text("model") or "").lower()
     if any(word in name for word in _LATENT):
         raise Infeasible("latent attention: its ranks are not in the file")
@@ -53,12 +55,16 @@ def graph_of(row: Row, batch: int, tensor: int) -> Graph:
     if (row.whole("experts") or 0) > 1:
         return _mixture(row, common, d, heads, head_dim)
     gated = not name.startswith(_UNGATED) and not name.startswith(("maxtext 22b", "maxtext 52b"))
+    if not gated and written_out and ffn == 4 * d:
+        return _megatron(**common, d=d, heads=heads)
     if not gated and ffn == 4 * d and head_dim * heads == d and (row.whole("kv_heads") or heads) == heads:
         return _traced("gpt", **common, d=d, heads=heads, context=sizes["seq"])
     kv = row.whole("kv_heads") or heads
     # A llama with two matrices in place of three of the same size is what an ungated one costs.
     wide = ffn if gated else ffn * 2 // 3
-    return _traced("llama", **common, d=d, ff=wide, kv_heads=kv, group=heads // kv, head_dim=head_dim, theta=1e4)
+    return _traced(
+        "llama", **common, d=d, ff=wide, kv_heads=kv, group=heads // kv, head_dim=head_dim, theta=1e4
+    )
 
 
 def _mixture(row: Row, common: dict[str, Any], d: int, heads: int, head_dim: int) -> Graph:
@@ -66,7 +72,9 @@ def _mixture(row: Row, common: dict[str, Any], d: int, heads: int, head_dim: int
     if not (ff and experts and chosen):
         raise Infeasible("the experts' shape is not told")
     if common["seq"] * chosen % experts:
-        raise Infeasible(f"{chosen} choices of {common['seq']} tokens do not divide over {experts} experts evenly")
+        raise Infeasible(
+            f"{chosen} choices of {common['seq']} tokens do not divide over {experts} experts evenly"
+        )
     kv = row.whole("kv_heads") or heads
     return _traced(
         "mixture", **common, d=d, ff=ff, experts=experts, chosen=chosen, kv_heads=kv, group=heads // kv,
@@ -75,13 +83,19 @@ def _mixture(row: Row, common: dict[str, Any], d: int, heads: int, head_dim: int
 
 
 @cache
+def _megatron(**shape: Any) -> Graph:
+    return named(simplify(trace(*gpt(**shape)).graph))
+
+
+@cache
 def _traced(kind: str, **shape: Any) -> Graph:
     how = {"dtype": "bfloat16", "attention": "fused", "scan": 1, "remat": 0}
     if kind == "mixture":
         ff, experts, chosen = shape.pop("ff"), shape.pop("experts"), shape.pop("chosen")
-        built = llama.language_model(
-            lambda x, p: even_experts_forward(x, p, chosen=chosen), expert_leaves(shape["d"], ff, experts), **shape, **how
-        )  # fmt: skip
+        forward = partial(even_experts_forward, chosen=chosen)
+        built = llama.language_model(forward, expert_leaves(shape["d"], ff, experts), **shape, **how)
     else:
         built = (transformers.gpt if kind == "gpt" else llama.llama)(**shape, **how)
-    return named(simplify(trace(built.loss_fn, zoo_layers.shapes(built.params), zoo_layers.shapes(built.batch)).graph))
+    return named(
+        simplify(trace(built.loss_fn, zoo_layers.shapes(built.params), zoo_layers.shapes(built.batch)).graph)
+    )

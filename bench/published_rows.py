@@ -1,4 +1,4 @@
-"""Rows of a file of published training steps: what each run says of itself, read as it is; see its README for columns."""
+"""Rows of a file of published training steps: what each run says of itself, read as it is."""
 
 from __future__ import annotations
 

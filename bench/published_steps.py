@@ -64,17 +64,57 @@ _EAGER = ("mpt", "nns")
 _MEGATRON = ("mbr", "nem", "mlm", "aal", "ll3", "bwl", "dsv", "vtr")
 
 
+_FUSED_LOSS = frozenset({"token_loss", "cross_entropy"})
+_COMPOSER: dict[str, Any] = {
+    # Composer's FSDP (composer/distributed/dist_strategy.py): backward_prefetch BACKWARD_POST; FSDP1's flat parameters
+    # need no copy out. llm-foundry: loss_fn fused_crossentropy (flash_attn.losses), in place. DecoupledAdamW
+    # (composer/optim/decoupled_weight_decay.py) passes over each parameter 22 times where a fused Adam does 7 times;
+    # gradient clipping 3 times.
+    "prefetches": (True, False),
+    "copied": (0.0, 6.0),
+    "logits": 0.0,
+    "executor": replace(
+        PROGRAMS["eager"].executor,
+        kernels=PROGRAMS["eager"].executor.kernels | _FUSED_LOSS,
+        update_bytes=72.0,
+    ),
+}
+_DEEPSPEED: dict[str, Any] = {
+    "one_by_one": True,
+    "bytes": replace(PROGRAMS["megatron_2021"].bytes, gradient=2),
+}
+"""DeepSpeed of 2021 fetches parameter by parameter (runtime/zero/partition_parameters.py, all_gather of each)."""
+
+
+def is_old(row: Row) -> bool:
+    """Megatron of 2021 and 2022, and what ran beside it: attention written out, no kernels of Transformer Engine."""
+    return row.source in ("mlm", "alp") and "h100" not in (row.text("gpu") or "").lower()
+
+
 def program_of(row: Row) -> Program:
     """The executor that the row's framework is."""
     notes, kernel = row.notes, (row.text("attn_kernel") or "").lower()
-    old = row.source in ("mlm", "alp") and "h100" not in (row.text("gpu") or "").lower()
-    if old or "2021" in notes:
-        return PROGRAMS["megatron_2021"]
+    if is_old(row):
+        return replace(
+            PROGRAMS["megatron_2021"], **(_DEEPSPEED if (row.text("dp_type") or "") == "zero3" else {})
+        )
+    if row.source == "aal":
+        norm = frozenset({"rms_norm"}) if "fused rmsnorm" in notes else frozenset()
+        own = replace(
+            PROGRAMS["megatron_2021"].executor,
+            kernels=PROGRAMS["eager"].executor.kernels - {"rms_norm"} | norm,
+        )
+        held = replace(PROGRAMS["megatron_2021"].bytes, gradient=2)  # DeepSpeed's ZeRO-1 in bfloat16
+        return replace(PROGRAMS["megatron_2021"], executor=own, attention=("flash2",), bytes=held)
     if row.source in _MEGATRON or "megatron" in notes:
         program = PROGRAMS["megatron"]
     elif row.source == "mxt" or "maxtext" in notes:
         program = replace(PROGRAMS["compiled"], selective=all_but_products)
-    elif row.source not in _EAGER and "eager" not in notes and ("compile" in notes or row.text("precision") == "FP8"):
+    elif (
+        row.source not in _EAGER
+        and "eager" not in notes
+        and ("compile" in notes or row.text("precision") == "FP8")
+    ):
         program = PROGRAMS["compiled"]
     else:
         program = PROGRAMS["eager"]
@@ -82,8 +122,12 @@ def program_of(row: Row) -> Program:
         program = replace(program, attention=("cudnn", "flash2"))
     elif "flash" in kernel and "pallas" not in kernel:
         program = replace(program, attention=("flash2",))
+    if row.source == "mpt":
+        program = replace(program, **_COMPOSER)
     if program.name == "eager" and row.source == "aut":
-        program = replace(program, executor=replace(program.executor, kernels=PROGRAMS["megatron"].executor.kernels))
+        program = replace(
+            program, executor=replace(program.executor, kernels=PROGRAMS["megatron"].executor.kernels)
+        )
     return program
 
 
@@ -94,8 +138,9 @@ _NODE = 8
 def configured(row: Row, program: Program) -> tuple[Strategy, int]:
     """(the row's strategy, its batch); Infeasible where its layout is not told.
 
-    Not told: ZeRO is 1 under Megatron (its distributed optimizer) and 3 elsewhere; a micro-batch is what a rank has, and
-    one example where there are stages; sequence parallelism goes with tensor parallelism.
+    Not told: nothing is computed again; ZeRO is 1 under Megatron (its distributed optimizer) and 3 elsewhere; a
+    micro-batch is the largest that fits, and one example where there are stages; sequence parallelism goes with tensor
+    parallelism.
     """
     gpus, batch = row.whole("gpus"), row.whole("global_batch")
     if not gpus:
@@ -114,7 +159,13 @@ def configured(row: Row, program: Program) -> tuple[Strategy, int]:
         raise Infeasible(f"a batch of {batch} does not divide by {ranks} data-parallel ranks")
     kind = (row.text("dp_type") or "").lower()
     zero = _ZERO.get(kind, 1 if program.name.startswith("megatron") else 3) if ranks * cp > 1 else 0
-    data = ranks if zero == 0 else ranks // _NODE if kind == "hsdp" and ranks > _NODE and ranks % _NODE == 0 else 1
+    data = (
+        ranks
+        if zero == 0
+        else ranks // _NODE
+        if kind == "hsdp" and ranks > _NODE and ranks % _NODE == 0
+        else 1
+    )
     own = batch // ranks
     micro = row.whole("micro_batch") or (1 if pp > 1 else own)
     precision = (row.text("precision") or "BF16").upper()
@@ -123,12 +174,21 @@ def configured(row: Row, program: Program) -> tuple[Strategy, int]:
     s = Strategy(
         data=data, shard=ranks // data, zero=zero,  # type: ignore[arg-type]
         tensor=tp, sequence=tp > 1 and (row.text("sp") or "yes").lower() == "yes",
-        context=cp, expert=expert if ranks % expert == 0 else 1, pipeline=pp, chunks=row.whole("vp") or 1,
+        context=cp, expert=expert if ranks % expert == 0 else 1, pipeline=pp, chunks=_chunks(row, pp),
         micro=micro if own % micro == 0 else 1, remat=remat if remat in ("none", "selective", "full") else "none",  # type: ignore[arg-type]
         precision="fp8" if "FP8" in precision or "FP4" in precision else "bf16",
         asynchronous="async" in row.notes and "vanilla" not in row.notes,
     )  # fmt: skip
     return s, batch
+
+
+def _chunks(row: Row, stages: int) -> int:
+    """Chunks of layers a stage. Megatron sends between stages beside compute in its interleaved schedule alone: a run
+    that does so and tells no number has a block each."""
+    told = row.whole("vp")
+    if told is None and stages > 1 and "pp communication overlapped" in row.notes:
+        return max((row.whole("layers") or 1) // stages, 1)
+    return told or 1
 
 
 def price_row(row: Row) -> Answer:
@@ -140,17 +200,15 @@ def price_row(row: Row) -> Answer:
         tries = [s]
         if row.text("micro_batch") is None and s.pipeline == 1:  # not told: the largest that fits
             tries = [replace(s, micro=k) for k in range(s.micro or 1, 0, -1) if (s.micro or 1) % k == 0]
-        if row.text("act_ckpt") is None:
-            tries += [replace(t, remat="full") for t in tries]
         for t in tries:
             at_once = (t.micro or 1) * t.ranks
             samples = max(at_once, 2)
-            graph = graph_of(row, samples, t.tensor)
+            graph = graph_of(row, samples, t.tensor, written_out=is_old(row))
             priced = price_strategy(graph, t, program, model, batch, share=at_once / samples)
             if priced.fits:
                 return Answer(row=row, priced=priced, why_not=None)
         if len(tries) > 1:
-            priced = price_strategy(graph_of(row, samples, s.tensor), s, program, model, batch, share=at_once / samples)
+            priced = price_strategy(graph, s, program, model, batch, share=at_once / samples)
         return Answer(row=row, priced=priced, why_not=None)
     except PaseError as e:
         return Answer(row=row, priced=None, why_not=str(e))
@@ -178,7 +236,9 @@ def _groups(answers: list[Answer]) -> Iterator[tuple[str, list[Answer]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help="rows whose id begins so")
@@ -191,7 +251,11 @@ def main() -> None:
     answers = [price_row(r) for r in rows]
     if args.json:
         whole = summary(answers)
-        record = {"rows": [a.to_json() for a in answers], "median_error": whole["median_error"], "tau": whole["tau"]}
+        record = {
+            "rows": [a.to_json() for a in answers],
+            "median_error": whole["median_error"],
+            "tau": whole["tau"],
+        }
         json.dump(record, sys.stdout, indent=1)
         sys.stdout.write("\n")
         return
@@ -202,16 +266,20 @@ def main() -> None:
         found = summary(group)
         if found["rows"]:
             tau = "" if found["tau"] is None else f"  tau {found['tau']:.3f}"
-            print(f"{name:18s} {found['rows']:4d} rows  median {found['median_error']:.1%}  mean {found['mean_error']:+.1%}{tau}")
+            errors = f"median {found['median_error']:.1%}  mean {found['mean_error']:+.1%}"
+            print(f"{name:18s} {found['rows']:4d} rows  {errors}{tau}")
     held = [(a, a.row.memory_bytes) for a in answers if a.priced is not None and a.row.memory_bytes]
     if held:
         errors = [abs(a.priced.memory.total / b - 1) for a, b in held if a.priced is not None and b]
         print(f"memory: {len(held)} rows, median {np.median(errors):.1%}")
-    print(f"do not fit: {', '.join(a.row.id for a in answers if a.priced is not None and not a.priced.fits) or 'none'}")
+    print(
+        f"do not fit: {', '.join(a.row.id for a in answers if a.priced is not None and not a.priced.fits) or 'none'}"
+    )
 
 
 def _line(a: Answer) -> str:
-    head = f"{a.row.id:8s} {a.row.text('model') or '?':18s} {a.row.text('gpu') or '?':10s} x{a.row.text('gpus') or '?':6s}"
+    model, gpu, gpus = (a.row.text(k) or "?" for k in ("model", "gpu", "gpus"))
+    head = f"{a.row.id:8s} {model:18s} {gpu:10s} x{gpus:6s}"
     if a.priced is None:
         return f"{head} not priced: {a.why_not}"
     p = a.priced

@@ -32,8 +32,10 @@ class Analytic:
     name = "analytic"
     unit = "s"
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, *, flat: bool = False) -> None:
+        """flat: collectives are single calls of a library whose rings go through all devices (NCCL)."""
         self.machine = machine
+        self.flat = flat
         self._coefficients: dict[tuple[CollectiveKind, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._by_group: dict[tuple[CollectiveKind, DeviceGroup], np.ndarray] = {}
         self._groups: dict[tuple[int, ...], list[DeviceGroup]] = {}
@@ -146,7 +148,7 @@ class Analytic:
 
     def _lines(self, kind: CollectiveKind, g: DeviceGroup) -> np.ndarray:
         if (kind, g) not in self._by_group:
-            self._by_group[kind, g] = lines(kind, self.machine, g)
+            self._by_group[kind, g] = lines(kind, self.machine, g, flat=self.flat)
         return self._by_group[kind, g]
 
     def _table(self, kind: CollectiveKind, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:

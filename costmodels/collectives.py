@@ -81,8 +81,8 @@ def _seconds_per_byte(machine: Machine, g: DeviceGroup, fraction: float) -> list
     return out
 
 
-def _ring(a: Algorithm, machine: Machine, g: DeviceGroup, passes: int) -> list[tuple[float, float]]:
-    """Reduce-scatter or all-gather (passes 1), or both in turn (all-reduce, passes 2)."""
+def _ring(a: Algorithm, machine: Machine, g: DeviceGroup, passes: int, flat: bool) -> list[tuple[float, float]]:
+    """Reduce-scatter or all-gather (passes 1), or both in turn (all-reduce, passes 2); flat: as one ring alone."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     levels = [l for l, w in enumerate(g.ways) if w > 1]
     total = math.prod(g.ways)
@@ -96,7 +96,7 @@ def _ring(a: Algorithm, machine: Machine, g: DeviceGroup, passes: int) -> list[t
             passes * (total - 1) / total * max(spb[l] / below[l] for l in levels),
         )
     ]
-    if len(levels) > 1:
+    if len(levels) > 1 and not flat:
         # Level by level: reduce-scatter inside first, so that a level sees 1 / below of the bytes.
         # Calls of their own: one a level for each pass, the outermost all-reduce being one call.
         calls = passes * (len(levels) - 1) + 1
@@ -198,14 +198,16 @@ def _in_network(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[fl
     return [(a.launch_s + a.step_s[used[0]], spb[used[0]])]
 
 
-def _of(a: Algorithm, kind: CollectiveKind, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
+def _of(
+    a: Algorithm, kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool
+) -> list[tuple[float, float]]:
     if a.kinds and kind not in a.kinds:
         return []
     match a.algorithm, kind:
         case "ring", "all_reduce":
-            return _ring(a, machine, g, 2)
+            return _ring(a, machine, g, 2, flat)
         case "ring", "reduce_scatter" | "all_gather":
-            return _ring(a, machine, g, 1)
+            return _ring(a, machine, g, 1, flat)
         case "tree", "all_reduce":
             return _tree(a, machine, g)
         case "one_shot", "all_reduce":
@@ -223,8 +225,8 @@ def _of(a: Algorithm, kind: CollectiveKind, machine: Machine, g: DeviceGroup) ->
     return []
 
 
-def _found(kind: CollectiveKind, machine: Machine, g: DeviceGroup) -> list[tuple[float, float]]:
-    return _undominated([line for a in algorithms(machine) for line in _of(a, kind, machine, g)])
+def _found(kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool) -> list[tuple[float, float]]:
+    return _undominated([line for a in algorithms(machine) for line in _of(a, kind, machine, g, flat)])
 
 
 def _undominated(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -235,17 +237,19 @@ def _undominated(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def lines(kind: CollectiveKind, machine: Machine, g: DeviceGroup) -> np.ndarray:
+def lines(kind: CollectiveKind, machine: Machine, g: DeviceGroup, *, flat: bool = False) -> np.ndarray:
     """float64 [n, 2]: (alpha in s, beta in s a byte) of the algorithms worth having, alpha rising.
+
+    flat: a ring goes through all devices, as one call of NCCL does; else also level by level, several calls.
 
     The cost is min over n of alpha + beta * bytes, bytes as in ``CostModel.collective``.
     """
     if math.prod(g.ways) == 1:
         return np.zeros((1, 2))
-    found = _found(kind, machine, g)
+    found = _found(kind, machine, g, flat)
     if kind in ("all_reduce", "broadcast"):
         # A reduce-scatter (a scatter) and an all-gather do the same: never dearer than those two.
-        first, second = (_found(k, machine, g) for k in ("reduce_scatter", "all_gather"))
+        first, second = (_found(k, machine, g, flat) for k in ("reduce_scatter", "all_gather"))
         found += [(a1 + a2, b1 + b2) for a1, b1 in first for a2, b2 in second]
     if not found:
         raise PaseError(

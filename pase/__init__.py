@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pase.api import Plan, compare, compile, load
+    from pase.api import Plan, compare, compile, load, price
     from pase.frontends.jax_rules_outside import register_kernel
     from pase.replay.profiling import profile
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "compare", "compile", "load", "profile", "register_kernel"]
+__all__ = ["Plan", "compare", "compile", "load", "price", "profile", "register_kernel"]
 
 _WHERE = {
     "Plan": "pase.api",
     "compare": "pase.api",
     "compile": "pase.api",
     "load": "pase.api",
+    "price": "pase.api",
     "profile": "pase.replay.profiling",
     "register_kernel": "pase.frontends.jax_rules_outside",
 }

@@ -15,12 +15,14 @@ from pase.plan.types import PlanData
 if TYPE_CHECKING:
     from pase.backends.to_jax import JaxPlan
     from pase.compiler.problem import Progress
+    from pase.machine import Machine
     from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
     from pase.schedule.registry import Options
     from pase.schedule.types import ScheduleProblem
+    from pase.stated.price import Priced
 
-__all__ = ["Plan", "compare", "compile", "load", "resolve"]
+__all__ = ["Plan", "compare", "compile", "load", "price", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,37 @@ def compare(
 
     plans = compare_model(model, params, batch, options, progress)
     return [(name, Plan.of(plan)) for name, plan in plans]
+
+
+def price(
+    model: Any,
+    params: Any = None,
+    *batch: Any,
+    devices: int,
+    strategy: str,
+    executor: str = "compiled",
+    machine: str | Path | Machine | None = None,
+    unknown: Literal["error", "replicate"] = "error",
+    dims: Mapping[str, int] | None = None,
+) -> Priced:
+    """What a stated strategy takes as it stands: seconds by cause, memory on the fullest rank, collectives.
+
+    model, params, batch: as for ``compile``; a JAX model. strategy: ``"fsdp=32,tp=8,sp,remat=full"``, as
+    ``pase price --help`` lists it. executor: how the program runs, one of ``pase.stated.program.PROGRAMS``.
+
+    Raises PaseError for bad input; Infeasible where the model cannot be split so, with the reason.
+    """
+    from pase.compiler.problem import SplitProblem
+    from pase.compiler.resolve import traced_model
+    from pase.stated.model import price_model
+    from pase.stated.program import PROGRAMS
+    from pase.stated.strategy import parse
+
+    program = PROGRAMS[executor]
+    stated = parse(strategy, devices)
+    traced, _ = traced_model(model, params, batch, unknown, dims)
+    problem = SplitProblem.of(traced.graph, devices, machine, "analytic", "adam")
+    return price_model(problem, traced, stated, program)
 
 
 def load(path: str | Path) -> Plan:

@@ -288,7 +288,10 @@ class Machine:
             del content[key]
         # Younger than the digests that layouts hold: where they stand at their defaults, these are as before.
         for f in dataclasses.fields(self):
-            if f.name in ("bucket_bytes", "sums_readers", "collective_units") and content[f.name] == f.default:
+            if (
+                f.name in ("bucket_bytes", "sums_readers", "collective_units")
+                and content[f.name] == f.default
+            ):
                 del content[f.name]
         for key in ("attention", "attention_kernels"):
             if not content["device"][key]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op
+from pase.ir.recompute import needs
 from pase.machine import CostModel, Machine, Mesh
 from pase.tables.build import array_tile, work_price
 from pase.tables.derive import Phase, Work, node_work
@@ -35,7 +36,7 @@ __all__ = [
 
 _HEAVY = ("matmul", "conv", "attention", "gather", "scatter", "window", "sequential", "opaque")
 _LIGHT = ("elementwise", "reduce")
-_LIBRARY = frozenset(("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "bias_gelu"))
+_LIBRARY = frozenset(("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "silu", "bias_gelu"))
 _MASKED = frozenset(("dropout", "bias_dropout_add"))
 
 
@@ -262,13 +263,16 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_Kernel]:
 
 
 def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:
-    """What the executor's kernels of light ops keep for their backward: what they read, where they need it again."""
+    """What the executor's kernels of light ops keep for backward: what the derivative of an op by itself needs, and of
+    a function that libraries have a kernel for its operands, from which its backward makes the rest again."""
     for kernel in _kernels(graph, node, executor):
-        if not any(graph.tensors[a.tensor].needs_grad for a in kernel.reads) or kernel.passes_back(graph):
+        if not any(graph.tensors[a.tensor].needs_grad for a in kernel.reads):
             continue
-        for a in kernel.reads:
-            if not kernel.reads_masks_only or graph.tensors[a.tensor].dtype == "bool":
-                yield a
+        wanted = {t for op in kernel.ops for t in needs(op, graph.tensors)}
+        if len(kernel.ops) == 1:
+            yield from (a for op in kernel.ops for a in (*op.reads, *op.writes) if a.tensor in wanted)
+        elif wanted:
+            yield from kernel.reads
 
 
 def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from pase.baselines import Baseline
 from pase.errors import Infeasible
-from pase.ir import Graph, Node
+from pase.ir import Access, Graph, Node
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.machine import CollectiveKind, CostModel, Mesh
 from pase.memory.residuals import kept
@@ -22,7 +22,7 @@ from pase.plan.step import executed_work, launches, saved_by_kernels
 from pase.stated.program import Program, weight_products
 from pase.stated.strategy import Strategy
 from pase.tables.build import work_price
-from pase.tables.derive import Work
+from pase.tables.derive import Phase, Work
 from pase.tables.itemize import collectives
 from pase.tables.layouts import dim_index, number, shards
 
@@ -30,6 +30,7 @@ __all__ = ["Part", "Parts", "Sent", "Where", "parts_of"]
 
 Where = Literal["first", "block", "last"]
 FP8 = "float8_e4m3fn"
+HEAVY = ("matmul", "conv", "attention")
 OPTIMIZER = "adam"
 
 
@@ -51,7 +52,7 @@ class Part:
     """Seconds of one micro-batch on one device, and bytes.
 
     again_s: forward work that backward repeats. host_s: the host's launches, forward and backward.
-    elements: parameters on the device, by the axes over which their gradients are summed.
+    elements: parameters on the device, by the axes over which their gradients are summed; tensors: how many arrays.
     saved: bytes that backward needs of one micro-batch where nothing is computed again; kept: with the strategy's
     recomputation; entry: what enters the part.
     """
@@ -64,6 +65,7 @@ class Part:
     sent: list[Sent] = field(default_factory=list)
     update_s: float = 0.0
     elements: dict[tuple[str, ...], float] = field(default_factory=dict)
+    tensors: int = 0
     saved: float = 0.0
     kept: float = 0.0
     entry: float = 0.0
@@ -82,10 +84,6 @@ class Parts:
     last: Part
     blocks: int
     logits: float
-    tied: float = 0.0
-
-    def of(self, where: Where) -> Part:
-        return {"first": self.first, "block": self.block, "last": self.last}[where]
 
 
 def parts_of(
@@ -100,7 +98,7 @@ def parts_of(
     turns = {"first": 1.0, "block": float(blocks), "last": 1.0}
     for n in graph.nodes:
         part, many = parts[where[n.name]], turns[where[n.name]]
-        again = _again(graph, n, s, program) if where[n.name] == "block" else 0.0
+        inside = where[n.name] == "block"
         cfg = placed.strategy[n.name][None, :]
         for w, seconds in _priced(graph, n, cfg, placed.mesh, s, program, model):
             each = w.times * seconds / many
@@ -110,7 +108,9 @@ def parts_of(
                 part.backward_s += each * share
             else:
                 part.forward_s += each * share
-                part.again_s += each * share * again
+                part.again_s += (
+                    each * share * (_again(graph, n, s, program, w.kind != "memory") if inside else 0.0)
+                )
             if w.kind == "attention":
                 f, b = part.attention_s
                 part.attention_s = (f, b + each * share) if w.phase == "backward" else (f + each * share, b)
@@ -118,7 +118,9 @@ def parts_of(
             part.host_s[i] += launches(graph, n, program.executor)[phase] / many * program.executor.host_s[i]  # type: ignore[index]
     _send(graph, placed, s, program, model, parts, where, turns, share)
     _hold(graph, placed, s, program, parts, where, turns, share)
-    return Parts(**parts, blocks=blocks, logits=_logits(graph, placed) * share)
+    end = _logits(graph, where)
+    elements = _on_device(graph, placed, *end) if end is not None else 0.0
+    return Parts(**parts, blocks=blocks, logits=elements * share)
 
 
 def _places(graph: Graph) -> tuple[dict[str, Where], int]:
@@ -127,8 +129,8 @@ def _places(graph: Graph) -> tuple[dict[str, Where], int]:
     blocks = max(times.values())
     if blocks == 1:
         raise Infeasible(
-            f"'{graph.name}' has no loop over equal blocks, by which a stated strategy is priced: write its layers as a "
-            f"scan (of the zoo's models: scan=1)"
+            f"'{graph.name}' has no loop over equal blocks, by which a stated strategy is priced: write its layers as "
+            f"a scan (of the zoo's models: scan=1)"
         )
     inside = [i for i, n in enumerate(graph.nodes) if times[n.name] == blocks]
     where: dict[str, Where] = {}
@@ -141,11 +143,11 @@ def _places(graph: Graph) -> tuple[dict[str, Where], int]:
     return where, blocks
 
 
-def _again(graph: Graph, n: Node, s: Strategy, program: Program) -> float:
+def _again(graph: Graph, n: Node, s: Strategy, program: Program, heavy: bool) -> float:
     """The part of a node's forward work that backward repeats."""
     if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none"):
         return 0.0
-    return 1.0 if s.remat == "full" else program.selective(graph, n)
+    return 1.0 if s.remat == "full" else program.selective(graph, n, heavy)
 
 
 def _priced(
@@ -171,12 +173,13 @@ def _priced(
 
 
 def _scaled(w: Work, program: Program, model: CostModel) -> Iterator[tuple[Work, float]]:
-    """Operands and the result's gradient turned into fp8: each is read, perhaps for its scale before, and written twice,
-    as it is and transposed (Transformer Engine's cast_transpose; torchao, roofline_utils.py)."""
+    """Operands and the result's gradient turned into fp8: each is read, perhaps for its scale before, and written
+    twice, as it is and transposed (Transformer Engine's cast_transpose; torchao, roofline_utils.py)."""
     assert w.mnk is not None
     _, n, k = (float(np.ravel(x)[0]) for x in w.mnk)
     rows = float(np.ravel(w.flops)[0]) / (2 * n * k)
-    for elements, phase in ((rows * k + n * k, "forward"), (rows * n, "backward")):
+    each: tuple[tuple[float, Phase], ...] = ((rows * k + n * k, "forward"), (rows * n, "backward"))
+    for elements, phase in each:
         cast = replace(
             w, kind="memory", dtype="bfloat16", flops=np.zeros(1), mnk=None, phase=phase, padding=1.0,
             nbytes=np.array([elements * (4 + 2 * program.fp8_passes)]),
@@ -187,8 +190,8 @@ def _scaled(w: Work, program: Program, model: CostModel) -> Iterator[tuple[Work,
 def _attention_s(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, w: Work, program: Program, model: CostModel
 ) -> float:
-    """By the program's own kernel where the machine knows it. Under a causal mask with the sequence split, every rank has
-    as much to do as the others: chunks are dealt out in pairs (zigzag), as all frameworks do."""
+    """By the program's own kernel where the machine knows it. Under a causal mask with the sequence split, every rank
+    has as much to do as the others: chunks are dealt out in pairs (zigzag), as all frameworks do."""
     op = next(op for op in n.ops if op.kind == "attention")
     if op.function is CAUSAL_ATTENTION:
         queries = op.writes[1].map.walks[1].dims
@@ -206,6 +209,13 @@ def _attention_s(
     return float(np.ravel(w.flops)[0]) / rate + device.launch_s
 
 
+def _on_device(graph: Graph, placed: Baseline, n: Node, access: Access) -> float:
+    """Elements of a tensor on one device, laid out as the node accesses it."""
+    t = graph.tensors[access.tensor]
+    ways = shards(placed.strategy[n.name][None, :], dim_index(n, access.map.dims), placed.mesh)
+    return float(number(t.elements, t.name) / ways[0])
+
+
 def _send(
     graph: Graph, placed: Baseline, s: Strategy, program: Program, model: CostModel,
     parts: dict[str, Part], where: dict[str, Where], turns: dict[str, float], share: float,
@@ -220,7 +230,9 @@ def _send(
         at = where[c.node]
         seconds = max(c.cost, c.times * program.executor.collective_s) * share / turns[at]
         again = (
-            _again(graph, graph.node[c.node], s, program) if at == "block" and c.phase == "forward" else 0.0
+            _again(graph, graph.node[c.node], s, program, True)
+            if at == "block" and c.phase == "forward"
+            else 0.0
         )
         parts[at].sent.append(
             Sent(
@@ -231,13 +243,11 @@ def _send(
     for n in graph.nodes:
         if n.kind == "parameter" and graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
             a = n.ops[0].writes[0]
-            t = graph.tensors[a.tensor]
-            local = number(t.elements, t.name) / shards(
-                placed.strategy[n.name][None, :], dim_index(n, a.map.dims), placed.mesh
-            )
+            local = _on_device(graph, placed, n, a)
             part = parts[where[n.name]]
             axes = summed.get(n.name, ())
-            part.elements[axes] = part.elements.get(axes, 0.0) + float(local[0]) / turns[where[n.name]]
+            part.tensors += 1
+            part.elements[axes] = part.elements.get(axes, 0.0) + local / turns[where[n.name]]
 
 
 def _hold(
@@ -247,6 +257,8 @@ def _hold(
     """What backward needs of each part: by what a compiler keeps, or by what each kernel's own backward reads."""
     makers = {a.tensor: n for n in graph.nodes for op in n.ops for a in op.writes}
     wanted = set(kept(graph)) if program.executor.fused else _read_again(graph, program)
+    end = _logits(graph, where)
+    logits = number(graph.tensors[end[1].tensor].elements, "logits") if end is not None else float("inf")
     for t in wanted:
         n = makers.get(t)
         if n is None or n.kind in ("parameter", "input", "constant"):
@@ -255,18 +267,19 @@ def _hold(
         part = parts[at]
         if n.kind == "carry":
             part = parts["block"]
-        _, write = n.write_of(t)
+        op, write = n.write_of(t)
         tensor = graph.tensors[t]
-        local = number(tensor.nbytes, t) / shards(
-            placed.strategy[n.name][None, :], dim_index(n, write.map.dims), placed.mesh
-        )
-        nbytes = float(local[0]) * share
+        if at == "last" and n.kind != "carry" and number(tensor.elements, t) >= logits:
+            continue  # counted as logits
+        nbytes = _on_device(graph, placed, n, write) * tensor.itemsize * share
         part.saved += nbytes
         if n.kind == "carry":
             part.entry += nbytes
             part.kept += nbytes
         else:
-            part.kept += nbytes * (1 - _again(graph, n, s, program) if at == "block" else 1.0)
+            part.kept += nbytes * (
+                1 - _again(graph, n, s, program, op.kind in HEAVY) if at == "block" else 1.0
+            )
 
 
 def _read_again(graph: Graph, program: Program) -> set[str]:
@@ -295,16 +308,10 @@ def _read_again(graph: Graph, program: Program) -> set[str]:
     return out
 
 
-def _logits(graph: Graph, placed: Baseline) -> float:
-    """Elements of the largest tensor that a product makes behind the blocks, on a device: the logits."""
-    where, _ = _places(graph)
-    most = 0.0
-    for n in graph.nodes:
-        if n.kind == "matmul" and where[n.name] == "last":
-            a = next(op for op in n.ops if op.kind == "matmul").writes[0]
-            t = graph.tensors[a.tensor]
-            local = number(t.elements, t.name) / shards(
-                placed.strategy[n.name][None, :], dim_index(n, a.map.dims), placed.mesh
-            )
-            most = max(most, float(local[0]))
-    return most
+def _logits(graph: Graph, where: dict[str, Where]) -> tuple[Node, Access] | None:
+    """The largest tensor that a product makes behind the blocks, with its node: the logits."""
+    made = [
+        (n, a) for n in graph.nodes if where[n.name] == "last" and n.kind == "matmul"
+        for op in n.ops if op.kind == "matmul" for a in op.writes
+    ]  # fmt: skip
+    return max(made, key=lambda m: number(graph.tensors[m[1].tensor].elements, m[0].name), default=None)

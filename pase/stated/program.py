@@ -21,13 +21,14 @@ __all__ = [
     "weight_products",
 ]
 
-Selective = Callable[[Graph, Node], float]
-"""(graph, a node of a block) -> the part of its forward work that selective recomputation runs again."""
+Selective = Callable[[Graph, Node, bool], float]
+"""(graph, a node of a block, its products or attention? else its light ops) -> the part of its forward work that
+selective recomputation runs again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Of one parameter on the rank that holds it. weight, gradient: as stored; state: the optimizer's, masters included.
+    """Of one parameter on the rank that holds it. weight, gradient: as stored; state: the optimizer's, with masters.
 
     used: of a weight as it is gathered and multiplied; summed: of a gradient while it is summed.
     """
@@ -47,10 +48,13 @@ class Bytes:
 class Program:
     """A framework's way to run a step.
 
-    executor: how ops reach the device. attention: its kernel's name in machine files; the first that a file has.
+    executor: how ops reach the device. attention: its kernel's names in machine files; the first that a file has.
     gathers_again: ZeRO-3's weights are gathered once more for backward; else they stay.
-    prefetches: gathers for the next block run beside this one's compute. sums_beside: gradients are summed beside
-    backward. sums_each: after each micro-batch, not once a step. sends_beside: stages send beside compute.
+    prefetches: forward, backward: gathers for the next block run beside this one's compute.
+    copied: bytes of device memory that the program's own buffers move for each parameter gathered, and each summed.
+    one_by_one: each weight is gathered and summed by itself, not a block's together.
+    sums_beside: gradients are summed beside backward. sums_each: after each micro-batch, not once a step.
+    sends_beside: stages send beside compute.
     context: how keys and values travel: a ring beside attention, or gathered before it.
     selective: what selective recomputation runs again. logits: float32 copies of the logits that live at once at the
     loss, besides the logits themselves. fp8_passes: how often a tensor that is turned into fp8 is read for its scale.
@@ -64,7 +68,9 @@ class Program:
     bytes: Bytes
     selective: Selective
     gathers_again: bool = True
-    prefetches: bool = True
+    prefetches: tuple[bool, bool] = (True, True)
+    copied: tuple[float, float] = (0.0, 0.0)
+    one_by_one: bool = False
     sums_beside: bool = True
     sums_each: bool = True
     sends_beside: bool = False
@@ -81,21 +87,26 @@ def weight_products(graph: Graph, node: Node) -> bool:
     return node.kind in ("matmul", "conv") and "parameter" in kinds
 
 
-def every_other_product(graph: Graph, node: Node) -> float:
+def every_other_product(graph: Graph, node: Node, heavy: bool) -> float:
     """torchtitan's selective per op: attention and every other product are kept, all else runs again."""
-    if node.kind == "attention":
+    if not heavy:
+        return 1.0
+    return 0.0 if node.kind == "attention" else 0.5
+
+
+def core_attention(graph: Graph, node: Node, heavy: bool) -> float:
+    """Megatron's selective: scores and what is made of them, between the projections; a fused attention keeps none."""
+    between = [n for n in graph.nodes if n.kind == "matmul" and not weight_products(graph, n)]
+    if not between or weight_products(graph, node):
         return 0.0
-    return 0.5 if weight_products(graph, node) else 1.0
+    scores = max(int(graph.tensors[a.tensor].elements) for n in between for op in n.ops for a in op.writes)
+    made = [int(graph.tensors[a.tensor].elements) for op in node.ops for a in op.writes]
+    return 1.0 if node in between or max(made, default=0) >= scores else 0.0
 
 
-def core_attention(graph: Graph, node: Node) -> float:
-    """Megatron's selective: what lies between the projections; a fused attention makes its scores again by itself."""
-    return 1.0 if node.kind == "matmul" and not weight_products(graph, node) else 0.0
-
-
-def all_but_products(graph: Graph, node: Node) -> float:
+def all_but_products(graph: Graph, node: Node, heavy: bool) -> float:
     """MaxText's ``minimal`` policies: products with weights and attention's result are kept."""
-    return 0.0 if node.kind == "attention" or weight_products(graph, node) else 1.0
+    return 0.0 if heavy else 1.0
 
 
 PROGRAMS = Registry[Program]("executor")
@@ -119,9 +130,12 @@ for _p in (
         attention=("flash2",),
         bytes=_MIXED,
         selective=every_other_product,
-        logits=2.0,
-        reserve_bytes=1.5e9,
-        source="kernels: torch's own and flash-attn 2; FSDP prefetches the next block's gather and sums gradients in a "
+        copied=(4.0, 6.0),
+        logits=3.0,
+        reserve_bytes=1e9,
+        source="copied: FSDP2 copies what was gathered out of its buffer, and gradients into theirs in float32 "
+        "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). kernels: torch's own and "
+        "flash-attn 2; FSDP prefetches the next block's gather and sums gradients in a "
         "stream of their own (torch.distributed.fsdp)",
     ),
     Program(
@@ -131,10 +145,11 @@ for _p in (
         attention=("flash2",),
         bytes=_MIXED,
         selective=every_other_product,
-        logits=1.0,
-        reserve_bytes=1.5e9,
-        source="light ops within fusions; attention is a library's kernel (flash-attn 2 in torch.nn.functional."
-        "scaled_dot_product_attention)",
+        copied=(4.0, 6.0),
+        logits=3.0,
+        reserve_bytes=1e9,
+        source="copied: as of eager. light ops within fusions; attention is a library's kernel (flash-attn 2 in "
+        "torch.nn.functional.scaled_dot_product_attention)",
     ),
     Program(
         name="megatron",
@@ -149,8 +164,8 @@ for _p in (
         logits=1.0,
         fp8_passes=0.0,
         reserve_bytes=2e9,
-        source="fused kernels of Transformer Engine and Apex; --overlap-grad-reduce, --overlap-param-gather, interleaved "
-        "sends beside compute; delayed scaling reads no maximum of its own",
+        source="fused kernels of Transformer Engine and Apex; --overlap-grad-reduce, --overlap-param-gather, "
+        "interleaved sends beside compute; delayed scaling reads no maximum of its own",
     ),
     Program(
         name="megatron_2021",
@@ -159,7 +174,7 @@ for _p in (
         attention=(),
         bytes=Bytes(weight=2, gradient=4, state=12, used=2, summed=2),
         selective=core_attention,
-        prefetches=False,
+        prefetches=(False, False),
         sums_beside=False,
         sums_each=False,
         logits=2.0,

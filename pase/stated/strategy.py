@@ -55,7 +55,11 @@ class Strategy:
     def __str__(self) -> str:
         """As ``parse`` reads it."""
         names = {v: k for k, v in _DEGREES.items()}
-        parts = [f"{names[f]}={getattr(self, f)}" for f in names if getattr(self, f) not in (1, None)]
+        parts = [
+            f"{names[f]}={getattr(self, f)}"
+            for f in names
+            if getattr(self, f) != (None if f == "micro" else 1)
+        ]
         parts += [f"zero={self.zero}"] if self.zero != (3 if self.shard > 1 else 0) else []
         parts += [word for word, f in _FLAGS.items() if getattr(self, f)]
         parts += [f"{k}={getattr(self, k)}" for k in ("remat", "schedule") if getattr(self, k) is not None]
@@ -108,8 +112,10 @@ def parse(text: str, devices: int) -> Strategy:
         if devices % rest:
             raise PaseError(f"'{text}' takes groups of {rest} devices, which do not divide {devices}")
         wide = devices // rest
-        to = "shard" if zero and strategy.shard == 1 else "data"
-        strategy = replace(strategy, **{to: wide})
+        if zero and strategy.shard == 1:
+            strategy = replace(strategy, shard=wide)
+        else:
+            strategy = replace(strategy, data=wide)
     strategy = replace(strategy, zero=(3 if strategy.shard > 1 else 0) if zero is None else zero)
     _check(strategy, text, devices)
     return strategy

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from pase.stated.strategy import Schedule
 
-__all__ = ["Pipeline", "Unit", "beside", "passes", "pipelined"]
+__all__ = ["Pipeline", "Unit", "beside", "passes", "pipelined", "stage_layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One part of a pass. compute_s: all that the device does in it, exposed collectives in sent_s; gather_s: its weights',
-    sum_s: its gradients'; 0 where they are not moved in this pass."""
+    """One part of a pass. compute_s: all that the device does in it; sent_s: collectives that nothing runs beside;
+    gather_s: of its weights, sum_s: of its gradients; 0 where they are not moved in this pass."""
 
     compute_s: float
     sent_s: float = 0.0
@@ -59,9 +59,8 @@ def passes(units: Sequence[Unit], slow: float, *, prefetches: bool, sums_beside:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A pipelined step. forward_s, backward_s: of each stage, one micro-batch, all its chunks; send_s: one transfer
-    between stages; step_s: without gradients' sums and update; bubble: the part of the step that the slowest stage is
-    idle; in_flight: whole stages' activations that the first rank holds."""
+    """A pipelined step. step_s: without gradients' sums and update; bubble: the part of it that the slowest stage is
+    idle; in_flight: how many micro-batches' activations of a stage the first rank holds."""
 
     step_s: float
     bubble: float
@@ -72,12 +71,12 @@ def pipelined(
     forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int, chunks: int, send_s: float,
     schedule: Schedule, *, sends_beside: bool,
 ) -> Pipeline:  # fmt: skip
-    """Step of a pipeline of unequal stages.
+    """Step of a pipeline of unequal stages: seconds of each for one micro-batch, all its chunks; send_s: one transfer.
 
     1F1B and GPipe: the larger of two bounds by which any such order is held, within 0.5% of a simulation on average:
     sum of the stages before j, then stage j's whole work; and the first micro-batch's way through all stages with the
-    others at stage j, of which min(m, p - j) forwards fill its wait. Interleaved (Narayanan et al. 2021, section 2.2.2):
-    all work of the slowest stage, and a chunk of each other one for the way there.
+    others at stage j, of which min(m, p - j) forwards fill its wait. Interleaved (Narayanan et al. 2021, section
+    2.2.2): all work of the slowest stage, and a chunk of each other one for the way there.
     Transfers: at fill and drain where they run beside compute, else at every micro-batch as well.
     """
     p, m = len(forward_s), micro_batches
@@ -99,3 +98,19 @@ def pipelined(
         steady = 0.0 if sends_beside or schedule == "gpipe" else 2 * send_s * max((p - 1) * m / p - 1, 0.0)
     total = step + sends + steady
     return Pipeline(step_s=total, bubble=1 - m * max(t) / total, in_flight=min(held, float(m)))
+
+
+def stage_layers(blocks: int, stages: int) -> list[int]:
+    """Blocks of each stage: equal where that divides; else embedding and loss count as a block each, as Llama-3 and
+    Megatron's account options have it; else the last stages have one less.
+
+    >>> stage_layers(32, 4), stage_layers(126, 8), stage_layers(61, 16)[-4:]
+    ([8, 8, 8, 8], [15, 16, 16, 16, 16, 16, 16, 15], [4, 4, 3, 3])
+    """
+    if blocks % stages == 0:
+        return [blocks // stages] * stages
+    if (blocks + 2) % stages == 0:
+        each = (blocks + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    each, more = divmod(blocks, stages)
+    return [each + (i < more) for i in range(stages)]

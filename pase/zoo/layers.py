@@ -22,6 +22,7 @@ __all__ = [
     "bias",
     "cross_entropy",
     "dense",
+    "gelu",
     "integers",
     "layer_norm",
     "lookup",
@@ -30,6 +31,7 @@ __all__ = [
     "repeat",
     "run_layers",
     "shapes",
+    "silu",
     "token_loss",
     "weight",
 ]
@@ -137,6 +139,16 @@ def layer_norm(x: jax.Array, p: Any, *, eps: float = 1e-5) -> jax.Array:
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return (y * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def silu(x: jax.Array) -> jax.Array:
+    """x · sigmoid(x)."""
+    return jax.nn.silu(x)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """The tanh form of the Gaussian error linear unit, as GPT-2 has it."""
+    return jax.nn.gelu(x)
 
 
 def lookup(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:

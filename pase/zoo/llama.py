@@ -22,6 +22,7 @@ from pase.zoo.layers import (
     ones,
     repeat,
     run_layers,
+    silu,
     weight,
 )
 from pase.zoo.moe import expert_leaves, experts_forward
@@ -78,7 +79,7 @@ def gated_forward(x: jax.Array, p: Any) -> jax.Array:
     """SwiGLU: (silu(x gate) * (x up)) down. Shazeer 2020."""
     gate = jnp.einsum("bsd,df->bsf", x, p["gate"].astype(x.dtype))
     up = jnp.einsum("bsd,df->bsf", x, p["up"].astype(x.dtype))
-    return jnp.einsum("bsf,fd->bsd", jax.nn.silu(gate) * up, p["down"].astype(x.dtype))
+    return jnp.einsum("bsf,fd->bsd", silu(gate) * up, p["down"].astype(x.dtype))
 
 
 def _attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Any:

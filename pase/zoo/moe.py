@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import weight
+from pase.zoo.layers import silu, weight
 
 __all__ = ["even_experts_forward", "expert_leaves", "experts_forward", "route", "slots"]
 
@@ -66,7 +66,7 @@ def experts_forward(x: jax.Array, p: Any, *, chosen: int, capacity_percent: int)
     inputs = jnp.einsum("bsec,bsd->ebcd", dispatch.astype(x.dtype), x)
     gate = jnp.einsum("ebcd,edf->ebcf", inputs, p["gate"].astype(x.dtype))
     up = jnp.einsum("ebcd,edf->ebcf", inputs, p["up"].astype(x.dtype))
-    outputs = jnp.einsum("ebcf,efd->ebcd", jax.nn.silu(gate) * up, p["down"].astype(x.dtype))
+    outputs = jnp.einsum("ebcf,efd->ebcd", silu(gate) * up, p["down"].astype(x.dtype))
     return jnp.einsum("bsec,ebcd->bsd", combine.astype(x.dtype), outputs)
 
 
@@ -82,6 +82,6 @@ def even_experts_forward(x: jax.Array, p: Any, *, chosen: int) -> jax.Array:
     inputs = copies.reshape(b, experts, s * chosen // experts, d)
     gate = jnp.einsum("becd,edf->becf", inputs, p["gate"].astype(x.dtype))
     up = jnp.einsum("becd,edf->becf", inputs, p["up"].astype(x.dtype))
-    outputs = jnp.einsum("becf,efd->becd", jax.nn.silu(gate) * up, p["down"].astype(x.dtype))
+    outputs = jnp.einsum("becf,efd->becd", silu(gate) * up, p["down"].astype(x.dtype))
     weights = gates[..., :chosen].astype(x.dtype)
     return jnp.einsum("bskd,bsk->bsd", outputs.reshape(b, s, chosen, d), weights)

@@ -16,6 +16,7 @@ from pase.zoo.layers import (
     bias,
     cross_entropy,
     dense,
+    gelu,
     integers,
     layer_norm,
     lookup,
@@ -55,7 +56,7 @@ def gpt(
     def block(x: jax.Array, p: Any) -> jax.Array:
         y = layer_norm(x, p["norm1"])
         x = x + self_attention(y, y, p["attention"], attend, causal=True)
-        return x + feed_forward(layer_norm(x, p["norm2"]), p["ff"], jax.nn.gelu)
+        return x + feed_forward(layer_norm(x, p["norm2"]), p["ff"], gelu)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         tokens = batch["tokens"]

@@ -59,15 +59,21 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.ir", "pase.machine", "pase.frontends", "pase.zoo", "pase.costmodels", "pase.tables", "pase.search",
         "pase.baselines", "pase.memory", "pase.plan",
     },
+    # Strategies that people state, placed on the same graph and priced as a program runs them.
+    "pase.stated": {
+        "pase.ir", "pase.machine", "pase.frontends", "pase.costmodels", "pase.tables", "pase.baselines", "pase.memory",
+        "pase.plan", "pase.compiler",
+    },
     "pase.questions": {
         "pase.ir", "pase.machine", "pase.costmodels", "pase.tables", "pase.search", "pase.memory", "pase.plan",
         "pase.compiler",
     },
-    "pase.api": {"pase.frontends", "pase.plan", "pase.backends", "pase.compiler"},
+    "pase.api": {"pase.frontends", "pase.plan", "pase.backends", "pase.compiler", "pase.stated"},
     "pase.bridges": {"pase.schedule", "pase.replay", "pase.plan", "pase.api"},
     "pase.commands": {
         "pase.machine", "pase.frontends", "pase.zoo", "pase.costmodels", "pase.search", "pase.schedule", "pase.replay",
-        "pase.calibrate", "pase.plan", "pase.backends", "pase.compiler", "pase.questions", "pase.api", "pase.bridges",
+        "pase.calibrate", "pase.plan", "pase.backends", "pase.compiler", "pase.stated", "pase.questions", "pase.api",
+        "pase.bridges",
     },
     "pase.cli": {"pase.commands"},
     "pase": {"pase.api", "pase.replay"},

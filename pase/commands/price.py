@@ -1,0 +1,61 @@
+"""``pase price``: what a stated strategy takes, as it stands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pase.commands.options import JsonOption, Model, compile_options, console, print_json, progress
+from pase.compiler.options import CompileOptions
+
+__all__ = ["price"]
+
+
+@compile_options("devices", "machine", "unknown", "dims")
+def price(
+    model: Model,
+    options: CompileOptions,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--as",
+            help="The strategy: degrees dp, fsdp, tp, cp, ep, pp, vp (chunks a stage), micro (examples a micro-batch), "
+            "as fsdp=32,tp=8; zero=0..3; sp, async; remat=none|selective|full; schedule=gpipe|1f1b|interleaved; "
+            "precision=bf16|fp8. What is left of the devices is data parallel.",
+            metavar="STRATEGY",
+        ),
+    ] = "",
+    executor: Annotated[
+        str,
+        typer.Option("--executor", help="How the program runs: eager, compiled, megatron or megatron_2021."),
+    ] = "compiled",
+    json: JsonOption = False,
+) -> None:
+    """What a strategy that you state takes: step, memory, sends.
+
+    Nothing is searched: the strategy is placed on the model's own graph and priced as a framework runs it, with its
+    gathers and sums beside compute, its recomputation, its pipeline's bubble, its memory on the fullest rank.
+
+    \b
+    Examples:
+      pase price 'zoo:llama3_8b?batch=128' --devices 64 --as fsdp=64,remat=full
+      pase price 'zoo:llama3_70b?batch=512' --devices 256 --as fsdp=32,tp=8,sp,micro=1 --executor megatron
+      pase price 'zoo:llama3_70b?batch=512' --devices 512 --as dp=16,zero=1,tp=8,sp,pp=4,vp=5 --executor megatron --json
+    """
+    from pase.api import price as priced
+    from pase.stated.table import as_lines
+
+    with progress() as say:
+        say("pricing the strategy")
+        found = priced(
+            model, devices=options.devices, strategy=strategy, executor=executor, machine=options.machine,
+            unknown=options.unknown, dims=options.dims,
+        )  # fmt: skip
+    if json:
+        print_json({"model": model, **found.to_json()})
+        return
+    for line in as_lines(model, found):
+        console().print(
+            line, highlight=False, markup=False, style="bold red" if line.startswith("WARNING") else None
+        )

@@ -1,0 +1,91 @@
+"""Bytes on a rank under a stated strategy: what it stores, what backward waits for, what is whole for a moment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pase.machine import Mesh
+from pase.stated.parts import Part, Parts
+from pase.stated.program import Program
+from pase.stated.strategy import Strategy
+from pase.stated.timeline import Pipeline, stage_layers
+
+__all__ = ["RankMemory", "rank_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on the rank that holds most. gathered: weights while they are whole; logits: at the loss; reserve: what the
+    program's libraries and allocator take."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+    logits: float
+    reserve: float
+    rank: str
+
+    @property
+    def total(self) -> float:
+        return (
+            self.parameters + self.gradients + self.optimizer + self.activations + self.gathered + self.logits
+            + self.reserve
+        )  # fmt: skip
+
+
+def rank_memory(parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: Pipeline | None) -> RankMemory:
+    """Of the first and of the last stage, the larger."""
+    layers = stage_layers(parts.blocks, s.pipeline)
+    ranks = {"first": (layers[0], True, len(layers) == 1), "last": (layers[-1], len(layers) == 1, True)}
+    return max(
+        (_rank(parts, s, program, mesh, name, *what, pipe) for name, what in ranks.items()),
+        key=lambda r: r.total,
+    )
+
+
+def _apart(part: Part, s: Strategy, mesh: Mesh) -> float:
+    """A part's parameters on a device where ZeRO splits them over the ranks that share them, within a replica."""
+    out = 0.0
+    for axes, elements in part.elements.items():
+        ways = [
+            size
+            for name, size in zip(mesh.names, mesh.sizes, strict=True)
+            if name in axes and name != "model"
+        ]
+        out += elements / max(math.prod(ways) / s.data, 1.0)
+    return out
+
+
+def _rank(
+    parts: Parts, s: Strategy, program: Program, mesh: Mesh, name: str, blocks: int, first: bool, last: bool,
+    pipe: Pipeline | None,
+) -> RankMemory:  # fmt: skip
+    """Of a rank with so many blocks and these ends."""
+    p, b = program, program.bytes
+    ends = [parts.first] * first + [parts.last] * last
+    block = parts.block
+    elements = blocks * block.parameters + sum(e.parameters for e in ends)
+    apart = blocks * _apart(block, s, mesh) + sum(_apart(e, s, mesh) for e in ends)
+    # One in flight at the last stage, as many as the schedule has at the first.
+    flying = 1.0 if pipe is None or name == "last" else pipe.in_flight
+    held = blocks * block.kept * flying + sum(e.saved for e in ends) * (
+        flying if name == "first" and not last else 1
+    )
+    working = block.saved - block.kept if s.remat not in (None, "none") else 0.0
+    ahead = 1 if p.one_by_one else 2
+    whole = max(elements - blocks * block.parameters, 0.0) + ahead * block.parameters
+    gathered = whole * (b.used + b.summed) if s.zero == 3 else 0.0
+    if s.zero != 3 and b.weight > b.used:
+        gathered = elements * b.used
+    if s.zero == 3 and (s.pipeline > 1 or not p.gathers_again):
+        gathered = elements * b.used + 2 * block.parameters * b.summed
+    return RankMemory(
+        parameters=b.weight * (apart if s.zero == 3 else elements),
+        gradients=b.gradient * (apart if s.zero >= 2 else elements),
+        optimizer=b.state * (apart if s.zero >= 1 else elements),
+        activations=held + max(working, 0.0), gathered=gathered,
+        logits=parts.logits * (4 * p.logits + 2) if last else 0.0, reserve=p.reserve_bytes, rank=name,
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""From a user's model to the graph that a stated strategy is priced on: one micro-batch, nothing marked to run
+again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pase.compiler.problem import SplitProblem
+from pase.errors import Infeasible, PaseError
+from pase.ir import Graph, Op, named, simplify
+from pase.stated.price import Priced, price_strategy
+from pase.stated.program import Program
+from pase.stated.strategy import Strategy
+
+if TYPE_CHECKING:
+    from pase.frontends.registry import Traced
+
+__all__ = ["price_model"]
+
+
+def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Program) -> Priced:
+    """Price a strategy on a traced model. Infeasible, with the reason, where it cannot be split or run so."""
+    from pase.frontends.jax_blocks import batch_size
+
+    if problem.model.unit != "s":
+        raise PaseError(f"a stated strategy is priced in seconds; cost model '{problem.model.name}' has none")
+    if traced.frontend != "jax":
+        raise PaseError(
+            f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches of a stated strategy "
+            f"need a JAX model"
+        )
+    examples = batch_size(traced)  # type: ignore[arg-type]
+    own = examples // s.ranks
+    if own * s.ranks != examples:
+        raise Infeasible(f"a batch of {examples} does not divide by the {s.ranks} data-parallel ranks of {s}")
+    micro = s.micro or (1 if s.pipeline > 1 else own)
+    if own % micro:
+        raise Infeasible(f"{own} examples of a data-parallel rank are not whole micro-batches of {micro}")
+    marked = any(op.remat for n in problem.graph.nodes for op in n.ops)
+    s = replace(s, micro=micro, remat=s.remat or ("full" if marked else "none"))
+    # A batch of one is read as two: a dim of one is no dim, and nothing could tell examples from positions.
+    at_once = micro * s.ranks
+    samples = max(at_once, 2)
+    if examples % samples:
+        raise Infeasible(f"a batch of {examples} cannot be read as micro-batches of {samples}")
+    graph = _unmarked(_micro_batch(traced, examples // samples))
+    return price_strategy(graph, s, program, problem.model, examples, share=at_once / samples)
+
+
+def _micro_batch(traced: Traced, parts: int) -> Graph:
+    """The graph of one of so many parts of the batch."""
+    from pase.frontends.jax_blocks import micro
+
+    raw = traced.graph if parts == 1 else micro(traced, parts).graph  # type: ignore[arg-type]
+    return named(simplify(raw))
+
+
+def _unmarked(graph: Graph) -> Graph:
+    """The graph without what is to run again: recomputation is the strategy's."""
+
+    def plain(op: Op) -> Op:
+        reads = tuple(replace(a, again=False) for a in op.reads)
+        scope = tuple(s for s in op.scope if s.kind != "remat")
+        return replace(op, remat=False, reads=reads, scope=scope)
+
+    return replace(graph, nodes=tuple(replace(n, ops=tuple(map(plain, n.ops))) for n in graph.nodes))

@@ -1,0 +1,38 @@
+"""A priced strategy as a person reads it."""
+
+from __future__ import annotations
+
+from pase.plan.table import bytes_text, cost_text
+from pase.stated.price import Priced
+
+__all__ = ["as_lines"]
+
+
+def as_lines(name: str, p: Priced) -> list[str]:
+    """Headline, where the time goes, collectives, memory."""
+    mesh = " ".join(f"{k}={v}" for k, v in zip(p.mesh.names, p.mesh.sizes, strict=True))
+    s = p.strategy
+    lines = [
+        f"{name} as {s} on {s.devices} devices of {p.machine}, executor '{p.program}': predicted, not searched",
+        f"step   {cost_text(p.step_s, 's')}   {p.throughput}",
+        "       " + " · ".join(f"{k} {cost_text(v, 's')}" for k, v in p.seconds.items() if v > 0),
+        f"runs   {p.micro_batches} micro-batches of {s.micro} on each of {s.ranks} data-parallel ranks, recomputation "
+        f"{s.remat}; a stage's mesh {mesh}",
+    ]
+    if p.pipeline is not None:
+        lines.append(
+            f"stages {s.pipeline} of {s.chunks} chunks: bubble {p.pipeline.bubble:.1%} of the step, the first rank "
+            f"holds {p.pipeline.in_flight:.3g} micro-batches"
+        )
+    if p.moved:
+        sent = " · ".join(f"{k} {cost_text(v, 's')}" for k, v in p.moved.items())
+        lines.append(f"sends  {sent} (hidden ones too)")
+    m = p.memory
+    kinds = ("parameters", "gradients", "optimizer", "activations", "gathered", "logits", "reserve")
+    lines.append(
+        f"memory {bytes_text(m.total)} of {bytes_text(p.device_memory)} on the {m.rank} stage's devices   "
+        + " · ".join(f"{k} {bytes_text(getattr(m, k))}" for k in kinds if getattr(m, k) >= 1)
+    )
+    if not p.fits:
+        lines.append("WARNING it does not fit")
+    return lines

@@ -1,0 +1,178 @@
+"""What a stated strategy takes: held against the tables and the step that it is made of, and against laws."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+import pase
+from pase import costmodels, machine, zoo
+from pase.baselines import baselines
+from pase.cli import command_group
+from pase.errors import Infeasible, PaseError
+from pase.frontends.from_jax import trace
+from pase.ir import named, simplify
+from pase.plan.step import COMPILED, step_time
+from pase.stated.place import place
+from pase.stated.price import price_strategy
+from pase.stated.program import PROGRAMS
+from pase.stated.strategy import Strategy, parse
+from pase.tables.itemize import collectives
+
+H100 = machine.load("h100x8")
+MODEL = costmodels.get("analytic", H100)
+SMALL = "zoo:llama3_8b?batch=64&seq=512&layers=4&attention=fused&remat=0"
+
+
+def graph_of(batch=16, seq=512):  # type: ignore[no-untyped-def]
+    m = zoo.get("llama3_8b", batch=batch, seq=seq, layers=4, attention="fused", remat=0)
+    return named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
+
+
+GRAPH = graph_of()
+PLAIN = replace(
+    PROGRAMS["compiled"],
+    executor=COMPILED,
+    attention=(),
+    prefetches=(False, False),
+    sums_beside=False,
+    copied=(0.0, 0.0),
+)
+
+
+def price(text, devices=8, program="compiled", graph=GRAPH, examples=16, model=MODEL):  # type: ignore[no-untyped-def]
+    s = parse(text, devices)
+    s = replace(s, micro=s.micro or examples // s.ranks, remat=s.remat or "none")
+    return price_strategy(
+        graph, s, PROGRAMS[program] if isinstance(program, str) else program, model, examples
+    )
+
+
+def test_on_one_device_it_is_the_sum_of_the_search_s_own_prices():
+    """Nothing beside anything, no kernel of a framework's own: but for the causal half, the additive step."""
+    p = price("micro=16", devices=1, program=PLAIN)
+    t = step_time(GRAPH, p.mesh, place(GRAPH, p.strategy, MODEL).strategy, MODEL)
+    assert p.step_s == pytest.approx(t.total_s, rel=1e-9)
+
+
+def test_tensor_parallelism_is_megatron_s_own_strategy():
+    """The same collectives as the baseline's, which a search over the same rules finds."""
+    for text, name in (("dp=2,tp=4", "megatron_2x4"), ("dp=2,tp=4,sp", "megatron_sp_2x4")):
+        s = parse(text, 8)
+        (known,) = baselines(GRAPH, 8, H100, MODEL, only=(name,))
+        mine = place(GRAPH, s, MODEL)
+        assert mine.mesh.sizes == known.mesh.sizes
+        assert mine.cost == pytest.approx(known.cost)
+
+        def sent(b):  # type: ignore[no-untyped-def]
+            found = collectives(GRAPH, b.mesh, b.strategy, MODEL)
+            return sorted((c.kind, c.nbytes, c.times, c.phase) for c in found)
+
+        assert sent(mine) == sent(known)
+
+
+def test_seconds_add_up_and_units_agree():
+    p = price("fsdp=8,remat=full")
+    assert sum(p.seconds.values()) == pytest.approx(p.step_s)
+    assert all(v >= 0 for v in p.seconds.values())
+    assert p.throughput.tokens_per_s_per_device == pytest.approx(16 * 512 / 8 / p.step_s)
+    assert p.to_json()["mfu"] == p.throughput.mfu < 1
+
+
+def test_recomputation_takes_time_and_saves_memory():
+    none, some, full = (price(f"fsdp=8,remat={r}") for r in ("none", "selective", "full"))
+    assert none.step_s < some.step_s < full.step_s
+    assert none.memory.activations > some.memory.activations > full.memory.activations
+
+
+def test_what_zero_splits_is_split():
+    by_kind = [price(f"dp=8,zero={z}" if z else "dp=8").memory for z in range(4)]
+    whole = by_kind[0]
+    for z, m in enumerate(by_kind):
+        assert m.optimizer == pytest.approx(whole.optimizer / (8 if z >= 1 else 1))
+        assert m.gradients == pytest.approx(whole.gradients / (8 if z >= 2 else 1))
+        assert m.parameters == pytest.approx(whole.parameters / (8 if z >= 3 else 1))
+    elements = sum(t.elements for t in GRAPH.tensors.values() if t.role == "parameter")
+    assert whole.parameters == 4 * elements
+
+
+def test_overlap_hides_and_contention_costs():
+    fast = PROGRAMS["eager"]
+    apart = replace(fast, prefetches=(False, False), sums_beside=False)
+    assert price("fsdp=8", program=fast).step_s < price("fsdp=8", program=apart).step_s
+    free = costmodels.get("analytic", replace(H100, collective_units=0))
+    assert price("fsdp=8", model=free).step_s < price("fsdp=8").step_s
+
+
+def test_fp8_is_faster_and_its_casts_are_counted():
+    """With few tokens a device the casts of weights take longer than the products save."""
+    long = graph_of(seq=8192)
+    bf16, fp8 = (price(f"fsdp=8,precision={p}", graph=long) for p in ("bf16", "fp8"))
+    assert bf16.step_s / 2 < fp8.step_s < bf16.step_s
+    read_once = replace(PROGRAMS["compiled"], fp8_passes=0)
+    assert price("fsdp=8,precision=fp8", program=read_once, graph=long).step_s < fp8.step_s
+    assert price("fsdp=8,precision=fp8").step_s > price("fsdp=8").step_s
+
+
+def test_stages_share_layers_and_pay_a_bubble():
+    one = price("dp=2,tp=4")
+    two = price("dp=2,tp=2,pp=2,micro=1", program="megatron")
+    assert two.pipeline is not None and 0 < two.pipeline.bubble < 0.5
+    assert two.memory.parameters < 2 * one.memory.parameters
+    more = price("dp=2,tp=2,pp=2,vp=2,micro=1", program="megatron")
+    assert more.pipeline is not None and more.pipeline.bubble < two.pipeline.bubble
+    assert one.pipeline is None
+
+
+def test_a_sequence_is_split_over_context_parallel_ranks():
+    p = price("dp=2,cp=4", examples=16)
+    assert dict(zip(p.mesh.names, p.mesh.sizes, strict=True)) == {"data": 2, "context": 4}
+    assert any("context" in name for name in p.moved)
+    whole = price("dp=2,tp=4")
+    assert p.work.flops == whole.work.flops
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "says"),
+    [("dp=32", 32, "none of its batch dims"), ("tp=11", 11, "heads, hidden units"), ("ep=2,dp=2", 2, "expert dims")],
+)  # fmt: skip
+def test_what_cannot_be_split_so_says_why(text, devices, says):
+    with pytest.raises(Infeasible, match=says):
+        place(GRAPH, parse(text, devices), MODEL)
+
+
+def test_api_and_command_say_the_same():
+    p = pase.price(SMALL, devices=8, strategy="fsdp=8,micro=4,remat=selective", executor="eager")
+    assert p.micro_batches == 2 and p.strategy == Strategy(shard=8, zero=3, micro=4, remat="selective")
+    args = ["price", SMALL, "--devices", "8", "--as", "fsdp=8,micro=4,remat=selective", "--executor", "eager"]
+    shown = CliRunner().invoke(command_group(), args)
+    assert shown.exit_code == 0 and "MFU" in shown.output and "fsdp=8,micro=4" in shown.output
+    printed = CliRunner().invoke(command_group(), [*args, "--json"])
+    assert json.loads(printed.stdout)["step_s"] == p.step_s
+    with pytest.raises(PaseError, match="no executor 'lazy'; there are"):
+        pase.price(SMALL, devices=8, strategy="", executor="lazy")
+    with pytest.raises(Infeasible, match="no loop over equal blocks"):
+        pase.price("zoo:alexnet", devices=8, strategy="dp=8")
+    with pytest.raises(Infeasible, match="does not divide by the 5"):
+        pase.price(SMALL, devices=5, strategy="dp=5")
+
+
+def test_what_the_model_marks_runs_again_unless_stated_otherwise():
+    marked = SMALL.replace("remat=0", "remat=1")
+    assert pase.price(marked, devices=8, strategy="fsdp=8").strategy.remat == "full"
+    told = pase.price(marked, devices=8, strategy="fsdp=8,remat=none")
+    assert told.step_s == pytest.approx(pase.price(SMALL, devices=8, strategy="fsdp=8").step_s)
+
+
+def test_one_example_on_one_rank_is_read_as_two_of_half():
+    """A dim of one is no dim: one example takes half of what two take together, but for what is once a step."""
+    two, one = (
+        pase.price(SMALL.replace("batch=64", f"batch={b}"), devices=8, strategy="tp=8,sp,micro=1")
+        for b in (4, 2)
+    )
+    assert two.micro_batches == 4 and one.micro_batches == 2
+    once = two.seconds["update"]
+    assert two.step_s - once == pytest.approx(2 * (one.step_s - once), rel=0.02)

@@ -1,0 +1,108 @@
+"""The bench of published steps: any file is read or refused, any row is priced or says why; a few rows held to."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import published_steps
+from bench.published_rows import Row, read
+from bench.published_steps import configured, price_row, program_of, summary
+from pase.errors import Infeasible, PaseError
+from tests.needs import SHARED
+
+GIVEN = SHARED / "published_steps" / "given.csv"
+BASE = {
+    "id": "ttn001", "model": "Llama-3 8B", "layers": "4", "hidden": "512", "heads": "8", "kv_heads": "4", "ffn": "1024",
+    "vocab": "1024", "gpu": "H100-80GB", "gpus": "8", "global_batch": "16", "micro_batch": "2", "seq": "256", "dp": "8",
+    "dp_type": "zero3", "tp": "1", "pp": "1", "cp": "1", "precision": "BF16", "act_ckpt": "selective",
+    "step_s": "0.01", "notes": "eager",
+}  # fmt: skip
+odd = st.sampled_from(
+    ["", "unknown", "0", "1", "2", "3", "8", "-1", "x", "1e400", "nan", "FP8", "zero1", "hsdp", "4.5"]
+)
+
+
+def row(**changed: str) -> Row:
+    columns = BASE | changed
+    return Row(id=columns["id"], columns=columns)
+
+
+def test_a_row_is_priced_as_its_own_configuration():
+    a = price_row(row())
+    assert a.why_not is None and a.priced is not None
+    assert str(a.priced.strategy) == "fsdp=8,micro=2,remat=selective" and a.priced.program == "eager"
+    assert a.to_json().keys() == {"id", "step_s", "predicted_s", "error", "why_not"}
+    s, batch = configured(row(tp="2", dp_type="hsdp", gpus="32", dp="16"), program_of(row()))
+    assert (s.data, s.shard, s.tensor, s.zero, batch) == (2, 8, 2, 3, 16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.sampled_from([k for k in BASE if k != "id"]), odd, max_size=3))
+def test_no_row_stops_the_bench(changed):
+    a = price_row(row(**changed))
+    assert (a.priced is None) == (a.why_not is not None)
+    json.dumps(a.to_json())
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"tp": "", "pp": "", "dp": ""}, "the layout is not told"),
+        ({"global_batch": "17"}, "does not divide by 8"),
+        ({"gpu": "abacus"}, "no machine file for 'abacus'"),
+        ({"model": "DeepSeek-V3"}, "latent attention"),
+        ({"layers": ""}, "layers is not told"),
+        ({"hidden": "wide"}, "hidden is 'wide', no number"),
+    ],
+)
+def test_what_cannot_be_priced_says_why(changed, says):
+    assert says in (price_row(row(**changed)).why_not or "")
+
+
+def test_files_that_are_no_such_files_are_refused(tmp_path, monkeypatch, capsys):
+    bad = tmp_path / "bad.csv"
+    bad.write_text("id,step_s\na,1\n")
+    with pytest.raises(PaseError, match="no column layers, hidden"):
+        read(bad)
+    with pytest.raises(PaseError, match="cannot read"):
+        read(tmp_path / "none.csv")
+    good = tmp_path / "good.csv"
+    good.write_text("\n".join([",".join(BASE), ",".join(BASE.values()), "short,row"]) + "\n")
+    monkeypatch.setattr(sys, "argv", ["published_steps", str(good), "--json"])
+    published_steps.main()
+    record = json.loads(capsys.readouterr().out)
+    assert set(record) == {"rows", "median_error", "tau"} and len(record["rows"]) == 2
+    assert record["rows"][0]["predicted_s"] > 0 and record["rows"][1]["why_not"]
+
+
+def test_error_and_order_are_of_what_is_known():
+    answers = [price_row(row(id=f"ttn{i}", step_s=s)) for i, s in enumerate(["0.01", "0.02", ""])]
+    found = summary(answers)
+    assert found["rows"] == 2 and found["median_error"] > 0
+    assert summary(answers[2:])["median_error"] is None
+
+
+@pytest.mark.data("published_steps/given.csv")
+def test_memory_of_llama_on_h100_is_within_a_tenth():
+    rows = {r.id: r for r in read(GIVEN)}
+    for name in ("ttn001", "ttn002", "ttn008", "ttn009"):
+        a = price_row(rows[name])
+        assert a.priced is not None and a.priced.fits
+        assert a.priced.memory.total == pytest.approx(rows[name].memory_bytes, rel=0.1), name
+        assert abs(a.error or 1.0) < 0.2, name
+
+
+@pytest.mark.data("published_steps/given.csv")
+def test_every_row_is_configured_or_says_why():
+    for r in read(GIVEN):
+        try:
+            s, batch = configured(r, program_of(r))
+        except Infeasible as e:
+            assert "not told" in str(e) or "divide" in str(e), r.id
+        else:
+            assert s.devices == r.whole("gpus") and batch % s.ranks == 0, r.id
