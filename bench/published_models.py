@@ -48,6 +48,9 @@ def graph_of(row: Row, batch: int, tensor: int, *, written_out: bool = False) ->
         if not v:
             raise Infeasible(f"{k} is not told")
     d, heads = sizes["hidden"] or 0, sizes["heads"] or 0
+    kv = row.whole("kv_heads") or heads
+    if d % heads or heads % kv:
+        raise Infeasible(f"{heads} heads and {kv} key-value heads do not divide a width of {d}")
     head_dim = _told(row, _HEAD_DIM, d // heads)
     vocab = padded(row.whole("vocab") or 51200, tensor)
     common = {"batch": batch, "seq": sizes["seq"], "layers": sizes["layers"], "vocab": vocab}
@@ -57,9 +60,8 @@ def graph_of(row: Row, batch: int, tensor: int, *, written_out: bool = False) ->
     gated = not name.startswith(_UNGATED) and not name.startswith(("maxtext 22b", "maxtext 52b"))
     if not gated and written_out and ffn == 4 * d:
         return _megatron(**common, d=d, heads=heads)
-    if not gated and ffn == 4 * d and head_dim * heads == d and (row.whole("kv_heads") or heads) == heads:
+    if not gated and ffn == 4 * d and head_dim * heads == d and kv == heads:
         return _traced("gpt", **common, d=d, heads=heads, context=sizes["seq"])
-    kv = row.whole("kv_heads") or heads
     # A llama with two matrices in place of three of the same size is what an ungated one costs.
     wide = ffn if gated else ffn * 2 // 3
     return _traced(

@@ -1,6 +1,6 @@
 """Published training steps, each priced as its own configuration under the executor that its framework is.
 
-    python -m bench.published_steps ../shared/data/published_steps/given.csv [--json] [--only PREFIX]
+    python -m bench.published_steps FILE.csv [--json] [--only PREFIX] [-o bench/results/published_steps.json]
 
 Nothing is fitted: cards are machine files (``bench/published_cards.py``), frameworks are entries of
 ``pase.stated.program``. What a row does not tell is taken as its framework has it by default (``configured``); what
@@ -15,11 +15,17 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.stats import kendalltau
 
+if not __package__:  # started by its path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.cases import SHARED
+from bench.provenance import save
 from bench.published_cards import card
 from bench.published_models import graph_of
 from bench.published_rows import Row, read
@@ -42,7 +48,10 @@ class Answer:
 
     @property
     def step_s(self) -> float | None:
-        return self.row.number("step_s") or None
+        try:
+            return self.row.number("step_s") or None
+        except PaseError:
+            return None
 
     @property
     def error(self) -> float | None:
@@ -239,7 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file")
+    parser.add_argument("file", nargs="?", default=str(SHARED / "published_steps" / "given.csv"))
+    parser.add_argument("-o", help="write the JSON here, too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help="rows whose id begins so")
     args = parser.parse_args()
@@ -249,13 +259,15 @@ def main() -> None:
         print(f"Error: {e}", file=sys.stderr)
         raise SystemExit(2) from None
     answers = [price_row(r) for r in rows]
+    whole = summary(answers)
+    record = {
+        "rows": [a.to_json() for a in answers],
+        "median_error": whole["median_error"],
+        "tau": whole["tau"],
+    }
+    if args.o:
+        save(record, args.o)
     if args.json:
-        whole = summary(answers)
-        record = {
-            "rows": [a.to_json() for a in answers],
-            "median_error": whole["median_error"],
-            "tau": whole["tau"],
-        }
         json.dump(record, sys.stdout, indent=1)
         sys.stdout.write("\n")
         return

@@ -61,7 +61,6 @@ def _unmarked(graph: Graph) -> Graph:
 
     def plain(op: Op) -> Op:
         reads = tuple(replace(a, again=False) for a in op.reads)
-        scope = tuple(s for s in op.scope if s.kind != "remat")
-        return replace(op, remat=False, reads=reads, scope=scope)
+        return replace(op, remat=False, reads=reads, scope=op.loops)
 
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(plain, n.ops))) for n in graph.nodes))

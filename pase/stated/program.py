@@ -54,7 +54,8 @@ class Program:
     copied: bytes of device memory that the program's own buffers move for each parameter gathered, and each summed.
     one_by_one: each weight is gathered and summed by itself, not a block's together.
     sums_beside: gradients are summed beside backward. sums_each: after each micro-batch, not once a step.
-    sends_beside: stages send beside compute.
+    sends_beside: stages send beside compute; sends_parts: what tensor parallelism holds whole is sent in parts, one a
+    rank (Narayanan et al. 2021, section 4.1).
     context: how keys and values travel: a ring beside attention, or gathered before it.
     selective: what selective recomputation runs again. logits: float32 copies of the logits that live at once at the
     loss, besides the logits themselves. fp8_passes: how often a tensor that is turned into fp8 is read for its scale.
@@ -74,6 +75,7 @@ class Program:
     sums_beside: bool = True
     sums_each: bool = True
     sends_beside: bool = False
+    sends_parts: bool = False
     context: Literal["ring", "gather"] = "ring"
     logits: float = 2.0
     fp8_passes: float = 1.0
@@ -161,6 +163,7 @@ for _p in (
         gathers_again=True,
         sums_each=False,
         sends_beside=True,
+        sends_parts=True,
         logits=1.0,
         fp8_passes=0.0,
         reserve_bytes=2e9,
@@ -175,6 +178,7 @@ for _p in (
         bytes=Bytes(weight=2, gradient=4, state=12, used=2, summed=2),
         selective=core_attention,
         prefetches=(False, False),
+        sends_parts=True,
         sums_beside=False,
         sums_each=False,
         logits=2.0,

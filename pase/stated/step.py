@@ -210,16 +210,11 @@ class Run:
         return seconds | self._update(n, True, False), pipe
 
     def send_s(self) -> float:
-        """One micro-batch's activations to the next stage."""
+        """One micro-batch's activations to the next stage, once."""
         s = self.s
-        split = s.tensor if s.sequence or self.program.name.startswith("megatron") else 1
+        split = s.tensor if self.program.sends_parts and not s.sequence else 1
         mesh = mesh_from(f"stage={s.pipeline},inner={self.mesh.devices}", s.pipeline * self.mesh.devices)
-        return float(
-            self.model.collective("permute", mesh, 1, self._entry() * (1 if s.sequence else 1 / split))
-        )
-
-    def _entry(self) -> float:
-        return self.parts.block.entry
+        return float(self.model.collective("permute", mesh, 1, self.parts.block.entry / split))
 
     def moved(self) -> dict[str, float]:
         """Seconds of every collective of a step, hidden or not, by what it is for."""

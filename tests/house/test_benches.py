@@ -42,6 +42,7 @@ SMALLEST = {
 }
 """Bench -> its smallest arguments."""
 RECORDED = {
+    "published_steps": "--only ttn001 -o published_steps.json",
     "replay_traces": "--only DLRM",
     "search_iopddl": "--only A --solvers pase --repeats 1 --seconds 5",
     "search_pase": "--only alexnet --solvers pase --repeats 1",
