@@ -81,7 +81,9 @@ def _seconds_per_byte(machine: Machine, g: DeviceGroup, fraction: float) -> list
     return out
 
 
-def _ring(a: Algorithm, machine: Machine, g: DeviceGroup, passes: int, flat: bool) -> list[tuple[float, float]]:
+def _ring(
+    a: Algorithm, machine: Machine, g: DeviceGroup, passes: int, flat: bool
+) -> list[tuple[float, float]]:
     """Reduce-scatter or all-gather (passes 1), or both in turn (all-reduce, passes 2); flat: as one ring alone."""
     spb = _seconds_per_byte(machine, g, a.bandwidth_fraction)
     levels = [l for l, w in enumerate(g.ways) if w > 1]
