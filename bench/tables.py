@@ -21,7 +21,7 @@ from pase import costmodels, machine, zoo
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
 from pase.tables.build import build
-from pase.tables.reshard_path import canonical_collectives
+from pase.tables.reshard import KNOWN_PLANS
 
 MODELS = ("gpt2", "gpt2?scan=0", "inception_v3", "densenet121", "llama3_405b")
 DEVICES = (32, 64, 1024, 16384)
@@ -43,7 +43,7 @@ def seconds(g: Graph, devices: int, axes: int) -> tuple[float, int]:
     m = machine.load("h100x8")
     model = costmodels.get("analytic", m)
     meshes = machine.meshes(devices, m, axes, max_prime_axes=0)
-    canonical_collectives.cache_clear()
+    KNOWN_PLANS.forget()
     g.__dict__.pop("_facts", None)
     start = time.process_time()
     for mesh in meshes:

@@ -18,7 +18,7 @@ from pase.machine import COLLECTIVES, CollectiveKind, Mesh
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
 from pase.tables.reshard_path import canonical_collectives
 
-__all__ = ["Plans", "Step", "compare", "reshard"]
+__all__ = ["KNOWN_PLANS", "Plans", "Step", "compare", "reshard"]
 
 
 _KIND = {kind: k for k, kind in enumerate(COLLECTIVES)}
@@ -138,20 +138,55 @@ def _codes(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     cases, order = _canonical(src, dst, sizes)
     n = len(sizes)
     first, which = _distinct(cases)
-    plans = [
-        [(_KIND[kind], axes, split) for kind, axes, split in canonical_collectives(case)]
-        for case in (tuple(zip(*c, strict=True)) for c in cases[first].tolist())
-    ]
-    parts = np.full((3, len(plans), max(map(len, plans), default=0)), -1, dtype=np.int32)
-    for i, plan in enumerate(plans):
-        parts[:, i, : len(plan)] = np.array(plan, dtype=np.int32).reshape(-1, 3).T
-    kind, moved, split = parts[:, which]
+    kind, moved, split = KNOWN_PLANS.of(cases[first])[:, which]
 
     def named(bits: np.ndarray) -> np.ndarray:
         """Bit sets of places in the case to bit sets of axes."""
         return sum((bits >> i & 1) << order[:, i : i + 1] for i in range(n)).astype(np.int32)
 
     return np.where(kind < 0, 0, 1 + (kind << 2 * n | named(moved) << n | named(split)))
+
+
+class _KnownPlans:
+    """The plans of canonical cases that were met so far: meshes, tensors and models share them."""
+
+    def __init__(self) -> None:
+        self.number: dict[bytes, int] = {}
+        self.parts = np.full((3, 256, 1), -1, dtype=np.int32)
+
+    def forget(self) -> None:
+        self.number.clear()
+
+    def of(self, cases: np.ndarray) -> np.ndarray:
+        """Kind, axes and split of each move of distinct cases [U, 3, axes]: int32 [3, U, most moves], -1 for none."""
+        if len(self.number) > _MOST_PLANS:
+            self.forget()
+        packed, size = np.ascontiguousarray(cases).tobytes(), cases[0].nbytes if len(cases) else 1
+        keys = [packed[i : i + size] for i in range(0, len(packed), size)]
+        rows = [self.number.get(key, -1) for key in keys]
+        for i, row in enumerate(rows):
+            if row < 0:
+                rows[i] = self._add(keys[i], cases[i])
+        found = self.parts[:, np.array(rows, np.intp)]
+        most = int((found[0] >= 0).any(axis=0).sum())
+        return np.ascontiguousarray(found[:, :, :most])
+
+    def _add(self, key: bytes, case: np.ndarray) -> int:
+        row = self.number[key] = len(self.number)
+        plan = canonical_collectives(tuple(zip(*case.tolist(), strict=True)))
+        _, rows, most = self.parts.shape
+        if row >= rows or len(plan) > most:
+            grown = np.full((3, max(rows, 2 * row), max(most, len(plan))), -1, dtype=np.int32)
+            grown[:, :rows, :most] = self.parts
+            self.parts = grown
+        self.parts[:, row] = -1
+        for i, (kind, axes, split) in enumerate(plan):
+            self.parts[:, row, i] = _KIND[kind], axes, split
+        return row
+
+
+_MOST_PLANS = 1 << 18
+KNOWN_PLANS = _KnownPlans()
 
 
 def _distinct(cases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

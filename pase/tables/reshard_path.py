@@ -121,9 +121,8 @@ def canonical_moves(case: Case) -> tuple[Move, ...]:
     )
 
 
-@lru_cache(maxsize=1 << 18)
 def canonical_collectives(case: Case) -> tuple[tuple[CollectiveKind, int, int], ...]:
-    """(kind, axes, split) of its moves but the free ones; kept, because meshes and tensors share cases."""
+    """(kind, axes, split) of its moves but the free ones."""
     w, _ = _walked(case)
     return tuple((kind, axes, split) for kind, axes, split, _ in w.done if kind != "slice")
 
