@@ -11,12 +11,13 @@ from pase.commands.options import JsonOption, Model, compile_options, console, p
 from pase.compiler.options import CompileOptions
 
 if TYPE_CHECKING:
+    from pase.machine import Machine
     from pase.questions.sensitivity import Point
 
 __all__ = ["compare"]
 
 
-@compile_options("devices", "machine", "cost_model", "optimizer", "unknown", "dims")
+@compile_options()
 def compare(
     model: Model,
     options: CompileOptions,
@@ -34,8 +35,11 @@ def compare(
 
     Compares data parallelism, FSDP, one weird trick, Megatron at every degree, and ours.
 
+    It takes every option of 'pase compile': under --memory-limit ours is the best that fits, and methods that do not
+    are listed as such.
+
     Each is a strategy on the same graph, made as good as its method allows by the same exact search, and priced
-    by the same cost model. Predictions, not measurements. Ours is never worse than any of them.
+    by the same cost model. Predictions, not measurements. Ours is never worse than any of them that fits.
 
     \b
     Example:
@@ -54,6 +58,8 @@ def compare(
     with progress() as say:
         rows = compare_model(model, None, (), options, say)
     ours = next(plan for name, plan in rows if name == "pase")
+    limit = options.limit_bytes(the_machine(options)) or ours.device_memory
+    fits = {name: p.memory.total <= limit for name, p in rows}
     table = [
         {
             "name": name,
@@ -64,7 +70,7 @@ def compare(
             "communication": p.communication,
             **rates(p),
             "memory_bytes": p.memory.total,
-            "fits": p.fits,
+            "fits": fits[name],
             "comm_bytes": sum(c.nbytes * c.times for c in p.collectives),
         }
         for name, p in rows
@@ -110,7 +116,7 @@ def compare(
             cost_text(p.communication, p.unit),
             bytes_text(float(str(row["comm_bytes"]))),
             bytes_text(p.memory.total),
-            "yes" if p.fits else "NO",
+            "yes" if fits[name] else "NO",
             style="bold" if name == "pase" else None,
         )
     c = console()
@@ -121,6 +127,14 @@ def compare(
     c.print(out)
     for name, why in ours.skipped.items():
         c.print(f"without {name}: {why}", highlight=False)
+
+
+def the_machine(options: CompileOptions) -> Machine:
+    """The machine that the options name."""
+    from pase.machine import DEFAULT, Machine, load
+
+    m = options.machine
+    return m if isinstance(m, Machine) else load(DEFAULT if m is None else m)
 
 
 def _show(points: list[Point], model: str, options: CompileOptions, json: bool) -> None:
