@@ -81,7 +81,9 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
             read = {f.name: given.pop(f.name) for f in chosen if f.name in given}
             pairs = {f.name: f.metadata["flag"].pairs for f in chosen if f.metadata["flag"].pairs}
             many = {name: parse(read.get(name)) for name, parse in pairs.items()}
-            command(**given, options=CompileOptions(**read | many))
+            # A command that does not take the number of devices from here says it itself, for each plan.
+            one = {} if any(f.name == "devices" for f in chosen) else {"devices": 1}
+            command(**given, options=CompileOptions(**one | read | many))
 
         run.__signature__ = listed  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in order}

@@ -1,0 +1,116 @@
+"""``pase scale``: how many devices?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pase.commands.options import JsonOption, Model, compile_options, console, print_json, progress
+from pase.compiler.options import CompileOptions
+
+if TYPE_CHECKING:
+    from pase.questions.scale import ScalePoint
+
+__all__ = ["scale"]
+
+_WIDTH = 40
+
+
+@compile_options(
+    "machine", "cost_model", "optimizer", "unknown", "dims", "memory_limit", "accumulate", "remat", "overlap"
+)
+def scale(
+    model: Model,
+    options: CompileOptions,
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices", "-n", help="8..4096 doubles from 8 to 4096; or a list: 8,24,96.", metavar="RANGE"
+        ),
+    ],
+    json: JsonOption = False,
+) -> None:
+    """Step, MFU, memory and cost against the number of devices.
+
+    The best plan for each number of devices, of the same model and the same whole batch: one table, one chart. Cost is
+    what all devices together take: device-seconds a step, and device-hours a billion tokens.
+
+    \b
+    Examples:
+      pase scale zoo:gpt2 --devices 8..64
+      pase scale 'zoo:llama3_8b?batch=512&attention=fused' --devices 32..512 --memory-limit machine
+    """
+    from pase.questions.scale import parse_devices
+    from pase.questions.scale import scale as scaled
+
+    numbers = parse_devices(devices)
+    with progress() as say:
+        points = scaled(model, numbers, replace(options, baselines=False), say)
+    if json:
+        print_json({"model": model, "points": [_row(p) for p in points]})
+        return
+    _print(model, points)
+
+
+def _row(p: ScalePoint) -> dict[str, Any]:
+    from pase.commands.compile import rates
+
+    if p.plan is None:
+        return {"devices": p.devices, "why_not": p.why_not}
+    tokens = None if p.plan.work is None else p.plan.work.tokens
+    return {
+        "devices": p.devices,
+        "mesh": dict(zip(p.plan.mesh.names, p.plan.mesh.sizes, strict=True)),
+        "cost": p.plan.cost,
+        "unit": p.plan.unit,
+        **rates(p.plan),
+        "memory_bytes": p.plan.memory.total,
+        "fits": p.plan.fits,
+        "device_s": p.device_s,
+        "device_hours_per_1e9_tokens": p.device_s / tokens * 1e9 / 3600 if p.device_s and tokens else None,
+        "why_not": None,
+    }
+
+
+def _print(model: str, points: list[ScalePoint]) -> None:
+    from rich.table import Table
+
+    from pase.plan.table import bytes_text, cost_text
+
+    out = Table(box=None, header_style="bold", pad_edge=False)
+    for name in (
+        "devices",
+        "mesh",
+        "step",
+        "MFU",
+        "memory",
+        "fits",
+        "device-seconds",
+        "hours/1e9 tokens",
+        "speed-up",
+    ):
+        out.add_column(name, justify="left" if name in ("mesh", "fits") else "right")
+    out.add_column("▒ ideal, █ reached")
+    known = [p for p in points if p.plan is not None]
+    first = known[0] if known else None
+    most = known[-1].devices / first.devices if first is not None else 1.0
+    for p in points:
+        if p.plan is None or first is None or first.plan is None:
+            out.add_row(str(p.devices), p.why_not or "")
+            continue
+        row, gain, ideal = _row(p), first.plan.cost / p.plan.cost, p.devices / first.devices
+        hours = row["device_hours_per_1e9_tokens"]
+        reached = min(round(_WIDTH * gain / most), _WIDTH)
+        out.add_row(
+            str(p.devices), " ".join(f"{k}={v}" for k, v in row["mesh"].items()), cost_text(p.plan.cost, p.plan.unit),
+            "" if row["mfu"] is None else f"{row['mfu']:.1%}", bytes_text(row["memory_bytes"]),
+            "yes" if row["fits"] else "NO", f"{p.device_s:.3g}", "" if hours is None else f"{hours:,.0f}",
+            f"×{gain:.2f}", "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
+        )  # fmt: skip
+    name = known[0].plan.machine if known and known[0].plan is not None else ""
+    console().print(
+        f"{model} on {name}: the same whole batch on each number of devices; predictions", highlight=False
+    )
+    console().print(out)

@@ -1,0 +1,40 @@
+"""How many devices: one plan a number, its cost, and what has none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import pase
+from pase.cli import command_group
+from pase.compiler.options import CompileOptions
+from pase.errors import PaseError
+from pase.questions.scale import parse_devices, scale
+
+MODEL = "zoo:mlp"
+
+
+def test_each_point_is_what_compile_finds():
+    points = scale(MODEL, (2, 8), CompileOptions(devices=1, baselines=False))
+    for p in points:
+        plan = pase.compile(MODEL, devices=p.devices, baselines=False)
+        assert p.plan is not None and p.plan.cost == plan.cost and p.device_s == plan.cost * p.devices
+    few = scale(MODEL, (2,), CompileOptions(devices=1, memory_limit="1KiB", time_limit=5.0))
+    assert few[0].plan is None and "fits" in (few[0].why_not or "")
+
+
+def test_the_command_prints_a_table_and_json():
+    shown = CliRunner().invoke(command_group(), ["scale", MODEL, "--devices", "2..8"])
+    assert shown.exit_code == 0 and "device-seconds" in shown.output and "█" in shown.output
+    printed = CliRunner().invoke(command_group(), ["scale", MODEL, "--devices", "2,8", "--json"])
+    found = json.loads(printed.stdout)["points"]
+    assert [p["devices"] for p in found] == [2, 8]
+    assert all(p["device_s"] == p["cost"] * p["devices"] and 0 < p["mfu"] < 1 for p in found)
+
+
+@pytest.mark.parametrize("text", ["8..", "x", "0..8", "8..4", "8,,9", "-8", "9999999999"])
+def test_what_is_no_range_is_refused(text):
+    with pytest.raises(PaseError, match="--devices"):
+        parse_devices(text)
