@@ -106,7 +106,7 @@ def _print(model: str, points: list[ScalePoint]) -> None:
         out.add_row(
             str(p.devices), " ".join(f"{k}={v}" for k, v in row["mesh"].items()), cost_text(p.plan.cost, p.plan.unit),
             "" if row["mfu"] is None else f"{row['mfu']:.1%}", bytes_text(row["memory_bytes"]),
-            "yes" if row["fits"] else "NO", f"{p.device_s:.3g}", "" if hours is None else f"{hours:,.0f}",
+            "yes" if row["fits"] else "NO", f"{p.device_s:.3g}", "" if hours is None else f"{hours:.3g}",
             f"×{gain:.2f}", "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
         )  # fmt: skip
     name = known[0].plan.machine if known and known[0].plan is not None else ""
