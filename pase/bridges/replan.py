@@ -61,7 +61,7 @@ def what_if_bucket_plan(
         )
     if chosen.plain_only and not problem.is_plain:
         raise PaseError(
-            f"what-if bucket-plan={policy}: this policy knows gradients alone, and the run has more"
+            f"what-if bucket-plan={policy}: this policy handles only gradients, and the run has other collectives"
         )
     own = as_measured(problem)
     made = chosen.make(problem, Options(warm_starts=(own,)))

@@ -47,7 +47,7 @@ class Journal:
         except (ValueError, KeyError, TypeError):
             known, there = False, {}
         if not known:
-            raise PaseError(f"{path} is no journal of pase calibrate ({SCHEMA}); {remedy}")
+            raise PaseError(f"{path} is not a journal of pase calibrate ({SCHEMA}); {remedy}")
         for key in sorted({*there, *fingerprint}):
             if there.get(key) != fingerprint.get(key):
                 raise PaseError(

@@ -77,25 +77,25 @@ def calibrate(
 ) -> None:
     """Measure this machine and write a machine file.
 
-    Measured: matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and
-    collectives by size; launch overhead; convolutions. All devices work at once, as they do in training, so what
-    they share is in the figures. Every sample is a median of repeats with its spread. Each is written to
-    FILE.journal as it is measured: after a stop (Ctrl-C), the same command goes on from there, and a larger
-    --budget refines what is there. A machine file is written only if the measurements make sense: a sample that
-    is too wide, a table that falls, a rate above physics is refused by name.
+        Measured: matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and
+        collectives by size; launch overhead; convolutions. All devices work at once, as they do in training, so what
+    they share is part of the figures. Every sample is a median of repeats with its spread. Each is written to
+        FILE.journal as it is measured: after a stop (Ctrl-C), the same command continues from there, and a larger
+        --budget refines what has been measured. A machine file is written only if the measurements make sense: a sample
+        that varies too much, a table that is not monotone or a rate that is physically impossible is refused by name.
 
-    \b
-    Examples:
-      pase calibrate -o machine.toml                     the GPUs, TPUs or the CPU of this process
-      pase calibrate -o cpu.toml -n 4 --budget 60s       four host devices on a CPU
-      pase calibrate -o pair.toml --coordinator a:1234 --processes 2 --process-id 0
-                                                         on host a; the same with --process-id 1 on b
-      pase calibrate -o net.toml --levels host=2,rack=2 --coordinator ...
-      pase calibrate --from traces/ --base h100x8 -o ours.toml
-      pase compile zoo:gpt2 --devices 4 --machine machine.toml
+        \b
+        Examples:
+          pase calibrate -o machine.toml                     the GPUs, TPUs or the CPU of this process
+          pase calibrate -o cpu.toml -n 4 --budget 60s       four host devices on a CPU
+          pase calibrate -o pair.toml --coordinator a:1234 --processes 2 --process-id 0
+                                                             on host a; the same with --process-id 1 on b
+          pase calibrate -o net.toml --levels host=2,rack=2 --coordinator ...
+          pase calibrate --from traces/ --base h100x8 -o ours.toml
+          pase compile zoo:gpt2 --devices 4 --machine machine.toml
 
-    \b
-    Exit status: 0 written; 1 the measurements make no sense, nothing was written; 2 bad usage; 130 stopped.
+        \b
+        Exit status: 0 written; 1 the measurements make no sense, nothing was written; 2 bad usage; 130 stopped.
     """
     from pase.errors import PaseError
 

@@ -25,20 +25,21 @@ def compare(
         list[str] | None,
         typer.Option(
             "--vary",
-            help="Does ours stay the best if the machine is off? bandwidth, latency, flops or memory (its bandwidth) "
-            "times factors: bandwidth=0.5..2, bandwidth=0.5..2:9, flops=0.8,1.2. Several: all combinations.",
+            help="Is our strategy still the best if the machine file is wrong? bandwidth, latency, flops or memory "
+            "(its bandwidth) times factors: bandwidth=0.5..2, bandwidth=0.5..2:9, flops=0.8,1.2. "
+            "Several: all combinations.",
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Data parallel, the experts' strategies and ours, side by side.
+    """Compare data parallelism, expert strategies and ours.
 
     Compares data parallelism, FSDP, one weird trick, Megatron at every degree, and ours.
 
     It takes every option of 'pase compile': under --memory-limit ours is the best that fits, and methods that do not
     are listed as such.
 
-    Each is a strategy on the same graph, made as good as its method allows by the same exact search, and priced
+    Each is a strategy on the same graph, tuned by the same exact search as far as its method allows, and priced
     by the same cost model. Predictions, not measurements. Ours is never worse than any of them that fits.
 
     \b

@@ -30,7 +30,7 @@ def compile(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the plan here, as layout JSON.", metavar="FILE"),
+        typer.Option("--output", "-o", help="Write the plan to this file, as layout JSON.", metavar="FILE"),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -38,8 +38,8 @@ def compile(
 
     Finds the best split of every layer of MODEL over the devices, over every mesh that fits the machine.
 
-    Prints the chosen strategy beside data parallelism and the experts' strategies, all priced by the same
-    cost model: predictions, not measurements. The answer is exact under that model, and says so.
+    Prints the chosen strategy next to data parallelism and expert strategies, all priced by the same cost model:
+    predictions, not measurements. The output says whether the answer is proven optimal under that model.
 
     \b
     Examples:

@@ -33,18 +33,18 @@ def explain(
     machine: LayoutMachine = None,
     time_limit: ChoicesTimeLimit = 20.0,
     every: Annotated[
-        bool, typer.Option("--all", help="With --layer: every way to split it, not the 12 best alone.")
+        bool, typer.Option("--all", help="With --layer: list every way to split it, not only the 12 best.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
     """Where every second and byte of a layout comes from.
 
-    Also says how close the other choices are.
+    Also shows how close the alternatives are.
 
     Without --layer: every cause of time (products, gathers of parameters, sums of gradients, ...) and, for each
-    layer, what the best strategy would cost that splits this layer in another way. With --layer: the layer's work
-    on one device, each collective with its reason, what it keeps, and every other way to split it, each with the
-    cost of the best whole strategy around it: exact, not an estimate from the layer alone.
+    layer, what the best strategy that splits this layer differently would cost. With --layer: the layer's
+    work on one device, each collective with its reason, what it keeps, and every other way to split it, each with
+    the cost of the best complete strategy around it: exact, not an estimate from this layer alone.
 
     \b
     Examples:

@@ -103,7 +103,7 @@ def machines(
 
     Lists all of them; or shows one of them, or a file of your own, with every source.
 
-    A copy of a machine file with other figures, or one from pase calibrate, is given as --machine FILE.
+    Pass --machine FILE to use an edited copy of a machine file, or one that pase calibrate wrote.
     """
     from pase.machine import load, names
 

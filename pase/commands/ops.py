@@ -12,8 +12,8 @@ def ops(json: JsonOption = False) -> None:
 
     Also says which loop nest each op becomes.
 
-    An op that is not listed is an error that names it and its place in your model, or with --unknown replicate an
-    op that is not split.
+    An op that is not listed raises an error that names it and its place in your model; with --unknown replicate it is
+    accepted, and not split.
     """
     from pase.frontends.registry import coverage
 

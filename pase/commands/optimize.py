@@ -19,12 +19,12 @@ def optimize(
         str, typer.Option(help="How tensors are synchronised: ring, or ps (parameter servers).")
     ] = "ring",
     memory_limit: Annotated[
-        str, typer.Option(help="For example 16GiB: bring peak memory under it first.")
+        str, typer.Option(help="Reduce peak memory below this first, for example 16GiB.")
     ] = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan as JSON.")] = None,
     align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
     force: Annotated[
-        bool, typer.Option(help="Optimize although the replay of this run is not to be believed.")
+        bool, typer.Option(help="Optimize even though the replay of this run is not reliable.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

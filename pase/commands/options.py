@@ -33,8 +33,8 @@ Model = Annotated[
     str,
     typer.Argument(
         help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), a model file (.onnx, .pb, a SavedModel's "
-        "folder), or package.module:function, where the function returns (loss_fn, params, *batch) or a model of "
-        "a framework's own; shapes suffice.",
+        "folder), or package.module:function, where the function returns (loss_fn, params, *batch) or "
+        "a model object of a framework; shapes are enough.",
         metavar="MODEL",
         show_default=False,
     ),
@@ -47,11 +47,12 @@ LayoutModel = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="The layout's model, where it is not a zoo model: it is traced anew, to price what else could be.",
+        help="The layout's model, if it is not a zoo model: it is traced again to price the alternatives.",
     ),
 ]
 LayoutMachine = Annotated[
-    str | None, typer.Option("--machine", help="The machine file of the layout, where it is not pase's own.")
+    str | None,
+    typer.Option("--machine", help="The machine file of the layout, if it is not one of pase's own."),
 ]
 ChoicesTimeLimit = Annotated[
     float, typer.Option("--time-limit", help="Seconds for the next-best choices of all layers.", min=0.0)

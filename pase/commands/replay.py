@@ -57,7 +57,7 @@ def replay(
         Path | None, typer.Option(help="Traces of the same plan: compare a layout's timeline op by op.")
     ] = None,
     force: Annotated[
-        bool, typer.Option(help="Predict --what-if although the replay of this run is not to be believed.")
+        bool, typer.Option(help="Predict --what-if even though the replay of this run is not reliable.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

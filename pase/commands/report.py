@@ -33,7 +33,7 @@ def report(
 ) -> None:
     """A layout as one page of HTML.
 
-    Shows it beside the baselines, by cause, by layer, and in memory. No scripts, one file.
+    Shows it next to the baselines, by cause, by layer, and its memory. No scripts, one file.
 
     \b
     Example:

@@ -14,9 +14,9 @@ __all__ = ["reshard"]
 
 def reshard(
     old: Annotated[
-        Path, typer.Argument(help="The layout.json that the parameters lie in.", metavar="OLD.json")
+        Path, typer.Argument(help="The layout.json that the parameters are in now.", metavar="OLD.json")
     ],
-    new: Annotated[Path, typer.Argument(help="The one that they go to.", metavar="NEW.json")],
+    new: Annotated[Path, typer.Argument(help="The layout.json that they move to.", metavar="NEW.json")],
     machine: Annotated[
         str | None,
         typer.Option(
@@ -27,10 +27,11 @@ def reshard(
 ) -> None:
     """Which parameters move between two layouts, and how long.
 
-    Says over which links they go from the one into the other, and what that takes.
+    Shows over which links they are sent and how long that takes.
 
-    Counts the parameters alone: an optimizer's state that mirrors them moves likewise. Devices are numbered alike in
-    both layouts. What a device has already, or gets from a nearer one, is not sent again. Predicted, not measured.
+    Counts only the parameters; optimizer state with their shapes moves in the same way. Devices have the same
+    numbers in both layouts. What a device already has, or can get from a nearer one, is not sent
+    again. Predicted, not measured.
 
     \b
     Example:

@@ -27,9 +27,11 @@ def run(
         int | None, typer.Option("--devices", "-n", help="Devices to use here. Default: the layout's.", min=1)
     ] = None,
     reduced: Annotated[
-        bool, typer.Option("--reduced", help="Take the zoo model in its reduced size, split in the same way.")
+        bool, typer.Option("--reduced", help="Use the zoo model's reduced size, split in the same way.")
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="For the parameters and the batch.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Random seed of the parameters and the batch.", min=0)
+    ] = 0,
     json: JsonOption = False,
 ) -> None:
     """Run one sharded training step of a layout on devices here.
@@ -94,7 +96,7 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
 
     if not plan.model.startswith("zoo:"):
         raise PaseError(
-            f"'pase run' makes up parameters and a batch for zoo models alone; "
+            f"'pase run' can only generate parameters and a batch for zoo models; "
             f"for '{plan.model}' use plan.jax.train_step"
         )
     name = plan.model.removeprefix("zoo:")

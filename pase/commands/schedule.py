@@ -27,7 +27,10 @@ def schedule(
     ],
     policy: Annotated[str, typer.Option(help="A policy's name, several with commas, or all.")] = "ours",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the bucket plan (of ours, or the best).")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the bucket plan (of ours, or of the best policy) to this file."
+        ),
     ] = None,
     gantt: Annotated[
         Path | None, typer.Option(help="Draw the steady iteration: FILE.html or FILE.png.")
@@ -62,8 +65,13 @@ def schedule(
         bool,
         typer.Option(help="Profiles: compute runs any layer whose inputs are there, as TensorFlow does."),
     ] = False,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same plan, time limits aside.")] = 0,
-    emit: Annotated[str | None, typer.Option(help="Print for others to run: xla, pgle or ddp.")] = None,
+    seed: Annotated[
+        int,
+        typer.Option(help="Random seed. The same seed gives the same plan, unless a time limit intervenes."),
+    ] = 0,
+    emit: Annotated[
+        str | None, typer.Option(help="Print settings for another program: xla, pgle or ddp.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Order, fuse and split a step's communication.
@@ -78,7 +86,7 @@ def schedule(
 
     plan, problem = _problem(source, tuple(parse_link(x) for x in link or ()), dataflow, rank)
     if write and plan is None:
-        raise PaseError(f"--write keeps the bucket plan in a layout, and {source} is none; use --output")
+        raise PaseError(f"--write keeps the bucket plan in a layout, and {source} is not one; use --output")
     options = Options(staleness=staleness, walk=_walk(loss), mode=mode, time_limit_s=time_limit, seed=seed)
     names = None if policy == "all" else [n.strip() for n in policy.split(",")]
     outcomes = compare_policies(problem, names, options)

@@ -33,23 +33,28 @@ def solve(
         typer.Option(
             "--time-limit",
             min=0.0,
-            help="Seconds, reading the file included; the best answer so far is given then.",
+            help="Seconds, including reading the file; then the best answer found so far is returned.",
         ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the answer: a JSON list, one index per node.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same answer, time limits aside.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Random seed. The same seed gives the same answer, unless a time limit intervenes."
+        ),
+    ] = 0,
     method: Annotated[str, typer.Option("--search", help="auto, bounded, paper or brute_force.")] = "auto",
     kernel: Annotated[str, typer.Option(help="numba (fast) or numpy (to check it).")] = "numba",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """The search engine alone, on an instance file.
+    """Run the search engine alone, on an instance file.
 
     Minimises node costs + edge costs, under the instance's memory limit if it has one.
 
     Exact where an elimination order fits in memory; otherwise the best found within the time limit,
-    with a lower bound. Ctrl-C gives the best so far.
+    with a lower bound. Ctrl-C returns the best found so far.
     """
     began = time.perf_counter() - _since_start()
     from pase.errors import Infeasible, PaseError
@@ -63,7 +68,7 @@ def solve(
     tables, memory = read_instance(instance)
     read_s = time.perf_counter() - read_from
     if memory is not None and not search.takes_limit:
-        raise PaseError(f"--search {method} knows no memory limit, and {instance} has one")
+        raise PaseError(f"--search {method} does not support memory limits, and {instance} has one")
     if time_limit is not None:  # writing the answer and giving back the memory take a while, too
         time_limit = max(0.0, time_limit - (time.perf_counter() - began) - _END_S - _END_SHARE * read_s)
     counts = {"nodes": len(tables.node_costs), "edges": len(tables.edges)}

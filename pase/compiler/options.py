@@ -59,14 +59,18 @@ class CompileOptions:
         "analytic", "analytic: seconds on the machine; paper: PaSE's FLOP-equivalents.", "--cost-model"
     )
     optimizer: str = _option(
-        "adam", "Whose state is counted and whose update is priced: sgd, momentum, adam, …", "--optimizer"
+        "adam",
+        "The optimizer, whose state is counted and whose update is priced: sgd, momentum, adam, …",
+        "--optimizer",
     )
     unknown: Literal["error", "replicate"] = _option(
-        "error", "At an op without a rule: 'error', or 'replicate' (it is then not split).", "--unknown"
+        "error",
+        "What to do at an op without a rule: 'error', or 'replicate' (the op is not split).",
+        "--unknown",
     )
     dims: Mapping[str, int] | None = _option(
         None,
-        "Bind a symbolic size of the model, batch=64, or say how often a while loop turns, while0=100.",
+        "Bind a symbolic size of the model, batch=64, or set how often a while loop runs, while0=100.",
         "--dim",
         "--trips",
         metavar="NAME=SIZE",
@@ -81,9 +85,9 @@ class CompileOptions:
     )
     carry: Mapping[int, Any] | None = _option(
         None,
-        "What a call hands to the next, batch statistics or a KV cache: batch argument -> where its next value stands "
-        "in what the function returns, {1: 1} or {1: (1, 'batch_stats')}, on the command line 1=1 or 1=1.batch_stats; "
-        "it is laid out alike in both.",
+        "What one call passes to the next, such as batch statistics or a KV cache: batch argument -> the position of "
+        "its next value in the function's result, {1: 1} or {1: (1, 'batch_stats')}, on the command line 1=1 or "
+        "1=1.batch_stats; both get the same layout.",
         "--carry",
         metavar="ARGUMENT=PLACE",
         pairs=parse_places,
@@ -97,38 +101,38 @@ class CompileOptions:
         metavar="NAME=CHANCES",
         pairs=parse_chances,
     )
-    max_axes: int = _option(3, "Search meshes of at most so many axes.", minimum=1)
+    max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1)
     baselines: bool = _option(
         True,
-        "Also price data parallelism, FSDP, Megatron, …: the answer is then never worse than any of them.",
+        "Also price data parallelism, FSDP, Megatron, …; the answer is never worse than any of them.",
     )
     memory_limit: float | str | None = _option(
         None,
-        "What a device may hold: bytes, 80GiB, 16e9, or 'machine'. The cheapest strategy whose predicted memory fits "
-        "is searched. Default: memory is reported, not limited.",
+        "What a device may hold: bytes, 80GiB, 16e9, or 'machine'. Finds the cheapest strategy whose predicted memory "
+        "fits. Default: memory is reported, not limited.",
         "--memory-limit",
     )
     accumulate: int | None = _option(
         None,
-        "Micro-batches of a step, gradients summed over them; the loss must be a mean over the batch. Default: 1, or "
-        "what the memory limit asks for.",
+        "Number of micro-batches in a step, whose gradients are summed; the loss must be a mean over the batch. "
+        "Default: 1, or what the memory limit requires.",
         "--accumulate",
         minimum=1,
     )
     remat: Literal["auto", "none", "all"] = _option(
         "auto",
-        "Compute repeated blocks (a loop's body, equal layers) again in backward: 'all', 'none' but those that the "
-        "model marks, or 'auto': as the memory limit asks for.",
+        "Recompute repeated blocks (a loop's body, equal layers) in backward: 'all', 'none' except those that the "
+        "model marks, or 'auto': as many as the memory limit requires.",
         "--remat",
     )
     overlap: Literal["none", "gradients"] = _option(
         "none",
-        "'gradients': of their synchronisation only what backward's compute cannot hide is priced. Default 'none': "
-        "all of it.",
+        "'gradients': price only the part of gradient synchronisation that backward's compute cannot hide. Default "
+        "'none': price all of it.",
         "--overlap",
     )
     time_limit: float = _option(
-        60.0, "Seconds for the searches under a memory limit, which need not be exact; the plan says so."
+        60.0, "Seconds for the searches under a memory limit, which may then be inexact; the plan says so."
     )
 
     def __post_init__(self) -> None:
@@ -139,7 +143,7 @@ class CompileOptions:
         if self.optimizer not in OPTIMIZERS:
             raise PaseError(f"no optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZERS)}")
         if self.accumulate is not None and not _whole(self.accumulate):
-            raise PaseError(f"accumulate is a positive number of micro-batches, not {self.accumulate!r}")
+            raise PaseError(f"accumulate must be a positive number of micro-batches, got {self.accumulate!r}")
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 *most, last = map(repr, choices)

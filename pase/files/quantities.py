@@ -44,7 +44,7 @@ def parse_bytes(text: str, where: str, such_as: str = "80GiB or 16e9") -> float:
 
 def parse_seconds(text: str, where: str) -> float:
     """Seconds, 0 or more, with their unit: "50us"."""
-    return _parse(text, _SECONDS, f"{where}: '{text}' is no time; write it like 50us", zero=True)
+    return _parse(text, _SECONDS, f"{where}: '{text}' is not a time; write it like 50us", zero=True)
 
 
 def parse_rate(text: str, where: str) -> float:
@@ -53,7 +53,7 @@ def parse_rate(text: str, where: str) -> float:
     >>> parse_rate("25MB/s", "--wire")
     25000000.0
     """
-    return _parse(text, _BYTES_PER_S, f"{where}: '{text}' is no bandwidth; write it like 5GB/s")
+    return _parse(text, _BYTES_PER_S, f"{where}: '{text}' is not a bandwidth; write it like 5GB/s")
 
 
 def parse_factors(text: str, where: str) -> tuple[float, ...]:

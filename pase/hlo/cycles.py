@@ -73,7 +73,7 @@ def cycles(compiled: str | Compiled, mesh: Mesh | None = None) -> Cycles:
                     )
                 alone |= set(_standing(module, computation, i))
     if not ops:
-        raise PaseError("no op of this program bears estimated_cycles: only XLA for TPU notes them")
+        raise PaseError("no op of this program has estimated_cycles: only XLA for TPU records them")
     found = collectives(compiled, mesh)
     return Cycles(
         ops=tuple(ops),

@@ -163,6 +163,6 @@ def _jax() -> Any:
     jax = sys.modules.get("jax")
     if jax is None:
         raise PaseError(
-            "pase.replay.profile traces JAX and PyTorch programs, and this one has imported neither jax nor torch"
+            "pase.replay.profile traces JAX and PyTorch programs; this program imported neither jax nor torch"
         )
     return jax

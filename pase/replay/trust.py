@@ -166,7 +166,7 @@ class Run:
         """Infeasible, with the reasons, where a prediction is asked for that is not to be believed."""
         if self.doubts and not force:
             raise Infeasible(
-                f"{what}: not predicted, since {'; and '.join(self.doubts)}. --force predicts nevertheless"
+                f"{what}: not predicted, since {'; and '.join(self.doubts)}. --force predicts anyway"
             )
 
 

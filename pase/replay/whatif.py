@@ -48,7 +48,7 @@ def parse_knob(text: str) -> tuple[str, str, float]:
         try:
             re.compile(pattern)
         except re.error as e:
-            raise PaseError(f"what-if '{text}': '{pattern}' is no regular expression ({e})") from e
+            raise PaseError(f"what-if '{text}': '{pattern}' is not a regular expression ({e})") from e
     return name, pattern, number
 
 

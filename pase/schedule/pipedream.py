@@ -73,7 +73,9 @@ def read_pipedream(
     for number, a, b in edges:
         for end in (a, b):
             if end not in rows:
-                raise PaseError(f"{name}, line {number}: edge to '{end}', which is no layer of the profile")
+                raise PaseError(
+                    f"{name}, line {number}: edge to '{end}', which is not a layer of the profile"
+                )
         graph.add_edge(a, b)
     if not nx.is_directed_acyclic_graph(graph):
         cycle = " -> ".join(str(a) for a, _ in nx.find_cycle(graph))

@@ -120,7 +120,7 @@ def test_a_journal_of_another_machine_is_refused(tmp_path):
 def test_what_is_no_journal_is_refused_and_damage_is_named(tmp_path):
     path = tmp_path / "m.journal"
     path.write_text("hello\n")
-    with pytest.raises(PaseError, match="is no journal of pase calibrate"):
+    with pytest.raises(PaseError, match="is not a journal of pase calibrate"):
         Journal(path, HERE)
     Journal(path, HERE, fresh=True)
     line = json.dumps(dataclasses.asdict(Sample(key="x", seconds=1.0, spread=0.0, repeats=1, inner=1)))

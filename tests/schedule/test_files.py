@@ -484,4 +484,4 @@ def test_links_given_replace_the_machines(layout_file: Path) -> None:
 
 def test_only_a_layout_can_keep_one(profile_file: Path) -> None:
     code, _, err = run(str(profile_file), "--write")
-    assert code == 2 and "p.txt is none; use --output" in err
+    assert code == 2 and "p.txt is not one; use --output" in err
