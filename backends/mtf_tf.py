@@ -305,10 +305,10 @@ def _pack(p: Program, op: SourceOp) -> Value:
 def _unpack(p: Program, op: SourceOp) -> list[Value | None]:
     x = p.arg(op, 0)
     axis = (int(op.attrs["axis"].i) if "axis" in op.attrs else 0) % len(x.dims)
-    return [_one(p, op, x, axis, k) if out else None for k, out in enumerate(op.outputs)]
+    return [_pick(p, op, x, axis, k) if out else None for k, out in enumerate(op.outputs)]
 
 
-def _one(p: Program, op: SourceOp, x: Value, axis: int, k: int) -> Value:
+def _pick(p: Program, op: SourceOp, x: Value, axis: int, k: int) -> Value:
     part = lower.cut(p, op, x, axis, k, 1)
     return replace(part, dims=(*part.dims[:axis], *part.dims[axis + 1 :]))
 
@@ -316,7 +316,7 @@ def _one(p: Program, op: SourceOp, x: Value, axis: int, k: int) -> Value:
 @RULES.rule("pase:take")
 def _take(p: Program, op: SourceOp) -> Value:
     """One element of a list that is a stacked tensor."""
-    return _one(p, op, p.held(op, op.inputs[0].tensor), 0, int(op.attrs["index"]))
+    return _pick(p, op, p.held(op, op.inputs[0].tensor), 0, int(op.attrs["index"]))
 
 
 @RULES.rule("pase:stack")
@@ -359,7 +359,7 @@ def _gather(p: Program, op: SourceOp) -> Value:
     table = p.arg(op, 0)
     known = op.inputs[1].value
     if known is not None and known.ndim < 2:
-        parts = [_one(p, op, table, axis, int(k)) for k in known.reshape(-1)]
+        parts = [_pick(p, op, table, axis, int(k)) for k in known.reshape(-1)]
         if known.ndim == 0:
             return parts[0]
         return lower.concat(

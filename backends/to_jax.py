@@ -175,7 +175,7 @@ class JaxPlan:
         but what ``carry`` threads, of which it is the last."""
         import jax
 
-        self._only("train", "gradients")
+        self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         fn, aux = self.loss(mesh), self.traced.has_aux
         kept = self.gradient_shardings(mesh)
@@ -191,7 +191,7 @@ class JaxPlan:
 
         return graded if self.accumulate == 1 else self._summed(graded, kept, mesh)
 
-    def _only(self, mode: str, what: str) -> None:
+    def _require_mode(self, mode: str, what: str) -> None:
         if self.traced.mode != mode:
             raise PaseError(f"the plan was compiled with mode='{self.traced.mode}': it has no {what}")
 
@@ -317,7 +317,9 @@ class JaxPlan:
         import jax
         import optax
 
-        self._only("train", "gradients to step along; plan.jax.step() and plan.jax.apply are what it has")
+        self._require_mode(
+            "train", "gradients to step along; plan.jax.step() and plan.jax.apply are what it has"
+        )
         mesh = mesh if mesh is not None else self.mesh()
         stored, *arrive = self._in_shardings(mesh)
         state_sharding = self.state_shardings(optimizer, mesh)

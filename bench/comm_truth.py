@@ -357,8 +357,8 @@ def page(result: dict[str, Any]) -> str:
         "Bytes are those of the larger local buffer on one device, times how often a step sends it.",
         "*as on CPU*: the prediction as XLA's CPU pipeline forms it, which knows no reduce-scatter (all-reduce and",
         "slice), reduces the gradients of a tensor's readers one by one, and a sum over two split dims one dim at a",
-        "time. `ours@2x4` is the search's answer on that mesh under a cost model in which compute is dear, so that",
-        "these small models get split at all; `random` strategies pick every node's split blindly: a test of the",
+        "time. `ours@2x4` is the search's answer on that mesh under a cost model in which compute is expensive, so",
+        "that these small models get split at all; `random` strategies pick every node's split blindly: a test of the",
         "numbers, and of how far XLA can be led through layouts that nobody would choose.",
         "",
     ]

@@ -43,12 +43,12 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 
 
-def _some(events: list[dict[str, Any]], rng: np.random.Generator, most: int = 20) -> list[int]:
+def _draw_indices(events: list[dict[str, Any]], rng: np.random.Generator, most: int = 20) -> list[int]:
     return rng.integers(0, len(events), int(rng.integers(1, most))).tolist()
 
 
 def drop(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    gone = set(_some(events, rng, 60))
+    gone = set(_draw_indices(events, rng, 60))
     return [e for i, e in enumerate(events) if i not in gone] or events
 
 
@@ -66,18 +66,18 @@ def drop_kind(events: list[dict[str, Any]], rng: np.random.Generator) -> list[di
 
 
 def double(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    return events + [copy.deepcopy(events[i]) for i in _some(events, rng)]
+    return events + [copy.deepcopy(events[i]) for i in _draw_indices(events, rng)]
 
 
 def move(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    for i in _some(events, rng):
+    for i in _draw_indices(events, rng):
         if isinstance(events[i]["ts"], float):
             events[i]["ts"] += float(rng.normal() * 10.0 ** rng.integers(0, 7))
     return events
 
 
 def stretch(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    for i in _some(events, rng):
+    for i in _draw_indices(events, rng):
         if isinstance(events[i]["dur"], float):
             events[i]["dur"] *= float(10.0 ** rng.uniform(-4, 4))
     return events
@@ -95,21 +95,21 @@ def shift_rest(events: list[dict[str, Any]], rng: np.random.Generator) -> list[d
 
 def nonsense(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
     values: list[Any] = [float("nan"), float("inf"), -1.0, 0.0, 1e17, -1e17, "x", None, [], {}]
-    for i in _some(events, rng, 5):
+    for i in _draw_indices(events, rng, 5):
         events[i][str(rng.choice(["ts", "dur"]))] = values[int(rng.integers(len(values)))]
     return events
 
 
 def ids(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
     """Correlation ids shared, lost or out of their range."""
-    for i in _some(events, rng, 40):
+    for i in _draw_indices(events, rng, 40):
         if "correlation" in events[i]["args"]:
             events[i]["args"]["correlation"] = int(rng.choice([-5, 0, 1, 2, 3, 1 << 40]))
     return events
 
 
 def streams(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
-    for i in _some(events, rng):
+    for i in _draw_indices(events, rng):
         if "stream" in events[i]["args"]:
             events[i]["args"]["stream"] = int(rng.choice([7, 20, 99]))
     return events
@@ -124,7 +124,7 @@ def names(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[s
         "",
         "x" * 300,
     ]
-    for i in _some(events, rng, 10):
+    for i in _draw_indices(events, rng, 10):
         events[i]["name"] = str(rng.choice(words))
     return events
 

@@ -56,16 +56,16 @@ def _highs(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> 
     if sum(m.size for m in matrices) > MOST_PAIRS["highs"]:
         return TOO_LARGE
     scale = float(np.median([np.abs(c[np.isfinite(c)]).max() for c in costs])) or 1.0
-    # A forbidden config is one without an allowed pair; where a node has no pairs, one too dear for any answer.
+    # A forbidden config is one without an allowed pair; where a node has no pairs, one too expensive for any answer.
     joined = {v for pair in pairs for v in pair}
     allowed = [np.isfinite(c) for c in costs]
     matrices = [
         np.where(np.logical_and.outer(allowed[a], allowed[b]), m, np.inf)
         for (a, b), m in zip(pairs, matrices, strict=True)
     ]
-    dear = 1e3 * max(float(c[ok].max()) for c, ok in zip(costs, allowed, strict=True)) + 1.0
+    forbidden_cost = 1e3 * max(float(c[ok].max()) for c, ok in zip(costs, allowed, strict=True)) + 1.0
     costs = [
-        np.where(ok, c, 0.0 if v in joined else dear)
+        np.where(ok, c, 0.0 if v in joined else forbidden_cost)
         for v, (c, ok) in enumerate(zip(costs, allowed, strict=True))
     ]
     flat = flatten(costs, pairs, matrices)

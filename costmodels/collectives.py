@@ -200,7 +200,7 @@ def _in_network(a: Algorithm, machine: Machine, g: DeviceGroup) -> list[tuple[fl
     return [(a.launch_s + a.step_s[used[0]], spb[used[0]])]
 
 
-def _of(
+def _algorithm_lines(
     a: Algorithm, kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool
 ) -> list[tuple[float, float]]:
     if a.kinds and kind not in a.kinds:
@@ -227,8 +227,12 @@ def _of(
     return []
 
 
-def _found(kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool) -> list[tuple[float, float]]:
-    return _undominated([line for a in algorithms(machine) for line in _of(a, kind, machine, g, flat)])
+def _best_lines(
+    kind: CollectiveKind, machine: Machine, g: DeviceGroup, flat: bool
+) -> list[tuple[float, float]]:
+    return _undominated(
+        [line for a in algorithms(machine) for line in _algorithm_lines(a, kind, machine, g, flat)]
+    )
 
 
 def _undominated(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -248,10 +252,10 @@ def lines(kind: CollectiveKind, machine: Machine, g: DeviceGroup, *, flat: bool 
     """
     if math.prod(g.ways) == 1:
         return np.zeros((1, 2))
-    found = _found(kind, machine, g, flat)
+    found = _best_lines(kind, machine, g, flat)
     if kind in ("all_reduce", "broadcast"):
-        # A reduce-scatter (a scatter) and an all-gather do the same: never dearer than those two.
-        first, second = (_found(k, machine, g, flat) for k in ("reduce_scatter", "all_gather"))
+        # A reduce-scatter (a scatter) and an all-gather do the same: never more expensive than those two.
+        first, second = (_best_lines(k, machine, g, flat) for k in ("reduce_scatter", "all_gather"))
         found += [(a1 + a2, b1 + b2) for a1, b1 in first for a2, b2 in second]
     if not found:
         raise PaseError(

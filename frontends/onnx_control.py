@@ -1,6 +1,8 @@
-"""ONNX's control flow, conservatively: a branch that is known to be taken is inlined; any other, and every loop, is
-one op that is not split, at the price of what it does: the dearer branch, the body times the turns (one turn, where
-their number is not known)."""
+"""Control flow of ONNX, handled conservatively.
+
+A branch that is known to be taken is inlined. Any other branch, and every loop, is one op that is not split. It costs
+as much as the work inside: the most expensive branch, or the body times the number of iterations (one, if unknown).
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def _within(low: Lowering, c: Call, graph: Any, path: str) -> list[Value | None]
 
 @lowers_bodies(CONTROL, "If", listed="opaque")
 def _if(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
-    """The branch that is taken, where that is known; else not split, at the price of the dearer branch."""
+    """The branch that is taken, where that is known; else not split, at the price of the more expensive branch."""
     then, other = c.attribute("then_branch").g, c.attribute("else_branch").g
     cond = c.x().data
     if cond is not None and cond.size == 1:

@@ -181,7 +181,7 @@ def _dim(text: str) -> Any:
     return size
 
 
-def _of(value_info: Any) -> list[tuple[int, Any]] | None:
+def _declared_dims(value_info: Any) -> list[tuple[int, Any]] | None:
     """(axis, number or symbolic size) of each declared dim; None where no shape is declared."""
     kind = value_info.type.WhichOneof("value")
     if kind != "tensor_type" or not value_info.type.tensor_type.HasField("shape"):
@@ -203,7 +203,7 @@ def symbols(inputs: Iterable[Any], given: set[str]) -> dict[str, str]:
     """Symbolic size -> the inputs that have it, in words; an unnamed dim is called INPUT.AXIS."""
     out: dict[str, str] = {}
     for v in inputs:
-        for _, s in (_of(v) or ()) if v.name not in given else ():
+        for _, s in (_declared_dims(v) or ()) if v.name not in given else ():
             names = [s] if isinstance(s, str) else [] if isinstance(s, int) else sorted(free_symbols([s]))
             for n in names:
                 out.setdefault(n, f"input '{v.name}'")
@@ -212,7 +212,7 @@ def symbols(inputs: Iterable[Any], given: set[str]) -> dict[str, str]:
 
 def sizes_of(value_info: Any, dims: Mapping[str, int]) -> tuple[Any, ...] | None:
     """The declared shape, symbols bound as far as ``dims`` goes; None where no shape is declared."""
-    declared = _of(value_info)
+    declared = _declared_dims(value_info)
     if declared is None:
         return None
     out: list[Any] = []

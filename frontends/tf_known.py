@@ -71,7 +71,7 @@ def _small(size: int) -> bool:
     return 0 <= size <= MOST_KNOWN
 
 
-def _each(**rules: Fold) -> None:
+def _add_rules(**rules: Fold) -> None:
     for op, f in rules.items():
         KNOWN.add(op, lambda node, *a, f=f: f(*a))
 
@@ -88,7 +88,7 @@ def _zero(b: Array) -> bool:
     return b.dtype.kind in "iu" and bool((b == 0).any())
 
 
-_each(
+_add_rules(
     Identity=lambda a: a, StopGradient=lambda a: a, Snapshot=lambda a: a, PreventGradient=lambda a: a,
     EnsureShape=lambda a: a, Add=np.add, AddV2=np.add, Sub=np.subtract, Mul=np.multiply, Maximum=np.maximum,
     Minimum=np.minimum, Neg=np.negative, Abs=np.abs, Sign=np.sign, Square=np.square, Pow=np.power,
@@ -111,7 +111,7 @@ _each(
 
 
 @_rule("IdentityN", "ShapeN")
-def _many(node: TfNode, *a: Array) -> Any:
+def _each_result(node: TfNode, *a: Array) -> Any:
     return list(a) if node.op == "IdentityN" else [np.array(x.shape, _out_type(node)) for x in a]
 
 

@@ -48,7 +48,7 @@ def _while(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[
 
 @lowers_bodies(REGIONS, "If", "StatelessIf", "Case", "StatelessCase", listed="branch")
 def _if(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[Value]:
-    """A branch that the graph itself determines is taken; of two taken by data, the dearer is priced, unsplit."""
+    """A branch that the graph determines is taken; of others the most expensive is priced, unsplit."""
     branches = _bodies(lower, node)
     c = Call(b=lower.b, node=node, ins=ins)
     choice = c.known(0)
@@ -278,7 +278,7 @@ def _region(
     bodies: Sequence[TfBody],
     more: Sequence[Value] = (),
 ) -> list[Value]:
-    """Bodies as one op that is not split: the work of the dearest, priced once."""
+    """Bodies as one op that is not split: the work of the most expensive, priced once."""
     b = lower.b
     eqn, source = b.eqn, b.source
     flops = 0.0

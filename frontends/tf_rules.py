@@ -135,7 +135,7 @@ def opaque(
 
 
 @lowers("IdentityN", "ShapeN")
-def _each(c: Call) -> Sequence[Value]:
+def _pass_on(c: Call) -> Sequence[Value]:
     """Several values passed on, each as it is."""
     if c.node.op == "ShapeN":
         return [Known(np.array(c.shape(i), c.type("out_type"))) for i in range(len(c.ins))]

@@ -29,7 +29,7 @@ TOLERANCE = {"loss": 1e-5, "gradients": 5e-5, "parameters": 5e-5}
 class ExpensiveCompute:
     """Compute costs so much that everything gets split, small as these models are."""
 
-    name, unit = "dear_compute", "FLOP"
+    name, unit = "expensive_compute", "FLOP"
 
     def __init__(self, inner: CostModel) -> None:
         self.inner = inner
@@ -50,7 +50,7 @@ class Case:
     model: Any = None
 
     def plan(self, strategy: str) -> Plan | None:
-        """``data_parallel`` and the like, ``ours``, ``ours@2x4`` (compute dear), ``random3@2x4``; None: no such."""
+        """``data_parallel`` and the like, ``ours``, ``ours@2x4`` (expensive compute), ``random3@2x4``; None."""
         name = self.traced.graph.name
         kind, _, shape = strategy.partition("@")
         if kind == "ours" and not shape:
@@ -59,7 +59,7 @@ class Case:
         if shape:
             p = self.problem
             price = ExpensiveCompute(costmodels.get("paper", p.machine))
-            dear = SplitProblem(
+            expensive = SplitProblem(
                 graph=p.graph,
                 devices=p.devices,
                 machine=p.machine,
@@ -71,8 +71,8 @@ class Case:
             if kind.startswith("random"):
                 chosen: Mapping[str, np.ndarray] = self._random(mesh, int(kind.removeprefix("random")))
             else:
-                chosen = search_meshes(dear, [mesh]).configs
-            return Plan.of(plan_of(dear, chosen, mesh, name, self.traced))
+                chosen = search_meshes(expensive, [mesh]).configs
+            return Plan.of(plan_of(expensive, chosen, mesh, name, self.traced))
         p, (method, _, label) = self.problem, kind.partition("/")
         with patch.object(
             masks, "PERSISTENT_ELEMENTS", 0

@@ -7,7 +7,7 @@ from typing import Any
 from bench.programs.catalog import Program, integers, normal, program
 
 
-def _of(model: Any, x: Any, *, keyed: bool = False) -> Program:
+def _program(model: Any, x: Any, *, keyed: bool = False) -> Program:
     import jax
     import jax.numpy as jnp
 
@@ -30,7 +30,7 @@ def _key() -> Any:
 def mlp() -> Program:
     import equinox as eqx
 
-    return _of(eqx.nn.MLP(24, 8, 64, 2, key=_key()), normal(32, 24))
+    return _program(eqx.nn.MLP(24, 8, 64, 2, key=_key()), normal(32, 24))
 
 
 @program
@@ -47,14 +47,14 @@ def conv_net() -> Program:
             eqx.nn.Conv2d(16, 8, 3, key=b),
         ]
     )
-    return _of(net, normal(8, 3, 16, 16))
+    return _program(net, normal(8, 3, 16, 16))
 
 
 @program
 def transposed_conv() -> Program:
     import equinox as eqx
 
-    return _of(eqx.nn.ConvTranspose2d(8, 4, 4, stride=2, key=_key()), normal(8, 8, 8, 8))
+    return _program(eqx.nn.ConvTranspose2d(8, 4, 4, stride=2, key=_key()), normal(8, 8, 8, 8))
 
 
 @program
@@ -68,7 +68,7 @@ def attention_with_dropout() -> Program:
         def __call__(self, x: Any, key: Any) -> Any:
             return self.dropout(self.attention(x, x, x), key=key)
 
-    return _of(
+    return _program(
         Block(eqx.nn.MultiheadAttention(4, 32, key=_key()), eqx.nn.Dropout(0.1)),
         normal(8, 12, 32),
         keyed=True,
@@ -87,7 +87,7 @@ def gru() -> Program:
         def __call__(self, x: Any) -> Any:
             return jax.lax.scan(lambda h, x: (self.cell(x, h), None), jnp.zeros(32), x)[0]
 
-    return _of(Net(eqx.nn.GRUCell(24, 32, key=_key())), normal(16, 12, 24))
+    return _program(Net(eqx.nn.GRUCell(24, 32, key=_key())), normal(16, 12, 24))
 
 
 @program

@@ -10,7 +10,7 @@ from bench.programs.catalog import Program, integers, normal, program
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 
-def _of(model: Any, *inputs: Any) -> Program:
+def _program(model: Any, *inputs: Any) -> Program:
     import jax
     import jax.numpy as jnp
 
@@ -32,7 +32,7 @@ def _of(model: Any, *inputs: Any) -> Program:
 def mlp() -> Program:
     import keras
 
-    return _of(keras.Sequential([keras.layers.Dense(64, "relu"), keras.layers.Dense(8)]), normal(32, 16))
+    return _program(keras.Sequential([keras.layers.Dense(64, "relu"), keras.layers.Dense(8)]), normal(32, 16))
 
 
 @program
@@ -40,14 +40,14 @@ def mobilenet_v2() -> Program:
     import keras
 
     made = keras.applications.MobileNetV2(weights=None, input_shape=(32, 32, 3), classes=10, alpha=0.35)
-    return _of(made, normal(8, 32, 32, 3))
+    return _program(made, normal(8, 32, 32, 3))
 
 
 @program
 def efficientnet() -> Program:
     import keras
 
-    return _of(
+    return _program(
         keras.applications.EfficientNetB0(weights=None, input_shape=(32, 32, 3), classes=10),
         normal(8, 32, 32, 3),
     )
@@ -57,7 +57,7 @@ def efficientnet() -> Program:
 def convnext() -> Program:
     import keras
 
-    return _of(
+    return _program(
         keras.applications.ConvNeXtTiny(weights=None, input_shape=(32, 32, 3), classes=10),
         normal(8, 32, 32, 3),
     )
@@ -67,7 +67,7 @@ def convnext() -> Program:
 def lstm() -> Program:
     import keras
 
-    return _of(
+    return _program(
         keras.Sequential(
             [
                 keras.layers.Embedding(64, 16),
@@ -85,7 +85,7 @@ def attention() -> Program:
 
     q = keras.Input((12, 32))
     made = keras.layers.MultiHeadAttention(4, 8)(q, q)
-    return _of(keras.Model(q, keras.layers.LayerNormalization()(made + q)), normal(8, 12, 32))
+    return _program(keras.Model(q, keras.layers.LayerNormalization()(made + q)), normal(8, 12, 32))
 
 
 @program
@@ -106,7 +106,7 @@ def hub_bert() -> Program:
         "padding_mask": jnp.ones((8, 16), "int32"),
         "segment_ids": jnp.zeros((8, 16), "int32"),
     }
-    return _of(made, inputs)
+    return _program(made, inputs)
 
 
 @program
@@ -123,7 +123,7 @@ def hub_gemma() -> Program:
         intermediate_dim=128,
         head_dim=8,
     )
-    return _of(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
+    return _program(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
 
 
 @program
@@ -139,7 +139,7 @@ def hub_llama() -> Program:
         hidden_dim=32,
         intermediate_dim=64,
     )
-    return _of(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
+    return _program(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
 
 
 @program
@@ -156,4 +156,4 @@ def hub_mixtral() -> Program:
         intermediate_dim=64,
         num_experts=4,
     )
-    return _of(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
+    return _program(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})

@@ -7,7 +7,7 @@ from typing import Any
 from bench.programs.catalog import Program, integers, normal, program
 
 
-def _of(module: Any, *inputs: Any) -> Program:
+def _program(module: Any, *inputs: Any) -> Program:
     """Mean square of what the module makes; collections besides params are returned as the loss has them."""
     import jax
     import jax.numpy as jnp
@@ -35,7 +35,7 @@ def batch_norm_cnn() -> Program:
                 x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(width, (3, 3), strides=2)(x)))
             return nn.Dense(10)(x.mean((1, 2)))
 
-    return _of(Net(), normal(16, 16, 16, 3))
+    return _program(Net(), normal(16, 16, 16, 3))
 
 
 @program
@@ -47,28 +47,28 @@ def spectral_norm() -> Program:
         def __call__(self, x: Any) -> Any:
             return nn.SpectralNorm(nn.Dense(32))(x, update_stats=True)
 
-    return _of(Net(), normal(16, 24))
+    return _program(Net(), normal(16, 24))
 
 
 @program
 def lstm() -> Program:
     import flax.linen as nn
 
-    return _of(nn.RNN(nn.OptimizedLSTMCell(32)), normal(16, 12, 24))
+    return _program(nn.RNN(nn.OptimizedLSTMCell(32)), normal(16, 12, 24))
 
 
 @program
 def bidirectional() -> Program:
     import flax.linen as nn
 
-    return _of(nn.Bidirectional(nn.RNN(nn.GRUCell(16)), nn.RNN(nn.GRUCell(16))), normal(16, 12, 24))
+    return _program(nn.Bidirectional(nn.RNN(nn.GRUCell(16)), nn.RNN(nn.GRUCell(16))), normal(16, 12, 24))
 
 
 @program
 def conv_lstm() -> Program:
     import flax.linen as nn
 
-    return _of(nn.RNN(nn.ConvLSTMCell(8, (3, 3))), normal(8, 4, 8, 8, 4))
+    return _program(nn.RNN(nn.ConvLSTMCell(8, (3, 3))), normal(8, 4, 8, 8, 4))
 
 
 @program
@@ -80,7 +80,7 @@ def dropout_mlp() -> Program:
         def __call__(self, x: Any) -> Any:
             return nn.Dense(8)(nn.Dropout(0.5, deterministic=False)(nn.gelu(nn.Dense(64)(x))))
 
-    return _of(Net(), normal(32, 16))
+    return _program(Net(), normal(32, 16))
 
 
 @program
@@ -102,14 +102,14 @@ def scanned_transformer() -> Program:
             )
             return nn.Dense(64)(blocks()(x, None)[0])
 
-    return _of(Net(), integers(64, 8, 16))
+    return _program(Net(), integers(64, 8, 16))
 
 
 @program
 def transposed_conv() -> Program:
     import flax.linen as nn
 
-    return _of(
+    return _program(
         nn.Sequential([nn.ConvTranspose(16, (4, 4), strides=(2, 2)), nn.relu, nn.Conv(3, (3, 3))]),
         normal(8, 8, 8, 8),
     )
@@ -119,18 +119,18 @@ def transposed_conv() -> Program:
 def grouped_conv() -> Program:
     import flax.linen as nn
 
-    return _of(nn.Conv(32, (3, 3), feature_group_count=4), normal(8, 8, 8, 16))
+    return _program(nn.Conv(32, (3, 3), feature_group_count=4), normal(8, 8, 8, 16))
 
 
 @program
 def weight_norm() -> Program:
     import flax.linen as nn
 
-    return _of(nn.WeightNorm(nn.Dense(32)), normal(16, 24))
+    return _program(nn.WeightNorm(nn.Dense(32)), normal(16, 24))
 
 
 @program
 def einsum() -> Program:
     import flax.linen as nn
 
-    return _of(nn.Einsum((24, 4, 8), "abc,cde->abde"), normal(8, 12, 24))
+    return _program(nn.Einsum((24, 4, 8), "abc,cde->abde"), normal(8, 12, 24))

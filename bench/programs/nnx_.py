@@ -8,7 +8,7 @@ from typing import Any
 from bench.programs.catalog import Program, normal, program
 
 
-def _of(make: Callable[[Any], Any], *inputs: Any) -> Program:
+def _program(make: Callable[[Any], Any], *inputs: Any) -> Program:
     """All of the module's state as parameters, as nnx.split gives it."""
     import jax.numpy as jnp
     from flax import nnx
@@ -26,7 +26,7 @@ def _of(make: Callable[[Any], Any], *inputs: Any) -> Program:
 def mlp_with_dropout() -> Program:
     from flax import nnx
 
-    return _of(
+    return _program(
         lambda r: nnx.Sequential(
             nnx.Linear(24, 64, rngs=r), nnx.relu, nnx.Dropout(0.3, rngs=r), nnx.Linear(64, 8, rngs=r)
         ),
@@ -38,7 +38,7 @@ def mlp_with_dropout() -> Program:
 def batch_norm() -> Program:
     from flax import nnx
 
-    return _of(
+    return _program(
         lambda r: nnx.Sequential(nnx.Linear(24, 32, rngs=r), nnx.BatchNorm(32, rngs=r), nnx.relu),
         normal(16, 24),
     )
@@ -48,18 +48,18 @@ def batch_norm() -> Program:
 def attention() -> Program:
     from flax import nnx
 
-    return _of(lambda r: nnx.MultiHeadAttention(4, 32, decode=False, rngs=r), normal(8, 12, 32))
+    return _program(lambda r: nnx.MultiHeadAttention(4, 32, decode=False, rngs=r), normal(8, 12, 32))
 
 
 @program
 def lora() -> Program:
     from flax import nnx
 
-    return _of(lambda r: nnx.LoRALinear(24, 32, lora_rank=4, rngs=r), normal(16, 24))
+    return _program(lambda r: nnx.LoRALinear(24, 32, lora_rank=4, rngs=r), normal(16, 24))
 
 
 @program
 def rnn() -> Program:
     from flax import nnx
 
-    return _of(lambda r: nnx.RNN(nnx.LSTMCell(24, 32, rngs=r)), normal(8, 12, 24))
+    return _program(lambda r: nnx.RNN(nnx.LSTMCell(24, 32, rngs=r)), normal(8, 12, 24))

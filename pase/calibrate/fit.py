@@ -153,7 +153,7 @@ def _matmul_table(work: _Work, dtype: str) -> MatmulTable | None:
     known = sorted({e for p in points for e in p})
     grids = []
     for step in (2, 4, 16, 1 << 30):
-        grid = [e for e in known if e in (SMALLEST_EXTENT, largest) or _on(e, step)]
+        grid = [e for e in known if e in (SMALLEST_EXTENT, largest) or _is_power_of_step(e, step)]
         cube = [(m, n, k) for m in grid for n in grid for k in grid]
         missing = [p for p in cube if p not in points]
         grids.append((grid, cube, missing))
@@ -202,7 +202,7 @@ def _matmul_table(work: _Work, dtype: str) -> MatmulTable | None:
     return table
 
 
-def _on(extent: int, step: int) -> bool:
+def _is_power_of_step(extent: int, step: int) -> bool:
     """Whether an extent is SMALLEST_EXTENT times a power of the step."""
     ratio = extent // SMALLEST_EXTENT
     while ratio > 1 and ratio % step == 0:

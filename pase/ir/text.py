@@ -212,9 +212,9 @@ class _Line:
 
     def expect(self, literal: str) -> None:
         if not self.accept(literal):
-            self.fail(f"expected '{literal}', found {self._found()}")
+            self.fail(f"expected '{literal}', found {self._next_shown()}")
 
-    def _found(self) -> str:
+    def _next_shown(self) -> str:
         return f"'{self.text[self.position :][:20]}'" if not self.at_end() else "the end of the line"
 
     def match(self, pattern: re.Pattern[str]) -> str | None:
@@ -235,7 +235,7 @@ class _Line:
         bare = self.match(_BARE)
         if bare is None or bare == "->":
             self.position = start
-            self.fail(f"expected {what}, found {self._found()}")
+            self.fail(f"expected {what}, found {self._next_shown()}")
         return bare
 
     def choice(self, kind: Any, what: str) -> Any:
@@ -257,7 +257,9 @@ class _Line:
         else:
             found = self.match(_INTEGER) or self.match(_SYMBOL)
             if found is None:
-                self.fail(f"expected a size (an integer, a symbol or {{expression}}), found {self._found()}")
+                self.fail(
+                    f"expected a size (an integer, a symbol or {{expression}}), found {self._next_shown()}"
+                )
             body = found
         try:
             return parse_size(body)
@@ -283,7 +285,7 @@ class _Line:
         while not self.accept(")"):
             name = self.match(_SYMBOL)
             if name is None:
-                self.fail(f"expected a dim or ')', found {self._found()}")
+                self.fail(f"expected a dim or ')', found {self._next_shown()}")
             out.append(name)
         return tuple(out)
 
@@ -314,7 +316,7 @@ def _read_space(line: _Line) -> IterationSpace:
             line.expect(",")
         name = line.match(_SYMBOL)
         if name is None:
-            line.fail(f"expected a dim, found {line._found()}")
+            line.fail(f"expected a dim, found {line._next_shown()}")
         line.expect("=")
         size = line.size()
         plain = line.at_end() or line.text[line.position] in ",)"
@@ -361,7 +363,7 @@ def _read_op(line: _Line) -> Op:
                     line.expect("=")
                     found = line.match(_FLOAT)
                     if found is None:
-                        line.fail(f"expected a number, found {line._found()}")
+                        line.fail(f"expected a number, found {line._next_shown()}")
                     more[key] = float(found)
                 case "over":
                     line.expect("=")

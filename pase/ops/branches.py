@@ -23,8 +23,8 @@ def chances(flops: Sequence[float]) -> tuple[float, ...]:
     >>> chances([10.0, 500.0, 500.0])
     (0.001, 1.0, 0.001)
     """
-    dearest = max(range(len(flops)), key=lambda k: flops[k])
-    return tuple(1.0 if k == dearest else SELDOM for k in range(len(flops)))
+    most_expensive = max(range(len(flops)), key=lambda k: flops[k])
+    return tuple(1.0 if k == most_expensive else SELDOM for k in range(len(flops)))
 
 
 def told(name: str, given: Sequence[float], count: int) -> tuple[float, ...]:

@@ -138,9 +138,11 @@ def constraints(
                 if (
                     rows and graph.producer[a.tensor].kind == "copy"
                 ):  # gradients are summed in the copy's layout
-                    rows = (*_only(current[a.tensor], tensor, mesh), *rows)
+                    rows = (*_as_placements(current[a.tensor], tensor, mesh), *rows)
                 if not rows and op.kind == "gather" and a.sparse:
-                    rows = _only(want, tensor, mesh)  # else the gradient's scatter is laid out anyhow
+                    rows = _as_placements(
+                        want, tensor, mesh
+                    )  # else the gradient's scatter is laid out anyhow
                 key = Reading(op.eqn, tensor.original)
                 if tensor.copy_of and a.tensor in define:
                     read[Reading(op.eqn, a.tensor)] = Route(rows)
@@ -177,7 +179,7 @@ def constraints(
                 if n.kind == "copy":
                     made = _between(current[op.reads[0].tensor], states, tensor, mesh, when)
                 elif n.kind != "input":
-                    made = _only(np.where(states == PARTIAL, REPLICATED, states), tensor, mesh)
+                    made = _as_placements(np.where(states == PARTIAL, REPLICATED, states), tensor, mesh)
                 if made or straight is not None:
                     define[a.tensor] = Route(made, straight)
     copies = {t: graph.tensors[t].copy_of for t in define if graph.tensors[t].copy_of}
@@ -223,7 +225,7 @@ def _staged(rows: list[tuple[int, ...]], mesh: Mesh, when: tuple[int, ...]) -> I
         yield then
 
 
-def _only(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
+def _as_placements(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
     """This layout alone, where it can be written down."""
     where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
     return () if where is None else (where,)

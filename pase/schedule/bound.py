@@ -53,7 +53,7 @@ def _table(problem: ScheduleProblem) -> tuple[np.ndarray, list[list[Curve | None
     return which, [[k.curve_for(g) if k.carries(g) else None for k in problem.links] for g in axes]
 
 
-def _least(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _least_weighted(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     """min over links of weight * value; inf values never count. values: [..., links]."""
     finite = np.isfinite(values)
     return np.where(finite, weights * np.where(finite, values, 0.0), np.inf).min(-1)
@@ -76,9 +76,9 @@ def _relaxations(problem: ScheduleProblem) -> Iterator[tuple[float, np.ndarray]]
         ]
         a, b = np.asarray(pairs)[..., 0], np.asarray(pairs)[..., 1]
         for w in _weights(b):
-            seconds = _least(w, b)[which] * nbytes
+            seconds = _least_weighted(w, b)[which] * nbytes
             if seconds.any():
-                yield float(_least(w, a).min()), seconds
+                yield float(_least_weighted(w, a).min()), seconds
 
 
 def _crowded_s(problem: ScheduleProblem, view: PlainView, low: float, high: float) -> float:
@@ -102,7 +102,7 @@ def _crowded_s(problem: ScheduleProblem, view: PlainView, low: float, high: floa
         if np.isinf(rate).all(1).any():
             return False
         return all(
-            jackson_s(view.ready, _least(w, rate) * view.nbytes, view.tail) <= k * (1 + 1e-12)
+            jackson_s(view.ready, _least_weighted(w, rate) * view.nbytes, view.tail) <= k * (1 + 1e-12)
             for w in weights
         )
 

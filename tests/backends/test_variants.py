@@ -41,7 +41,7 @@ def unrolled(params, x):
 
 
 def plan_for(case, shape, variant):
-    """The cheapest plan where compute is dear, priced as usual."""
+    """The cheapest plan where compute is expensive, priced as usual."""
     p = case.problem.varied(case.traced, variant)
     mesh = mesh_from(shape, p.devices)
     found = search_meshes(replace(p, model=ExpensiveCompute(p.model)), [mesh])
