@@ -54,6 +54,33 @@ def main(name: str) -> dict[str, Any]:
     return row
 
 
+def in_float64(name: str) -> dict[str, Any]:
+    """Of a program that disagrees in float32: ``off`` in float64, and ``rounding``, how far its unsharded step in
+    float32 is from the one in float64. ``explained``: the plan is right in float64, and float32 cannot tell."""
+    import jax
+    import optax
+
+    from bench.cases.plans import TOLERANCE, case_of
+    from bench.programs.catalog import load
+    from pase.backends.truth import sharded_step, unsharded_step
+
+    jax.config.update("jax_enable_x64", True)
+    fn, *narrow = load()[name]()
+
+    def widened(x: Any) -> Any:
+        return x.astype("float64") if getattr(x, "dtype", None) == "float32" else x
+
+    wide, optimizer = jax.tree.map(widened, narrow), optax.adam(1e-2, eps=1e-3)
+    plan = case_of(fn, *wide, name=name).plan(STRATEGY)
+    assert plan is not None
+    whole = unsharded_step(fn, optimizer, *wide)
+    off = whole.differences(sharded_step(plan, optimizer, *wide))
+    rounding = whole.differences(unsharded_step(fn, optimizer, *narrow))
+    right = all(v <= TOLERANCE[k] for k, v in off.items())
+    blurred = any(v > TOLERANCE[k] for k, v in rounding.items())
+    return {"off": off, "rounding": rounding, "explained": right and blurred}
+
+
 def _flops(fn: Any, args: Any, graph: Any) -> dict[str, float]:
     """FLOPs of loss and gradients: ours over XLA's. XLA counts the body of a loop once."""
     import numpy as np
@@ -83,4 +110,5 @@ def _flops(fn: Any, args: Any, graph: Any) -> dict[str, float]:
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    print("\n" + json.dumps(main(sys.argv[1])))
+    of = in_float64 if "--float64" in sys.argv else main
+    print("\n" + json.dumps(of(sys.argv[1])))
