@@ -1,0 +1,43 @@
+"""What compiling takes by the number of layers, where they are written out one by one.
+
+    python -m bench.depth [--only "8 layers"] [-o bench/results/depth.json]
+
+CPU seconds of one process, kernels warm: the whole, and its parts on the clock as the plan states them.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pase
+from bench.arguments import parser, wanted
+from bench.provenance import save
+
+LAYERS = (2, 8, 32, 128)
+
+
+def measured(layers: int) -> dict[str, object]:
+    began = time.process_time()
+    plan = pase.compile(f"zoo:llama3_8b?scan=0&batch=64&layers={layers}", devices=64, baselines=False)
+    return {
+        "layers": layers,
+        "nodes": len(plan.nodes),
+        "step_s": plan.cost,
+        "optimal": plan.optimal,
+        "cpu_s": round(time.process_time() - began, 2),
+        "seconds": {k: round(v, 3) for k, v in plan.seconds.items()},
+    }
+
+
+def main() -> None:
+    args = parser(__doc__, "depth").parse_args()
+    pase.compile("zoo:mlp", devices=8)  # imports
+    rows = []
+    for layers in wanted(((f"{n} layers", n) for n in LAYERS), args.only):
+        rows.append(measured(layers))
+        print(rows[-1], flush=True)
+    save({"rows": rows}, args.o)
+
+
+if __name__ == "__main__":
+    main()
