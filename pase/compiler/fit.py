@@ -161,7 +161,7 @@ class _Region:
 
 
 _MOST_ATTEMPTS = 24
-_MOST_ROUNDS = 16
+_MOST_ROUNDS = 8
 _ENOUGH = 1e-4
 """The relative gap that a search need not close where no elimination order fits."""
 
@@ -252,7 +252,7 @@ class _LimitedSearch:
     def _attempt(self, region: _Region, below: float, price: float) -> _Attempt | None:
         """Search a region. None where nothing is left of the limit, or of a node's configs, or nothing fits."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
-        seconds = max(self.end - time.perf_counter(), 0.1)
+        seconds = max(self.end - time.perf_counter(), 0.1) / 2  # the rest is for other attempts
         known = Known(below=below, byte_price=price, free=self.free if p.pricing.exact else None)
 
         def solve_within(tables: CostTables, part: float) -> Solution:

@@ -20,7 +20,8 @@ from pase.ir import Access, Graph, Node, Scope
 from pase.ir.blocks import turns_of
 from pase.machine import Mesh
 from pase.memory.residuals import kept
-from pase.tables.derive import OPTIMIZERS
+from pase.tables.derive import OPTIMIZERS, node_charges
+from pase.tables.facts import facts
 from pase.tables.itemize import Collective
 from pase.tables.layouts import (
     PARTIAL,
@@ -196,18 +197,22 @@ def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Me
 
 
 def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """A lower bound on each node's ``in_flight`` that its config alone decides: bytes [K]. Parameters are left out.
+    """A lower bound on a strategy's buffers that each node's config alone decides: bytes [K].
 
-    configs: per node its int8 [K, axes].
+    Of what the node reads and makes, parameters are left out, whose layouts their own nodes decide; and the largest
+    buffer of its own collectives. configs: per node its int8 [K, axes].
     """
     if "_flight_terms" not in graph.__dict__:
         graph.__dict__["_flight_terms"] = [tuple(_flight_terms(graph, n)) for n in graph.nodes]
-    made: dict[tuple[tuple[_Term, ...], int], np.ndarray] = {}  # nodes of equal layers share an array
+    made: dict[tuple[tuple[_Term, ...], int, int], np.ndarray] = {}  # nodes of equal layers share an array
     out = []
-    for terms, cfg in zip(graph.__dict__["_flight_terms"], configs, strict=True):
-        key = (terms, id(cfg))
+    every = zip(graph.nodes, graph.__dict__["_flight_terms"], facts(graph).cost, configs, strict=True)
+    for n, terms, number_, cfg in every:
+        key = (terms, number_, id(cfg))
         if key not in made:
-            made[key] = sum((t.held(cfg, mesh) for t in terms), np.zeros(len(cfg)))
+            held_ = sum((t.held(cfg, mesh) for t in terms), np.zeros(len(cfg)))
+            moved = (np.where(c.axes > 0, c.nbytes, 0.0) for c in node_charges(graph, n, cfg, mesh))
+            made[key] = np.maximum.reduce([held_, *moved])
         out.append(made[key])
     return out
 

@@ -24,7 +24,7 @@ __all__ = ["Labels", "label_choices"]
 
 _CHUNK = 1 << 22
 _COMPARED = 64  # labels of a state that a label is compared with, where there are several sums
-_WIDEST = 50_000  # labels at a time
+_WIDEST = 200_000  # labels at a time
 _BEAM = 1000  # the same, once there were too many
 _PRECISION = 1e-13
 """Of the cost: differences below it, a node, count as none, so that sums in another order are one label."""

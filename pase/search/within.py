@@ -29,10 +29,10 @@ Eliminate = Callable[[CostTables], tuple[np.ndarray, float]]
 """Tables -> (cheapest choice int64 [nodes], lower bound on its cost)."""
 
 _MOST_SUMS = 6
-_LABELS = 400_000  # to make at most in each look for choices
+_LABELS = 1_000_000  # to make at most in each look for choices
 _MOST_TESTED = 256  # choices within the sums, of one set of labels, that are tested at every point
 _EXACT = 1e-9  # relative: an answer this close to its bound is the best
-_FIRST_CAP, _WIDER = 1 / 16, 16.0  # of the gap; each set of labels is looked for in a wider part of it
+_FIRST_CAP, _WIDER = 1 / 16, 4.0  # of the gap; each set of labels is looked for in a wider part of it
 
 
 def fits(memory: MemoryProfile, choice: np.ndarray) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 import pase
 from pase import machine, zoo
-from pase.compiler.methods import price_methods
+from pase.compiler.methods import memory_of, price_methods
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
 from pase.compiler.variants import Variant
@@ -93,3 +93,18 @@ def test_a_limit_holds_by_the_compilers_account():
         )
         assert tight.memory.total <= limit and tight.bound <= tight.cost
         assert (tight.cost == fused.cost) == (part == 1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_node_alone_has_in_flight_is_in_every_strategys_buffers(seed):
+    m = zoo.get("llama3_8b?layers=2&batch=8&seq=256")
+    problem = SplitProblem.of(trace(m.loss_fn, m.params, m.batch).graph, 8, "h100x8", "analytic", "adam")
+    (mesh,) = problem.meshes("2x2x2", 3)
+    space = problem.pricing.space(mesh)
+    flight = problem.account.in_flight_at_least(problem.graph, mesh, space.configs)
+    rng = np.random.default_rng(seed)
+    for _ in range(5):
+        choice = [int(rng.integers(len(c))) for c in space.configs]
+        chosen = {n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, choice, strict=True)}
+        least = max(float(f[i]) for f, i in zip(flight, choice, strict=True))
+        assert 0 < least <= memory_of(problem, chosen, mesh).buffers + 1

@@ -197,3 +197,23 @@ def test_two_points_that_bind_apart_are_two_sums() -> None:
     costs = (np.array([0.0, 3.0]), np.array([0.0, 5.0]))
     found = solve(CostTables(node_costs=costs, edges=()), memory)
     assert found.optimal and found.cost == 8.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_answer_depends_on_neither_threads_nor_clock(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine on which every look at the clock takes a minute, with more threads: the same to the last bit."""
+    rng = np.random.default_rng(seed)
+    tables = chain_of_blocks(rng, 12, configs=9)
+    nbytes = tuple(rng.integers(0, 50, 9).astype(float) for _ in tables.node_costs)
+    free = solve(tables)
+    most = float(MemoryProfile.all_live(nbytes, 0.0).usage(free.choice)[0])
+    memory = MemoryProfile.all_live(nbytes, np.floor(0.6 * most))
+
+    def answer(threads: int) -> tuple[list[int], float, float]:
+        found = solve(tables, memory, time_limit=1e9, threads=threads, rounds=1)
+        return found.choice.tolist(), found.cost, found.bound
+
+    quick = answer(1)
+    clock = iter(range(10**9))
+    monkeypatch.setattr("time.perf_counter", lambda: 60.0 * next(clock))
+    assert answer(2) == answer(3) == quick
