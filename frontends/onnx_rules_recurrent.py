@@ -1,4 +1,4 @@
-"""ONNX: recurrent layers as loops over time, attention as its two products and softmax."""
+"""ONNX: recurrent layers as loops over time, attention as one op."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pase.frontends.onnx_rules import lowers, nothing
 from pase.frontends.onnx_values import Call, Value
 from pase.ir import Tensor, functions
-from pase.ops import composites, loops, nests
+from pase.ops import loops, nests
+from pase.ops.attention import attention
 from pase.ops.composites import apply
 
 __all__: list[str] = []
@@ -160,36 +161,72 @@ def _rnn(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor
 # Attention.
 
 
-def _heads(c: Call, v: Value, n: int) -> Value:
-    """[b s (h d)] or [b h s d] -> [b h s d]."""
+_FIRST, _LAST = (0, 2, 1, 3), (0, 1, 2, 3)
+"""Where batch, positions, heads and width stand: with heads before positions, and behind them."""
+
+
+def _heads(c: Call, v: Value, n: int, order: Sequence[int]) -> Value:
+    """[b s (h d)] or [b h s d] -> four dims in this order."""
     if len(v.shape) == 4:
         return v
     if len(v.shape) != 3 or n < 1 or v.shape[2] % n:
         raise c.fail(f"{n} heads in {list(v.shape)}")
-    return c.transpose(c.reshape(v, (*v.shape[:2], n, v.shape[2] // n)), [0, 2, 1, 3])
+    apart = c.reshape(v, (*v.shape[:2], n, v.shape[2] // n))
+    return c.transpose(apart, [0, 2, 1, 3]) if order == _FIRST else apart
 
 
-def _attend(c: Call, q: Value, k: Value, v: Value, mask: Value | None, soft_cap: bool) -> Value:
-    b, h, s, d = q.shape
-    if k.shape[0] != b or k.shape[3] != d or v.shape[:3] != k.shape[:3] or h % k.shape[1]:
+def _attend(
+    c: Call,
+    qkv: Sequence[Value],
+    order: Sequence[int],
+    mask: Value | None,
+    *,
+    causal: bool,
+    soft_cap: bool = False,
+) -> Value:
+    """One op, as the runtime's kernel. causal: behind no cache, all of whose positions are seen."""
+    q, k, v = qkv
+    (b, s, h, d), (of_b, t, groups, of_d) = ([x.shape[i] for i in order] for x in (q, k))
+    if of_b != b or of_d != d or v.shape[:3] != k.shape[:3] or not groups or h % groups:
         raise c.fail(
             f"queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} do not fit together"
         )
     biases = []
     if mask is not None and mask.elements > 1:
-        if mask.shape[-1] < k.shape[2] and mask.shape[-1] != 1:  # what it leaves out is masked
-            wide = (*mask.shape[:-1], k.shape[2])
+        if mask.shape[-1] < t and mask.shape[-1] != 1:  # what it leaves out is masked
+            wide = (*mask.shape[:-1], t)
             kept = [i < len(wide) - 1 for i in range(len(wide))]
             mask = c.value(nests.restrict(c.b, "pad", [c.tensor(mask)], wide, kept))
-        if c.broadcast(mask.shape, (b, h, s, k.shape[2])) != (b, h, s, k.shape[2]):
-            raise c.fail(f"a mask {list(mask.shape)} on scores {[b, h, s, k.shape[2]]}")
-        biases.append(c.tensor(mask))
+        if c.broadcast(mask.shape, (b, h, s, t)) != (b, h, s, t):
+            raise c.fail(f"a mask {list(mask.shape)} on scores {[b, h, s, t]}")
+        biases.append(c.tensor(c.reshape(mask, (1,) * (4 - len(mask.shape)) + tuple(mask.shape))))
     if math.prod(q.shape) * math.prod(v.shape) == 0:
-        return nothing((b, h, s, v.shape[3]), q.dtype)
-    made = composites.attend(
-        c.b, c.tensor(q), c.tensor(k), c.tensor(v), biases, extra_flops=12.0 if soft_cap else 0.0
+        return nothing((*q.shape[:3], v.shape[3]), q.dtype)
+    made = attention(
+        c.b,
+        c.tensor(q),
+        c.tensor(k),
+        c.tensor(v),
+        biases,
+        causal=causal and s == t,
+        order=order,
+        extra_flops=12.0 if soft_cap else 0.0,
     )
     return c.value(made)
+
+
+def _merged(c: Call, out: Value, order: Sequence[int]) -> Value:
+    """The heads side by side: [b s (h d)]."""
+    b, s, h, d = (out.shape[i] for i in order)
+    return c.reshape(c.transpose(out, [0, 2, 1, 3]) if order == _FIRST else out, (b, s, h * d))
+
+
+def _heads_first(c: Call, v: Value, order: Sequence[int]) -> Value:
+    """Keys or values as a cache has them, should anything read it."""
+    if order == _FIRST:
+        return v
+    shape = tuple(v.shape[i] for i in (0, 2, 1, 3))
+    return c.later(shape, v.dtype, lambda: nests.transpose(c.b, c.tensor(v), [0, 2, 1, 3]))
 
 
 def _grown(c: Call, past: Value | None, new: Value) -> Value:
@@ -201,18 +238,26 @@ def _grown(c: Call, past: Value | None, new: Value) -> Value:
     return c.value(nests.concat(c.b, c.tensors(past, new), 2))
 
 
+def _order(parts: Sequence[Value], pasts: Sequence[Value | None]) -> Sequence[int]:
+    """Heads stay behind positions, where they are side by side and no cache stands before them."""
+    apart = any(len(p.shape) == 4 for p in parts) or any(p is not None and p.elements for p in pasts)
+    return _FIRST if apart else _LAST
+
+
 @lowers("Attention")
 def _attention(c: Call) -> Sequence[Value | None]:
-    heads = c.integer("q_num_heads")
-    flat = len(c.x(0).shape) == 3
-    q = _heads(c, c.x(0), heads)
-    k, v = (_heads(c, c.x(i), c.integer("kv_num_heads")) for i in (1, 2))
-    k, v = _grown(c, c.opt(4), k), _grown(c, c.opt(5), v)
-    out = _attend(c, q, k, v, c.opt(3), c.real("softcap") != 0.0)
-    if flat:
-        b, h, s, d = out.shape
-        out = c.reshape(c.transpose(out, [0, 2, 1, 3]), (b, s, h * d))
-    return [out, k, v, nothing((*q.shape[:3], k.shape[2]), q.dtype)]
+    parts, pasts = [c.x(i) for i in range(3)], (c.opt(4), c.opt(5))
+    order = _order(parts, pasts)
+    counts = [c.integer("q_num_heads"), *[c.integer("kv_num_heads")] * 2]
+    q, k, v = (_heads(c, p, n, order) for p, n in zip(parts, counts, strict=True))
+    k, v = _grown(c, pasts[0], k), _grown(c, pasts[1], v)
+    causal, soft_cap = c.integer("is_causal") == 1, c.real("softcap") != 0.0
+    out = _attend(c, (q, k, v), order, c.opt(3), causal=causal, soft_cap=soft_cap)
+    if len(parts[0].shape) == 3:
+        out = _merged(c, out, order)
+    b, s, h, _ = (q.shape[i] for i in order)
+    scores = nothing((b, h, s, k.shape[order[1]]), q.dtype)
+    return [out, _heads_first(c, k, order), _heads_first(c, v, order), scores]
 
 
 @lowers("com.microsoft:MultiHeadAttention", "com.microsoft:GroupQueryAttention")
@@ -229,14 +274,15 @@ def _contrib_attention(c: Call) -> Sequence[Value | None]:
             c.value(nests.restrict(c.b, "split", [c.tensor(c.x(0))], (b, s, size), [True, True, False]))
             for size in sizes
         ]
-    q, k, v = (_heads(c, p, m) for p, m in zip(parts, (n, groups, groups), strict=True) if p is not None)
     grouped = c.op == "GroupQueryAttention"
-    past = (3, 4) if grouped else (6, 7)
-    k, v = _grown(c, c.opt(past[0]), k), _grown(c, c.opt(past[1]), v)
+    pasts = (c.opt(3), c.opt(4)) if grouped else (c.opt(6), c.opt(7))
+    given = [p for p in parts if p is not None]
+    order = _order(given, pasts)
+    q, k, v = (_heads(c, p, m, order) for p, m in zip(given, (n, groups, groups), strict=True))
+    k, v = _grown(c, pasts[0], k), _grown(c, pasts[1], v)
     mask = None if grouped else c.opt(5)
-    out = _attend(c, q, k, v, mask, False)
-    b, h, s, d = out.shape
-    return [c.reshape(c.transpose(out, [0, 2, 1, 3]), (b, s, h * d)), k, v]
+    out = _attend(c, (q, k, v), order, mask, causal=grouped or c.integer("unidirectional") == 1)
+    return [_merged(c, out, order), _heads_first(c, k, order), _heads_first(c, v, order)]
 
 
 @lowers("RotaryEmbedding", "com.microsoft:RotaryEmbedding")

@@ -16,6 +16,7 @@ __all__ = ["attention"]
 def attention(
     b: GraphBuilder, q: Tensor, k: Tensor, v: Tensor, beside: Sequence[Tensor] = (), *, causal: bool = False,
     order: Sequence[int] = (0, 1, 2, 3),
+    extra_flops: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """softmax(q kᵀ) v for queries [b, q, heads, d], keys [b, s, kv heads, d], values [b, s, kv heads, e].
 
@@ -23,6 +24,8 @@ def attention(
     [b, heads, q, s]. order: where these four dims of q, k, v and the result stand. The result is laid out as q is;
     beside it stands
     the logarithm of each query's sum, [b, q, heads] in float32, which backward needs.
+
+    extra_flops: a point of the scores, for a soft cap and the like.
 
     Batch, heads and queries may be split; keys may not, since a softmax is no sum of its parts, nor may widths.
     """
@@ -66,7 +69,7 @@ def attention(
     result, sums = placed(rows, queries, heads, outer), AccessMap.of(rows, queries, heads)
     each = (q.shape[batch], q.shape[position], q.shape[head])
     # A multiply-add is two: one for each of d in the scores, one for each of e in the result.
-    flops = 2.0 * float(q.shape[width] + v.shape[width])  # type: ignore[arg-type, operator]
+    flops = 2.0 * float(q.shape[width] + v.shape[width]) + extra_flops  # type: ignore[arg-type, operator]
     over = [d for d in dims if d not in ("d", "e")]
     return b.nest(
         "attention",

@@ -30,7 +30,6 @@ from pase.ops.builder import GraphBuilder
 __all__ = [
     "Normalized",
     "apply",
-    "attend",
     "cross_entropy",
     "cross_entropy_of_logits",
     "log_softmax",
@@ -134,30 +133,3 @@ def _picked(b: GraphBuilder, x: Tensor, labels: Tensor) -> Tensor:
         b, "gather", x, ids, labels.shape, offset_dims=(), collapsed=(rank,), indexed=(rank,),
         slice_sizes=[1] * (rank + 1), x_batch=tuple(range(rank)), ids_batch=tuple(range(rank)),
     )  # fmt: skip
-
-
-def attend(
-    b: GraphBuilder, q: Tensor, k: Tensor, v: Tensor, bias: Sequence[Tensor] = (), *, extra_flops: float = 0.0
-) -> Tensor:
-    """softmax(q kᵀ + bias) v for q [b h s d], k [b g t d], v [b g t e], h a multiple of g; bias as [b h s t].
-
-    extra_flops: a point of the scores, for a soft cap and the like.
-    """
-    heads, groups = q.shape[1], k.shape[1]
-    grouped = heads != groups
-    if grouped:  # several query heads a key head: they are a dim of their own
-        assert isinstance(heads, int) and isinstance(groups, int)
-        q = nests.reshape(b, q, (q.shape[0], groups, heads // groups, *q.shape[2:]))
-    last = len(q.shape) - 1
-    scores = nests.contract(b, q, k, ([last], [3]), ((0, 1), (0, 1)))
-    scores = apply(b, MUL, scores, flops=1.0 + extra_flops)
-    full = (q.shape[0], heads, q.shape[-2], k.shape[2])
-    for t in bias:
-        if grouped:
-            lead = [1] * (4 - len(t.shape)) + list(t.shape)
-            split = [groups, heads // groups] if lead[1] != 1 else [1, 1]  # type: ignore[operator]
-            t = nests.reshape(b, t, (lead[0], *split, *lead[2:]))
-        scores = apply(b, ADD, scores, t)
-    weights = softmax(b, scores, [len(scores.shape) - 1])
-    out = nests.contract(b, weights, v, ([len(weights.shape) - 1], [2]), ((0, 1), (0, 1)))
-    return nests.reshape(b, out, (*full[:3], v.shape[-1])) if grouped else out

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
+import pase
 from bench.cases.plans import TOLERANCE, measured
 from pase import costmodels, machine, zoo
 from pase.frontends.from_jax import trace
@@ -248,3 +249,55 @@ def test_operands_result_and_sums_are_kept_and_no_scores(model: str) -> None:
     for a in node.main.reads:  # each as it is, or as what the node makes it of again
         made = [op for op in node.ops if a.tensor in {w.tensor for w in op.writes}]
         assert a.tensor in kept(graph) or made
+
+
+@pytest.mark.parametrize(
+    "op", ["Attention", "com.microsoft:MultiHeadAttention", "com.microsoft:GroupQueryAttention"]
+)
+def test_a_block_of_onnx_costs_what_it_costs_from_jax(op: str) -> None:
+    """Projections, causal attention and its output: the same work and the same price of the best strategy."""
+    h, h_kv = KV * G, KV if op != "com.microsoft:MultiHeadAttention" else KV * G
+    d = h * D
+    shapes = {"q": (d, h * D), "k": (d, h_kv * D), "v": (d, h_kv * D), "o": (h * D, d)}
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        q, k, v = ((x @ params[n]).reshape(B, S, -1, D) for n in "qkv")
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return jnp.mean(y.reshape(B, S, h * D) @ params["o"])
+
+    f32 = jnp.float32
+    params = {n: jax.ShapeDtypeStruct(s, f32) for n, s in shapes.items()}
+    from_jax = pase.compile(loss, params, jax.ShapeDtypeStruct((B, S, d), f32), **OPTIONS)
+    from_onnx = pase.compile(onnx_block(op, shapes, h, h_kv), **OPTIONS)
+    (ours,), (theirs,) = ([n for n in p.nodes if n.op == "attention"] for p in (from_jax, from_onnx))
+    assert ours.cost == theirs.cost and ours.split == theirs.split
+    assert from_onnx.cost == pytest.approx(from_jax.cost, rel=1e-3)
+
+
+OPTIONS: dict[str, Any] = {"devices": 8, "mesh": "2x4", "baselines": False}
+
+
+def onnx_block(op: str, shapes: dict[str, tuple[int, int]], heads: int, kv_heads: int) -> Any:
+    """x q, x k, x v -> op -> o -> mean, as an onnx.ModelProto without weights' data."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    domain, _, name = op.rpartition(":")
+    weights = [
+        helper.make_tensor(n, TensorProto.FLOAT, s, np.zeros(s, np.float32).tobytes(), raw=True)
+        for n, s in shapes.items()
+    ]
+    settings: dict[str, dict[str, int]] = {
+        "Attention": {"q_num_heads": heads, "kv_num_heads": kv_heads, "is_causal": 1},
+        "MultiHeadAttention": {"num_heads": heads, "unidirectional": 1},
+        "GroupQueryAttention": {"num_heads": heads, "kv_num_heads": kv_heads},
+    }
+    nodes = [helper.make_node("MatMul", ["x", n], [f"x{n}"]) for n in "qkv"]
+    nodes.append(helper.make_node(name, ["xq", "xk", "xv"], ["y"], domain=domain, **settings[name]))
+    nodes.append(helper.make_node("MatMul", ["y", "o"], ["z"]))
+    nodes.append(helper.make_node("ReduceMean", ["z"], ["loss"], keepdims=0))
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, (B, S, shapes["q"][0]))
+    out = helper.make_tensor_value_info("loss", TensorProto.FLOAT, ())
+    graph = helper.make_graph(nodes, "block", [x], [out], weights)
+    versions = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    return onnx.helper.make_model(graph, opset_imports=versions)
