@@ -141,7 +141,8 @@ def test_shards_compute_the_result() -> None:
                     got.astype(float), w.astype(float), rtol=1e-3, atol=1e-4, err_msg=f"{case.name}: {o.name}"
                 )
                 done[node.op_type] += 1
-    assert sum(done.values()) > 700 and len(done) > 90
+    # Attention is one op: of its dims batch, heads and queries may be split; keys and widths may not.
+    assert sum(done.values()) > 650 and len(done) > 90
 
 
 def test_the_coverage_table() -> None:
