@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -117,8 +119,12 @@ def program_of(row: Row) -> Program:
         return replace(PROGRAMS["megatron_2021"], executor=own, attention=("flash2",), bytes=held)
     if row.source in _MEGATRON or "megatron" in notes:
         program = PROGRAMS["megatron"]
+        if row.source in ("mbr", "nem", "bwl") or "examples/llama" in notes:
+            # grad_reduce_in_fp32 = False in NeMo's and Megatron-Bridge's performance recipes; --grad-reduce-in-bf16 in
+            # Megatron-LM's examples/llama.
+            program = replace(program, bytes=replace(program.bytes, gradient=2.0, summed=2.0))
     elif row.source == "mxt" or "maxtext" in notes:
-        program = replace(PROGRAMS["compiled"], selective=all_but_products)
+        program = replace(PROGRAMS["compiled"], selective=all_but_products, copied=(0.0, 0.0), logits=1.0)
     elif (
         row.source not in _EAGER
         and "eager" not in notes
@@ -167,14 +173,12 @@ def configured(row: Row, program: Program) -> tuple[Strategy, int]:
     if batch % ranks:
         raise Infeasible(f"a batch of {batch} does not divide by {ranks} data-parallel ranks")
     kind = (row.text("dp_type") or "").lower()
+    if (
+        kind == "ddp" and row.source == "mbr"
+    ):  # the page's word for no FSDP; the recipes' optimizer is distributed
+        kind = "zero1"
     zero = _ZERO.get(kind, 1 if program.name.startswith("megatron") else 3) if ranks * cp > 1 else 0
-    data = (
-        ranks
-        if zero == 0
-        else ranks // _NODE
-        if kind == "hsdp" and ranks > _NODE and ranks % _NODE == 0
-        else 1
-    )
+    data = ranks if zero == 0 else _replicas(row, ranks) if kind == "hsdp" else 1
     own = batch // ranks
     micro = row.whole("micro_batch") or (1 if pp > 1 else own)
     precision = (row.text("precision") or "BF16").upper()
@@ -183,12 +187,19 @@ def configured(row: Row, program: Program) -> tuple[Strategy, int]:
     s = Strategy(
         data=data, shard=ranks // data, zero=zero,  # type: ignore[arg-type]
         tensor=tp, sequence=tp > 1 and (row.text("sp") or "yes").lower() == "yes",
-        context=cp, expert=expert if ranks % expert == 0 else 1, pipeline=pp, chunks=_chunks(row, pp),
+        context=cp, expert=math.gcd(ranks, expert), pipeline=pp, chunks=_chunks(row, pp),
         micro=micro if own % micro == 0 else 1, remat=remat if remat in ("none", "selective", "full") else "none",  # type: ignore[arg-type]
         precision="fp8" if "FP8" in precision or "FP4" in precision else "bf16",
         asynchronous="async" in row.notes and "vanilla" not in row.notes,
     )  # fmt: skip
     return s, batch
+
+
+def _replicas(row: Row, ranks: int) -> int:
+    """Groups of an HSDP run: slices of TPUs where the notes name them ("4x v4-128"), else nodes of 8."""
+    slices = re.search(r"(\d+)x v\d\w*-\d+", row.notes)
+    groups = int(slices.group(1)) if slices else ranks // _NODE
+    return groups if groups and ranks % groups == 0 else 1
 
 
 def _chunks(row: Row, stages: int) -> int:
@@ -216,8 +227,6 @@ def price_row(row: Row) -> Answer:
             priced = price_strategy(graph, t, program, model, batch, share=at_once / samples)
             if priced.fits:
                 return Answer(row=row, priced=priced, why_not=None)
-        if len(tries) > 1:
-            priced = price_strategy(graph, s, program, model, batch, share=at_once / samples)
         return Answer(row=row, priced=priced, why_not=None)
     except PaseError as e:
         return Answer(row=row, priced=None, why_not=str(e))

@@ -256,7 +256,14 @@ def _hold(
 ) -> None:  # fmt: skip
     """What backward needs of each part: by what a compiler keeps, or by what each kernel's own backward reads."""
     makers = {a.tensor: n for n in graph.nodes for op in n.ops for a in op.writes}
-    wanted = set(kept(graph)) if program.executor.fused else _read_again(graph, program)
+    eighth: set[str] = set()
+    if program.executor.fused:
+        wanted = set(kept(graph))
+    else:
+        by_weights, by_others = _read_again(graph, program)
+        wanted = by_weights | by_others
+        # What products with weights alone keep is kept as they read it.
+        eighth = by_weights - by_others if s.precision == "fp8" and program.keeps_fp8 else set()
     end = _logits(graph, where)
     logits = number(graph.tensors[end[1].tensor].elements, "logits") if end is not None else float("inf")
     for t in wanted:
@@ -271,7 +278,7 @@ def _hold(
         tensor = graph.tensors[t]
         if at == "last" and n.kind != "carry" and number(tensor.elements, t) >= logits:
             continue  # counted as logits
-        nbytes = _on_device(graph, placed, n, write) * tensor.itemsize * share
+        nbytes = _on_device(graph, placed, n, write) * (1 if t in eighth else tensor.itemsize) * share
         part.saved += nbytes
         if n.kind == "carry":
             part.entry += nbytes
@@ -282,8 +289,10 @@ def _hold(
             )
 
 
-def _read_again(graph: Graph, program: Program) -> set[str]:
-    """Tensors that the backward of an executor without fusion reads: views stand for what they look at."""
+def _read_again(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
+    """Tensors that the backward of an executor without fusion reads, products with weights in the blocks and all else;
+    views stand for what they look at."""
+    by_weights: set[str] = set()
     out: set[str] = set()
     views = {
         a.tensor: op.reads[0].tensor for n in graph.nodes for op in n.ops for a in op.writes
@@ -300,12 +309,13 @@ def _read_again(graph: Graph, program: Program) -> set[str]:
             out.add(root(a.tensor))
         for op in n.ops:
             if op.kind in ("matmul", "conv"):
-                out |= {root(a.tensor) for a in op.reads if graph.tensors[a.tensor].needs_grad}
+                mine = by_weights if weight_products(graph, n) and number(op.times, n.name) > 1 else out
+                mine |= {root(a.tensor) for a in op.reads if graph.tensors[a.tensor].needs_grad}
             elif op.kind == "attention":
                 out |= {root(a.tensor) for a in (*op.reads, *op.writes)}
             elif op.kind == "carry":
                 out |= {a.tensor for a in op.writes}
-    return out
+    return by_weights, out
 
 
 def _logits(graph: Graph, where: dict[str, Where]) -> tuple[Node, Access] | None:

@@ -58,7 +58,8 @@ class Program:
     rank (Narayanan et al. 2021, section 4.1).
     context: how keys and values travel: a ring beside attention, or gathered before it.
     selective: what selective recomputation runs again. logits: float32 copies of the logits that live at once at the
-    loss, besides the logits themselves. fp8_passes: how often a tensor that is turned into fp8 is read for its scale.
+    loss, besides the logits themselves. fp8_passes: how often a tensor that is turned into fp8 is read for its scale;
+    keeps_fp8: what a product reads in fp8 is kept so for its backward.
     reserve_bytes: what the context, libraries and the allocator's gaps take of a device.
     """
 
@@ -79,6 +80,7 @@ class Program:
     context: Literal["ring", "gather"] = "ring"
     logits: float = 2.0
     fp8_passes: float = 1.0
+    keeps_fp8: bool = False
     reserve_bytes: float = 0.0
     source: str = ""
 
@@ -166,6 +168,7 @@ for _p in (
         sends_parts=True,
         logits=1.0,
         fp8_passes=0.0,
+        keeps_fp8=True,
         reserve_bytes=2e9,
         source="fused kernels of Transformer Engine and Apex; --overlap-grad-reduce, --overlap-param-gather, "
         "interleaved sends beside compute; delayed scaling reads no maximum of its own",
