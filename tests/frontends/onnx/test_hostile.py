@@ -175,7 +175,7 @@ def nested(levels: int, calls: int) -> Any:
 def test_functions_are_inlined_within_bounds() -> None:
     found = from_onnx.trace(nested(3, 2)).graph
     assert sum(n.ops[0].name == "max" for n in found.nodes) == 8
-    assert [n.ops[0].eqn for n in found.nodes if n.ops[0].name == "max"][:3] == [
+    assert [n.ops[0].eqn.path for n in found.nodes if n.ops[0].name == "max"][:3] == [
         "1.0.0.0",
         "1.0.0.1",
         "1.0.1.0",
