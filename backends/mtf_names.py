@@ -52,9 +52,7 @@ def merged_axes(
     >>> merged_axes(Mesh(names=("x", "y", "z"), sizes=(2, 2, 4)), [{"b": ("x", "y")}, {"k": ("z",)}])
     ({'x': 'x_y', 'y': 'x_y', 'z': 'z'}, {'x_y': 4, 'z': 4})
     """
-    uses = [
-        set(axes) for split in splits for d, axes in split.items() if d.rstrip("0123456789") not in _ROLES
-    ]
+    uses = [set(axes) for split in splits for axes in split.values()]
     groups: list[list[str]] = []
     size = dict(zip(mesh.names, mesh.sizes, strict=True))
     for a in (n for n in mesh.names if size[n] > 1):
@@ -87,7 +85,7 @@ class Names:
     _anonymous: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self._into, self.axes = merged_axes(self.mesh, self.strategy.values())
+        self._into, self.axes = merged_axes(self.mesh, map(self._walked, self.graph.nodes))
         self._base = _bases(self.graph)
         variants: dict[str, set[str | None]] = {}
         for n in self.graph.nodes:
@@ -96,6 +94,11 @@ class Names:
                     for f in self.factors(n, d.name):
                         variants.setdefault(f.base, set()).add(f.axis)
         self._usual = {base: next(iter(v)) if len(v) == 1 else None for base, v in variants.items()}
+
+    def _walked(self, node: Node) -> dict[str, tuple[str, ...]]:
+        """The split of the node's dims that walk tensors."""
+        split = self.strategy.get(node.name, {})
+        return {d: axes for d, axes in split.items() if node.space[d].kind not in _ROLES}
 
     def split(self, node: Node, dim: str) -> tuple[str, ...]:
         """The axes of Mesh-TF's mesh that split the node's iteration dim, major to minor."""

@@ -24,7 +24,7 @@ from pase.backends.mtf_program import Program, SourceOp, Value, comment
 from pase.backends.mtf_rules import check_layout, check_tensor
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
-from pase.ir import Graph, named, simplify
+from pase.ir import Graph
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -62,14 +62,8 @@ def program(plan: PlanData) -> tuple[str, Layout]:
         raise PaseError(
             f"the plan for '{plan.model}' was loaded without its model, which the Mesh-TensorFlow program is made of"
         )
-    traced = plan.traced
-    graph = named(simplify(traced.graph))
-    missing = {n.name for n in graph.nodes} ^ set(plan.strategy)
-    if missing:
-        raise PaseError(
-            f"this is not the model of the plan for '{plan.model}': they differ at {sorted(missing)[0]}"
-        )
-    rules, ops = _source(traced, graph)
+    graph = plan.split_graph
+    rules, ops = _source(plan.traced, graph)
     p = Program(Names(graph, plan.mesh, plan.strategy))
     leaves = _leaves(p, graph)
     for op in ops:

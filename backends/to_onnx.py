@@ -22,9 +22,7 @@ from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.frontends import from_onnx
 from pase.frontends.onnx_wire import Buffer, Malformed, fields, varint
-from pase.ir import Place
 from pase.machine import Mesh
-from pase.plan.accesses import EquationLayouts, access_states, equation_layouts
 from pase.plan.types import PlanData
 
 __all__ = ["Annotated", "emit", "layouts", "read"]
@@ -45,57 +43,41 @@ class Annotated:
     stored: Mapping[str, tuple[tuple[str, ...], ...]]
 
 
-def layouts(
-    plan: PlanData, traced: from_onnx.Traced
-) -> dict[tuple[int, str], tuple[tuple[int, ...], Digits]]:
+def layouts(plan: PlanData) -> dict[tuple[int, str], tuple[tuple[int, ...], Digits]]:
     """(index of the node, value) -> (shape, layout), of all that the model's own nodes read and write."""
+    traced = plan.traced
+    assert isinstance(traced, from_onnx.Traced)
     names: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for value, (name, shape) in traced.values.items():
         names.setdefault(name, []).append((value, shape))
     out: dict[tuple[int, str], tuple[tuple[int, ...], Digits]] = {}
-    for at, equation in (plan.accesses or _derived(plan, traced)).items():
-        index = at.path.partition(".")[0]
-        if not index.isdecimal():
+    for at, equation in plan.laid_out.items():
+        index = at.number_in("")
+        if index is None:
             continue
         for name, digits in (*equation.reads.items(), *equation.writes.items()):
             tensor = traced.graph.tensors[name]
             if any(not isinstance(s, int) for s in tensor.shape):
                 continue
             for value, shape in names.get(name, ()):
-                if value not in traced.operands[int(index)]:
+                if value not in traced.operands[index]:
                     continue
                 same = restated(digits, tensor.shape, shape, plan.mesh)  # type: ignore[arg-type]
                 if same is not None:
-                    out.setdefault((int(index), value), (shape, same))
+                    out.setdefault((index, value), (shape, same))
     return out
-
-
-def _derived(plan: PlanData, traced: from_onnx.Traced) -> dict[Place, EquationLayouts]:
-    """The layouts of the equations from the plan's strategy, for plans of before these were kept."""
-    from pase.ir import named, simplify
-    from pase.tables.itemize import config_of
-
-    graph = named(simplify(traced.graph))
-    for n in graph.nodes:
-        if n.name not in plan.strategy:
-            raise PaseError(f"the plan for '{plan.model}' has no node '{n.name}': it is of another model")
-    configs = {n.name: config_of(n, plan.strategy[n.name], plan.mesh) for n in graph.nodes}
-    return equation_layouts(graph, access_states(graph, plan.mesh, configs))
 
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     """Write the annotated model; see the module's text. PaseError where the plan is not of this model."""
-    traced = plan.traced
-    if not isinstance(traced, from_onnx.Traced):
+    if not isinstance(plan.traced, from_onnx.Traced):
         if not from_onnx.reads(model):
             raise PaseError(
                 f"'{model}' is not an ONNX model: --to onnx annotates the model that was compiled"
             )
         dims = json.loads(plan.provenance.get("dims", "{}"))
-        traced_again = from_onnx.trace(model, name=plan.model, dims=dims or None)
-        traced = plan.with_model(traced_again).traced
-    assert isinstance(traced, from_onnx.Traced)
-    found = layouts(plan, traced)
+        plan = plan.with_model(from_onnx.trace(model, name=plan.model, dims=dims or None))
+    found = layouts(plan)
     if isinstance(model, (str, Path)):
         if Path(model).resolve() == path.resolve():
             raise PaseError(f"{path} is the model itself: write to another file")

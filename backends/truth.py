@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.to_jax import jax_plan
-from pase.errors import PaseError
 from pase.hlo.collectives import HloCollective, collectives
 from pase.plan.types import PlanData
 
@@ -30,7 +29,6 @@ __all__ = [
     "Row",
     "Step",
     "compare",
-    "graph_of",
     "sharded_step",
     "unmatched",
     "unsharded_step",
@@ -128,7 +126,7 @@ class _Sums:
 
     @classmethod
     def of(cls, plan: PlanData) -> _Sums:
-        graph = graph_of(plan)
+        graph = plan.graph
         readers: dict[str, list[str]] = {}
         for e in graph.edges:
             if graph.node[e.src].kind == "copy":
@@ -162,14 +160,6 @@ class _Sums:
         """Split dims of the op that the tensor knows nothing of: each is a sum."""
         split = self.plan.strategy[node]
         return sum(bool(set(c.axes) & set(split.get(d, ()))) for d in op.dims if d not in access.map.dims)
-
-
-def graph_of(plan: PlanData) -> Graph:
-    from pase.ir import named, simplify
-
-    if plan.traced is None:
-        raise PaseError("the plan was loaded without its model: plan.bind(fn, params, batch) first")
-    return named(simplify(plan.traced.graph))
 
 
 @dataclass(frozen=True, kw_only=True)

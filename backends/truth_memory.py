@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from pase.backends.truth import graph_of
 from pase.ir import Access, Node, Scope, functions
 from pase.memory.account import held
 from pase.plan.types import PlanData
@@ -70,7 +69,7 @@ def _local(plan: PlanData, t: Any) -> int:
 def _sums_at_once(plan: PlanData) -> int:
     """Partial gradients and their sums in the scope that has most of them, less the summed gradients that the plan
     counts already."""
-    graph = graph_of(plan)
+    graph = plan.graph
     parameters = {n.name for n in graph.nodes if n.kind == "parameter"}
     whole: dict[Scope | None, dict[tuple[str, str], int]] = {}
     for c in plan.collectives:
@@ -103,7 +102,7 @@ def _forward(plan: PlanData) -> int:
       operand (iotas, which depend on nothing, so those of later poolings are there too), writes as many of its
       result's size, and keeps these, with the zeros of the operand's size into which its gradient is scattered.
     """
-    graph, mesh, m = graph_of(plan), plan.mesh, plan.memory
+    graph, mesh, m = plan.graph, plan.mesh, plan.memory
     kept = weights = zeros = indices = 0.0
     before: list[tuple[float, float]] = []  # at each pooling: kept by then, and what it reads and writes
     for n in graph.nodes:

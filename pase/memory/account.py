@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pase.ir import Access, Graph, Node, Scope
+from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import turns_of
 from pase.machine import Mesh
 from pase.memory.residuals import kept
@@ -168,31 +168,36 @@ def _read_heavily(graph: Graph) -> set[str]:
     }  # fmt: skip
 
 
-def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
-    """Bytes of what the node reads and makes while it runs, and of the parameters that it reads, and of their
-    gradients, where these are laid out otherwise than they are kept."""
-    out, seen = 0.0, set()
-    if n.kind in ("parameter", "input", "output", "copy", "carry"):
-        return out
-    cfg = configs[n.name][None, :]
-    for op in n.ops:
+def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
+    """What the node reads and makes while it runs, each tensor once: (op, access, the node that makes it). What stays
+    inside of the node, what is read in part, and what nodes that do no work hand on is left out."""
+    seen: set[str] = set()
+    for op in () if n.kind in ("parameter", "input", "output", "copy", "carry") else n.ops:
         for a in (*op.writes, *op.reads):
             source = graph.producer.get(a.tensor)
             inner = a.tensor in n.internal and not graph.read_outside(n, a.tensor)
             if source is None or inner or a.tensor in seen or (a.sparse and source is not n):
                 continue
             seen.add(a.tensor)
-            t = graph.tensors[a.tensor]
-            local = float(number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)[0])
-            if source.kind != "parameter":
-                out += local
-                continue
-            written = write_states(source, *source.write_of(t.name), t, configs[source.name][None, :], mesh)
-            read = read_states(n, op, a, t, cfg, mesh)
-            again = op.region is not None  # else it counts as kept
-            moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
-            out += local * (again and (moved or source.ops[0].writes[0].tensor != t.name))
-            out += local * (t.needs_grad and bool((gradient_states(written) != read).any()))
+            yield op, a, source
+
+
+def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
+    """Bytes of what the node reads and makes while it runs, and of the parameters that it reads, and of their
+    gradients, where these are laid out otherwise than they are kept."""
+    cfg, out = configs[n.name][None, :], 0.0
+    for op, a, source in _passing(graph, n):
+        t = graph.tensors[a.tensor]
+        local = float(number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)[0])
+        if source.kind != "parameter":
+            out += local
+            continue
+        written = write_states(source, *source.write_of(t.name), t, configs[source.name][None, :], mesh)
+        read = read_states(n, op, a, t, cfg, mesh)
+        again = op.region is not None  # else it counts as kept
+        moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
+        out += local * (again and (moved or source.ops[0].writes[0].tensor != t.name))
+        out += local * (t.needs_grad and bool((gradient_states(written) != read).any()))
     return out
 
 
@@ -203,7 +208,12 @@ def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) 
     buffer of its own collectives. configs: per node its int8 [K, axes].
     """
     if "_flight_terms" not in graph.__dict__:
-        graph.__dict__["_flight_terms"] = [tuple(_flight_terms(graph, n)) for n in graph.nodes]
+        graph.__dict__["_flight_terms"] = [
+            tuple(
+                _term(graph, n, "activations", a) for _, a, s in _passing(graph, n) if s.kind != "parameter"
+            )
+            for n in graph.nodes
+        ]
     made: dict[tuple[tuple[_Term, ...], int, int], np.ndarray] = {}  # nodes of equal layers share an array
     out = []
     every = zip(graph.nodes, graph.__dict__["_flight_terms"], facts(graph).cost, configs, strict=True)
@@ -215,21 +225,6 @@ def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) 
             made[key] = np.maximum.reduce([held_, *moved])
         out.append(made[key])
     return out
-
-
-def _flight_terms(graph: Graph, n: Node) -> Iterator[_Term]:
-    if n.kind in ("parameter", "input", "output", "copy", "carry"):
-        return
-    seen: set[str] = set()
-    for op in n.ops:
-        for a in (*op.writes, *op.reads):
-            source = graph.producer.get(a.tensor)
-            inner = a.tensor in n.internal and not graph.read_outside(n, a.tensor)
-            if source is None or inner or a.tensor in seen or (a.sparse and source is not n):
-                continue
-            seen.add(a.tensor)
-            if source.kind != "parameter":
-                yield _term(graph, n, "activations", a)
 
 
 def memory(

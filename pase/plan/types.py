@@ -10,14 +10,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from pase.errors import PaseError
-from pase.ir import Place, digest
+from pase.ir import Graph, Place, digest, named, simplify
 from pase.ir.blocks import Block
 from pase.machine import Mesh
 from pase.memory.account import Memory
-from pase.plan.accesses import EquationLayouts, Reading
+from pase.plan.accesses import EquationLayouts, Reading, access_states, equation_layouts
 from pase.plan.constraints import Placement, Route
 from pase.plan.throughput import StepWork, Throughput
-from pase.tables.itemize import Collective, NodeCost
+from pase.tables.itemize import Collective, NodeCost, config_of
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -112,6 +112,34 @@ class PlanData:
     def strategy(self) -> dict[str, Mapping[str, tuple[str, ...]]]:
         """Node name -> iteration dim -> mesh axes."""
         return {n.name: n.split for n in self.nodes}
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The model's loop nests, which the strategy splits; PaseError where the plan was loaded without its model."""
+        if self.traced is None:
+            raise PaseError(
+                f"the plan for '{self.model}' was loaded without its model: plan.bind(fn, params, batch) first"
+            )
+        return named(simplify(self.traced.graph))
+
+    @cached_property
+    def laid_out(self) -> Mapping[Place, EquationLayouts]:
+        """``accesses``; of layouts of before these were kept, worked out from the strategy."""
+        if self.accesses:
+            return self.accesses
+        graph = self.split_graph
+        configs = {n.name: config_of(n, self.strategy[n.name], self.mesh) for n in graph.nodes}
+        return equation_layouts(graph, access_states(graph, self.mesh, configs))
+
+    @property
+    def split_graph(self) -> Graph:
+        """``graph``; PaseError where its nodes are not those of the strategy."""
+        other = sorted({n.name for n in self.graph.nodes} ^ set(self.strategy))
+        if other:
+            raise PaseError(
+                f"this is not the model of the plan for '{self.model}': they differ at {other[0]}"
+            )
+        return self.graph
 
     @property
     def fits(self) -> bool:

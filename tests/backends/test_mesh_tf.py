@@ -20,9 +20,10 @@ import pase
 from bench.cases.plans import case_of, reduced
 from pase.backends import registry, to_mesh_tf
 from pase.backends.mtf_moves import direct, moves
-from pase.backends.mtf_names import Dim, flat, merged_axes
+from pase.backends.mtf_names import Dim, Names, flat, merged_axes
 from pase.backends.mtf_rules import check_layout, check_tensor
 from pase.errors import PaseError
+from pase.ir import from_text
 from pase.machine import Mesh
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +86,18 @@ def test_axes_that_are_never_used_apart_become_one():
     together = [{"b": ("x", "y")}, {"k": ("z",), "b": ("x", "y")}, {}]
     assert merged_axes(mesh, together)[1] == {"x_y": 4, "z": 4}
     assert merged_axes(mesh, [*together, {"h": ("x",)}])[1] == {"x": 2, "y": 2, "z": 4}
-    assert merged_axes(mesh, [*together, {"pending": ("x",)}])[1] == {"x_y": 4, "z": 4}
+
+
+def test_an_axis_that_splits_what_walks_no_tensor_is_used_by_none():
+    """A copy's pending dim takes x alone: x and y still are one axis."""
+    graph = from_text(
+        "graph g\ntensor t float32[8] activation\ntensor u float32[8] activation copy=t\n"
+        "node t (b=8)\n  generate iota -> t[b]\n"
+        "node u (b=8, pending=0 pending)\n  copy copy t[b] -> u[b]\n"
+    )
+    mesh = Mesh(names=("x", "y"), sizes=(2, 2))
+    strategy = {"t": {"b": ("x", "y")}, "u": {"b": ("x", "y"), "pending": ("x",)}}
+    assert Names(graph, mesh, strategy).axes == {"x_y": 4}
 
 
 AXES = {"x": 2, "y": 3}

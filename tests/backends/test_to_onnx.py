@@ -129,7 +129,7 @@ def test_round_trip(tmp_path: Path) -> None:
     onnx.checker.check_model(after)
     assert after.ir_version >= 11 and after.configuration[0].num_devices == 8
     found = to_onnx.read(out)
-    assert found.layouts == {k: v[1] for k, v in to_onnx.layouts(plan, plan.traced).items()}
+    assert found.layouts == {k: v[1] for k, v in to_onnx.layouts(plan).items()}
     assert found.stored == {k: t.storage for k, t in (*plan.parameters.items(), *plan.inputs.items())}
     assert (found.mesh.names, found.mesh.sizes) == (plan.mesh.names, plan.mesh.sizes)
     # Every input and output of every node has its sharding, and this one is split.
@@ -155,7 +155,7 @@ def test_light_models(name: str, tmp_path: Path) -> None:
     source = next(p for p in light() if p.stem == name)
     plan, out = annotated(tmp_path, source, devices=8, baselines=False)
     found = to_onnx.read(out)
-    assert found.layouts == {k: v[1] for k, v in to_onnx.layouts(plan, plan.traced).items()}
+    assert found.layouts == {k: v[1] for k, v in to_onnx.layouts(plan).items()}
     convs = [i for i, n in enumerate(onnx.load(out).graph.node) if n.op_type == "Conv"]
     assert {i for i, _ in found.layouts} >= set(convs)
 
