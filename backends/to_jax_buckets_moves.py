@@ -288,51 +288,13 @@ def moves_of(
     lenient: a parameter that the problem does not name is left to the compiler.
     Raises PaseError where the problem names a tensor that is no parameter, or leaves a parameter's gradient out.
     """
-    where = {p: i for i, p in enumerate(paths)}
-    slots: list[Slot | None] = []
-    broken: set[int] = set()
-    named: set[int] = set()
-    for t in problem.tensors:
-        m = _NAME.match(t.name)
-        assert m is not None  # the pattern takes any text
-        exact = t.name in where
-        leaf = where.get(t.name) if exact else where.get(m["path"])
-        if leaf is None:
-            raise PaseError(
-                f"tensor '{t.name}' of '{problem.name}' is no parameter; there are {', '.join(paths)}"
-            )
-        named.add(leaf)
-        over = t.axes.partition("/")[0]
-        axes = tuple(over.split(",")) if over else data_axes
-        mine = tuple(a for a in data_axes if a in axes)
-        if not mine:
-            slots.append(None)  # over other axes alone: inside of the compiler's part
-            continue
-        if len(t.follows) > 1:
-            broken.add(leaf)
-        slots.append(
-            Slot(
-                leaf=leaf,
-                repeat=None if exact or m["repeat"] is None else int(m["repeat"]),
-                kind=t.kind,
-                axes=mine,
-                follows=t.follows[0] if t.follows else None,
-                gradient=t.kind != "all_gather",
-                again=not exact and m["again"] is not None,
-            )
-        )
-        if t.kind not in ("all_reduce", "reduce_scatter", "all_gather"):
-            broken.add(leaf)
-        if t.kind != "all_reduce" and set(axes) - set(data_axes):
-            broken.add(leaf)
-    slots = [_cut_off(s, slots) for s in slots]
+    slots, leaf_of, broken = _slots(problem, paths, data_axes)
     chains: dict[bool, dict[tuple[int, int | None], list[int]]] = {True: {}, False: {}}
     for i, s in enumerate(slots):
         if s is not None and not s.again:
             chains[s.gradient].setdefault((s.leaf, s.repeat), []).append(i)
-    broken |= named - {leaf for leaf, _ in chains[True]}
-    covered = set(range(len(paths))) if lenient else named
-    lost = [p for i, p in enumerate(paths) if i not in covered]
+    broken |= set(leaf_of) - {leaf for leaf, _ in chains[True]}
+    lost = [p for i, p in enumerate(paths) if not lenient and i not in leaf_of]
     if lost:
         raise PaseError(f"problem '{problem.name}' leaves out parameters {', '.join(lost)}")
     full = [tuple(p) + ((),) * (r - len(p)) for p, r in zip(placements, ranks, strict=True)]
@@ -350,18 +312,60 @@ def moves_of(
         )
         if not ok:
             broken.add(i)
-    kept = tuple(None if s is None or s.leaf in broken else s for s in slots)
     return Moves(
         problem=problem,
         plan=plan,
         sizes=dict(sizes),
         placements=tuple(full),
         data_axes=data_axes,
-        slots=kept,
+        slots=tuple(None if s is None or s.leaf in broken else s for s in slots),
         gradients={k: v[-1] for k, v in chains[True].items() if k[0] not in broken},
         gathers={k: v[-1] for k, v in chains[False].items() if k[0] not in broken},
         left=frozenset(broken),
     )
+
+
+def _slots(
+    problem: ScheduleProblem, paths: Sequence[str], data_axes: tuple[str, ...]
+) -> tuple[list[Slot | None], list[int], set[int]]:
+    """(per tensor of the problem its slot, None where it moves over other axes alone, which is the compiler's part;
+    the parameter that each is of; the parameters with a tensor that cannot be moved by hand)."""
+    where = {p: i for i, p in enumerate(paths)}
+    slots: list[Slot | None] = []
+    leaf_of: list[int] = []
+    broken: set[int] = set()
+    for t in problem.tensors:
+        m = _NAME.match(t.name)
+        assert m is not None  # the pattern takes any text
+        exact = t.name in where
+        leaf = where.get(t.name) if exact else where.get(m["path"])
+        if leaf is None:
+            raise PaseError(
+                f"tensor '{t.name}' of '{problem.name}' is no parameter; there are {', '.join(paths)}"
+            )
+        leaf_of.append(leaf)
+        over = t.axes.partition("/")[0]
+        axes = tuple(over.split(",")) if over else data_axes
+        mine = tuple(a for a in data_axes if a in axes)
+        if not mine:
+            slots.append(None)
+            continue
+        slots.append(
+            Slot(
+                leaf=leaf,
+                repeat=None if exact or m["repeat"] is None else int(m["repeat"]),
+                kind=t.kind,
+                axes=mine,
+                follows=t.follows[0] if t.follows else None,
+                gradient=t.kind != "all_gather",
+                again=not exact and m["again"] is not None,
+            )
+        )
+        known = t.kind in ("all_reduce", "reduce_scatter", "all_gather")
+        beyond = t.kind != "all_reduce" and set(axes) - set(data_axes)
+        if len(t.follows) > 1 or not known or beyond:
+            broken.add(leaf)
+    return [_cut_off(s, slots) for s in slots], leaf_of, broken
 
 
 def _cut_off(s: Slot | None, slots: Sequence[Slot | None]) -> Slot | None:

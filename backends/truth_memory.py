@@ -15,7 +15,7 @@ import numpy as np
 from pase.ir import Access, Node, Scope, functions
 from pase.memory.account import held
 from pase.plan.types import PlanData
-from pase.tables.layouts import dim_index, number, shards
+from pase.tables.layouts import local_bytes
 
 __all__ = ["Peak", "compare_memory"]
 
@@ -110,7 +110,7 @@ def _forward(plan: PlanData) -> int:
 
         def local(a: Access, n: Node = n, cfg: np.ndarray = cfg) -> float:
             t = graph.tensors[a.tensor]
-            return float(number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)[0])
+            return float(local_bytes(n, t, a, cfg, mesh)[0])
 
         kept += sum(
             float(h.nbytes[0]) for h in held(graph, n, cfg, mesh) if h.kind == "activations" and not h.region

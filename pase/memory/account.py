@@ -29,6 +29,7 @@ from pase.tables.layouts import (
     dim_index,
     forward_states,
     gradient_states,
+    local_bytes,
     number,
     read_states,
     shards,
@@ -188,7 +189,7 @@ def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Me
     cfg, out = configs[n.name][None, :], 0.0
     for op, a, source in _passing(graph, n):
         t = graph.tensors[a.tensor]
-        local = float(number(t.nbytes, t.name) / shards(cfg, dim_index(n, a.map.dims), mesh)[0])
+        local = float(local_bytes(n, t, a, cfg, mesh)[0])
         if source.kind != "parameter":
             out += local
             continue

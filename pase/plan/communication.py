@@ -80,7 +80,7 @@ def communication_problem(
     ]
     place = {p: i for i, p in enumerate(parts)}
     dtypes = {path: t.dtype for path, t in plan.parameters.items()}
-    tensors = list(_tensors(schedulable, times, place, len(parts), dtypes))
+    tensors = _tensors(schedulable, times, place, len(parts), dtypes)
     if not tensors:
         raise Infeasible(f"{where}: no collective on a parameter: this plan has nothing to schedule")
     return ScheduleProblem(
@@ -149,61 +149,73 @@ def _tensors(
     place: dict[_Part, int],
     n: int,
     dtypes: dict[str, str],
-) -> Iterator[Transfer]:
+) -> list[Transfer]:
     """In an order in which each follows only earlier ones."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.node, c.source, c.tensor), []).append(c)
-    count = 0
+    out: list[Transfer] = []
     for (node, source, _), members in groups.items():
+        backward = [c for c in members if c.phase == "backward"]
+        forward = [c for c in members if c.phase == "forward"]
         for r in range(times[node]):
             at = place[_Part(node=node, repeat=r)]
             name = f"{source}[{r}]" if times[node] > 1 else source
             dtype = dtypes.get(source, "float32")
-            backward = [c for c in members if c.phase == "backward"]
-            forward = [c for c in members if c.phase == "forward"]
-            last: int | None = None
-            for i, c in enumerate(backward):
-                final = i + 1 == len(backward)
-                yield Transfer(
-                    name=f"{name}.grad.{c.kind}" + (f".{i}" if i else ""),
-                    nbytes=c.nbytes,
-                    ready_after=2 * n - 1 - at if last is None else None,
-                    needed_before=at if final and not forward else None,
-                    kind=c.kind,
-                    axes=_key(c),
-                    dtype=dtype,
-                    follows=() if last is None else (last,),
-                )
-                last, count = count, count + 1
-            lag = 0 if last is None else 1
-            before: dict[int, int] = {}  # the stage before, of each repetition of the gather
-            for i, c in enumerate(forward):
-                yield Transfer(
-                    name=f"{name}.{c.kind}" + (f".{i}" if i else ""),
-                    nbytes=c.nbytes,
-                    ready_after=None,
-                    needed_before=at,
-                    lag=lag,
-                    kind=c.kind,
-                    axes=_key(c),
-                    dtype=dtype,
-                    follows=() if last is None else (last,),
-                )
-                last, count = count, count + 1
-                for again in range(1, round(c.times / times[node])):
-                    yield Transfer(
-                        name=f"{name}.{c.kind}" + (f".{i}" if i else "") + f".again{again}",
-                        nbytes=c.nbytes,
-                        ready_after=at,
-                        needed_before=2 * n - 1 - at,
-                        lag=0,
-                        kind=c.kind,
-                        axes=_key(c),
-                        dtype=dtype,
-                        follows=(before[again],) if again in before else (),
-                    )
-                    before[again], count = count, count + 1
+            last = _sums(out, backward, name, dtype, 2 * n - 1 - at, None if forward else at)
+            _gathers(out, forward, name, dtype, (at, 2 * n - 1 - at), last, times[node])
+    return out
+
+
+def _sums(
+    out: list[Transfer], stages: list[Collective], name: str, dtype: str, ready: int, needed: int | None
+) -> int | None:
+    """A gradient's sum, stage after stage: from the block that makes it to the one that needs it. Returns the last."""
+    last: int | None = None
+    for i, c in enumerate(stages):
+        transfer = Transfer(
+            name=f"{name}.grad.{c.kind}" + (f".{i}" if i else ""),
+            nbytes=c.nbytes,
+            ready_after=ready if last is None else None,
+            needed_before=needed if i + 1 == len(stages) else None,
+            kind=c.kind,
+            axes=_key(c),
+            dtype=dtype,
+            follows=() if last is None else (last,),
+        )
+        last = len(out)
+        out.append(transfer)
+    return last
+
+
+def _gathers(
+    out: list[Transfer], stages: list[Collective], name: str, dtype: str, at: tuple[int, int], last: int | None,
+    times: int,
+) -> None:  # fmt: skip
+    """A parameter's gather for forward, behind its gradient's sum of the step before (last), and again for backward,
+    stage after stage. at: the blocks of forward and of backward that need it."""
+    lag = 0 if last is None else 1
+    before: dict[int, int] = {}  # the stage before, of each repetition of the gather
+    for i, c in enumerate(stages):
+        stage = f"{name}.{c.kind}" + (f".{i}" if i else "")
+        first = Transfer(
+            name=stage,
+            nbytes=c.nbytes,
+            ready_after=None,
+            needed_before=at[0],
+            lag=lag,
+            kind=c.kind,
+            axes=_key(c),
+            dtype=dtype,
+            follows=() if last is None else (last,),
+        )
+        last = len(out)
+        out.append(first)
+        for k in range(1, round(c.times / times)):
+            follows = (before[k],) if k in before else ()
+            before[k] = len(out)
+            again = replace(first, ready_after=at[0], needed_before=at[1], lag=0, follows=follows)
+            out.append(replace(again, name=f"{stage}.again{k}"))
 
 
 def _links(

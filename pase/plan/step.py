@@ -19,7 +19,7 @@ from pase.machine import CostModel, Machine, Mesh
 from pase.tables.build import array_tile, work_price
 from pase.tables.derive import Phase, Work, node_work
 from pase.tables.itemize import collectives
-from pase.tables.layouts import dim_index, number, shards
+from pase.tables.layouts import local_bytes, number
 
 __all__ = [
     "COMPILED",
@@ -314,7 +314,7 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
         total = 0.0
         for a in accesses:
             t = graph.tensors[a.tensor]
-            total += float(number(t.nbytes, t.name) / shards(cfg, dim_index(node, a.map.dims), mesh)[0])
+            total += float(local_bytes(node, t, a, cfg, mesh)[0])
         return total
 
     for kernel in _kernels(graph, node, executor):
@@ -354,7 +354,7 @@ def _beside(
     t = graph.tensors[a.tensor]
     if not t.needs_grad:
         return 0.0
-    elements = number(t.nbytes, t.name) / t.itemsize / shards(cfg, dim_index(node, a.map.dims), mesh)
+    elements = local_bytes(node, t, a, cfg, mesh) / t.itemsize
     return float(np.ravel(model.compute("memory", t.dtype, 0.0, elements * executor.update_bytes))[0])
 
 
@@ -365,7 +365,7 @@ def _accumulated(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
     a = node.ops[0].writes[0]
     t = graph.tensors[a.tensor]
     if t.needs_grad:
-        local = number(t.nbytes, t.name) / shards(cfg, dim_index(node, a.map.dims), mesh)
+        local = local_bytes(node, t, a, cfg, mesh)
         yield Work(
             kind="memory", dtype=t.dtype, flops=local / t.itemsize, nbytes=3 * local, mnk=None, phase="backward",
             times=1.0,

@@ -66,89 +66,111 @@ def total_cost(graph, cost, choice):  # type: ignore[no-untyped-def]
     return s
 
 
+# What ``dual_ascent`` keeps between calls, in a float64 array: the best bound; the level (the rise aimed at); how many
+# points have a price; sweeps in this window; the direction of the next sweep; the bound at the window's start.
+BEST, LEVEL, PRICED, SWEEPS, DOWN, START = range(6)
+_WINDOW = 30.0
+"""Sweeps after which the level is judged by the rise that they brought."""
+
+
+@jit
+def adapt_level(state, bound, ceiling):  # type: ignore[no-untyped-def]
+    """One more sweep, which proved ``bound``, in the window; at its end the level follows the rise that happened. True
+    where it was too high: prices go back to the best."""
+    if state[LEVEL] <= 0.0:
+        state[LEVEL] = 0.05 * abs(bound) + 1e-9
+        state[START] = state[BEST]
+    state[SWEEPS] += 1.0
+    if state[SWEEPS] < _WINDOW:
+        return False
+    state[SWEEPS] = 0.0
+    risen = state[BEST] - state[START] >= 0.5 * state[LEVEL]
+    state[LEVEL] *= 1.5 if risen else 0.6
+    # Stuck with steps too small to matter: aim at a good part of the gap again.
+    if not risen and ceiling < np.inf and state[LEVEL] < 0.03 * (ceiling - state[BEST]):
+        state[LEVEL] = 0.3 * (ceiling - state[BEST])
+    state[START] = state[BEST]
+    return not risen
+
+
+@jit
+def with_worst(used, capacity, active, is_active, count):  # type: ignore[no-untyped-def]
+    """The point that is over its capacity most gets a price, if there is room; returns how many have one."""
+    worst = -1
+    over = 0.0
+    for t in range(capacity.shape[0]):
+        if used[t] - capacity[t] > over:
+            over = used[t] - capacity[t]
+            worst = t
+    if worst >= 0 and is_active[worst] == 0 and count < active.shape[0]:
+        is_active[worst] = 1
+        active[count] = worst
+        count += 1
+    return count
+
+
+@jit
+def step_prices(now, used, capacity, active, direction, reach):  # type: ignore[no-untyped-def]
+    """A deflected subgradient step on the prices of the active points; reach: step times the direction's square.
+    now, direction: changed."""
+    norm = 0.0
+    for i in range(active.shape[0]):
+        t = active[i]
+        g = used[t] - capacity[t]
+        if now[t] <= 0.0 and g < 0.0:
+            g = 0.0
+        direction[i] = 0.8 * direction[i] + 0.2 * g
+        norm += direction[i] * direction[i]
+    if norm > 0.0:
+        step = reach / norm
+        for i in range(active.shape[0]):
+            t = active[i]
+            now[t] = max(0.0, now[t] + step * direction[i])
+
+
 @jit
 def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, passes):  # type: ignore[no-untyped-def]
     """Raise the bound by ``passes`` sweeps, each followed by a deflected subgradient step on the prices.
 
     price: float64 [points], the best prices on entry and exit. active: int64, points that have a price.
-    state: float64 [6] = (best bound, level: the rise aimed at, points active, sweeps in this window,
-    parity, bound at the window's start), kept between calls; the level adapts to the rises that happen.
-    ceiling: a known cost, or inf. choice: set to the rounded choice of least priced cost.
-    Returns the best bound.
+    state: float64 [6], kept between calls (BEST …). ceiling: a known cost, or inf. choice: set to the rounded choice of
+    least priced cost. Returns the best bound.
     """
-    slot, cap = graph.slot, limit.capacity
-    points = cap.shape[0]
-    suffix = np.zeros(points + 1)
-    priced = np.zeros(cost.shape[0])
-    reduced = np.zeros(cost.shape[0])
-    used = np.zeros(points)
-    rounded = choice.copy()
-    least = np.inf
-    now = price.copy()
-    count = int(state[2])
-    direction = np.zeros(active.shape[0])
-    is_active = np.zeros(points, np.uint8)
+    slot, capacity = graph.slot, limit.capacity
+    points = capacity.shape[0]
+    suffix, used = np.zeros(points + 1), np.zeros(points)
+    priced, reduced = np.zeros(cost.shape[0]), np.zeros(cost.shape[0])
+    rounded, now, least = choice.copy(), price.copy(), np.inf
+    direction, is_active = np.zeros(active.shape[0]), np.zeros(points, np.uint8)
+    count = int(state[PRICED])
     for i in range(count):
         is_active[active[i]] = 1
     for _ in range(passes):
         priced_costs(limit, cost, now, suffix, priced)
-        bound = trws_pass(graph, priced, msg, rounded, reduced, state[4] == 0.0, True)
-        state[4] = 1.0 - state[4]
+        bound = trws_pass(graph, priced, msg, rounded, reduced, state[DOWN] == 0.0, True)
+        state[DOWN] = 1.0 - state[DOWN]
         free = 0.0
         for i in range(count):
-            free += now[active[i]] * cap[active[i]]
+            free += now[active[i]] * capacity[active[i]]
         bound -= free
         value = total_cost(graph, priced, rounded) - free
         if points > 0 or value < least:  # prices move on: the newest; without prices: the cheapest
             least = value
             choice[:] = rounded
-        if bound > state[0]:
-            state[0] = bound
+        if bound > state[BEST]:
+            state[BEST] = bound
             price[:] = now
-        if state[1] <= 0.0:
-            state[1] = 0.05 * abs(bound) + 1e-9
-            state[5] = state[0]
-        state[3] += 1.0
-        if state[3] >= 30.0:
-            state[3] = 0.0
-            if state[0] - state[5] >= 0.5 * state[1]:
-                state[1] *= 1.5
-            else:
-                state[1] *= 0.6
-                now[:] = price  # but not to its messages: those since are the better for having moved
-                direction[:] = 0.0
-                # Stuck with steps too small to matter: aim at a good part of the gap again.
-                if ceiling < np.inf and state[1] < 0.03 * (ceiling - state[0]):
-                    state[1] = 0.3 * (ceiling - state[0])
-            state[5] = state[0]
+        if adapt_level(state, bound, ceiling):
+            now[:] = price  # but not to its messages: those since are the better for having moved
+            direction[:] = 0.0
         if points == 0:
             continue
         usage_of(limit, slot, rounded, used)
-        worst = -1
-        over = 0.0
-        for t in range(points):
-            if used[t] - cap[t] > over:
-                over = used[t] - cap[t]
-                worst = t
-        if worst >= 0 and is_active[worst] == 0 and count < active.shape[0]:
-            is_active[worst] = 1
-            active[count] = worst
-            count += 1
-        norm = 0.0
-        for i in range(count):
-            t = active[i]
-            g = used[t] - cap[t]
-            if now[t] <= 0.0 and g < 0.0:
-                g = 0.0
-            direction[i] = 0.8 * direction[i] + 0.2 * g
-            norm += direction[i] * direction[i]
-        if norm > 0.0:
-            step = min(state[1], max(ceiling - state[0], 0.1 * state[1])) / norm
-            for i in range(count):
-                t = active[i]
-                now[t] = max(0.0, now[t] + step * direction[i])
-    state[2] = float(count)
-    return state[0]
+        count = with_worst(used, capacity, active, is_active, count)
+        reach = min(state[LEVEL], max(ceiling - state[BEST], 0.1 * state[LEVEL]))
+        step_prices(now, used, capacity, active[:count], direction, reach)
+    state[PRICED] = float(count)
+    return state[BEST]
 
 
 class Scratch(NamedTuple):

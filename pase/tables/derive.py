@@ -34,6 +34,7 @@ from pase.tables.layouts import (
     dim_index,
     forward_states,
     gradient_states,
+    local_bytes,
     number,
     ring_of,
     shards,
@@ -118,12 +119,6 @@ def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh
     return points / shards(cfg, index, mesh)
 
 
-def _local_bytes(
-    node: Node, tensor: Tensor, walked: tuple[str, ...], cfg: np.ndarray, mesh: Mesh
-) -> np.ndarray:
-    return number(tensor.nbytes, tensor.name) / shards(cfg, dim_index(node, walked), mesh)
-
-
 def _padded(
     node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh, tile: Tile | None
 ) -> Any:
@@ -161,7 +156,7 @@ def node_work(
             t = graph.tensors[a.tensor]
             if a.sparse:
                 return t.itemsize * _local_points(node, over, cfg, mesh)
-            return _local_bytes(node, t, a.map.dims, cfg, mesh) * _padded(node, t, a, cfg, mesh, tile)
+            return local_bytes(node, t, a, cfg, mesh) * _padded(node, t, a, cfg, mesh, tile)
 
         nbytes, wrote = zero, zero
         for a in op.writes:
@@ -181,11 +176,7 @@ def node_work(
         elif op.kind == "gather":
             light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
             for a in grads:  # a scatter-add into zeros of the table's local size
-                back_bytes = (
-                    back_bytes
-                    + 2 * wrote
-                    + _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
-                )
+                back_bytes = back_bytes + 2 * wrote + local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
         elif op.kind not in ("carry", "copy", "output", "input", "constant"):
             light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
             if grads:
@@ -289,8 +280,7 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
     for op in node.ops[1:]:
         if op.kind == "elementwise":
             moved = sum(
-                _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
-                for a in (*op.reads, *op.writes)
+                local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh) for a in (*op.reads, *op.writes)
             )
             yield Work(
                 kind="memory", dtype=graph.tensors[op.writes[0].tensor].dtype, flops=np.zeros(len(cfg)),
@@ -301,7 +291,7 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
     tensor = graph.tensors[write.tensor]
     if not tensor.needs_grad:
         return
-    stored = _local_bytes(node, tensor, write.map.dims, cfg, mesh) / shards(cfg, state_index(node), mesh)
+    stored = local_bytes(node, tensor, write, cfg, mesh) / shards(cfg, state_index(node), mesh)
     state = stored / tensor.itemsize * 4 * OPTIMIZERS[optimizer]
     elements = stored / tensor.itemsize
     yield Work(
@@ -323,7 +313,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
         a = node.ops[0].writes[0]
         yield Charge(
             kind="all_gather", axes=axis_bits(cfg, [i], mesh), tensor=a.tensor, phase="update", times=1.0,
-            nbytes=_local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh), bucketed=True,
+            nbytes=local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh), bucketed=True,
         )  # fmt: skip
     for op in node.ops:
         times = _runs(op, node.name)
@@ -332,7 +322,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
             summed = [d for d in op.dims if d not in set(a.map.dims)]
             if a.tensor in consumed and summed:
                 axes = axis_bits(cfg, dim_index(node, summed), mesh)
-                size = _local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh)
+                size = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
                 yield Charge(
                     kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase="forward", times=runs
                 )
@@ -341,7 +331,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
             other = [d for d in op.dims if d not in set(a.map.dims)]
             if a.tensor in internal and other and _grad(graph, op, a.tensor):
                 axes = axis_bits(cfg, dim_index(node, other), mesh)
-                size = _local_bytes(node, t, a.map.dims, cfg, mesh)
+                size = local_bytes(node, t, a, cfg, mesh)
                 yield Charge(
                     kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times
                 )
@@ -351,7 +341,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
                 index = dim_index(node, walk.dims)
                 ways = shards(cfg, index, mesh)
                 part = walk.window.halo * ways / number(extent, t.name)
-                size = _local_bytes(node, t, a.map.dims, cfg, mesh) * part
+                size = local_bytes(node, t, a, cfg, mesh) * part
                 axes = axis_bits(cfg, index, mesh)
                 yield Charge(
                     kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="forward", times=runs
@@ -371,8 +361,8 @@ def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh
     Causal: before and after, half of each part changes places, so that all have the same work (``RingDim.balanced``).
     """
     op = node.main
-    q, k, v = (_local_bytes(node, graph.tensors[a.tensor], a.map.dims, cfg, mesh) for a in op.reads)
-    out = _local_bytes(node, graph.tensors[op.writes[0].tensor], op.writes[0].map.dims, cfg, mesh)
+    q, k, v = (local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh) for a in op.reads)
+    out = local_bytes(node, graph.tensors[op.writes[0].tensor], op.writes[0], cfg, mesh)
     sums = (k + v) * max(4 / graph.tensors[op.reads[1].tensor].itemsize, 1.0)
     turns = shards(cfg, [ring.dim], mesh) - 1
     half = np.where(ring.balanced(node, cfg, mesh) & (op.function is CAUSAL_ATTENTION), 0.5, 0.0)

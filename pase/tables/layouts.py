@@ -36,8 +36,10 @@ __all__ = [
     "axis_bits",
     "blocks_of",
     "configs",
+    "dim_index",
     "forward_states",
     "gradient_states",
+    "local_bytes",
     "number",
     "read_rule",
     "read_states",
@@ -273,6 +275,11 @@ def shards(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
         factor[list(dims)] = size
         out *= factor[cfg[:, a]]
     return out
+
+
+def local_bytes(node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Bytes of a tensor's part on one device, as the access lays it out under each config: float64 [K]."""
+    return number(tensor.nbytes, tensor.name) / shards(cfg, dim_index(node, access.map.dims), mesh)
 
 
 def axis_bits(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
