@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import kendalltau
 
 if not __package__:  # started by its path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -234,6 +233,8 @@ def price_row(row: Row) -> Answer:
 
 def summary(answers: list[Answer]) -> dict[str, Any]:
     """Median absolute error and Kendall's tau over what has both a time and a price; None: nothing has."""
+    from scipy.stats import kendalltau
+
     known = [a for a in answers if a.error is not None]
     measured = [a.step_s for a in known]
     predicted = [a.priced.step_s for a in known if a.priced is not None]
