@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
@@ -41,7 +42,8 @@ class Registry(Mapping[str, T], Generic[T]):
         self.kind = kind
         self._package, self._prefix = package, prefix
         self._members: dict[str, tuple[int, T]] = {}
-        self._found = package is None
+        self._found = self._done = package is None
+        self._lock = threading.RLock()
 
     def add(self, name: str, member: T, *, rank: int = 0) -> T:
         """Register one; ValueError where the name is taken."""
@@ -102,14 +104,18 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def _discover(self) -> None:
         """Import the package's modules, once. One that cannot be imported is an error, each time it is asked for."""
-        if self._found:
+        if self._done:
             return
-        self._found = True  # a module may read the registry while it registers
-        try:
-            package = importlib.import_module(str(self._package))
-            for module in pkgutil.iter_modules(package.__path__):
-                if module.name.startswith(self._prefix):
-                    importlib.import_module(f"{self._package}.{module.name}")
-        except BaseException:
-            self._found = False
-            raise
+        with self._lock:  # another thread waits until all are there
+            if self._found:
+                return
+            self._found = True  # a module may read the registry while it registers
+            try:
+                package = importlib.import_module(str(self._package))
+                for module in pkgutil.iter_modules(package.__path__):
+                    if module.name.startswith(self._prefix):
+                        importlib.import_module(f"{self._package}.{module.name}")
+            except BaseException:
+                self._found = False
+                raise
+            self._done = True

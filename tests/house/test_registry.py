@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,18 @@ def test_a_policy_a_search_and_a_baseline_are_one_file_each(tmp_path: Path) -> N
         run, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     ).stdout
     assert out == "True True True ours\n"
+
+
+def test_a_thread_that_asks_while_another_discovers_waits_for_all(tmp_path, monkeypatch):
+    package = tmp_path / "slow_members"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from pase.registry import Registry\nMEMBERS = Registry('member', package='slow_members')\n"
+    )
+    (package / "one.py").write_text(
+        "import time\nfrom slow_members import MEMBERS\ntime.sleep(0.2)\nMEMBERS.add('one', 1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    members = importlib.import_module("slow_members").MEMBERS
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: members["one"], range(4))) == [1] * 4
