@@ -27,8 +27,9 @@ from pase.frontends.onnx_control import CONTROL, apart_value, captures
 from pase.frontends.onnx_fold import fold
 from pase.frontends.onnx_model import Model, dtype_name, load, ordered
 from pase.frontends.onnx_rules import RULES
-from pase.frontends.onnx_values import MOST_KNOWN, Call, Value
+from pase.frontends.onnx_values import MOST_KNOWN, Call
 from pase.frontends.registry import Dims, Unknown, UnknownOp, by_nest, type_names
+from pase.frontends.values import Value
 from pase.ir import Place, SourceLine, Tensor
 from pase.ir.garbage import uncollected
 from pase.ir.places import NOWHERE

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pase.frontends.onnx_values import Call, Value
+from pase.frontends.onnx_values import Call
 from pase.frontends.registry import Control, lowers_bodies
+from pase.frontends.values import Value
 from pase.ops import GraphBuilder
 from pase.ops.loops import body_flops
 from pase.registry import Registry

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pase.frontends.onnx_values import MOST_KNOWN, Call, Value, known
+from pase.frontends.onnx_values import MOST_KNOWN, Call
+from pase.frontends.values import Value, known
 from pase.registry import Registry
 
 __all__ = ["FOLDS", "fold"]

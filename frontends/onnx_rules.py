@@ -13,7 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from pase.frontends.onnx_values import Call, Value, known
+from pase.frontends.onnx_values import Call
+from pase.frontends.values import Value, known
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS, Function
 from pase.ops.activations import ACTIVATIONS

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pase.frontends.moves import take, take_along
 from pase.frontends.onnx_rules import lowers, nothing
-from pase.frontends.onnx_values import Call, Value
+from pase.frontends.onnx_values import Call
+from pase.frontends.values import Value
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS
 from pase.ops import indexed, nests
@@ -16,45 +18,12 @@ __all__: list[str] = []
 
 @lowers("Gather")
 def _gather(c: Call) -> Value:
-    x, ids = c.x(0), c.x(1)
-    axis = c.axis(c.integer("axis"), len(x.shape))
-    shape = c.shape((*x.shape[:axis], *ids.shape, *x.shape[axis + 1 :]))
-    if math.prod(shape) == 0 or x.elements == 0:
-        return nothing(shape, x.dtype)
-    if ids.elements == 1 and ids.data is not None:  # one known index: a slice
-        one = [1 if i == axis else s for i, s in enumerate(x.shape)]
-        kept = [i != axis for i in range(len(one))]
-        part = x if x.shape[axis] == 1 else c.value(nests.restrict(c.b, "slice", [c.tensor(x)], one, kept))
-        return c.reshape(part, shape)
-    lead = c.reshape(ids, (*ids.shape, 1))
-    n = len(ids.shape)
-    return c.value(
-        indexed.gather(
-            c.b, "gather", c.tensor(x), c.tensor(lead), shape,
-            offset_dims=[i for i in range(len(shape)) if not axis <= i < axis + n], collapsed=(axis,), indexed=(axis,),
-            slice_sizes=[1 if i == axis else s for i, s in enumerate(x.shape)],
-        )
-    )  # fmt: skip
+    return take(c, c.x(0), c.x(1), c.integer("axis"))
 
 
 @lowers("GatherElements")
 def _gather_elements(c: Call) -> Value:
-    x, ids = c.x(0), c.x(1)
-    rank = len(x.shape)
-    axis = c.axis(c.integer("axis"), rank)
-    if len(ids.shape) != rank:
-        raise c.fail(f"indices {list(ids.shape)} into {list(x.shape)}")
-    others = [i for i in range(rank) if i != axis]
-    if any(ids.shape[i] != x.shape[i] for i in others):
-        kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]
-        return c.value(nests.restrict(c.b, "gather", c.tensors(x, ids), c.shape(ids.shape), kept))
-    lead = c.reshape(ids, (*ids.shape, 1))
-    return c.value(
-        indexed.gather(
-            c.b, "gather", c.tensor(x), c.tensor(lead), ids.shape, offset_dims=(), collapsed=(axis,), indexed=(axis,),
-            slice_sizes=[1] * rank, x_batch=others, ids_batch=others,
-        )
-    )  # fmt: skip
+    return take_along(c, c.x(0), c.x(1), c.integer("axis"))
 
 
 @lowers("GatherND")

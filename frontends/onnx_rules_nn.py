@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from pase.frontends.onnx_rules import activation, lowers, nothing
-from pase.frontends.onnx_values import Call, Value
+from pase.frontends.onnx_values import Call
+from pase.frontends.values import Value
 from pase.ir import Tensor, functions
 from pase.ops import composites, nests
 

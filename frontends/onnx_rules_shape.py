@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from pase.frontends.moves import join, part, spread
 from pase.frontends.onnx_fold import axes_of, reshaped, slice_arguments, slice_bounds, split_sizes
 from pase.frontends.onnx_model import dtype_name
 from pase.frontends.onnx_rules import lowers, nothing
-from pase.frontends.onnx_values import MOST_KNOWN, Call, Value, known
-from pase.ir import Tensor, functions
+from pase.frontends.onnx_values import MOST_KNOWN, Call
+from pase.frontends.values import Value, known
+from pase.ir import functions
 from pase.ops import nests
 
 __all__: list[str] = []
@@ -66,26 +68,6 @@ def _transpose(c: Call) -> Value:
     return c.transpose(x, order)
 
 
-def _part(
-    c: Call, x: Value, shape: Sequence[int], kept: Sequence[bool], name: str, note: tuple[object, ...]
-) -> Value:
-    """A part of a tensor. That of a weight is made only if something else than a reordering of it reads it."""
-    shape = c.shape(shape)
-    if math.prod(shape) == 0:
-        return nothing(shape, x.dtype)
-
-    def make() -> Tensor:
-        if note:  # one of several equal parts (a fused projection's queries, a recurrent layer's gate)
-            axis, start = int(note[0]), int(note[1])  # type: ignore[call-overload]
-            if x.shape[axis] % shape[axis] == 0 and start % shape[axis] == 0 and shape[axis] > 1:
-                return nests.part(c.b, name, c.tensor(x), axis, x.shape[axis] // shape[axis])
-        return nests.restrict(c.b, name, [c.tensor(x)], shape, kept)
-
-    if x.note[:1] == ("initializer",) and note:
-        return c.later(shape, x.dtype, make, ("slice", x, *note))
-    return c.value(make())
-
-
 @lowers("Slice")
 def _slice(c: Call) -> Value:
     x = c.x()
@@ -97,7 +79,7 @@ def _slice(c: Call) -> Value:
         shape[axis] = len(range(a, -1 if b is None else b, t))
         kept[axis] = (a, shape[axis], t) == (0, x.shape[axis], 1)
         note = (axis, a, a + shape[axis]) if t == 1 and len(axes) == 1 else ()
-    return x if all(kept) else _part(c, x, shape, kept, "slice", note)
+    return x if all(kept) else part(c, x, shape, kept, "slice", note)
 
 
 @lowers("Split")
@@ -109,7 +91,7 @@ def _split(c: Call) -> Sequence[Value]:
         shape = [size if i == axis else s for i, s in enumerate(x.shape)]
         kept = [i != axis for i in range(len(shape))]
         whole = size == x.shape[axis]
-        out.append(x if whole else _part(c, x, shape, kept, "split", (axis, at, at + size)))
+        out.append(x if whole else part(c, x, shape, kept, "split", (axis, at, at + size)))
         at += size
     return out
 
@@ -117,58 +99,13 @@ def _split(c: Call) -> Sequence[Value]:
 @lowers("Concat")
 def _concat(c: Call) -> Value:
     values = [c.x(i) for i in range(len(c.ins))]
-    return _join(c, values, c.integer("axis", 1))
-
-
-def _join(c: Call, values: Sequence[Value], axis: int) -> Value:
-    if not values:
-        raise c.fail("nothing to join")
-    rank = len(values[0].shape)
-    axis = c.axis(axis, rank)
-    shape = list(values[0].shape)
-    for v in values[1:]:
-        if len(v.shape) != rank or any(i != axis and v.shape[i] != shape[i] for i in range(rank)):
-            raise c.fail(f"{list(values[0].shape)} and {list(v.shape)} cannot be joined along dim {axis}")
-    shape[axis] = sum(v.shape[axis] for v in values)
-    shape = list(c.shape(shape))
-    full = [v for v in values if v.elements]
-    if len(full) < 2:
-        return full[0] if full else nothing(shape, values[0].dtype)
-    if (whole := _reordered(full, axis)) is not None:
-        return whole
-    if all(v.tensor is None and v.make is None for v in full):
-        return nothing(shape, full[0].dtype)
-    return c.value(nests.concat(c.b, c.tensors(*full), axis))
-
-
-def _reordered(values: Sequence[Value], axis: int) -> Value | None:
-    """The weight itself, where these are all of its parts in another order (a recurrent layer's gates): it is stored
-    in that order then."""
-    if any(v.note[:1] != ("slice",) or v.note[1] is not values[0].note[1] for v in values):
-        return None
-    base: Value = values[0].note[1]
-    at = 0
-    for where, start, stop in sorted(v.note[2:] for v in values):
-        if where != axis or start != at:
-            return None
-        at = stop
-    return base if at == base.shape[axis] else None
+    return join(c, values, c.integer("axis", 1))
 
 
 @lowers("Expand")
 def _expand(c: Call) -> Value:
     x = c.x()
-    return _spread(c, x, c.broadcast(x.shape, c.shape(c.ints_of(1, "shape"))))
-
-
-def _spread(c: Call, x: Value, shape: Sequence[int]) -> Value:
-    shape = c.shape(shape)
-    if tuple(shape) == x.shape:
-        return x
-    if math.prod(shape) == 0 or x.literal or (x.tensor is None and x.make is None):
-        return nothing(shape, x.dtype)
-    lead = len(shape) - len(x.shape)
-    return c.value(nests.broadcast(c.b, c.tensor(x), shape, [i + lead for i in range(len(x.shape))]))
+    return spread(c, x, c.broadcast(x.shape, c.shape(c.ints_of(1, "shape"))))
 
 
 @lowers("Tile")
@@ -183,7 +120,7 @@ def _tile(c: Call) -> Value:
         raise c.fail(f"{len(repeats)} repeats for {len(x.shape)} dims")
     shape = c.shape([s * r for s, r in zip(x.shape, repeats, strict=True)])
     if math.prod(shape) == 0 or all(s == 1 or r == 1 for s, r in zip(x.shape, repeats, strict=True)):
-        return _spread(c, x, shape)
+        return spread(c, x, shape)
     return c.value(nests.restrict(c.b, "tile", [c.tensor(x)], shape, [r == 1 for r in repeats]))
 
 
@@ -292,8 +229,8 @@ def _resize(c: Call) -> Value:
     whole = all(t % s == 0 for s, t in zip(x.shape, full, strict=True))
     if whole and c.text("mode", "nearest") == "nearest":
         wide = [n for s, t in zip(x.shape, full, strict=True) for n in (s, t // s)]
-        spread = nests.broadcast(c.b, c.tensor(x), wide, [2 * i for i in range(rank)])
-        return c.reshape(c.value(spread), full)
+        repeated = nests.broadcast(c.b, c.tensor(x), wide, [2 * i for i in range(rank)])
+        return c.reshape(c.value(repeated), full)
     kept = [s == t for s, t in zip(x.shape, full, strict=True)]
     return c.value(nests.restrict(c.b, "resize", [c.tensor(x)], full, kept))
 
@@ -437,7 +374,7 @@ def _split_to(c: Call) -> Value:
     out, at = [], 0
     for p in parts:
         shape = [p if i == axis else s for i, s in enumerate(x.shape)]
-        v = _part(c, x, shape, [i != axis for i in range(len(shape))], "split", (axis, at, at + p))
+        v = part(c, x, shape, [i != axis for i in range(len(shape))], "split", (axis, at, at + p))
         keep = c.integer("keepdims", 1) or c.opt(1) is not None
         out.append(v if keep else c.reshape(v, [s for i, s in enumerate(shape) if i != axis]))
         at += p
@@ -450,4 +387,4 @@ def _concat_from(c: Call) -> Value:
     if c.integer("new_axis") and items:
         axis = c.axis(axis, len(items[0].shape) + 1)
         items = [c.reshape(v, (*v.shape[:axis], 1, *v.shape[axis:])) for v in items]
-    return _join(c, items, axis)
+    return join(c, items, axis)

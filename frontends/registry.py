@@ -71,12 +71,14 @@ class Frontend:
         have is an error (``check_dims``).
     coverage: loop nest -> the framework's ops, for ``pase ops``; ``by_nest`` derives it from the rules.
     programs: it reads programs that are not trained too: ``trace`` then takes ``mode``, ``carry`` and ``chances``.
+    modules: a model is a module that need not return its loss: ``trace`` then takes ``loss``.
     """
 
     reads: Callable[[Any], bool]
     trace: Callable[..., Traced]
     coverage: Callable[[], dict[str, list[str]]]
     programs: bool = False
+    modules: bool = False
 
 
 FRONTENDS: Registry[Frontend] = Registry("frontend", package="pase.frontends", prefix="from_")
@@ -115,10 +117,13 @@ def trace(
     mode: str = "train",
     carry: Mapping[int, Any] | None = None,
     chances: Chances | None = None,
+    loss: Callable[..., Any] | None = None,
 ) -> Traced:
     """Read a model by whichever frontend reads it.
 
     mode, carry, chances: what the program is for, see ``CompileOptions``; programs with these are JAX's.
+
+    loss: of a PyTorch module that does not return it, see ``CompileOptions``.
 
     unknown: at an op without a rule: "error", or "replicate" (it may not be split).
     dims: integers for symbolic sizes.
@@ -129,8 +134,13 @@ def trace(
         raise PaseError(
             f"no frontend reads a {type(model).__module__}.{type(model).__name__}; there are frontends for {kinds}"
         )
+    if loss is not None and not frontend.modules:
+        raise PaseError(
+            f"loss is for PyTorch modules, not for a {type(model).__name__}: let it return its loss"
+        )
     if mode == "train" and not carry and not chances:
-        return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims)
+        given = {} if loss is None else {"loss": loss}
+        return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims, **given)
     if not frontend.programs:
         raise PaseError(
             f"mode='{mode}', carry and chances are for JAX functions, not for a {type(model).__name__}"

@@ -122,8 +122,9 @@ def compile(
     """Find the best split of every layer over ``devices``, over all meshes, and say what follows from it.
 
     model: "zoo:NAME?batch=…", "package.module:function" (which returns loss_fn, params, *batch), a JAX
-        callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes suffice), or what
-        another frontend reads: "model.onnx", an onnx.ModelProto, …
+        callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes suffice), a
+        torch.nn.Module followed by an example batch, "hf:CLASS?setting=…" of transformers, or what another
+        frontend reads: "model.onnx", an onnx.ModelProto, …
     {options}
     progress: called with a line of text at each step of the way.
 

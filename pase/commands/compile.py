@@ -47,6 +47,7 @@ def compile(
       pase compile 'zoo:llama3_8b?batch=64' --devices 64 --machine a100x8 -o layout.json
       pase compile model.onnx --devices 32 --dim batch=64 -o layout.json
       pase compile mypackage.train:model --devices 8 --mesh data=4,model=2 --json
+      pase compile 'hf:LlamaForCausalLM?batch=32' --devices 32
     """
     from pase.api import Plan
     from pase.compiler.compilation import compile_model

@@ -50,6 +50,7 @@ def compile_model(
         mode=options.mode,
         carry=options.carry,
         chances=options.chances,
+        loss=options.loss,
     )
     problem = SplitProblem.of(
         traced.graph, options.devices, options.machine, options.cost_model, options.optimizer, options.overlap

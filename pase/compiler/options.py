@@ -101,6 +101,10 @@ class CompileOptions:
         metavar="NAME=CHANCES",
         pairs=parse_chances,
     )
+    loss: Callable[..., Any] | None = _option(  # noqa: RUF009 it is a field
+        None,
+        "Of a PyTorch module that does not return its loss: loss(module, *batch) -> scalar.",
+    )
     max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1)
     baselines: bool = _option(
         True,

@@ -19,8 +19,8 @@ __all__ = ["resolve", "traced_model"]
 def traced_model(
     model: Any, params: Any, batch: Sequence[Any], unknown: Unknown, dims: Dims | None = None, **purpose: Any
 ) -> tuple[Traced, str]:
-    """Trace what the user gave as a model: (the trace, its name). purpose: ``mode``, ``carry`` and ``chances`` of
-    CompileOptions."""
+    """Trace what the user gave as a model: (the trace, its name). purpose: ``mode``, ``carry``, ``chances``
+    and ``loss`` of CompileOptions."""
     if isinstance(model, (str, Path)):
         if params is not None or batch:
             raise PaseError(f"'{model}' names a model: give no further arguments with it")
@@ -36,7 +36,7 @@ def traced_model(
 
 
 def resolve(model: str, unknown: Unknown = "error", dims: Dims | None = None, **purpose: Any) -> Traced:
-    """Trace the model that this name means: zoo:NAME, a file or folder that a frontend reads, or
+    """Trace the model that this name means: zoo:NAME, hf:CLASS, a file or folder that a frontend reads, or
     package.module:function."""
     if model.startswith("zoo:"):
         from pase import zoo
@@ -48,8 +48,8 @@ def resolve(model: str, unknown: Unknown = "error", dims: Dims | None = None, **
     module, _, attribute = model.partition(":")
     if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise PaseError(
-            f"'{model}' is not a model: write zoo:NAME (see 'pase zoo'), a model file (.onnx, .pb, a SavedModel's "
-            f"folder), or package.module:function"
+            f"'{model}' is not a model: write zoo:NAME (see 'pase zoo'), hf:CLASS (a class of transformers), a "
+            f"model file (.onnx, .pb, a SavedModel's folder), or package.module:function"
         )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -63,12 +63,14 @@ def resolve(model: str, unknown: Unknown = "error", dims: Dims | None = None, **
         inspect.signature(function).bind()
     except TypeError as e:
         raise PaseError(
-            f"{model} must be a function without arguments that returns (loss_fn, params, *batch): {e}"
+            f"{model} must be a function without arguments that returns (loss_fn, params, *batch), or a PyTorch module "
+            f"with a batch and perhaps its loss: {e}"
         ) from e
     made = function()
     target, *args = made if isinstance(made, tuple) and made else (made,)
     if registry.frontend_of(target) is None or (not args and inspect.isfunction(target)):
         raise PaseError(
-            f"{model}() must return (loss_fn, params, *batch), or a framework's own model, got {type(made).__name__}"
+            f"{model}() must return (loss_fn, params, *batch), (module, batch) or (module, batch, loss) of PyTorch, or "
+            f"another framework's own model, got {type(made).__name__}"
         )
     return registry.trace(target, *args, name=model, unknown=unknown, dims=dims, **purpose)

@@ -49,7 +49,13 @@ def python_of(document: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("document", [d for d in PRESENT if python_of(d)], ids=lambda d: d.name)
+def documents_with_python() -> list[object]:
+    """Those whose framework is not installed by default are marked."""
+    marks = {"torch.md": [pytest.mark.torch]}
+    return [pytest.param(d, id=d.name, marks=marks.get(d.name, ())) for d in PRESENT if python_of(d)]
+
+
+@pytest.mark.parametrize("document", documents_with_python())
 def test_python_in_documents_runs(document, tmp_path):
     """Top to bottom in one process, as a reader would; ``<!-- not run: why -->`` before a block skips it.
 

@@ -1,0 +1,154 @@
+"""PyTorch modules to graphs, by way of ``torch.export`` on fake tensors: nothing is run, no weight is read.
+
+Exporting is in ``torch_export``, the traversal in ``torch_lower``, the rules for single ops in ``torch_rules*``, models
+of transformers by name in ``torch_hf``. Every node of the exported graph gets a stable path: its number among the
+nodes on which the step depends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pase.errors import PaseError, install_line
+from pase.frontends import registry, torch_hf
+from pase.frontends.registry import Dims, Unknown, by_nest, check_dims, type_names
+from pase.frontends.torch_export import Program, program_of
+from pase.frontends.torch_lower import Lowering, live
+from pase.frontends.torch_rules import RULES
+from pase.frontends.values import Value
+from pase.ir import Tensor
+from pase.ir.garbage import uncollected
+from pase.ops import GraphBuilder
+
+__all__ = ["Traced", "coverage", "reads", "trace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(registry.Traced):
+    """A module's graph, and the exported program that it was read from."""
+
+    program: Program = field(repr=False, compare=False)
+
+
+def reads(model: Any) -> bool:
+    """A torch.nn.Module, or the name of a transformers model: hf:CLASS?setting=value&…"""
+    if isinstance(model, str):
+        return model.startswith(torch_hf.PREFIX)
+    return "torch.nn.modules.module.Module" in type_names(model)
+
+
+def coverage() -> dict[str, list[str]]:
+    """loop nest -> ops, for ``pase ops``."""
+    return by_nest(RULES)
+
+
+def trace(
+    model: Any,
+    *batch: Any,
+    name: str | None = None,
+    unknown: Unknown = "error",
+    dims: Dims | None = None,
+    loss: Callable[..., Any] | None = None,
+) -> Traced:
+    """Read a module's step: ``loss(model, *batch)``, else what the model returns on the batch, which is its loss.
+
+    model: a torch.nn.Module, its tensors on any device, meta and fake tensors too; or hf:CLASS?setting=value&….
+    batch: example tensors, of which shapes and dtypes count; one dict is passed on as keywords. A function behind them
+        is the loss.
+
+    Raises PaseError for a model that PyTorch cannot export and for one without a scalar loss, and (UnknownOp) for an op
+    that has neither a rule nor a decomposition, unless ``unknown`` is "replicate".
+    """
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        raise PaseError(f"reading a PyTorch model needs PyTorch: {install_line('torch')}") from None
+    if isinstance(model, str):
+        if batch or loss is not None:
+            raise PaseError(f"'{model}' brings its batch and its loss along: give no arguments with it")
+        name = name or model
+        model, batch = torch_hf.build(model)
+    if batch and loss is None and callable(batch[-1]) and not _is_tensor(batch[-1]):
+        *examples, loss = batch
+        batch = tuple(examples)
+    name = name or type(model).__name__
+    check_dims(dims, (), name)
+    if not batch:
+        raise PaseError("give an example batch after the module: pase.compile(module, batch, devices=…)")
+    with uncollected():
+        return _lowered(program_of(model, batch, loss), name, unknown)
+
+
+def _is_tensor(x: Any) -> bool:
+    return "torch.Tensor" in type_names(x)
+
+
+def _lowered(program: Program, name: str, unknown: Unknown) -> Traced:
+    b = GraphBuilder(name=name)
+    low = Lowering(b=b, model=name, unknown=unknown)
+    made: dict[str, Value] = {}
+    written = set(program.mutated.values())
+    placeholders = {n.name: n for n in program.graph.graph.nodes if n.op == "placeholder"}
+    nodes = live(program.graph.graph, (*program.losses, *program.mutated))
+    used = {n.name for n in nodes}
+    for placeholder, path in {**program.parameters, **program.buffers}.items():
+        if placeholder not in used:
+            continue
+        node = placeholders[placeholder]
+        if path in made:  # tied: one tensor, whatever it is called
+            low.env[node] = made[path]
+            continue
+        stored = placeholder in program.parameters
+        make = _parameter(b, path, path in program.frozen) if stored else _buffer(b, path, path in written)
+        made[path] = low.leaf(node, make)
+    for placeholder, path in program.inputs.items():
+        if placeholder in used:
+            low.leaf(placeholders[placeholder], partial(b.input, path))
+    low.nodes(nodes)
+    by_name = {n.name: n for n in nodes}
+    outs = _outputs(low, [by_name[n] for n in program.losses], name)
+    for node, path in program.mutated.items():
+        value = low.env[by_name[node]]
+        leaf = made.get(path)
+        if isinstance(value, Value) and leaf is not None and None not in (value.tensor, leaf.tensor):
+            b.thread(leaf.tensor, value.tensor)  # type: ignore[arg-type]
+    for t in outs:
+        b.output(t)
+    found = {t.path for t in b.tensors.values() if t.role == "parameter"}
+    return Traced(
+        graph=b.finish(outs, frontend="torch"),
+        param_paths=tuple(p for p in program.order if p in found),
+        input_paths=tuple(t.path for t in b.tensors.values() if t.role == "input"),
+        program=program,
+    )
+
+
+def _parameter(b: GraphBuilder, path: str, frozen: bool) -> Callable[[tuple[int, ...], str], Tensor]:
+    def make(shape: tuple[int, ...], dtype: str) -> Tensor:
+        before, b.frozen = b.frozen, frozen  # whatever reads it first
+        try:
+            return b.parameter(path, shape, dtype)
+        finally:
+            b.frozen = before
+
+    return make
+
+
+def _buffer(b: GraphBuilder, path: str, written: bool) -> Callable[[tuple[int, ...], str], Tensor]:
+    """What the step writes is handed to the next; what it only reads is known beforehand, on every device."""
+    return lambda shape, dtype: b.input(path, shape, dtype) if written else b.constant(shape, dtype)
+
+
+def _outputs(low: Lowering, nodes: list[Any], name: str) -> list[Tensor]:
+    outs = [v.tensor for v in (low.env[n] for n in nodes) if isinstance(v, Value) and v.tensor is not None]
+    if not any(low.b.tensors[t.name].needs_grad for t in outs):
+        raise PaseError(
+            f"{name}'s loss does not depend on any parameter that needs a gradient: there is nothing to train"
+        )
+    return outs
+
+
+registry.FRONTENDS.add("torch", registry.Frontend(reads=reads, trace=trace, coverage=coverage, modules=True))

@@ -1,0 +1,254 @@
+"""A PyTorch module as a graph of ATen ops: ``torch.export`` on fake tensors, which hold shapes and no data.
+
+Composite ops (linear, attention, norms, losses) stay whole. Only the forward step with its loss is traced: what the
+gradient costs follows from the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pase.errors import PaseError
+
+__all__ = ["NO_GRADIENT", "Program", "program_of"]
+
+NO_GRADIENT = "pase_no_gradient"
+"""Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
+_INSIDE = "module."
+"""What the paths of the user's module begin with: it stands inside of the module that is exported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """An exported step. graph: functional, of ATen ops; its placeholders are the leaves.
+
+    parameters, buffers: placeholder -> path in the user's module; of tied ones, the first path in its order.
+    frozen: paths of parameters that need no gradient.
+    mutated: node's name -> path of the buffer whose next value it is; counters of one element are left out.
+    inputs: placeholder -> the user's name. losses: names of the nodes that the step returns.
+    order: all paths of parameters, in the module's order, each tensor once.
+    """
+
+    graph: Any
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    frozen: frozenset[str]
+    mutated: Mapping[str, str]
+    inputs: Mapping[str, str]
+    losses: tuple[str, ...]
+    order: tuple[str, ...]
+
+
+def program_of(module: Any, batch: Sequence[Any], loss: Callable[..., Any] | None) -> Program:
+    """Export a step: ``loss(module, *batch)``, else what the module itself returns.
+
+    batch: tensors, real, fake or on meta, and anything that holds them. PaseError where PyTorch cannot export it.
+    """
+    import torch
+
+    name = type(module).__name__
+    first = _first_paths(module)
+    with _faked(module) as fake:
+        step = _step(module, loss)
+        args = torch.utils._pytree.tree_map(
+            lambda t: fake(t) if isinstance(t, torch.Tensor) else t, tuple(batch)
+        )
+        try:
+            with _marked():
+                exported = torch.export.export(step, args, strict=False)
+                _by_node(exported.graph_module)
+                exported = exported.run_decompositions({})
+        except PaseError:
+            raise
+        except Exception as e:
+            raise PaseError(_why(name, e)) from e
+    return _described(exported, first)
+
+
+def _first_paths(module: Any) -> dict[str, tuple[str, bool]]:
+    """Each path of a parameter or buffer -> (the first path of the same tensor, does it need a gradient?).
+
+    Ties are by identity: tied weights are one object under several paths.
+    """
+    seen: dict[int, str] = {}
+    out: dict[str, tuple[str, bool]] = {}
+    for pairs in (
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
+        for path, t in pairs:
+            out[path] = (seen.setdefault(id(t), path), bool(t.requires_grad))
+    return out
+
+
+@contextlib.contextmanager
+def _faked(module: Any) -> Iterator[Callable[[Any], Any]]:
+    """The module with fake tensors for its parameters and buffers, whatever device they are on; ties stay ties.
+
+    Yields the function that makes a tensor's fake. The module has its own tensors again behind it.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, tuple[Any, Any]] = {}  # with the tensor itself, so that its id stays its own
+
+    def fake(t: Any) -> Any:
+        if id(t) not in made:
+            with mode:
+                f = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+            if isinstance(t, torch.nn.Parameter):
+                f = torch.nn.Parameter(f, requires_grad=t.requires_grad)
+            made[id(t)] = (t, f)
+        return made[id(t)][1]
+
+    holders = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+    saved = [dict(d) for d in holders]
+    try:
+        for d in holders:
+            d.update({k: fake(t) for k, t in d.items() if t is not None})
+        yield fake
+    finally:
+        for d, before in zip(holders, saved, strict=True):
+            d.update(before)
+
+
+def _step(module: Any, loss: Callable[..., Any] | None) -> Any:
+    """A module whose forward is the step, and returns a scalar loss."""
+    import torch
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+            self.train(module.training)
+
+        def forward(self, *batch: Any) -> Any:
+            if loss is not None:
+                return _scalar(loss(self.module, *batch), "loss(module, *batch)")
+            (one,) = batch if len(batch) == 1 else (batch,)
+            if isinstance(one, Mapping):
+                out = self.module(**one)
+            else:
+                out = self.module(*one) if isinstance(one, (tuple, list)) else self.module(one)
+            return _scalar(out, type(module).__name__)
+
+    return Step()
+
+
+def _scalar(out: Any, what: str) -> Any:
+    """The loss in what a module returns: a scalar, the first of a tuple, or what is called loss (transformers)."""
+    import torch
+
+    found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    found = found[0] if isinstance(found, (tuple, list)) and found else found
+    if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():
+        return found.reshape(())
+    got = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(out).__name__
+    raise PaseError(
+        f"{what} returns {got}: pase needs a scalar loss. Give one, pase.compile(module, batch, loss=lambda module, "
+        f"batch: …), or let the module return it (transformers models do so where the batch has 'labels')"
+    )
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    """Nodes traced under ``torch.no_grad`` are marked so, which PyTorch's own decomposition of an exported graph would
+    forget: parameters would get gradients that they do not have."""
+    import torch
+    import torch.fx.traceback as traceback
+
+    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
+
+    def entered(self: Any) -> None:
+        enter(self)
+        self._pase_mark = traceback.annotate({NO_GRADIENT: 1})
+        self._pase_mark.__enter__()
+
+    def left(self: Any, *error: Any) -> Any:
+        self._pase_mark.__exit__(*error)
+        return leave(self, *error)
+
+    torch.no_grad.__enter__, torch.no_grad.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        with traceback.preserve_node_meta():
+            yield
+    finally:
+        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+def _by_node(graph_module: Any) -> None:
+    """Regions (no_grad, autocast) run node by node when they are inlined: their lines, layers and marks survive."""
+    import torch
+
+    ops = torch.ops.higher_order
+    at = {ops.wrap_with_set_grad_enabled: 1, ops.wrap_with_autocast: 4}
+    for node in graph_module.graph.nodes:
+        which = at.get(node.target) if node.op == "call_function" else None
+        if which is not None:
+            inner = getattr(graph_module, node.args[which].target)
+            _by_node(inner)
+            inner.forward = torch.fx.Interpreter(inner).run
+
+
+def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> Program:
+    from torch.export.graph_signature import InputKind, OutputKind
+
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    for spec in exported.graph_signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        path = (spec.target or "").removeprefix(_INSIDE)
+        if spec.kind is InputKind.PARAMETER:
+            parameters[name] = first[path][0]
+        elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            buffers[name] = first.get(path, (path, False))[0]
+        elif spec.kind is InputKind.USER_INPUT:
+            inputs[name] = name.removeprefix("batch_").removeprefix("0_")
+    mutated: dict[str, str] = {}
+    losses: list[str] = []
+    sizes = {n.name: getattr(n.meta.get("val"), "numel", lambda: 1)() for n in exported.graph.nodes}
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind is OutputKind.BUFFER_MUTATION and sizes[spec.arg.name] > 1:
+            mutated[spec.arg.name] = spec.target.removeprefix(_INSIDE)
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            losses.append(spec.arg.name)
+    return Program(
+        graph=exported.graph_module,
+        parameters=parameters,
+        buffers=buffers,
+        frozen=frozenset(path for path, needs in first.values() if not needs),
+        mutated=mutated,
+        inputs=inputs,
+        losses=tuple(losses),
+        order=tuple(dict.fromkeys(path for path, _ in first.values() if path in set(parameters.values()))),
+    )
+
+
+_REASONS = {
+    "GuardOnDataDependentSymNode": "its Python code asks for the value of a tensor (.item(), if tensor:, a loop over "
+    "one), which does not exist before the model runs: use torch.where, or a size that is known beforehand",
+    "DynamicOutputShapeException": "the size of a tensor depends on the data (nonzero, a mask as an index): use "
+    "torch.where, or a fixed capacity",
+    "DataDependentOutputException": "it asks for the value of a tensor (.item(), .tolist(), bool(tensor)), which does "
+    "not exist before the model runs",
+    "UnsupportedOperatorException": "it calls an op that has no shape rule: give your custom op one by "
+    "torch.library.register_fake",
+}
+"""PyTorch's exceptions -> what they mean for the one who wrote the model."""
+
+
+def _why(name: str, e: Exception) -> str:
+    """What PyTorch says, in a few words, with the line of the user's code where it is known."""
+    import traceback
+
+    told = next((_REASONS[t.__name__] for t in type(e).__mro__ if t.__name__ in _REASONS), None)
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if "/torch/" not in f.filename]
+    frames = [f for f in frames if "/pase/" not in f.filename and "/frontends/torch_" not in f.filename]
+    where = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    said = " ".join(str(e).split())[:400]
+    return f"PyTorch cannot export {name}{where}: {told + '. ' if told else ''}It says: {type(e).__name__}: {said}"

@@ -1,0 +1,144 @@
+"""Models of transformers by name: built from a configuration class's defaults, which are a published size, on fake
+tensors. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from typing import Any
+
+from pase.errors import PaseError, install_line
+
+__all__ = ["PREFIX", "build"]
+
+PREFIX = "hf:"
+_BATCH, _SEQUENCE = 8, 512
+
+
+def build(name: str) -> tuple[Any, tuple[dict[str, Any]]]:
+    """(module, (batch,)) for hf:CLASS?setting=value&…, all of it fake tensors: 405 B parameters cost no memory.
+
+    Settings are fields of the class's configuration, those inside of it by a dot (text_config.hidden_size=512), and
+    ``batch``, ``sequence`` (as long as the positions allow, at most 512, where not given) and ``dtype``. The batch has
+    labels, so that the model returns its loss.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise PaseError(f"'{name}' needs transformers: {install_line('exports')}") from None
+    class_name, _, query = name.removeprefix(PREFIX).partition("?")
+    made = _class(transformers, class_name)
+    settings = _settings(name, query)
+    batch, sequence = (_size(name, settings, k) for k in ("batch", "sequence"))
+    dtype = settings.pop("dtype", "float32")
+    if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise PaseError(f"{name}: dtype={dtype} is no dtype of PyTorch; float32, bfloat16 and float16 are")
+    config = _config(name, made.config_class, settings)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, str(dtype)))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            module = made(config)
+            example = _example(name, module, batch or _BATCH, sequence)
+    finally:
+        torch.set_default_dtype(before)
+    return module, (example,)
+
+
+def _class(transformers: Any, name: str) -> Any:
+    found = getattr(transformers, name, None) if name.isidentifier() else None
+    if getattr(found, "config_class", None) is None:
+        near = difflib.get_close_matches(name, dir(transformers), n=1)
+        raise PaseError(
+            f"transformers has no model class '{name}'" + (f" (did you mean '{near[0]}'?)" if near else "")
+            + "; write hf:LlamaForCausalLM?num_hidden_layers=2&batch=8&sequence=512"
+        )  # fmt: skip
+    return found
+
+
+def _settings(name: str, query: str) -> dict[str, Any]:
+    """``key=value`` pairs; values as JSON, or as words."""
+    out: dict[str, Any] = {}
+    for pair in query.split("&") if query else ():
+        key, equals, text = pair.partition("=")
+        if not equals or not key or key in out:
+            raise PaseError(
+                f"'{pair}' in '{name}' is not a setting, or stands twice; write CLASS?key=value&key=value"
+            )
+        try:
+            out[key] = json.loads(text)
+        except ValueError:
+            out[key] = {"True": True, "False": False, "None": None}.get(text, text)
+    return out
+
+
+def _size(name: str, settings: dict[str, Any], key: str) -> int | None:
+    value = settings.pop(key, None)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise PaseError(f"{name}: {key}={value} is not a positive whole number")
+    return value
+
+
+def _config(name: str, kind: Any, settings: dict[str, Any]) -> Any:
+    """The class's defaults with these settings; what its constructor derives follows them."""
+    plain = {k: v for k, v in settings.items() if "." not in k}
+    config = kind()
+    for key in plain:
+        _part(name, config, key)
+    if hasattr(config, "use_cache"):
+        plain = {"use_cache": False} | plain
+    config = kind(**plain)
+    for path in settings.keys() - plain.keys():
+        part, key = _part(name, config, path)
+        setattr(part, key, settings[path])
+    return config
+
+
+def _part(name: str, config: Any, path: str) -> tuple[Any, str]:
+    """The part of the configuration that a setting stands in, and its name there."""
+    *outer, key = path.split(".")
+    for part in outer:
+        config = getattr(config, part, None)
+    if not hasattr(config, key):
+        have = sorted(k for k in vars(config) if not k.startswith("_")) if config is not None else []
+        near = difflib.get_close_matches(key, have, n=1)
+        raise PaseError(
+            f"{name}: its configuration has no '{path}'" + (f" (did you mean '{near[0]}'?)" if near else "")
+        )
+    return config, key
+
+
+def _example(name: str, module: Any, batch: int, sequence: int | None) -> dict[str, Any]:
+    """Inputs as the model's main input wants them, and labels as its head does."""
+    import torch
+
+    config = module.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or _SEQUENCE
+    length = sequence or min(_SEQUENCE, most)
+    ids = torch.zeros(batch, length, dtype=torch.int64)
+    main = module.main_input_name
+    example = {main: ids}
+    if main == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        side = getattr(vision, "image_size", 224)
+        height, width = side if isinstance(side, (list, tuple)) else (side, side)
+        example = {
+            main: torch.zeros(batch, getattr(vision, "num_channels", 3), height, width, dtype=module.dtype)
+        }
+    elif main == "input_features":
+        bins, frames = config.num_mel_bins, 2 * config.max_source_positions
+        example = {main: torch.zeros(batch, bins, frames, dtype=module.dtype)}
+    elif main != "input_ids":
+        raise PaseError(
+            f"{name}: an input of kind '{main}' is not made up: give the module and a batch in Python"
+        )
+    if "labels" not in inspect.signature(module.forward).parameters:
+        raise PaseError(f"{name} has no labels, hence no loss: name a class with a head (…ForCausalLM)")
+    kind = type(module).__name__
+    one = kind.endswith(("SequenceClassification", "ImageClassification", "MultipleChoice"))
+    return {**example, "labels": torch.zeros(batch, dtype=torch.int64) if one else ids}

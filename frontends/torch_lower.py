@@ -1,0 +1,199 @@
+"""The traversal of an exported PyTorch graph: each node by its rule, an op without one decomposed by PyTorch itself."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pase.errors import PaseError
+from pase.frontends.registry import Unknown, UnknownOp
+from pase.frontends.torch_export import NO_GRADIENT
+from pase.frontends.torch_rules import RULES
+from pase.frontends.torch_values import Call, arguments, dtype_of, specs_of
+from pase.frontends.values import Value
+from pase.ir import Place, SourceLine, Tensor
+from pase.ir.places import NOWHERE
+from pase.ops import GraphBuilder, nests
+
+__all__ = ["Lowering", "live", "source_of"]
+
+_MOST_DEPTH = 4
+"""Decompositions inside of one another."""
+_IGNORED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range"})
+_FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,7}), in ([^\n]{1,80})')
+
+
+def live(graph: Any, wanted: Sequence[str]) -> list[Any]:
+    """The nodes on which those of these names depend, in order."""
+    nodes = list(graph.nodes)
+    needed = set(wanted)
+    for n in reversed(nodes):
+        if n.name in needed:
+            needed.update(m.name for m in n.all_input_nodes)
+    return [n for n in nodes if n.name in needed and n.op not in ("output",)]
+
+
+def source_of(node: Any) -> SourceLine:
+    """The user's line, and the layer that it belongs to."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [f for f in frames if "/torch/" not in f[0]] or frames
+    if not own:
+        return NOWHERE
+    return SourceLine(f"{own[-1][0]}:{own[-1][1]}", layer_of(node) or own[-1][2])
+
+
+def layer_of(node: Any) -> str:
+    """The path of the module that the node belongs to; "" where it is the whole model."""
+    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return paths[-1].removeprefix("module").removeprefix(".") if paths else ""
+
+
+@dataclass
+class Lowering:
+    """A graph on its way through the rules. env: node -> its values."""
+
+    b: GraphBuilder
+    model: str
+    unknown: Unknown
+    env: dict[Any, Value | list[Value | None]] = field(default_factory=dict)
+    depth: int = 0
+
+    def leaf(self, node: Any, make: Callable[[tuple[int, ...], str], Tensor]) -> Value:
+        """A placeholder, whose tensor is made when something reads it."""
+        t = node.meta["val"]
+        shape, dtype = tuple(t.shape), dtype_of(t.dtype)
+        v = Value(shape=shape, dtype=dtype, make=lambda: make(shape, dtype))
+        self.env[node] = v
+        return v
+
+    def nodes(self, nodes: Sequence[Any], prefix: str = "") -> None:
+        for i, n in enumerate(nodes):
+            if n.op == "call_function":
+                self.node(n, f"{prefix}{i}")
+
+    def node(self, n: Any, path: str) -> None:
+        if n.target is operator.getitem:
+            found = self.env[n.args[0]]
+            made = found[n.args[1]] if isinstance(found, list) else found
+            if made is None:
+                raise PaseError(f"{self.model}: result {n.args[1]} of {n.args[0].target} is not computed")
+            self.env[n] = made
+            return
+        if not self.depth:
+            self.b.source, self.b.eqn = source_of(n), Place(path)
+        else:
+            self.b.eqn = Place(path)
+        unwatched = NO_GRADIENT in (n.meta.get("custom") or {})
+        with self.b.without_gradient() if unwatched else contextlib.nullcontext():
+            self.env[n] = self.values(n, path)
+
+    def place(self, n: Any) -> str:
+        at = self.b.source.place
+        layer = layer_of(n)
+        return f"{self.model}: {n.target}" + (f" in '{layer}'" if layer else "") + (f" at {at}" if at else "")
+
+    def values(self, n: Any, path: str) -> Value | list[Value | None]:
+        """What a node makes: by its rule, else decomposed, else not split where the user allows it."""
+        schema = getattr(n.target, "_schema", None)
+        if schema is None:
+            return self.without_rule(n, path)
+        name = schema.name.removeprefix("aten::")
+        if name in _IGNORED:
+            return []
+        if name not in RULES:
+            return self.without_rule(n, path)
+        given = {k: self.operand(v) for k, v in arguments(n.target, n.args, n.kwargs).items()}
+        place = self.place(n)
+        c = Call(low=self, op=name, given=given, outs=specs_of(n.meta["val"], place), place=place)
+        try:
+            made = RULES[name](c)
+        except PaseError:
+            raise
+        except (ValueError, IndexError, TypeError, ZeroDivisionError, KeyError) as e:
+            raise c.fail(f"its operands do not fit its rule: {e}") from e
+        return self.checked(c, made, isinstance(n.meta["val"], (tuple, list)))
+
+    def checked(
+        self, c: Call, made: Value | Sequence[Value | None], several: bool
+    ) -> Value | list[Value | None]:
+        """The rule's results, held against the shapes and dtypes that PyTorch found."""
+        found: list[Value | None] = [made] if isinstance(made, Value) else list(made)
+        for v, spec in zip(found, c.outs, strict=False):
+            if v is not None and spec is not None and v.shape != spec[0]:
+                raise c.fail(f"its rule makes {list(v.shape)}, where PyTorch makes {list(spec[0])}")
+        return found if several else (found[0] or c.nothing(*c.out()))
+
+    def operand(self, v: Any) -> Any:
+        import torch
+
+        if isinstance(v, torch.fx.Node):
+            return self.env[v]
+        return [self.operand(x) for x in v] if isinstance(v, (list, tuple)) else v
+
+    # Ops without a rule.
+
+    def without_rule(self, n: Any, path: str) -> Value | list[Value | None]:
+        inner = _decomposed(n) if self.depth < _MOST_DEPTH else None
+        if inner is not None:
+            return self.inlined(n, inner, path)
+        if self.unknown == "replicate":
+            return self.replicated(n)
+        raise UnknownOp(
+            f"{self.place(n)}: no rule for this op, and PyTorch has no decomposition of it.\n"
+            f"Add one to frontends/torch_rules*.py, or pass unknown='replicate' (the op is then not split)."
+        )
+
+    def inlined(self, n: Any, inner: Any, path: str) -> Value | list[Value | None]:
+        low = Lowering(b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1)
+        leaves = [m for m in inner.graph.nodes if m.op == "placeholder"]
+        for leaf, outer in zip(leaves, n.all_input_nodes, strict=True):
+            low.env[leaf] = self.env[outer]
+        (out,) = next(m for m in inner.graph.nodes if m.op == "output").args
+        several = isinstance(out, (tuple, list))
+        results = list(out) if several else [out]
+        constants = [m for m in inner.graph.nodes if m.op == "get_attr"]
+        for m in constants:
+            t = getattr(inner, m.target)
+            low.env[m] = Value(shape=tuple(t.shape), dtype=dtype_of(t.dtype), settled=True, note=("filled",))
+        low.nodes(live(inner.graph, [r.name for r in results if r is not None]), f"{path}.")
+        made = [None if r is None else low.env[r] for r in results]
+        return made if several else made[0]  # type: ignore[return-value]
+
+    def replicated(self, n: Any) -> list[Value | None] | Value:
+        """One op that is not split, of which only memory traffic is priced."""
+        outs = specs_of(n.meta["val"], self.place(n))
+        reads = [self.env[m] for m in n.all_input_nodes]
+        c = Call(low=self, op=str(n.target), given={}, outs=outs, place=self.place(n))
+        tensors = [c.tensor(v) for v in reads if isinstance(v, Value) and v.elements]
+        made = iter(nests.opaque(self.b, str(n.target), tensors, [s for s in outs if s is not None]))
+        found = [None if s is None else c.value(next(made)) for s in outs]
+        return found if isinstance(n.meta["val"], (tuple, list)) else found[0]  # type: ignore[return-value]
+
+
+def _decomposed(n: Any) -> Any | None:
+    """The graph of one op in ops that PyTorch makes of it, on its operands; None where it makes none."""
+    import torch
+    from torch._decomp import get_decompositions
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    if not isinstance(n.target, torch._ops.OpOverload):
+        return None
+    leaves = n.all_input_nodes
+    if not all(isinstance(m.meta.get("val"), torch.Tensor) for m in leaves):
+        return None
+
+    def call(*tensors: Any) -> Any:
+        given = dict(zip(leaves, tensors, strict=True))
+        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), given.__getitem__)
+        return n.target(*args, **kwargs)
+
+    try:
+        table: Any = get_decompositions([n.target])
+        inner = make_fx(call, decomposition_table=table)(*(m.meta["val"] for m in leaves))
+    except (RuntimeError, NotImplementedError, TypeError):  # it has none that runs on shapes
+        return None
+    return None if any(m.target is n.target for m in inner.graph.nodes) else inner

@@ -1,0 +1,309 @@
+"""PyTorch modules: FLOPs, parameters and ties against PyTorch's own; the same model from JAX costs the same; what is
+wrong is one clear message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pase import compile
+from pase.baselines import Baseline, baselines
+from pase.compiler.problem import SplitProblem
+from pase.errors import PaseError
+from pase.frontends import registry
+from pase.frontends.registry import Traced, UnknownOp
+from pase.frontends.torch_hf import build
+from pase.ir import Graph, simplify, verify
+
+pytestmark = pytest.mark.torch
+
+SMALL = {
+    "llama": "hf:LlamaForCausalLM?num_hidden_layers=2&hidden_size=64&intermediate_size=96&num_attention_heads=4"
+    "&num_key_value_heads=2&vocab_size=120&batch=2&sequence=16",
+    "gpt2": "hf:GPT2LMHeadModel?n_layer=2&n_embd=64&n_head=4&vocab_size=120&batch=2&sequence=16",
+    "bert": "hf:BertForMaskedLM?num_hidden_layers=2&hidden_size=64&intermediate_size=96&num_attention_heads=4"
+    "&vocab_size=120&batch=2&sequence=16",
+    "resnet": "hf:ResNetForImageClassification?embedding_size=8&hidden_sizes=[8,16]&depths=[1,2]&batch=2",
+}  # fmt: skip
+
+
+@cache
+def traced(name: str) -> Traced:
+    return registry.trace(SMALL[name])
+
+
+def products(graph: Graph) -> float:
+    """FLOPs of matrix products, convolutions and attention."""
+    total = 0.0
+    for n in graph.nodes:
+        for op in n.ops:
+            if op.kind in ("matmul", "conv", "attention"):
+                points = 1.0
+                for d in op.dims if op.over is None else op.over:
+                    points *= float(n.space[d].size)  # type: ignore[arg-type]
+                total += op.flops_per_point * points
+    return total
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_flops_are_those_that_pytorch_counts(name: str) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module, (batch,) = build(SMALL[name])
+    mode = next(module.parameters()).fake_mode
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, mode:
+        module(**batch)
+    assert products(traced(name).graph) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_parameters_are_the_modules(name: str) -> None:
+    """To the byte, each by its path, tied ones once; and the graph is sound, simplified too."""
+    module, _ = build(SMALL[name])
+    theirs = {
+        path: (tuple(p.shape), p.nelement() * p.element_size()) for path, p in module.named_parameters()
+    }
+    graph = traced(name).graph
+    ours = {t.path: (t.shape, t.nbytes) for t in graph.parameters}
+    unread = {p for p in theirs if "pooler" in p}
+    assert ours == {k: v for k, v in theirs.items() if k not in unread}
+    assert traced(name).param_paths == tuple(k for k in theirs if k not in unread)
+    verify(graph)
+    verify(simplify(graph))
+
+
+def test_no_op_is_opaque() -> None:
+    for name in SMALL:
+        assert {op.name for n in traced(name).graph.nodes for op in n.ops if op.kind == "opaque"} == set()
+
+
+# --- the same model from JAX
+
+
+B, S, D, H, F, V = 8, 32, 48, 4, 96, 120
+
+
+def torch_mlp() -> tuple[Any, tuple[Any, ...]]:
+    from torch import nn, zeros
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(D, F), nn.Linear(F, V)
+
+        def forward(self, x: Any) -> Any:
+            return self.down(self.up(x).relu()).mean()
+
+    return Mlp(), (zeros(B, S, D),)
+
+
+def jax_mlp() -> tuple[Any, ...]:
+    def loss(p: Any, x: Any) -> Any:
+        y = jax.nn.relu(jnp.einsum("bsd,fd->bsf", x, p["up"]["w"]) + p["up"]["b"])
+        return jnp.mean(jnp.einsum("bsf,vf->bsv", y, p["down"]["w"]) + p["down"]["b"])
+
+    return loss, {"up": {"w": f32(F, D), "b": f32(F)}, "down": {"w": f32(V, F), "b": f32(V)}}, f32(B, S, D)
+
+
+def torch_block() -> tuple[Any, tuple[Any, ...]]:
+    from torch import nn, zeros
+    from torch.nn.functional import scaled_dot_product_attention
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(D)
+            self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False) for _ in range(4))
+            self.up, self.down = nn.Linear(D, F), nn.Linear(F, D)
+
+        def forward(self, x: Any) -> Any:
+            y = self.norm(x)
+            q, k, v = (m(y).view(B, S, H, D // H).transpose(1, 2) for m in (self.q, self.k, self.v))
+            y = scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+            x = x + self.o(y.transpose(1, 2).reshape(B, S, D))
+            return (x + self.down(nn.functional.gelu(self.up(x), approximate="tanh"))).mean()
+
+    return Block(), (zeros(B, S, D),)
+
+
+def jax_block() -> tuple[Any, ...]:
+    def loss(p: Any, x: Any) -> Any:
+        y = x - jnp.mean(x, -1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-5) * p["scale"] + p["shift"]
+        q, k, v = (jnp.einsum("bsd,ed->bse", y, p[n]).reshape(B, S, H, D // H) for n in "qkv")
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        x = x + jnp.einsum("bse,de->bsd", y.reshape(B, S, D), p["o"])
+        y = jax.nn.gelu(jnp.einsum("bsd,fd->bsf", x, p["up"]) + p["up_b"], approximate=True)
+        return jnp.mean(x + (jnp.einsum("bsf,df->bsd", y, p["down"]) + p["down_b"]))
+
+    square = {n: f32(D, D) for n in "qkvo"}
+    rest = {"up": f32(F, D), "up_b": f32(F), "down": f32(D, F), "down_b": f32(D)}
+    return loss, square | rest | {"scale": f32(D), "shift": f32(D)}, f32(B, S, D)
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "mlp": (torch_mlp, jax_mlp),
+    "block": (torch_block, jax_block),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_same_model_costs_the_same_from_jax(name: str) -> None:
+    """Each method that people use by hand, and so the plans that it stands for."""
+    ours, theirs = PAIRS[name]
+    module, batch = ours()
+    costs = []
+    for args in ((module, *batch), theirs()):
+        p = SplitProblem.of(registry.trace(*args).graph, 4, None, "analytic", "adam")
+        made = baselines(p.graph, p.devices, p.machine, p.model, tables_of=p.tables)
+        costs.append({b.name: b.cost for b in made if isinstance(b, Baseline)})
+    assert costs[0] == pytest.approx(costs[1], rel=1e-12)
+    assert "data_parallel" in costs[0]
+
+
+# --- what the module says
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    graph = traced("gpt2").graph
+    paths = [t.path for t in graph.parameters]
+    assert "transformer.wte.weight" in paths and "lm_head.weight" not in paths
+
+
+def test_no_gradient_passes_no_grad_and_detach() -> None:
+    import torch
+
+    class Stopped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (torch.nn.Linear(8, 8) for _ in range(3))
+            self.c.requires_grad_(False)
+
+        def forward(self, x: Any) -> Any:
+            with torch.no_grad():
+                y = self.a(x)
+            return self.c(self.b(x) + y).mean() + self.a(x).detach().sum()
+
+    graph = registry.trace(Stopped(), torch.zeros(4, 8)).graph
+    made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
+    by_weight = {
+        graph.tensors[r.tensor].path: graph.tensors[op.writes[0].tensor].needs_grad
+        for op in made.values()
+        if op.kind == "matmul"
+        for r in op.reads
+        if graph.tensors[r.tensor].role == "parameter" and op.writes
+    }
+    assert by_weight["b.weight"] and by_weight["c.weight"]
+    assert {t.path: t.needs_grad for t in graph.parameters}["c.weight"] is False
+    frozen = [op for op in made.values() if op.kind == "matmul" and not op.differentiable]
+    assert len(frozen) == 1
+
+
+def test_tensors_of_the_module_stay_its_own() -> None:
+    import torch
+
+    module = torch.nn.Linear(4, 4)
+    before = dict(module.named_parameters())
+    traced = registry.trace(module, torch.zeros(2, 4), loss=lambda m, x: m(x).sum())
+    assert all(p is before[k] for k, p in module.named_parameters())
+    assert traced.param_paths == ("weight", "bias")
+
+
+def test_no_memory_for_the_largest_model() -> None:
+    module, _ = build("hf:LlamaForCausalLM?hidden_size=16384&num_hidden_layers=1&vocab_size=128256")
+    assert sum(p.nelement() for p in module.parameters()) > 4e9
+
+
+def test_compile_takes_a_loss_and_a_function(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    module, x, y = torch.nn.Linear(64, 32), torch.zeros(16, 64), torch.zeros(16, 32)
+    plan = compile(module, x, y, devices=4, loss=lambda m, a, b: torch.nn.functional.mse_loss(m(a), b))
+    source = """
+import torch
+
+def model():
+    x, y = torch.zeros(16, 64), torch.zeros(16, 32)
+    return torch.nn.Linear(64, 32), (x, y), lambda m, b: torch.nn.functional.mse_loss(m(b[0]), b[1])
+"""
+    (tmp_path / "named_torch_model.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    named = compile("named_torch_model:model", devices=4)
+    assert named.cost == plan.cost
+    plan.save(tmp_path / "layout.json")
+
+
+# --- what is wrong
+
+
+def linear() -> Any:
+    import torch
+
+    return torch.nn.Linear(4, 4)
+
+
+def test_errors_say_what_and_where() -> None:
+    import torch
+
+    class Item(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            y = self.inner(x)
+            return y.sum() if y.sum().item() > 0 else y.mean()
+
+    x = torch.zeros(2, 4)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: registry.trace(linear()), "give an example batch after the module"),
+        (
+            lambda: registry.trace(linear(), x),
+            "Linear returns a tensor of shape .2, 4.: pase needs a scalar loss",
+        ),
+        (lambda: registry.trace(Item(), x), "cannot export Item, at .*test_torch.py:.*value of a tensor"),
+        (lambda: registry.trace("hf:LlamaForCasualLM"), "did you mean 'LlamaForCausalLM'"),
+        (lambda: registry.trace("hf:LlamaForCausalLM?layers=2"), "its configuration has no 'layers'"),
+        (lambda: registry.trace("hf:LlamaModel?num_hidden_layers=1"), "name a class with a head"),
+        (lambda: registry.trace("hf:GPT2LMHeadModel?batch=0"), "batch=0 is not a positive whole number"),
+        (lambda: compile(lambda p, x: 0.0, x, devices=2, loss=lambda m, b: b), "loss is for PyTorch modules"),
+    ]
+    for call, wording in cases:
+        with pytest.raises(PaseError, match=wording):
+            call()
+
+
+def test_an_op_without_rule_is_decomposed_or_named() -> None:
+    """An op that PyTorch can take apart is; a custom one is named with its layer and line, or not split."""
+    import torch
+
+    lib = torch.library.Library("pase_test", "FRAGMENT")
+    lib.define("mystery(Tensor x) -> Tensor")
+    lib.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake("pase_test::mystery", lambda x: torch.empty_like(x), lib=lib)
+
+    class Mystery(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return torch.ops.pase_test.mystery(torch.addcmul(self.inner(x), x, x)).sum()
+
+    x = torch.zeros(2, 4)
+    with pytest.raises(
+        UnknownOp, match=r"Mystery: pase_test.mystery.default at .*test_torch.py:\d+: no rule"
+    ):
+        registry.trace(Mystery(), x)
+    graph = registry.trace(Mystery(), x, unknown="replicate").graph
+    assert any(op.kind == "opaque" for n in graph.nodes for op in n.ops)
