@@ -13,7 +13,7 @@ from typing import Any
 
 from pase.errors import PaseError
 
-__all__ = ["NO_GRADIENT", "Program", "program_of"]
+__all__ = ["NO_GRADIENT", "Program", "faked", "program_of"]
 
 NO_GRADIENT = "pase_no_gradient"
 """Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
@@ -51,7 +51,7 @@ def program_of(module: Any, batch: Sequence[Any], loss: Callable[..., Any] | Non
 
     name = type(module).__name__
     first = _first_paths(module)
-    with _faked(module) as fake:
+    with faked(module) as fake:
         step = _step(module, loss)
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t) if isinstance(t, torch.Tensor) else t, tuple(batch)
@@ -85,7 +85,7 @@ def _first_paths(module: Any) -> dict[str, tuple[str, bool]]:
 
 
 @contextlib.contextmanager
-def _faked(module: Any) -> Iterator[Callable[[Any], Any]]:
+def faked(module: Any) -> Iterator[Callable[[Any], Any]]:
     """The module with fake tensors for its parameters and buffers, whatever device they are on; ties stay ties.
 
     Yields the function that makes a tensor's fake. The module has its own tensors again behind it.

@@ -1,4 +1,4 @@
-"""Models of transformers by name: built from a configuration class's defaults, which are a published size, on fake
+"""Models of transformers by name: built from a configuration class's defaults, which are a published size, on meta
 tensors. Nothing is downloaded."""
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ _BATCH, _SEQUENCE = 8, 512
 
 
 def build(name: str) -> tuple[Any, tuple[dict[str, Any]]]:
-    """(module, (batch,)) for hf:CLASS?setting=value&…, all of it fake tensors: 405 B parameters cost no memory.
+    """(module, (batch,)) for hf:CLASS?setting=value&…, all of it meta tensors: 405 B parameters cost no memory.
 
     Settings are fields of the class's configuration, those inside of it by a dot (text_config.hidden_size=512), and
     ``batch``, ``sequence`` (as long as the positions allow, at most 512, where not given) and ``dtype``. The batch has
     labels, so that the model returns its loss.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
         import transformers
@@ -37,13 +36,18 @@ def build(name: str) -> tuple[Any, tuple[dict[str, Any]]]:
     dtype = settings.pop("dtype", "float32")
     if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise PaseError(f"{name}: dtype={dtype} is no dtype of PyTorch; float32, bfloat16 and float16 are")
-    config = _config(name, made.config_class, settings)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, str(dtype)))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        config = _config(name, made.config_class, settings)
+        with torch.device("meta"):
             module = made(config)
             example = _example(name, module, batch or _BATCH, sequence)
+    except PaseError:
+        raise
+    except Exception as e:
+        said = " ".join(str(e).split())
+        raise PaseError(f"{name}: transformers cannot build it: {type(e).__name__}: {said}") from e
     finally:
         torch.set_default_dtype(before)
     return module, (example,)
@@ -95,6 +99,13 @@ def _config(name: str, kind: Any, settings: dict[str, Any]) -> Any:
     for path in settings.keys() - plain.keys():
         part, key = _part(name, config, path)
         setattr(part, key, settings[path])
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        and getattr(config, "decoder_start_token_id", None) is None
+    ):
+        config.decoder_start_token_id = (
+            0  # some defaults have none; which token begins a sequence costs nothing
+        )
     return config
 
 

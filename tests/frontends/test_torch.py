@@ -17,6 +17,7 @@ from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.frontends import registry
 from pase.frontends.registry import Traced, UnknownOp
+from pase.frontends.torch_export import faked
 from pase.frontends.torch_hf import build
 from pase.ir import Graph, simplify, verify
 
@@ -56,9 +57,13 @@ def test_flops_are_those_that_pytorch_counts(name: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     module, (batch,) = build(SMALL[name])
-    mode = next(module.parameters()).fake_mode
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, mode:
-        module(**batch)
+    with (
+        faked(module) as fake,
+        next(module.parameters()).fake_mode,
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
+        module(**{k: fake(t) for k, t in batch.items()})
     assert products(traced(name).graph) == counter.get_total_flops()
 
 
@@ -275,6 +280,10 @@ def test_errors_say_what_and_where() -> None:
         (lambda: registry.trace("hf:LlamaForCasualLM"), "did you mean 'LlamaForCausalLM'"),
         (lambda: registry.trace("hf:LlamaForCausalLM?layers=2"), "its configuration has no 'layers'"),
         (lambda: registry.trace("hf:LlamaModel?num_hidden_layers=1"), "name a class with a head"),
+        (
+            lambda: registry.trace("hf:LlamaForCausalLM?num_hidden_layers=none"),
+            "transformers cannot build it",
+        ),
         (lambda: registry.trace("hf:GPT2LMHeadModel?batch=0"), "batch=0 is not a positive whole number"),
         (lambda: compile(lambda p, x: 0.0, x, devices=2, loss=lambda m, b: b), "loss is for PyTorch modules"),
     ]
