@@ -56,7 +56,8 @@ def new_file(tmp_path, monkeypatch):
 
 def rediscovered(registry, monkeypatch) -> None:
     """As in a new process, in which nothing has been asked for yet."""
-    monkeypatch.setattr(registry, "_found", False)
+    for discovered in ("_found", "_done"):
+        monkeypatch.setattr(registry, discovered, False)
     monkeypatch.setattr(registry, "_members", dict(registry._members))
 
 

@@ -23,7 +23,7 @@ def test_they_are_kept_in_the_file_and_priced_by() -> None:
     assert CPU.digest != HERE.digest
     # Files and layouts from before these habits were known keep their digests.
     assert replace(HERE, bucket_bytes=float(25 << 20)).digest == HERE.digest
-    with pytest.raises(pase.errors.PaseError, match="sums_readers must be true or false, got 1"):
+    with pytest.raises(pase.errors.PaseError, match="at sums_readers: must be true or false, got 1"):
         parse("sums_readers = 1\n" + dumps(HERE), "a file")
 
 
