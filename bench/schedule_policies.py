@@ -113,8 +113,12 @@ def main() -> None:
         )
     deft = {}
     for name, links in (
-        ("one link", (link("nccl", beta=BETA),)),
-        ("two links", (link("nccl", beta=BETA), link("gloo", beta=BETA * 1.65))),
+        ()
+        if args.only
+        else (
+            ("one link", (link("nccl", beta=BETA),)),
+            ("two links", (link("nccl", beta=BETA), link("gloo", beta=BETA * 1.65))),
+        )
     ):
         q = vgg19(*links)
         for policy, staleness in (

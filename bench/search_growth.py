@@ -14,7 +14,8 @@ import time
 import numpy as np
 
 from bench.arguments import wanted
-from bench.search_common import ROOT, bench_arguments, write_results
+from bench.provenance import ROOT
+from bench.search_common import bench_arguments, write_results
 from pase.search import solve, verify
 from pase.tables.types import CostTables, EdgeTable
 

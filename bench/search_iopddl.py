@@ -52,6 +52,8 @@ def by_command(
         )
         wall_s = time.perf_counter() - began
         said = json.loads(run.stdout)
+        if said["cost"] is None:
+            return {"cost": None, "bound": said["bound"], "feasible": False, "wall_s": round(wall_s, 2)}
         choice = np.array(json.loads(answer.read_text()))
     found = Solution(
         choice=choice,

@@ -25,7 +25,7 @@ import keras
 from bench.provenance import RESULTS, save
 from pase.errors import PaseError
 from pase.frontends.from_tf import trace
-from pase.ir import simplify
+from pase.ir import Place, simplify
 
 FILE = RESULTS / "tf_applications.json"
 BATCH = 2
@@ -58,7 +58,7 @@ def measured(name: str) -> dict[str, Any]:
     seconds = time.perf_counter() - t0
     compared = wrong = 0
     for node in traced.program.main.nodes:
-        for k, made in enumerate(traced.results[node.name]):
+        for k, made in enumerate(traced.results[Place(node.name)]):
             wanted = node.hint(k)
             if made and node.op != "Placeholder" and wanted is not None and None not in wanted:
                 compared += 1

@@ -112,5 +112,6 @@ def flops(fn: Any, args: Any, graph: Any) -> dict[str, float]:
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("KERAS_BACKEND", "jax")
     of = in_float64 if "--float64" in sys.argv else main
     print("\n" + json.dumps(of(sys.argv[1])))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from bench.programs.catalog import Program, integers, normal, program
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
 
 
 def _program(model: Any, *inputs: Any) -> Program:

@@ -105,7 +105,7 @@ def stage_layers(blocks: int, stages: int) -> list[int]:
     Megatron's account options have it; else the last stages have one less.
 
     >>> stage_layers(32, 4), stage_layers(126, 8), stage_layers(61, 16)[-4:]
-    ([8, 8, 8, 8], [15, 16, 16, 16, 16, 16, 16, 15], [4, 4, 3, 3])
+    ([8, 8, 8, 8], [15, 16, 16, 16, 16, 16, 16, 15], [4, 3, 3, 3])
     """
     if blocks % stages == 0:
         return [blocks // stages] * stages

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
 
 import pase
-from pase.cli import command_group
+from pase.cli import main
 from pase.compiler.options import CompileOptions
 from pase.errors import PaseError
 from pase.questions.scale import parse_devices, scale
 
 MODEL = "zoo:mlp"
+
+
+def printed(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert end.value.code == 0
+    return capsys.readouterr().out
 
 
 def test_each_point_is_what_compile_finds():
@@ -25,11 +31,10 @@ def test_each_point_is_what_compile_finds():
     assert few[0].plan is None and "fits" in (few[0].why_not or "")
 
 
-def test_the_command_prints_a_table_and_json():
-    shown = CliRunner().invoke(command_group(), ["scale", MODEL, "--devices", "2..8"])
-    assert shown.exit_code == 0 and "device-seconds" in shown.output and "█" in shown.output
-    printed = CliRunner().invoke(command_group(), ["scale", MODEL, "--devices", "2,8", "--json"])
-    found = json.loads(printed.stdout)["points"]
+def test_the_command_prints_a_table_and_json(capsys):
+    shown = printed(capsys, "scale", MODEL, "--devices", "2..8")
+    assert "device-seconds" in shown and "█" in shown
+    found = json.loads(printed(capsys, "scale", MODEL, "--devices", "2,8", "--json"))["points"]
     assert [p["devices"] for p in found] == [2, 8]
     assert all(p["device_s"] == p["cost"] * p["devices"] and 0 < p["mfu"] < 1 for p in found)
 

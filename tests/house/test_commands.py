@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.test_documents import DOCUMENTS, ROOT, blocks
+from tests.house.test_documents import DOCUMENTS, MARKS, ROOT, blocks
 
 SHELL = ("pase", "python")
 LEFT_OUT = ("make", "pip", ".venv/bin/python", ".venv/bin/pre-commit")
@@ -49,7 +49,10 @@ def test_notes_add_options_to_the_commands_they_name():
     assert sum(line.startswith("pase ") for line in found) >= 15
 
 
-@pytest.mark.parametrize("document", [d.name for d in DOCUMENTS if d.exists() and lines(d.name)])
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(d.name, marks=MARKS.get(d.name, ())) for d in DOCUMENTS if d.exists() and lines(d.name)],
+)
 def test_commands_of_a_document_run_in_order(document, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -49,10 +49,12 @@ def python_of(document: Path) -> list[str]:
     ]
 
 
+MARKS = {"torch.md": [pytest.mark.torch]}
+"""Of documents whose framework is not installed by default."""
+
+
 def documents_with_python() -> list[object]:
-    """Those whose framework is not installed by default are marked."""
-    marks = {"torch.md": [pytest.mark.torch]}
-    return [pytest.param(d, id=d.name, marks=marks.get(d.name, ())) for d in PRESENT if python_of(d)]
+    return [pytest.param(d, id=d.name, marks=MARKS.get(d.name, ())) for d in PRESENT if python_of(d)]
 
 
 @pytest.mark.parametrize("document", documents_with_python())
