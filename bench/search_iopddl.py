@@ -51,9 +51,10 @@ def by_command(
             check=False,
         )
         wall_s = time.perf_counter() - began
+        if run.returncode:
+            said_why = run.stderr.strip().splitlines()[-1:]
+            return {"cost": None, "feasible": False, "wall_s": round(wall_s, 2), "note": " ".join(said_why)}
         said = json.loads(run.stdout)
-        if said["cost"] is None:
-            return {"cost": None, "bound": said["bound"], "feasible": False, "wall_s": round(wall_s, 2)}
         choice = np.array(json.loads(answer.read_text()))
     found = Solution(
         choice=choice,
