@@ -217,6 +217,7 @@ def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> Program:
             mutated[spec.arg.name] = spec.target.removeprefix(_INSIDE)
         elif spec.kind is OutputKind.USER_OUTPUT:
             losses.append(spec.arg.name)
+    read = set(parameters.values())
     return Program(
         graph=exported.graph_module,
         parameters=parameters,
@@ -225,7 +226,7 @@ def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> Program:
         mutated=mutated,
         inputs=inputs,
         losses=tuple(losses),
-        order=tuple(dict.fromkeys(path for path, _ in first.values() if path in set(parameters.values()))),
+        order=tuple(dict.fromkeys(path for path, _ in first.values() if path in read)),
     )
 
 

@@ -25,6 +25,13 @@ def _program(model: Any, *inputs: Any) -> Program:
     return loss, trained, rest, *inputs
 
 
+def _decoder(made: Any) -> Program:
+    """A language model of Keras Hub with 64 tokens, on 8 sentences of 16."""
+    import jax.numpy as jnp
+
+    return _program(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
+
+
 @program
 def mlp() -> Program:
     import keras
@@ -108,7 +115,6 @@ def hub_bert() -> Program:
 
 @program
 def hub_gemma() -> Program:
-    import jax.numpy as jnp
     import keras_hub
 
     made = keras_hub.models.GemmaBackbone(
@@ -120,12 +126,11 @@ def hub_gemma() -> Program:
         intermediate_dim=128,
         head_dim=8,
     )
-    return _program(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
+    return _decoder(made)
 
 
 @program
 def hub_llama() -> Program:
-    import jax.numpy as jnp
     import keras_hub
 
     made = keras_hub.models.Llama3Backbone(
@@ -136,12 +141,11 @@ def hub_llama() -> Program:
         hidden_dim=32,
         intermediate_dim=64,
     )
-    return _program(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
+    return _decoder(made)
 
 
 @program
 def hub_mixtral() -> Program:
-    import jax.numpy as jnp
     import keras_hub
 
     made = keras_hub.models.MixtralBackbone(
@@ -153,4 +157,4 @@ def hub_mixtral() -> Program:
         intermediate_dim=64,
         num_experts=4,
     )
-    return _program(made, {"token_ids": integers(64, 8, 16), "padding_mask": jnp.ones((8, 16), "int32")})
+    return _decoder(made)

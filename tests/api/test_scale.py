@@ -7,19 +7,12 @@ import json
 import pytest
 
 import pase
-from pase.cli import main
 from pase.compiler.options import CompileOptions
 from pase.errors import PaseError
 from pase.questions.scale import parse_devices, scale
+from tests.command import printed
 
 MODEL = "zoo:mlp"
-
-
-def printed(capsys, *arguments):
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    assert end.value.code == 0
-    return capsys.readouterr().out
 
 
 def test_each_point_is_what_compile_finds():
@@ -31,10 +24,10 @@ def test_each_point_is_what_compile_finds():
     assert few[0].plan is None and "fits" in (few[0].why_not or "")
 
 
-def test_the_command_prints_a_table_and_json(capsys):
-    shown = printed(capsys, "scale", MODEL, "--devices", "2..8")
+def test_the_command_prints_a_table_and_json():
+    shown = printed("scale", MODEL, "--devices", "2..8")
     assert "device-seconds" in shown and "█" in shown
-    found = json.loads(printed(capsys, "scale", MODEL, "--devices", "2,8", "--json"))["points"]
+    found = json.loads(printed("scale", MODEL, "--devices", "2,8", "--json"))["points"]
     assert [p["devices"] for p in found] == [2, 8]
     assert all(p["device_s"] == p["cost"] * p["devices"] and 0 < p["mfu"] < 1 for p in found)
 

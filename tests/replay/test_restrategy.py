@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,11 @@ import pytest
 import pase
 from bench.cases.timelines import Run, simulate, write
 from pase.bridges.restrategy import _scaled, by_ratio, predicted
-from pase.cli import main
 from pase.errors import PaseError
 from pase.replay.graph import build_graph
 from pase.replay.steady import evaluate
 from pase.replay.types import COLLECTIVE, OPERATIONS
-
-
-def run(*argv: object) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as e:
-        main([str(a) for a in argv])
-    return int(e.value.code or 0), out.getvalue(), err.getvalue()
+from tests.command import run
 
 
 @pytest.fixture(scope="module")

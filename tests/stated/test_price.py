@@ -10,7 +10,6 @@ import pytest
 import pase
 from pase import costmodels, machine, zoo
 from pase.baselines import baselines
-from pase.cli import main
 from pase.errors import Infeasible, PaseError
 from pase.frontends.from_jax import trace
 from pase.ir import named, simplify
@@ -20,6 +19,7 @@ from pase.stated.price import price_strategy
 from pase.stated.program import PROGRAMS
 from pase.stated.strategy import Strategy, parse
 from pase.tables.itemize import collectives
+from tests.command import printed
 
 H100 = machine.load("h100x8")
 MODEL = costmodels.get("analytic", H100)
@@ -143,20 +143,13 @@ def test_what_cannot_be_split_so_says_why(text, devices, says):
         place(GRAPH, parse(text, devices), MODEL)
 
 
-def printed(capsys, *arguments):
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    assert end.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_api_and_command_say_the_same(capsys):
+def test_api_and_command_say_the_same():
     p = pase.price(SMALL, devices=8, strategy="fsdp=8,micro=4,remat=selective", executor="eager")
     assert p.micro_batches == 2 and p.strategy == Strategy(shard=8, zero=3, micro=4, remat="selective")
     args = ["price", SMALL, "--devices", "8", "--as", "fsdp=8,micro=4,remat=selective", "--executor", "eager"]
-    shown = printed(capsys, *args)
+    shown = printed(*args)
     assert "MFU" in shown and "fsdp=8,micro=4" in shown
-    assert json.loads(printed(capsys, *args, "--json"))["step_s"] == p.step_s
+    assert json.loads(printed(*args, "--json"))["step_s"] == p.step_s
     with pytest.raises(PaseError, match="no executor 'lazy'; there are"):
         pase.price(SMALL, devices=8, strategy="", executor="lazy")
     with pytest.raises(Infeasible, match="no loop over equal blocks"):

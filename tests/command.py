@@ -1,0 +1,25 @@
+"""``pase`` as a user types it, within this process."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+
+from pase.cli import main
+
+
+def run(*words: object) -> tuple[int, str, str]:
+    """(exit status, standard output, standard error) of ``pase WORDS``."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        main([str(w) for w in words])
+    return int(end.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def printed(*words: object) -> str:
+    """Standard output of ``pase WORDS``, which must end well."""
+    code, out, err = run(*words)
+    assert code == 0, err
+    return out
