@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pase.backends.jax_attention_kernels import CuDNN, Flash, Kernel, Reference, merged
+from pase.backends.jax_attention_kernels import AttentionFunctions, CuDNN, Flash, Reference, merged
 from pase.backends.jax_ring import RingAttention
-from pase.frontends.jax_attention import Call
+from pase.frontends.jax_attention import AttentionCall
 from pase.ir import SourceLine
 from pase.plan.accesses import Digits, EquationLayouts
 
 __all__ = ["AttentionSplit", "kernel_for", "of_plan"]
 
-Axes = tuple[str, ...]
+AxisNames = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class AttentionSplit:
     """The mesh axes that split each dim of an attention, major to minor. ring: queries and keys alike; either these or
     queries alone are split."""
 
-    batch: Axes = ()
-    queries: Axes = ()
-    ring: Axes = ()
-    heads: Axes = ()
-    groups: Axes = ()
+    batch: AxisNames = ()
+    queries: AxisNames = ()
+    ring: AxisNames = ()
+    heads: AxisNames = ()
+    groups: AxisNames = ()
 
     @property
     def of_queries(self) -> Any:
@@ -52,7 +52,7 @@ class AttentionSplit:
 
 
 def split_of(
-    q: Digits, k: Digits, call: Call, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
+    q: Digits, k: Digits, call: AttentionCall, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
 ) -> AttentionSplit | None:
     """The split that layouts of queries and keys are; None where a part is not contiguous.
 
@@ -82,7 +82,7 @@ def split_of(
     return AttentionSplit(**out)
 
 
-def kernel_for(call: Call, platform: str, dtype: Any, source: SourceLine) -> Kernel:
+def kernel_for(call: AttentionCall, platform: str, dtype: Any, source: SourceLine) -> AttentionFunctions:
     """The kernel that the call asks for, or where the platform lacks it, the definition, with a warning.
 
     XLA has none to put into a ring: there it is cuDNN's, where that takes the dtype.
@@ -97,7 +97,7 @@ def kernel_for(call: Call, platform: str, dtype: Any, source: SourceLine) -> Ker
     return Reference()
 
 
-def _said(call: Call, why: str, source: SourceLine) -> None:
+def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
     whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
     warnings.warn(
         f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two products and a "
@@ -107,7 +107,7 @@ def _said(call: Call, why: str, source: SourceLine) -> None:
 
 
 def of_plan(
-    call: Call,
+    call: AttentionCall,
     reads: Sequence[str | None],
     avals: Sequence[Any],
     layouts: EquationLayouts | None,
@@ -126,7 +126,9 @@ def of_plan(
         _said(call, "which here is not split with what else it reads, or not into such parts", source)
         return None
     kernel = kernel_for(call, mesh.devices.flat[0].platform, avals[0].dtype, source)
-    run = _Local(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh).differentiable()
+    run = _DeviceShare(
+        kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh
+    ).differentiable()
     order = tuple(
         sorted(range(4), key=lambda i: call.order[i])
     )  # where each dim of (b, q, h, d) goes back to
@@ -142,7 +144,7 @@ def of_plan(
 
 
 def _split(
-    call: Call,
+    call: AttentionCall,
     reads: Sequence[str | None],
     shapes: Sequence[tuple[int, ...]],
     layouts: EquationLayouts | None,
@@ -160,10 +162,10 @@ def _split(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Local:
+class _DeviceShare:
     """What each device does, and what leaves it."""
 
-    kernel: Kernel
+    kernel: AttentionFunctions
     split: AttentionSplit
     causal: bool
     scale: float

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from pase.frontends import jax_versions
 
-__all__ = ["CuDNN", "Flash", "Kernel", "Reference", "merged"]
+__all__ = ["AttentionFunctions", "CuDNN", "Flash", "Reference", "merged"]
 
 
-class Kernel(Protocol):
+class AttentionFunctions(Protocol):
     """causal: query i sees the keys up to the i-th. scale: of the scores."""
 
     def forward(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pase.backends.jax_attention_kernels import Kernel, merged
+from pase.backends.jax_attention_kernels import AttentionFunctions, merged
 
 __all__ = ["RingAttention"]
 
@@ -24,7 +24,7 @@ Gradients = tuple[Any, tuple[Any, Any]]
 class RingAttention:
     """axes, devices: what is gone round, under ``shard_map``. scale: of the scores."""
 
-    kernel: Kernel
+    kernel: AttentionFunctions
     axes: tuple[str, ...]
     devices: int
     causal: bool

@@ -18,7 +18,7 @@ from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_control import by_platform
 from pase.frontends.jax_versions import evaluate, is_literal, scan_groups, source_line
-from pase.ir import Part, Place
+from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
 from pase.plan.accesses import Reading
 from pase.plan.constraints import Placement, Route
@@ -26,14 +26,14 @@ from pase.plan.constraints import Placement, Route
 if TYPE_CHECKING:
     from pase.backends.to_jax import JaxPlan
 
-__all__ = ["Walk"]
+__all__ = ["JaxprWalk"]
 
 Copies = dict[str, Any]
 """Copy -> its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walk:
+class JaxprWalk:
     """One walk over the jaxpr, with constraints applied; run under a JAX trace."""
 
     plan: JaxPlan
@@ -173,7 +173,7 @@ class Walk:
     def _settled(
         self,
         at: Place,
-        part: Part,
+        part: PlacePart,
         values: Sequence[Any],
         names: Sequence[str | None],
         copies: Copies,

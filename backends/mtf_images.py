@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pase.backends.mtf_lower import refuse, squeezed
-from pase.backends.mtf_names import Dim, TensorDims, flat
-from pase.backends.mtf_program import Program, SourceOp, Value
+from pase.backends.mtf_names import MeshTfDim, TensorDims, flat
+from pase.backends.mtf_program import MeshTfProgram, MeshTfValue, SourceOp
 
 __all__ = ["conv2d", "pool2d"]
 
 
 def conv2d(
-    p: Program,
+    p: MeshTfProgram,
     op: SourceOp,
-    x: Value,
-    w: Value,
+    x: MeshTfValue,
+    w: MeshTfValue,
     shape: Sequence[int],
     *,
     strides: Sequence[int],
     padding: Sequence[tuple[int, int]],
-) -> Value:
+) -> MeshTfValue:
     """x: [b, h, w, c], w: [h, w, c, n] and the result's shape [b, h, w, n], however the source orders its dims."""
     extents = w.shape[:2]
     w = _one_dim(p, w, (0, 1, 2, 3))
@@ -34,8 +34,8 @@ def conv2d(
     if set(x.dims[3]) != set(w.dims[2]):
         x = p.to(x, (*x.dims[:3], w.dims[2]))
     pads = [(int(low), int(high)) for low, high in padding]
-    blocks: list[tuple[Dim, ...]] = []
-    rows: list[Dim] = []
+    blocks: list[tuple[MeshTfDim, ...]] = []
+    rows: list[MeshTfDim] = []
     for k in (1, 2):
         low = pads[k - 1][0]
         x, block, d = _apart(p, op, x, k)
@@ -69,19 +69,19 @@ def conv2d(
 
 
 def pool2d(
-    p: Program,
+    p: MeshTfProgram,
     op: SourceOp,
-    x: Value,
+    x: MeshTfValue,
     kind: str,
     shape: Sequence[int],
     *,
     window: Sequence[int],
     strides: Sequence[int],
     padding: str,
-) -> Value:
+) -> MeshTfValue:
     x = _one_dim(p, x, (1, 2, 3))
-    blocks: list[tuple[Dim, ...]] = []
-    rows: list[Dim] = []
+    blocks: list[tuple[MeshTfDim, ...]] = []
+    rows: list[MeshTfDim] = []
     for k in (1, 2):
         x, block, d = _apart(p, op, x, k)
         ways = block[0].size if block else 1
@@ -108,7 +108,9 @@ def _crooked(op: SourceOp, k: int, axis: str | None) -> Exception:
     )
 
 
-def _apart(p: Program, op: SourceOp, x: Value, k: int) -> tuple[Value, tuple[Dim, ...], Dim]:
+def _apart(
+    p: MeshTfProgram, op: SourceOp, x: MeshTfValue, k: int
+) -> tuple[MeshTfValue, tuple[MeshTfDim, ...], MeshTfDim]:
     """(the value, the dim of blocks if dim k is split, the dim of a block's own rows)."""
     group = x.dims[k]
     axes = [d.axis for d in group if d.axis is not None]
@@ -119,12 +121,12 @@ def _apart(p: Program, op: SourceOp, x: Value, k: int) -> tuple[Value, tuple[Dim
     extent = x.shape[k]
     ways = p.names.axes[axes[0]] if axes else 1
     base = group[0].base
-    block = (Dim(f"{base}_blocks", ways, axes[0]),) if axes else ()
-    own = Dim(f"{base}_rows", extent // ways)
+    block = (MeshTfDim(f"{base}_blocks", ways, axes[0]),) if axes else ()
+    own = MeshTfDim(f"{base}_rows", extent // ways)
     return p.to(x, tuple((*block, own) if i == k else g for i, g in enumerate(x.dims))), block, own
 
 
-def _one_dim(p: Program, x: Value, where: Sequence[int]) -> Value:
+def _one_dim(p: MeshTfProgram, x: MeshTfValue, where: Sequence[int]) -> MeshTfValue:
     """With a dim of one element where the source's tensor has such, at these places."""
     dims: TensorDims = tuple(g if g or i not in where else (p.names.fresh(1),) for i, g in enumerate(x.dims))
     if dims == x.dims:

@@ -9,17 +9,17 @@ import numpy as np
 
 from pase.backends import mtf_images as images
 from pase.backends import mtf_lower as lower
-from pase.backends.mtf_lower import Rules, refuse
-from pase.backends.mtf_program import Input, Program, SourceOp, Value
+from pase.backends.mtf_lower import MeshTfRules, refuse
+from pase.backends.mtf_program import Input, MeshTfProgram, MeshTfValue, SourceOp
 from pase.errors import PaseError
-from pase.frontends.from_jax import INLINED, KEPT_WHOLE, Traced, inner_jaxpr
+from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_versions import is_literal, source_line
 from pase.ir.places import NOWHERE, Place
 
 __all__ = ["RULES", "source_ops"]
 
-RULES = Rules(
+RULES = MeshTfRules(
     file="mtf_jax.py",
     unary={
         "exp": "mtf.exp",
@@ -68,13 +68,13 @@ RULES = Rules(
 
 
 @RULES.rule("convert_element_type")
-def _cast(p: Program, op: SourceOp) -> Value:
+def _cast(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x = p.arg(op, 0)
     return p.let(f"mtf.cast({x.code}, tf.{op.dtypes[0]})", x.order, x.dims, op.dtypes[0])
 
 
 @RULES.rule("integer_pow")
-def _integer_pow(p: Program, op: SourceOp) -> Value:
+def _integer_pow(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x, y = p.arg(op, 0), op.attrs["y"]
     if y < 1:
         code = f"ops.cwise(lambda x: x ** {y}.0, {x.code})"
@@ -84,12 +84,12 @@ def _integer_pow(p: Program, op: SourceOp) -> Value:
 
 
 @RULES.rule("select_n")
-def _select(p: Program, op: SourceOp) -> Value:
+def _select(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     return lower.select(p, op, 0, 2, 1)
 
 
 @RULES.rule("slice")
-def _slice(p: Program, op: SourceOp) -> Value:
+def _slice(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     if any(s != 1 for s in op.attrs["strides"] or ()):
         raise refuse(op, "Mesh-TensorFlow's slices have no strides")
     x = p.arg(op, 0)
@@ -99,7 +99,7 @@ def _slice(p: Program, op: SourceOp) -> Value:
 
 
 @RULES.rule("split")
-def _split(p: Program, op: SourceOp) -> list[Value | None]:
+def _split(p: MeshTfProgram, op: SourceOp) -> list[MeshTfValue | None]:
     x, axis = p.arg(op, 0), op.attrs["axis"]
     ends = np.cumsum(op.attrs["sizes"])
     return [
@@ -109,12 +109,12 @@ def _split(p: Program, op: SourceOp) -> list[Value | None]:
 
 
 @RULES.rule("concatenate")
-def _concatenate(p: Program, op: SourceOp) -> Value:
+def _concatenate(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     return lower.concat(p, op, [p.arg(op, k) for k in range(len(op.inputs))], op.attrs["dimension"])
 
 
 @RULES.rule("gather")
-def _gather(p: Program, op: SourceOp) -> Value:
+def _gather(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     """x[ids], and x[i, ids[i]]."""
     d = op.attrs["dimension_numbers"]
     table, ids = p.arg(op, 0), p.arg(op, 1)
@@ -122,29 +122,29 @@ def _gather(p: Program, op: SourceOp) -> Value:
     if len(d.start_index_map) != 1 or len(d.collapsed_slice_dims) != 1 or dims is None:
         raise refuse(op, "of JAX's gathers, those that pick whole rows by one index can be expressed")
     axis = d.start_index_map[0]
-    ids = Value(ids.code, ids.order, ids.dims[:-1], ids.dtype)
+    ids = MeshTfValue(ids.code, ids.order, ids.dims[:-1], ids.dtype)
     return lower.lookup(p, op, table, ids, axis, dims)
 
 
 @RULES.rule("conv_general_dilated")
-def _conv(p: Program, op: SourceOp) -> Value:
+def _conv(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     a = op.attrs
     lhs, rhs, out = (tuple(x) for x in a["dimension_numbers"])
     if len(lhs) != 4 or a["feature_group_count"] != 1 or {*a["lhs_dilation"], *a["rhs_dilation"]} != {1}:
         raise refuse(op, "of convolutions, two-dimensional ones without groups and dilation can be expressed")
     x, w = p.arg(op, 0), p.arg(op, 1)
     b, c, h, v = lhs
-    x = Value(x.code, x.order, tuple(x.dims[i] for i in (b, h, v, c)), x.dtype)
+    x = MeshTfValue(x.code, x.order, tuple(x.dims[i] for i in (b, h, v, c)), x.dtype)
     n, c, h, v = rhs
-    w = Value(w.code, w.order, tuple(w.dims[i] for i in (h, v, c, n)), w.dtype)
+    w = MeshTfValue(w.code, w.order, tuple(w.dims[i] for i in (h, v, c, n)), w.dtype)
     shape = tuple(op.shapes[0][i] for i in (out[0], out[2], out[3], out[1]))
     y = images.conv2d(p, op, x, w, shape, strides=a["window_strides"], padding=a["padding"])
     made = dict(zip((out[0], out[2], out[3], out[1]), y.dims, strict=True))
-    return Value(y.code, y.order, tuple(made[i] for i in range(4)), y.dtype)
+    return MeshTfValue(y.code, y.order, tuple(made[i] for i in range(4)), y.dtype)
 
 
 @RULES.rule("reduce_window_max", "reduce_window_sum")
-def _pool(p: Program, op: SourceOp) -> Value:
+def _pool(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     a = op.attrs
     window, strides, padding = a["window_dimensions"], a["window_strides"], a["padding"]
     dilated = {*(a.get("base_dilation") or (1,)), *(a.get("window_dilation") or (1,))} != {1}
@@ -166,12 +166,12 @@ RULES.rule("pase:same")(lower.same)
 # --- the jaxpr as a list of ops
 
 
-def source_ops(traced: Traced, roles: Mapping[str, str]) -> Iterator[SourceOp]:
+def source_ops(traced: TracedJax, roles: Mapping[str, str]) -> Iterator[SourceOp]:
     """The jaxpr's equations, calls inlined; what depends on no data is worked out on the way.
 
     roles: tensor -> its role in the graph.
     """
-    walk = _Walk(traced, roles)
+    walk = _JaxprReader(traced, roles)
     names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind in ("parameter", "input")]
     jaxpr = traced.jaxpr.jaxpr
     env: dict[Any, Input] = {}
@@ -186,8 +186,8 @@ def _value(array: np.ndarray, tensor: str | None = None) -> Input:
     return Input(tensor=tensor, value=array, shape=array.shape, dtype=str(array.dtype))
 
 
-class _Walk:
-    def __init__(self, traced: Traced, roles: Mapping[str, str]):
+class _JaxprReader:
+    def __init__(self, traced: TracedJax, roles: Mapping[str, str]):
         self.traced, self.roles, self.fresh, self.line = traced, roles, 0, NOWHERE
 
     def eqns(

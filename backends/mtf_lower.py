@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pase.backends.mtf_names import Dim, TensorDims, flat
-from pase.backends.mtf_program import Program, SourceOp, Value
+from pase.backends.mtf_names import MeshTfDim, TensorDims, flat
+from pase.backends.mtf_program import MeshTfProgram, MeshTfValue, SourceOp
 from pase.errors import PaseError
 from pase.ir import functions
 
 __all__ = [
-    "Rules",
+    "MeshTfRules",
     "apply",
     "binary",
     "concat",
@@ -33,11 +33,11 @@ __all__ = [
     "unary",
 ]
 
-Rule = Callable[[Program, SourceOp], "Value | Sequence[Value | None]"]
+MeshTfRule = Callable[[MeshTfProgram, SourceOp], "MeshTfValue | Sequence[MeshTfValue | None]"]
 
 
 @dataclass(kw_only=True)
-class Rules:
+class MeshTfRules:
     """A frontend's ops: the names of simple ones, and functions for the rest."""
 
     file: str
@@ -50,10 +50,10 @@ class Rules:
     """Ops whose access maps say it all: those that move no element, and products."""
     axes: Callable[[SourceOp], tuple[Sequence[int], bool]]
     """Over which dims an op of ``reduce`` goes, and whether they stay."""
-    rules: dict[str, Rule] = field(default_factory=dict)
+    rules: dict[str, MeshTfRule] = field(default_factory=dict)
 
-    def rule(self, *names: str) -> Callable[[Rule], Rule]:
-        def register(f: Rule) -> Rule:
+    def rule(self, *names: str) -> Callable[[MeshTfRule], MeshTfRule]:
+        def register(f: MeshTfRule) -> MeshTfRule:
             self.rules.update(dict.fromkeys(names, f))
             return f
 
@@ -64,11 +64,11 @@ class Rules:
         return sorted({*self.unary, *self.binary, *self.reduce, *self.views, *self.rules})
 
 
-def apply(rules: Rules, p: Program, op: SourceOp) -> None:
+def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
     """Add the op to the program."""
     p.heading(op)
     name = op.name
-    made: Value | Sequence[Value | None]
+    made: MeshTfValue | Sequence[MeshTfValue | None]
     if name in rules.rules:
         made = rules.rules[name](p, op)
     elif name in rules.unary:
@@ -83,7 +83,7 @@ def apply(rules: Rules, p: Program, op: SourceOp) -> None:
         raise refuse(
             op, f"there is no Mesh-TensorFlow translation of this op; add one to backends/{rules.file}"
         )
-    p.settle(op, [made] if isinstance(made, Value) else made)
+    p.settle(op, [made] if isinstance(made, MeshTfValue) else made)
 
 
 def refuse(op: SourceOp, why: str) -> PaseError:
@@ -100,7 +100,7 @@ def call(fn: str, *args: str, dtype: str = "") -> str:
     return f"ops.cwise({', '.join((fn, *args))}{f', dtype=tf.{dtype}' if dtype else ''})"
 
 
-def unary(p: Program, op: SourceOp, fn: str) -> Value:
+def unary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
     x = p.arg(op, 0)
     if fn in ("", "same"):
         return x
@@ -113,7 +113,7 @@ _BOOLEAN = frozenset(
 )
 
 
-def binary(p: Program, op: SourceOp, fn: str) -> Value:
+def binary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
     """Two operands that broadcast as numpy's do; dims of one element are not there."""
     a, b = p.scalar(op, 0), p.scalar(op, 1)
     out = len(op.shapes[0])
@@ -153,20 +153,20 @@ def _aligned(dims: TensorDims, rank: int) -> TensorDims:
     return ((),) * (rank - len(dims)) + dims
 
 
-def select(p: Program, op: SourceOp, condition: int, yes: int, no: int) -> Value:
+def select(p: MeshTfProgram, op: SourceOp, condition: int, yes: int, no: int) -> MeshTfValue:
     """Where: all three operands broadcast."""
     parts = [p.arg(op, k) for k in (condition, yes, no)]
     out = len(op.shapes[0])
     dims: TensorDims = ((),) * out
     for x in parts:
         dims = tuple(g or h for g, h in zip(dims, _aligned(x.dims, out), strict=True))
-    order: tuple[Dim, ...] = ()
+    order: tuple[MeshTfDim, ...] = ()
     for x in sorted(parts, key=lambda v: -len(v.order)):
         order += tuple(d for d in x.order if d not in order)
     return p.let(f"ops.where({', '.join(x.code for x in parts)})", order, dims, op.dtypes[0])
 
 
-def same(p: Program, op: SourceOp) -> Value:
+def same(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     """A value under another name: what a loop carries, what is put into a list, what a call returns."""
     given = op.inputs[0]
     if given.value is not None:
@@ -177,9 +177,9 @@ def same(p: Program, op: SourceOp) -> Value:
 # --- what access maps say
 
 
-def nests(p: Program, op: SourceOp) -> Value:
+def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     """The op as the loop nests that its frontend made of it: views, and products summed over what the result lacks."""
-    made: Value | None = None
+    made: MeshTfValue | None = None
     for node, nest in p.nests(op):
         xs = [p.read(op, node, a) for a in nest.reads]
         (write,) = nest.writes
@@ -199,7 +199,7 @@ def nests(p: Program, op: SourceOp) -> Value:
     return made
 
 
-def reduce(p: Program, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -> Value:
+def reduce(p: MeshTfProgram, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -> MeshTfValue:
     """A reduction over tensor dims; keep: they stay, with one element."""
     x = p.arg(op, 0)
     dims = tuple(() if i in axes else g for i, g in enumerate(x.dims) if keep or i not in axes)
@@ -212,7 +212,7 @@ def reduce(p: Program, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -
 # --- parts of tensors
 
 
-def single(p: Program, op: SourceOp, x: Value, axis: int) -> tuple[Value, Dim]:
+def single(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int) -> tuple[MeshTfValue, MeshTfDim]:
     """The value with tensor dim ``axis`` as one dim that nothing splits, of one element if need be."""
     group = x.dims[axis]
     if len(group) == 1 and group[0].axis is None:
@@ -227,7 +227,7 @@ def single(p: Program, op: SourceOp, x: Value, axis: int) -> tuple[Value, Dim]:
     return p.let(f"mtf.reshape({x.code}, {p.shape(order)})", order, dims, x.dtype), new
 
 
-def squeezed(p: Program, x: Value) -> Value:
+def squeezed(p: MeshTfProgram, x: MeshTfValue) -> MeshTfValue:
     """Dims of one element are not there."""
     dims = tuple(tuple(d for d in g if d.size > 1) for g in x.dims)
     if flat(dims) == flat(x.dims):
@@ -236,7 +236,7 @@ def squeezed(p: Program, x: Value) -> Value:
     return p.let(f"mtf.reshape({x.code}, {p.shape(order)})", order, dims, x.dtype)
 
 
-def cut(p: Program, op: SourceOp, x: Value, axis: int, begin: int, size: int) -> Value:
+def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, size: int) -> MeshTfValue:
     """Elements begin … begin + size of one tensor dim. The dim is whole on a device, or cut between its major parts."""
     extent = x.shape[axis]
     if begin == 0 and size == extent:
@@ -249,7 +249,7 @@ def cut(p: Program, op: SourceOp, x: Value, axis: int, begin: int, size: int) ->
     else:
         x, part = single(p, op, x, axis)
         rest = ()
-    kept = Dim(part.base, size, None)
+    kept = MeshTfDim(part.base, size, None)
     code = f'mtf.slice({x.code}, {begin}, {size}, "{p.names.name(part)}")'
     order = tuple(kept if d == part else d for d in x.order)
     dims = tuple((kept, *rest) if i == axis else g for i, g in enumerate(x.dims))
@@ -257,15 +257,15 @@ def cut(p: Program, op: SourceOp, x: Value, axis: int, begin: int, size: int) ->
     return squeezed(p, p.let(code, order, dims, x.dtype))
 
 
-def concat(p: Program, op: SourceOp, xs: Sequence[Value], axis: int) -> Value:
+def concat(p: MeshTfProgram, op: SourceOp, xs: Sequence[MeshTfValue], axis: int) -> MeshTfValue:
     """Joined along a tensor dim, which is whole on a device."""
     if len(xs) == 1:
         return xs[0]
-    made: list[Value] = []
+    made: list[MeshTfValue] = []
     first: TensorDims | None = None
     base = p.names.fresh(1).base
     for x in xs:
-        part = Dim(base, x.shape[axis])
+        part = MeshTfDim(base, x.shape[axis])
         rest = x.dims if first is None else first
         first = rest
         dims = (*rest[:axis], (part,), *rest[axis + 1 :])
@@ -277,13 +277,15 @@ def concat(p: Program, op: SourceOp, xs: Sequence[Value], axis: int) -> Value:
             y = p.let(f"mtf.reshape({x.code}, {p.shape(flat(dims))})", flat(dims), dims, x.dtype)
         made.append(p.ordered(y, flat(dims)))
     assert first is not None
-    whole = Dim(base, sum(x.shape[axis] for x in xs))
+    whole = MeshTfDim(base, sum(x.shape[axis] for x in xs))
     dims = (*first[:axis], (whole,), *first[axis + 1 :])
     code = f'mtf.concat([{", ".join(y.code for y in made)}], "{p.names.name(whole)}")'
     return p.let(code, flat(dims), dims, xs[0].dtype)
 
 
-def lookup(p: Program, op: SourceOp, table: Value, ids: Value, axis: int, dims: TensorDims) -> Value:
+def lookup(
+    p: MeshTfProgram, op: SourceOp, table: MeshTfValue, ids: MeshTfValue, axis: int, dims: TensorDims
+) -> MeshTfValue:
     """Rows of ``table`` along ``axis`` by number. dims: of the result."""
     over = table.dims[axis]
     code = f"ops.lookup({table.code}, {ids.code}, {p.shape(over)}, {p.shape(flat(dims))})"

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pase.backends.mtf_names import Dim, TensorDims, flat
+from pase.backends.mtf_names import MeshTfDim, TensorDims, flat
 from pase.errors import PaseError
 from pase.ops.nests import common_factors
 
 __all__ = ["direct", "moves"]
 
-Shape = tuple[Dim, ...]
+MeshTfShape = tuple[MeshTfDim, ...]
 
 
-def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[Shape]:
+def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[MeshTfShape]:
     """The shapes to reshape to, one after the other, the wanted one last; empty where the tensor is there.
 
     >>> b, s = Dim("b", 8, "x"), Dim("s", 4)
@@ -36,7 +36,7 @@ def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[S
         return []
     if direct(now, goal, axes):
         return [goal]
-    steps: list[Shape] = []
+    steps: list[MeshTfShape] = []
     pieces = _pieces(now, goal)
     if pieces is None or not (_fits(now, pieces, axes) and _fits(goal, pieces, axes)):
         return _through_whole(now, goal)
@@ -65,12 +65,12 @@ def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[S
     return steps
 
 
-def direct(now: Shape, goal: Shape, axes: Mapping[str, int]) -> bool:
+def direct(now: MeshTfShape, goal: MeshTfShape, axes: Mapping[str, int]) -> bool:
     """Does one mtf.reshape do it, and right, and one back again, for the gradient?"""
     return _one_way(now, goal, axes) and _one_way(goal, now, axes)
 
 
-def _one_way(now: Shape, goal: Shape, axes: Mapping[str, int]) -> bool:
+def _one_way(now: MeshTfShape, goal: MeshTfShape, axes: Mapping[str, int]) -> bool:
     before, after = _starts(now), _starts(goal)
     where = {d.axis: i for i, d in enumerate(now) if d.axis is not None}
     for i, d in enumerate(goal):
@@ -88,11 +88,11 @@ def _one_way(now: Shape, goal: Shape, axes: Mapping[str, int]) -> bool:
     return True
 
 
-def _split(shape: Shape) -> list[tuple[int, str]]:
+def _split(shape: MeshTfShape) -> list[tuple[int, str]]:
     return [(i, d.axis) for i, d in enumerate(shape) if d.axis is not None]
 
 
-def _starts(shape: Shape) -> list[int]:
+def _starts(shape: MeshTfShape) -> list[int]:
     """Per dim, the product of the sizes before it: what Mesh-TF calls cumprod."""
     out, n = [], 1
     for d in shape:
@@ -101,13 +101,13 @@ def _starts(shape: Shape) -> list[int]:
     return out
 
 
-def _pieces(now: Shape, goal: Shape) -> list[int] | None:
+def _pieces(now: MeshTfShape, goal: MeshTfShape) -> list[int] | None:
     """The sizes of the coarsest shape that both are made of by joining neighbours."""
     common = common_factors([d.size for d in now], [d.size for d in goal])
     return None if common is None else [int(str(f)) for f in common[0]]
 
 
-def _fits(shape: Shape, pieces: Sequence[int], axes: Mapping[str, int]) -> bool:
+def _fits(shape: MeshTfShape, pieces: Sequence[int], axes: Mapping[str, int]) -> bool:
     """Can each split dim of the shape be split at its first piece?"""
     k = 0
     for d in shape:
@@ -120,14 +120,14 @@ def _fits(shape: Shape, pieces: Sequence[int], axes: Mapping[str, int]) -> bool:
     return True
 
 
-def _refined(shape: Shape, pieces: Sequence[int]) -> Shape:
+def _refined(shape: MeshTfShape, pieces: Sequence[int]) -> MeshTfShape:
     """The shape in these pieces; a split dim's first piece is split."""
-    out: list[Dim] = []
+    out: list[MeshTfDim] = []
     k = 0
     for d in shape:
         n, first = 1, len(out)
         while n < d.size:
-            out.append(Dim(f"{d.base}_at{len(out) - first}", pieces[k], d.axis if n == 1 else None))
+            out.append(MeshTfDim(f"{d.base}_at{len(out) - first}", pieces[k], d.axis if n == 1 else None))
             n *= pieces[k]
             k += 1
         if len(out) == first + 1:
@@ -135,7 +135,7 @@ def _refined(shape: Shape, pieces: Sequence[int]) -> Shape:
     return tuple(out)
 
 
-def _through_whole(now: Shape, goal: Shape) -> list[Shape]:
+def _through_whole(now: MeshTfShape, goal: MeshTfShape) -> list[MeshTfShape]:
     """Gather what is split, reshape, split again: what always works."""
     steps = [tuple(replace(d, axis=None) for d in now), tuple(replace(d, axis=None) for d in goal), goal]
     return [s for k, s in enumerate(steps) if s != (now, *steps)[k]]

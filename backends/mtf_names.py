@@ -20,11 +20,11 @@ from pase.ir.sizes import is_one
 from pase.machine import Mesh
 from pase.tables.layouts import number
 
-__all__ = ["Dim", "Names", "TensorDims", "flat", "merged_axes"]
+__all__ = ["MeshTfDim", "Names", "TensorDims", "flat", "merged_axes"]
 
 
 @dataclass(frozen=True)
-class Dim:
+class MeshTfDim:
     """A dim of a Mesh-TF tensor: ``base`` is what it means, ``axis`` the mesh axis that splits it."""
 
     base: str
@@ -32,13 +32,13 @@ class Dim:
     axis: str | None = None
 
 
-TensorDims = tuple[tuple[Dim, ...], ...]
+TensorDims = tuple[tuple[MeshTfDim, ...], ...]
 """Per dim of the source's tensor, the Mesh-TF dims that it is made of, major to minor; none for one of one element."""
 
 _ROLES = ("pending", "state")  # dims that walk no tensor
 
 
-def flat(dims: TensorDims) -> tuple[Dim, ...]:
+def flat(dims: TensorDims) -> tuple[MeshTfDim, ...]:
     return tuple(d for group in dims for d in group)
 
 
@@ -105,22 +105,22 @@ class Names:
         axes = self.strategy.get(node.name, {}).get(dim, ())
         return tuple(dict.fromkeys(self._into[a] for a in axes if a in self._into))
 
-    def factors(self, node: Node, dim: str) -> tuple[Dim, ...]:
+    def factors(self, node: Node, dim: str) -> tuple[MeshTfDim, ...]:
         """The iteration dim as dims of Mesh-TF: one, or one for each axis that splits it."""
         size, axes = number(node.space[dim].size, node.name), self.split(node, dim)
         base = self._base[node.name, dim]
         if len(axes) < 2:
-            return (Dim(base, size, axes[0] if axes else None),)
+            return (MeshTfDim(base, size, axes[0] if axes else None),)
         out = []
         for i, a in enumerate(axes):
             part = self.axes[a] if i < len(axes) - 1 else size
-            out.append(Dim(f"{base}_part{i}", part, a))
+            out.append(MeshTfDim(f"{base}_part{i}", part, a))
             size //= part
         return tuple(out)
 
     def dims(self, node: Node, access: Access, tensor: Tensor) -> TensorDims:
         """The tensor as this access walks it. Under a window, a dim has the tensor's extent."""
-        out: list[tuple[Dim, ...]] = []
+        out: list[tuple[MeshTfDim, ...]] = []
         for walk, extent in zip(access.map.walks, tensor.shape, strict=True):
             extent = number(extent, tensor.name)
             made = tuple(f for d in walk.dims for f in self.factors(node, d))
@@ -130,18 +130,18 @@ class Names:
             if points == extent:
                 out.append(tuple(f for f in made if f.size > 1))
             elif len(made) == 1:
-                out.append((Dim(made[0].base, extent, made[0].axis),) if extent > 1 else ())
+                out.append((MeshTfDim(made[0].base, extent, made[0].axis),) if extent > 1 else ())
             else:
                 out.append((self.fresh(extent),) if extent > 1 else ())
         return tuple(out)
 
-    def fresh(self, size: int) -> Dim:
+    def fresh(self, size: int) -> MeshTfDim:
         """A dim that nothing else has, whole."""
         self._anonymous += 1
         self._usual[f"whole{self._anonymous}"] = None
-        return Dim(f"whole{self._anonymous}", size)
+        return MeshTfDim(f"whole{self._anonymous}", size)
 
-    def name(self, dim: Dim) -> str:
+    def name(self, dim: MeshTfDim) -> str:
         """The dim's name in the program. The variant that is usual has the base's own; others say how they differ."""
         usual = self._usual.setdefault(dim.base, dim.axis)
         name = dim.base if dim.axis == usual else f"{dim.base}_{dim.axis or 'whole'}"

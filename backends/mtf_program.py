@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from pase.backends.mtf_moves import moves
-from pase.backends.mtf_names import Dim, Names, TensorDims, flat
+from pase.backends.mtf_names import MeshTfDim, Names, TensorDims, flat
 from pase.errors import PaseError
 from pase.ir import Access, Node, Op, Place
 
-__all__ = ["Input", "Program", "SourceOp", "Value", "comment"]
+__all__ = ["Input", "MeshTfProgram", "MeshTfValue", "SourceOp", "comment"]
 
 _MOST_INLINE = 64
 """Elements of the largest constant that is written out as numbers."""
@@ -62,11 +62,11 @@ class SourceOp:
 
 
 @dataclass(frozen=True)
-class Value:
+class MeshTfValue:
     """code: an expression; order: the dims as the Mesh-TF tensor has them; dims: as the source's tensor has them."""
 
     code: str
-    order: tuple[Dim, ...]
+    order: tuple[MeshTfDim, ...]
     dims: TensorDims
     dtype: str = "float32"
 
@@ -76,10 +76,10 @@ class Value:
 
 
 @dataclass
-class Program:
+class MeshTfProgram:
     names: Names
     lines: list[str] = field(default_factory=list)
-    values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, MeshTfValue] = field(default_factory=dict)
     """tensor of the graph -> what holds it"""
     known: dict[str, np.ndarray] = field(default_factory=dict)
     """tensor of the graph -> its value, where no data decides it"""
@@ -87,7 +87,7 @@ class Program:
     """name in the program -> an array too large to be written out"""
     dim_names: dict[tuple[str, int], str] = field(default_factory=dict)
     """(dim name, size) -> its variable in the program"""
-    _moved: dict[tuple[str, TensorDims], Value] = field(default_factory=dict)
+    _moved: dict[tuple[str, TensorDims], MeshTfValue] = field(default_factory=dict)
     _at: dict[Place, list[tuple[Node, Op]]] = field(default_factory=dict)
     """Source op -> the loop nests that it became, in order."""
     _writes: dict[str, tuple[Node, Op, Access]] = field(default_factory=dict)
@@ -113,11 +113,13 @@ class Program:
 
     # --- statements
 
-    def let(self, code: str, order: Sequence[Dim], dims: TensorDims, dtype: str, hint: str = "t") -> Value:
+    def let(
+        self, code: str, order: Sequence[MeshTfDim], dims: TensorDims, dtype: str, hint: str = "t"
+    ) -> MeshTfValue:
         """A new variable that holds the expression."""
         name = self.variable(hint)
         self.lines.append(f"{name} = {code}")
-        return Value(name, tuple(order), dims, dtype)
+        return MeshTfValue(name, tuple(order), dims, dtype)
 
     def variable(self, hint: str) -> str:
         word = re.sub(r"\W+", "_", hint, flags=re.ASCII).strip("_") or "t"
@@ -128,7 +130,7 @@ class Program:
         self._taken.add(name)
         return name
 
-    def dim(self, d: Dim) -> str:
+    def dim(self, d: MeshTfDim) -> str:
         """The program's variable for a dim."""
         key = (self.names.name(d), d.size)
         if key not in self.dim_names:
@@ -136,7 +138,7 @@ class Program:
             self.dim_names[key] = self.variable(f"{key[0]}_{key[1]}" if sizes else key[0])
         return self.dim_names[key]
 
-    def shape(self, dims: Sequence[Dim]) -> str:
+    def shape(self, dims: Sequence[MeshTfDim]) -> str:
         return f"[{', '.join(self.dim(d) for d in dims)}]"
 
     # --- layouts
@@ -155,7 +157,7 @@ class Program:
         """The plan's node that makes the op's first output."""
         return next((self._writes[t][0] for t in op.outputs if t in self._writes), None)
 
-    def to(self, value: Value, want: TensorDims) -> Value:
+    def to(self, value: MeshTfValue, want: TensorDims) -> MeshTfValue:
         """The value in these dims: itself, or reshaped."""
         have = flat(value.dims)
         if set(have) == set(flat(want)) and len(have) == len(flat(want)) and value.dims == want:
@@ -181,14 +183,14 @@ class Program:
         self._moved[key] = out
         return out
 
-    def ordered(self, value: Value, order: Sequence[Dim]) -> Value:
+    def ordered(self, value: MeshTfValue, order: Sequence[MeshTfDim]) -> MeshTfValue:
         """The value with its dims in this order."""
         if value.order == tuple(order):
             return value
         code = f"mtf.transpose({value.code}, {self.shape(order)})"
         return self.let(code, order, value.dims, value.dtype, f"{value.code}_t")
 
-    def regrouped(self, value: Value, dims: TensorDims) -> Value:
+    def regrouped(self, value: MeshTfValue, dims: TensorDims) -> MeshTfValue:
         """The same elements in another shape: no move between layouts, but where dims have to be made."""
         if set(flat(value.dims)) == set(flat(dims)):
             return replace(value, dims=dims)
@@ -202,7 +204,7 @@ class Program:
         """The loop nests that the plan's graph has for this op, in order."""
         return self._at.get(op.at, []) if op.at is not None else []
 
-    def arg(self, op: SourceOp, k: int) -> Value:
+    def arg(self, op: SourceOp, k: int) -> MeshTfValue:
         """Operand k in the dims in which the plan has this op read it."""
         given = op.inputs[k]
         reads = [(n, a) for n, o in self.nests(op) for a in o.reads]
@@ -231,7 +233,7 @@ class Program:
         """The tensor of the source's program that is read, perhaps in a copy."""
         return self.names.graph.tensors[access.tensor].original
 
-    def read(self, op: SourceOp, node: Node, access: Access) -> Value:
+    def read(self, op: SourceOp, node: Node, access: Access) -> MeshTfValue:
         """A tensor as this access of the op's loop nests reads it."""
         name, want = access.tensor, self.dims(node, access)
         raw = self._original(access)
@@ -243,7 +245,7 @@ class Program:
         held = self._copy(name) if name != raw and name in self._writes else self.held(op, raw)
         return self.to(held, want)
 
-    def held(self, op: SourceOp, tensor: str | None) -> Value:
+    def held(self, op: SourceOp, tensor: str | None) -> MeshTfValue:
         """The value as it was made."""
         if tensor is None or tensor not in self.values:
             raise PaseError(
@@ -251,7 +253,7 @@ class Program:
             )
         return self.values[tensor]
 
-    def _copy(self, copy: str) -> Value:
+    def _copy(self, copy: str) -> MeshTfValue:
         """The copy of a tensor that several readers share, made when it is first read."""
         if copy not in self.values:
             node, op, access = self._writes[copy]
@@ -274,7 +276,7 @@ class Program:
             )
         return v
 
-    def constant(self, array: np.ndarray, want: TensorDims | None, dtype: str) -> Value:
+    def constant(self, array: np.ndarray, want: TensorDims | None, dtype: str) -> MeshTfValue:
         """A known array as a tensor in these dims (by default, dims of its own, whole)."""
         if want is None:
             want = tuple((self.names.fresh(s),) if s > 1 else () for s in array.shape)
@@ -298,7 +300,7 @@ class Program:
 
     # --- results
 
-    def settle(self, op: SourceOp, made: Sequence[Value | None]) -> None:
+    def settle(self, op: SourceOp, made: Sequence[MeshTfValue | None]) -> None:
         """Keep what a rule made, in the dims that the plan gives it. A frontend may have put a reshape behind the op
         itself, or left one out that nobody needs: then it is the tensor before it that the rule made."""
         tensors = self.names.graph.tensors
@@ -326,7 +328,7 @@ class Program:
                 x = self.read(op, node, nest.reads[0])
                 self.keep(nest.writes[0].tensor, self.viewed(x, dims))
 
-    def viewed(self, x: Value, dims: TensorDims) -> Value:
+    def viewed(self, x: MeshTfValue, dims: TensorDims) -> MeshTfValue:
         """Reshape, transpose, broadcast: mostly another reading of the same dims."""
         have, want = set(flat(x.dims)), set(flat(dims))
         if have == want:
@@ -335,7 +337,7 @@ class Program:
             return self.let(f"mtf.broadcast({x.code}, {self.shape(flat(dims))})", flat(dims), dims, x.dtype)
         return self.regrouped(x, dims)
 
-    def keep(self, name: str, value: Value) -> None:
+    def keep(self, name: str, value: MeshTfValue) -> None:
         """The value of a tensor from here on (a loop's turns make it anew), in the plan's dims for it."""
         want = self.written(name)
         self.values[name] = value if want is None else self.to(value, want)

@@ -12,11 +12,11 @@ import numpy as np
 from pase.backends.mtf_rules import check_layout
 from pase.backends.mtf_shim import mesh_tensorflow
 
-__all__ = ["Step", "demo", "lowered", "run"]
+__all__ = ["MeshTfRun", "demo", "lowered", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class MeshTfRun:
     """What training steps gave. gradients: of the first step; parameters: after the last; in the source's shapes."""
 
     losses: tuple[float, ...]
@@ -50,7 +50,7 @@ def run(
     *,
     learning_rate: float = 0.1,
     steps: int = 1,
-) -> Step:
+) -> MeshTfRun:
     """Steps of gradient descent on as many logical CPU devices as the program's mesh has.
 
     program: a module (or anything with its names) that ``emit`` wrote; inputs, values: arrays by the source's names.
@@ -85,7 +85,7 @@ def run(
     def shaped(arrays: Sequence[np.ndarray] | None) -> dict[str, np.ndarray]:
         return {k: np.asarray(a).reshape(shapes[k]) for k, a in zip(parameters, arrays or (), strict=True)}
 
-    return Step(
+    return MeshTfRun(
         losses=tuple(losses),
         gradients=shaped(first),
         parameters=shaped(after),

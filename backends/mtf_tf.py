@@ -9,9 +9,9 @@ import numpy as np
 
 from pase.backends import mtf_images as images
 from pase.backends import mtf_lower as lower
-from pase.backends.mtf_lower import Rules, refuse
+from pase.backends.mtf_lower import MeshTfRules, refuse
 from pase.backends.mtf_names import TensorDims, flat
-from pase.backends.mtf_program import Program, SourceOp, Value
+from pase.backends.mtf_program import MeshTfProgram, MeshTfValue, SourceOp
 from pase.backends.mtf_tf_walk import source_ops
 from pase.frontends.tf_slices import positions
 
@@ -26,7 +26,7 @@ def _reduced(op: SourceOp) -> tuple[Sequence[int], bool]:
     return [int(a) % rank for a in axes.reshape(-1)], _flag(op, "keep_dims")
 
 
-RULES = Rules(
+RULES = MeshTfRules(
     file="mtf_tf.py",
     unary={
         "Relu": "mtf.relu",
@@ -127,24 +127,24 @@ def _ints(op: SourceOp, key: str) -> list[int]:
 
 
 @RULES.rule("Cast")
-def _cast(p: Program, op: SourceOp) -> Value:
+def _cast(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x = p.arg(op, 0)
     return p.let(f"mtf.cast({x.code}, tf.{op.dtypes[0]})", x.order, x.dims, op.dtypes[0])
 
 
 @RULES.rule("Select", "SelectV2")
-def _select(p: Program, op: SourceOp) -> Value:
+def _select(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     return lower.select(p, op, 0, 1, 2)
 
 
 @RULES.rule("AddN")
-def _add_n(p: Program, op: SourceOp) -> Value:
+def _add_n(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     xs = [p.arg(op, k) for k in range(len(op.inputs))]
     return p.let(" + ".join(x.code for x in xs), xs[0].order, xs[0].dims, xs[0].dtype)
 
 
 @RULES.rule("ClipByValue")
-def _clip(p: Program, op: SourceOp) -> Value:
+def _clip(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     low, high = p.scalar(op, 1), p.scalar(op, 2)
     if low is None or high is None:
         raise refuse(op, "its bounds are no numbers")
@@ -155,13 +155,13 @@ def _clip(p: Program, op: SourceOp) -> Value:
 
 
 @RULES.rule("LeakyRelu")
-def _leaky(p: Program, op: SourceOp) -> Value:
+def _leaky(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x, alpha = p.arg(op, 0), float(op.attrs["alpha"].f)
     return p.let(f"ops.cwise(lambda x: tf.nn.leaky_relu(x, {alpha!r}), {x.code})", x.order, x.dims, x.dtype)
 
 
 @RULES.rule("L2Loss")
-def _l2(p: Program, op: SourceOp) -> Value:
+def _l2(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x = p.arg(op, 0)
     return p.let(f"mtf.reduce_sum(mtf.square({x.code}), output_shape=[]) * 0.5", (), (), x.dtype)
 
@@ -170,14 +170,14 @@ def _l2(p: Program, op: SourceOp) -> Value:
 
 
 @RULES.rule("Softmax", "LogSoftmax")
-def _softmax(p: Program, op: SourceOp) -> Value:
+def _softmax(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x = p.arg(op, 0)
     fn = "ops.softmax" if op.name == "Softmax" else "ops.log_softmax"
     return p.let(f"{fn}({x.code}, {p.shape(x.dims[-1])})", x.order, x.dims, x.dtype)
 
 
 @RULES.rule("SparseSoftmaxCrossEntropyWithLogits")
-def _sparse_cross_entropy(p: Program, op: SourceOp) -> list[Value | None]:
+def _sparse_cross_entropy(p: MeshTfProgram, op: SourceOp) -> list[MeshTfValue | None]:
     x = p.arg(op, 0)
     labels = p.to(p.arg(op, 1), x.dims[:-1])
     code = f"ops.sparse_cross_entropy({x.code}, {labels.code}, {p.shape(x.dims[-1])})"
@@ -185,7 +185,7 @@ def _sparse_cross_entropy(p: Program, op: SourceOp) -> list[Value | None]:
 
 
 @RULES.rule("SoftmaxCrossEntropyWithLogits")
-def _cross_entropy(p: Program, op: SourceOp) -> list[Value | None]:
+def _cross_entropy(p: MeshTfProgram, op: SourceOp) -> list[MeshTfValue | None]:
     x = p.arg(op, 0)
     labels = p.to(p.arg(op, 1), x.dims)
     code = f"ops.cross_entropy({x.code}, {labels.code}, {p.shape(x.dims[-1])})"
@@ -196,7 +196,7 @@ def _cross_entropy(p: Program, op: SourceOp) -> list[Value | None]:
 
 
 @RULES.rule("Conv2D")
-def _conv(p: Program, op: SourceOp) -> Value:
+def _conv(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     strides, dilation = _ints(op, "strides"), _ints(op, "dilations") or [1] * 4
     if _text(op, "data_format", "NHWC") != "NHWC":
         raise refuse(op, "its images are NCHW, which TensorFlow's own CPU kernels do not take either")
@@ -220,7 +220,7 @@ def _pads(
 
 
 @RULES.rule("MaxPool", "AvgPool")
-def _pool(p: Program, op: SourceOp) -> Value:
+def _pool(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     window, strides, padding = _ints(op, "ksize"), _ints(op, "strides"), _text(op, "padding")
     plain = window[0] == window[3] == 1 and _text(op, "data_format", "NHWC") == "NHWC"
     if not plain or padding not in ("SAME", "VALID"):
@@ -243,7 +243,7 @@ def _pool(p: Program, op: SourceOp) -> Value:
 
 
 @RULES.rule("StridedSlice")
-def _strided_slice(p: Program, op: SourceOp) -> Value:
+def _strided_slice(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     begin, end, strides = (p.static(op, k).reshape(-1) for k in (1, 2, 3))
     x = p.arg(op, 0)
     picks = positions(op.attrs["node"], op.inputs[0].shape, begin, end, strides)
@@ -265,7 +265,7 @@ def _strided_slice(p: Program, op: SourceOp) -> Value:
 
 
 @RULES.rule("Slice")
-def _slice(p: Program, op: SourceOp) -> Value:
+def _slice(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x, begin, size = p.arg(op, 0), p.static(op, 1), p.static(op, 2)
     for axis, (b, n) in enumerate(zip(begin, size, strict=True)):
         x = lower.cut(p, op, x, axis, int(b), x.shape[axis] - int(b) if n < 0 else int(n))
@@ -273,7 +273,7 @@ def _slice(p: Program, op: SourceOp) -> Value:
 
 
 @RULES.rule("Split", "SplitV")
-def _split(p: Program, op: SourceOp) -> list[Value | None]:
+def _split(p: MeshTfProgram, op: SourceOp) -> list[MeshTfValue | None]:
     of, at = (1, 0) if op.name == "Split" else (0, 2)
     x = p.arg(op, of)
     axis = int(p.static(op, at)) % len(x.dims)
@@ -289,38 +289,38 @@ def _split(p: Program, op: SourceOp) -> list[Value | None]:
 
 
 @RULES.rule("ConcatV2")
-def _concat(p: Program, op: SourceOp) -> Value:
+def _concat(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     axis = int(p.static(op, len(op.inputs) - 1)) % len(op.shapes[0])
     return lower.concat(p, op, [p.arg(op, k) for k in range(len(op.inputs) - 1)], axis)
 
 
 @RULES.rule("Pack")
-def _pack(p: Program, op: SourceOp) -> Value:
+def _pack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     axis = (int(op.attrs["axis"].i) if "axis" in op.attrs else 0) % len(op.shapes[0])
     xs = [p.arg(op, k) for k in range(len(op.inputs))]
     return lower.concat(p, op, [replace(x, dims=(*x.dims[:axis], (), *x.dims[axis:])) for x in xs], axis)
 
 
 @RULES.rule("Unpack")
-def _unpack(p: Program, op: SourceOp) -> list[Value | None]:
+def _unpack(p: MeshTfProgram, op: SourceOp) -> list[MeshTfValue | None]:
     x = p.arg(op, 0)
     axis = (int(op.attrs["axis"].i) if "axis" in op.attrs else 0) % len(x.dims)
     return [_pick(p, op, x, axis, k) if out else None for k, out in enumerate(op.outputs)]
 
 
-def _pick(p: Program, op: SourceOp, x: Value, axis: int, k: int) -> Value:
+def _pick(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, k: int) -> MeshTfValue:
     part = lower.cut(p, op, x, axis, k, 1)
     return replace(part, dims=(*part.dims[:axis], *part.dims[axis + 1 :]))
 
 
 @RULES.rule("pase:take")
-def _take(p: Program, op: SourceOp) -> Value:
+def _take(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     """One element of a list that is a stacked tensor."""
     return _pick(p, op, p.held(op, op.inputs[0].tensor), 0, int(op.attrs["index"]))
 
 
 @RULES.rule("pase:stack")
-def _stack(p: Program, op: SourceOp) -> Value:
+def _stack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     """All elements of a list."""
     xs = [p.held(op, i.tensor) for i in op.inputs]
     return lower.concat(p, op, [replace(x, dims=((), *x.dims)) for x in xs], 0)
@@ -330,7 +330,7 @@ RULES.rule("pase:same")(lower.same)
 
 
 @RULES.rule("Pad", "PadV2")
-def _pad(p: Program, op: SourceOp) -> Value:
+def _pad(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x, pads = p.arg(op, 0), p.static(op, 1)
     if op.name == "PadV2" and p.scalar(op, 2) != "0.0":
         raise refuse(op, "Mesh-TensorFlow pads with zeros")
@@ -351,7 +351,7 @@ def _pad(p: Program, op: SourceOp) -> Value:
 
 
 @RULES.rule("GatherV2", "Gather", "ResourceGather")
-def _gather(p: Program, op: SourceOp) -> Value:
+def _gather(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     shape = op.inputs[0].shape
     axis = int(p.static(op, 2)) % len(shape) if len(op.inputs) > 2 else 0
     if "batch_dims" in op.attrs and op.attrs["batch_dims"].i:
@@ -373,7 +373,7 @@ def _gather(p: Program, op: SourceOp) -> Value:
 
 
 @RULES.rule("OneHot")
-def _one_hot(p: Program, op: SourceOp) -> Value:
+def _one_hot(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     """The plan's dim of the classes; ones and zeros by number."""
     on, off = p.scalar(op, 2), p.scalar(op, 3)
     dims = p.written(op.outputs[0])

@@ -15,17 +15,17 @@ import numpy as np
 
 from pase.backends.mtf_program import Input, SourceOp
 from pase.errors import PaseError
-from pase.frontends.from_tf import Traced
+from pase.frontends.from_tf import TracedTf
 from pase.frontends.tf_graph import CALLS, TfBody, TfNode, dtype_name
 from pase.frontends.tf_known import evaluate
 from pase.frontends.tf_lower import PASSED_ON
 from pase.frontends.tf_sources import Variable
-from pase.ir import Part, Place
+from pase.ir import Place, PlacePart
 
 __all__ = ["source_ops"]
 
 _MOST_TURNS = 2048
-_READ_BY_TURNS: tuple[Part, ...] = ("carry", "const")
+_READ_BY_TURNS: tuple[PlacePart, ...] = ("carry", "const")
 _EFFECTS = frozenset({"NoOp", "Assert", "ControlTrigger", "AssignVariableOp", "AssignAddVariableOp", "Const"})
 _VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable", "AutoReloadVariable"})
 
@@ -39,19 +39,19 @@ class _List:
     stacked: Input | None = None
 
 
-_Value = Input | _List | None
+_WalkedValue = Input | _List | None
 
 
-def source_ops(traced: Traced, roles: Mapping[str, str]) -> Iterator[SourceOp]:
+def source_ops(traced: TracedTf, roles: Mapping[str, str]) -> Iterator[SourceOp]:
     """The ops of the model, in order. roles: tensor -> its role in the plan's graph."""
-    walk = _Walk(traced)
+    walk = _GraphWalk(traced)
     by_path = {t.path: t for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
 
     def leaf(path: str) -> Input:
         t = by_path[path]
         return Input(tensor=t.name, shape=tuple(map(int, t.shape)), dtype=t.dtype)  # type: ignore[call-overload]
 
-    env: dict[str, _Value] = {}
+    env: dict[str, _WalkedValue] = {}
     for ref, v in traced.source.captured.items():
         if isinstance(v, Variable) and v.path in by_path:
             env[ref] = leaf(v.path)
@@ -65,8 +65,8 @@ def _known(array: np.ndarray, tensor: str = "") -> Input:
 
 
 @dataclass
-class _Walk:
-    traced: Traced
+class _GraphWalk:
+    traced: TracedTf
     snapshots: int = 0
     written: dict[Place, list[str]] = field(default_factory=dict)
     """Op -> the tensors of the raw graph that its loop nests write, in order."""
@@ -77,14 +77,14 @@ class _Walk:
                 self.written.setdefault(op.eqn, []).extend(a.tensor for a in op.writes)
 
     def body(
-        self, body: TfBody, args: Sequence[_Value], prefix: str, out: list[_Value]
+        self, body: TfBody, args: Sequence[_WalkedValue], prefix: str, out: list[_WalkedValue]
     ) -> Iterator[SourceOp]:
         """The body's ops; its outputs are appended to ``out``."""
-        env: dict[str, _Value] = dict(zip(body.args, args, strict=False))
+        env: dict[str, _WalkedValue] = dict(zip(body.args, args, strict=False))
         for node in body.nodes:
             path = f"{prefix}{node.name}"
             ins = [env.get(ref) for ref in node.inputs]
-            made: list[_Value] = []
+            made: list[_WalkedValue] = []
             yield from self.node(node, ins, path, made)
             for k, v in enumerate(made):
                 env[f"{node.name}:{k}"] = v
@@ -93,7 +93,9 @@ class _Walk:
     def names(self, at: Place) -> tuple[str, ...]:
         return self.traced.results.get(at, ())
 
-    def node(self, node: TfNode, ins: Sequence[_Value], path: str, out: list[_Value]) -> Iterator[SourceOp]:
+    def node(
+        self, node: TfNode, ins: Sequence[_WalkedValue], path: str, out: list[_WalkedValue]
+    ) -> Iterator[SourceOp]:
         op, names = node.op, self.names(Place(path))
         if op == "Const":
             frozen = names and names[0] and self.traced.graph.tensors[names[0]].role == "parameter"
@@ -133,7 +135,9 @@ class _Walk:
         t = self.traced.graph.tensors[name]
         return Input(tensor=name, shape=tuple(map(int, t.shape)), dtype=t.dtype)  # type: ignore[call-overload]
 
-    def plain(self, node: TfNode, ins: Sequence[_Value], path: str, out: list[_Value]) -> Iterator[SourceOp]:
+    def plain(
+        self, node: TfNode, ins: Sequence[_WalkedValue], path: str, out: list[_WalkedValue]
+    ) -> Iterator[SourceOp]:
         names = self.names(Place(path))
         inputs = []
         for k, v in enumerate(ins):
@@ -199,8 +203,8 @@ class _Walk:
             attrs=attrs,
         )
 
-    def shapes(self, node: TfNode, ins: Sequence[_Value], names: Sequence[str]) -> list[_Value]:
-        out: list[_Value] = []
+    def shapes(self, node: TfNode, ins: Sequence[_WalkedValue], names: Sequence[str]) -> list[_WalkedValue]:
+        out: list[_WalkedValue] = []
         for k, v in enumerate(ins):
             if not isinstance(v, Input):
                 return [None]
@@ -216,11 +220,13 @@ class _Walk:
 
     # --- loops, branches, lists
 
-    def loop(self, node: TfNode, ins: Sequence[_Value], path: str, out: list[_Value]) -> Iterator[SourceOp]:
+    def loop(
+        self, node: TfNode, ins: Sequence[_WalkedValue], path: str, out: list[_WalkedValue]
+    ) -> Iterator[SourceOp]:
         condition, body = (self.traced.program.body(n) for n in self.traced.program.called(node))
         at, now = Place(path), list(ins)
         for turn in range(_MOST_TURNS + 1):
-            answer: list[_Value] = []
+            answer: list[_WalkedValue] = []
             for op in self.body(condition, now, f"{path}/cond/", answer):
                 raise _data(node, path, f"whether it goes on depends on data ({op.where})")
             go = answer[0]
@@ -240,7 +246,7 @@ class _Walk:
                 if names and isinstance(v, _List) and v.stacked is not None and v.stacked.tensor != names[0]:
                     yield self.own("same", at.its("xs", k), [v.stacked], names[0], v.stacked.shape)
                     now[k] = replace(v, stacked=self.tensor(names[0]))
-            after: list[_Value] = []
+            after: list[_WalkedValue] = []
             yield from self.body(body, now, f"{path}/", after)
             now = after
         for k, v in enumerate(now):
@@ -250,7 +256,9 @@ class _Walk:
                 now[k] = self.tensor(names[0])
         out += now
 
-    def branch(self, node: TfNode, ins: Sequence[_Value], path: str, out: list[_Value]) -> Iterator[SourceOp]:
+    def branch(
+        self, node: TfNode, ins: Sequence[_WalkedValue], path: str, out: list[_WalkedValue]
+    ) -> Iterator[SourceOp]:
         choice = ins[0]
         if not isinstance(choice, Input) or choice.value is None:
             raise _data(node, path, "which branch is taken depends on data")
@@ -260,7 +268,7 @@ class _Walk:
         yield from self.body(self.traced.program.body(names[k]), ins[1:], f"{path}/", out)
 
     def list_op(
-        self, node: TfNode, ins: Sequence[_Value], path: str, out: list[_Value]
+        self, node: TfNode, ins: Sequence[_WalkedValue], path: str, out: list[_WalkedValue]
     ) -> Iterator[SourceOp]:
         op, names = node.op, self.names(Place(path))
         if op in ("TensorListReserve", "EmptyTensorList"):
@@ -357,13 +365,13 @@ def _data(node: TfNode, path: str, why: str) -> PaseError:
     return PaseError(f"the Mesh-TensorFlow program cannot have '{node.op}' at {path}: {why}")
 
 
-def _index(node: TfNode, v: _Value, path: str) -> int:
+def _index(node: TfNode, v: _WalkedValue, path: str) -> int:
     if not isinstance(v, Input) or v.value is None:
         raise _data(node, path, "which element depends on data")
     return int(v.value.reshape(()))
 
 
-def _constant(node: TfNode, name: str) -> _Value:
+def _constant(node: TfNode, name: str) -> _WalkedValue:
     from tensorflow.python.framework import tensor_util
 
     proto = node.attr["value"].tensor

@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from pase.backends.jax_step import Stepper
-from pase.backends.jax_walk import Walk
+from pase.backends.jax_walk import JaxprWalk
 from pase.errors import PaseError, install_line
-from pase.frontends.from_jax import Traced
+from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.ir import Place
 from pase.ir.blocks import Block
@@ -36,7 +36,7 @@ _STORAGE_ALONE = (
 class JaxPlan:
     """What ``plan.jax`` gives."""
 
-    traced: Traced
+    traced: TracedJax
     """The model on one micro-batch."""
     logical_mesh: Mesh
     constraints: Constraints
@@ -146,7 +146,7 @@ class JaxPlan:
 
         def constrained(*args: Any) -> Any:
             leaves = self._checked(args)
-            walk = Walk(plan=self, mesh=mesh)
+            walk = JaxprWalk(plan=self, mesh=mesh)
             leaves = [walk.defined(x, t) for x, t in zip(leaves, self._leaf_names(), strict=True)]
             outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
             out = combine(jax.tree.unflatten(self.traced.out_tree, outs), self.traced.kept_out)
@@ -452,7 +452,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         raise PaseError(
             f"the plan for '{plan.model}' was loaded without its model: call plan.bind(loss_fn, params, batch)"
         )
-    if not isinstance(traced, Traced):
+    if not isinstance(traced, TracedJax):
         raise PaseError(
             f"'{plan.model}' was read by the {traced.frontend} frontend, so there is no JAX program of it to "
             f"constrain: 'pase emit' writes the plan for other frameworks"

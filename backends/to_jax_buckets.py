@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from pase.backends.to_jax import jax_plan
-from pase.backends.to_jax_buckets_moves import Moves, Region, moves_of, path_of, placement_of
+from pase.backends.to_jax_buckets_moves import ManualRegion, Moves, moves_of, path_of, placement_of
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, check_plan
 from pase.schedule.types import ScheduleProblem
@@ -369,7 +369,7 @@ class BucketRunner:
             return jax.tree.unflatten(tree, free)
 
         def local(*shards: Any) -> tuple[Any, ...]:
-            region = Region(moves, shards, {}, 0)
+            region = ManualRegion(moves, shards, {}, 0)
             region.run(todo)
             return tuple(region.built(gradient=False))
 
@@ -426,7 +426,7 @@ class BucketRunner:
         given = {i: b for i, b in bufs.items() if self.plan.messages[i].update == update}
 
         def local(given: dict[int, Any], *shards: Any) -> dict[int, Any]:
-            return Region(moves, [s[0] for s in shards], given, update).run(ours)
+            return ManualRegion(moves, [s[0] for s in shards], given, update).run(ours)
 
         each = P(self.mesh.axis_names)
         return jax.shard_map(  # type: ignore[no-any-return]
@@ -450,7 +450,7 @@ class BucketRunner:
         ours = [i for i in range(len(leaves)) if i not in moves.left]
 
         def local(given: dict[int, Any], *shards: Any) -> tuple[Any, ...]:
-            built = Region(moves, [s[0] for s in shards], given, update).built(gradient=True)
+            built = ManualRegion(moves, [s[0] for s in shards], given, update).built(gradient=True)
             return tuple(built[i] for i in ours)
 
         given = {i: b for i, b in bufs.items() if self.plan.messages[i].update == update}

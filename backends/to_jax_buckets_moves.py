@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from pase.errors import PaseError
+from pase.plan.constraints import Placement
 from pase.schedule.plan import BucketPlan, Piece
 from pase.schedule.types import ScheduleProblem
 
-__all__ = ["Moves", "Region", "Slot", "moves_of", "path_of", "placement_of"]
+__all__ = ["ManualRegion", "Moves", "Slot", "moves_of", "path_of", "placement_of"]
 
 _NAME = re.compile(
     r"^(?P<path>.*?)(\[(?P<repeat>\d+)\])?(?P<grad>\.grad)?"
     r"(\.(?P<kind>all_reduce|reduce_scatter|all_gather|all_to_all|permute)(\.\d+)?(?P<again>\.again\d+)?)?$"
 )
-
-Placement = tuple[tuple[str, ...], ...]
-"""Per dim of a parameter, the mesh axes that split it, major to minor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,7 @@ class Moves:
         return self.placements[s.leaf][0 if s.repeat is None else 1 :]
 
 
-class Region:
+class ManualRegion:
     """One device's arrays in the manual region, while it is traced.
 
     leaves: local arrays of all parameters or gradients. buffers: what messages left, 1-D local arrays by message.

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pase.backends.mtf_lower import Rules, apply
+from pase.backends.mtf_lower import MeshTfRules, apply
 from pase.backends.mtf_names import Names, flat
-from pase.backends.mtf_program import Program, SourceOp, Value, comment
+from pase.backends.mtf_program import MeshTfProgram, MeshTfValue, SourceOp, comment
 from pase.backends.mtf_rules import check_layout, check_tensor
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
@@ -29,11 +29,11 @@ from pase.ir import Graph
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
 
-__all__ = ["Layout", "emit", "layout", "program"]
+__all__ = ["MeshTfLayout", "emit", "layout", "program"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class MeshTfLayout:
     """mesh_shape and layout_rules as Mesh-TF reads them, and the parameters' and inputs' dims under them."""
 
     mesh_shape: str
@@ -51,12 +51,12 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     return f'{path}: a Mesh-TensorFlow program; mesh_shape "{found.mesh_shape}", layout_rules "{found.layout_rules}"'
 
 
-def layout(plan: PlanData) -> Layout:
+def layout(plan: PlanData) -> MeshTfLayout:
     """The strings alone, and what they give the leaves. ``plan`` must have its model."""
     return program(plan)[1]
 
 
-def program(plan: PlanData) -> tuple[str, Layout]:
+def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
     """(the program's text, its layout). PaseError where Mesh-TensorFlow cannot express the model or the plan."""
     if plan.traced is None:
         raise PaseError(
@@ -64,7 +64,7 @@ def program(plan: PlanData) -> tuple[str, Layout]:
         )
     graph = plan.split_graph
     rules, ops = _source(plan.traced, graph)
-    p = Program(Names(graph, plan.mesh, plan.strategy))
+    p = MeshTfProgram(Names(graph, plan.mesh, plan.strategy))
     leaves = _leaves(p, graph)
     for op in ops:
         apply(rules, p, op)
@@ -73,7 +73,7 @@ def program(plan: PlanData) -> tuple[str, Layout]:
     return _text(plan, p, leaves, loss, found), found
 
 
-def _loss(p: Program, outputs: Sequence[Value]) -> Value:
+def _loss(p: MeshTfProgram, outputs: Sequence[MeshTfValue]) -> MeshTfValue:
     """The scalar that the model returns; the mean of what it returns, where that is no scalar."""
     if not outputs:
         raise PaseError("the model returns nothing that the Mesh-TensorFlow program makes")
@@ -94,7 +94,7 @@ def _with_model(plan: PlanData, model: Any) -> PlanData:
     return plan.with_model(registry.trace(model, name=plan.model))
 
 
-def _source(traced: Any, graph: Graph) -> tuple[Rules, Iterator[SourceOp]]:
+def _source(traced: Any, graph: Graph) -> tuple[MeshTfRules, Iterator[SourceOp]]:
     """The frontend's table of ops, and the model's ops one by one."""
     roles = {t.name: t.role for t in graph.tensors.values()}
     frontend = traced.graph.meta.get("frontend", "")
@@ -111,9 +111,9 @@ def _source(traced: Any, graph: Graph) -> tuple[Rules, Iterator[SourceOp]]:
     )
 
 
-def _leaves(p: Program, graph: Graph) -> dict[str, Value]:
+def _leaves(p: MeshTfProgram, graph: Graph) -> dict[str, MeshTfValue]:
     """Statements that make the parameters and take the inputs; name -> value."""
-    out: dict[str, Value] = {}
+    out: dict[str, MeshTfValue] = {}
     for node in graph.nodes:
         if node.kind not in ("parameter", "input"):
             continue
@@ -141,17 +141,17 @@ def _short(path: str) -> str:
     return "_".join(re.split(r"[/.]", path)[-2:])
 
 
-def _checked(p: Program, leaves: Mapping[str, Value]) -> Layout:
+def _checked(p: MeshTfProgram, leaves: Mapping[str, MeshTfValue]) -> MeshTfLayout:
     """The layout, having passed Mesh-TF's rules for every tensor of the program."""
     mesh_shape, rules = p.names.mesh_shape, p.names.layout_rules
     mesh, by_name = check_layout(mesh_shape, rules)
 
-    def pairs(value: Value) -> tuple[tuple[str, int], ...]:
+    def pairs(value: MeshTfValue) -> tuple[tuple[str, int], ...]:
         return tuple((p.names.name(d), d.size) for d in value.order)
 
     for name, value in p.values.items():
         check_tensor(f"tensor {name}", pairs(value), mesh, by_name)
-    return Layout(
+    return MeshTfLayout(
         mesh_shape=mesh_shape, layout_rules=rules, dims={name: pairs(v) for name, v in leaves.items()}
     )
 
@@ -202,7 +202,13 @@ if __name__ == "__main__":
 '''
 
 
-def _text(plan: PlanData, p: Program, leaves: Mapping[str, Value], loss: Value, found: Layout) -> str:
+def _text(
+    plan: PlanData,
+    p: MeshTfProgram,
+    leaves: Mapping[str, MeshTfValue],
+    loss: MeshTfValue,
+    found: MeshTfLayout,
+) -> str:
     import pase
 
     def table(tensors: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ class Annotated:
 def layouts(plan: PlanData) -> dict[tuple[int, str], tuple[tuple[int, ...], Digits]]:
     """(index of the node, value) -> (shape, layout), of all that the model's own nodes read and write."""
     traced = plan.traced
-    assert isinstance(traced, from_onnx.Traced)
+    assert isinstance(traced, from_onnx.TracedOnnx)
     names: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for value, (name, shape) in traced.values.items():
         names.setdefault(name, []).append((value, shape))
@@ -70,7 +70,7 @@ def layouts(plan: PlanData) -> dict[tuple[int, str], tuple[tuple[int, ...], Digi
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     """Write the annotated model; see the module's text. PaseError where the plan is not of this model."""
-    if not isinstance(plan.traced, from_onnx.Traced):
+    if not isinstance(plan.traced, from_onnx.TracedOnnx):
         if not from_onnx.reads(model):
             raise PaseError(
                 f"'{model}' is not an ONNX model: --to onnx annotates the model that was compiled"

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pase.tables.itemize import Collective
 
 __all__ = [
-    "Row",
-    "Step",
+    "CollectiveRow",
+    "StepResult",
     "compare",
     "sharded_step",
     "unmatched",
@@ -37,7 +37,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CollectiveRow:
     """One kind of collective; bytes are times × the larger local buffer, summed over a step."""
 
     kind: str
@@ -51,12 +51,12 @@ class Row:
         return (self.on_cpu - self.compiled) / self.compiled if self.compiled else float(self.on_cpu > 0)
 
 
-def compare(plan: PlanData, compiled: Any) -> list[Row]:
+def compare(plan: PlanData, compiled: Any) -> list[CollectiveRow]:
     """compiled: what ``plan.jax.lower_train_step(optimizer).compile()`` gave, on host devices."""
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
     predicted = dict.fromkeys(kinds, 0)
     on_cpu = dict.fromkeys(kinds, 0)
-    sums = _Sums.of(plan)
+    sums = _AllReduceCount.of(plan)
     scattered = {_flow(c) for c in plan.collectives if c.kind == "reduce_scatter"}
     for c in plan.collectives:
         nbytes = c.nbytes * c.times
@@ -71,7 +71,7 @@ def compare(plan: PlanData, compiled: Any) -> list[Row]:
     for h in collectives(compiled):
         found[h.kind] = found.get(h.kind, 0) + h.bytes * (h.count or 1)
     return [
-        Row(kind=k, predicted=predicted.get(k, 0), on_cpu=on_cpu.get(k, 0), compiled=n)
+        CollectiveRow(kind=k, predicted=predicted.get(k, 0), on_cpu=on_cpu.get(k, 0), compiled=n)
         for k, n in found.items()
     ]
 
@@ -116,7 +116,7 @@ def _flow(c: Collective) -> tuple[str, str, str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sums:
+class _AllReduceCount:
     """How many all-reduces the CPU pipeline makes of one that the plan has."""
 
     plan: PlanData
@@ -125,7 +125,7 @@ class _Sums:
     """Copy node -> the nodes that read it."""
 
     @classmethod
-    def of(cls, plan: PlanData) -> _Sums:
+    def of(cls, plan: PlanData) -> _AllReduceCount:
         graph = plan.graph
         readers: dict[str, list[str]] = {}
         for e in graph.edges:
@@ -163,7 +163,7 @@ class _Sums:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepResult:
     """One training step: its loss, gradients and updated parameters; gathered where they were sharded."""
 
     loss: float
@@ -174,7 +174,7 @@ class Step:
     rematerialised: tuple[str, ...] = ()
     """XLA's warnings of a tensor that it gathered whole because it found no better way."""
 
-    def differences(self, other: Step) -> dict[str, float]:
+    def differences(self, other: StepResult) -> dict[str, float]:
         """loss: relative; gradients, parameters: the largest difference over the largest element of all."""
         return {
             "loss": abs(self.loss - other.loss) / max(abs(self.loss), 1e-30),
@@ -194,7 +194,7 @@ def worst_difference(a: Any, b: Any) -> float:
     return float(max(np.abs(x - y).max() for x, y in pairs) / max(np.abs(x).max() for x, _ in pairs))
 
 
-def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *batch: Any) -> Step:
+def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *batch: Any) -> StepResult:
     """The step as anybody would write it, on one device."""
     import jax
 
@@ -211,10 +211,10 @@ def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *ba
         return loss, grads, optax.apply_updates(mine, updates)
 
     loss, grads, updated = jax.jit(step)(*arrays((params, *batch)))
-    return Step(loss=float(loss), gradients=grads, parameters=updated)
+    return StepResult(loss=float(loss), gradients=grads, parameters=updated)
 
 
-def sharded_step(plan: PlanData, optimizer: Any, params: Any, *batch: Any) -> Step:
+def sharded_step(plan: PlanData, optimizer: Any, params: Any, *batch: Any) -> StepResult:
     """The same step as ``plan.jax.train_step`` does it, on the plan's devices; compiled once."""
     import jax
 
@@ -227,7 +227,7 @@ def sharded_step(plan: PlanData, optimizer: Any, params: Any, *batch: Any) -> St
     placed, *placed_batch = arrays(jp.device_put(params, *batch, mesh=mesh))
     state = jp.init(kept, placed, mesh)
     updated, (grads, _), value = compiled(placed, state, *placed_batch)
-    return Step(
+    return StepResult(
         loss=float(jax.tree.leaves(value)[0]),
         gradients=grads,
         parameters=trained(updated),

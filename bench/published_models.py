@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from bench.megatron_gpt import gpt
-from bench.published_rows import Row
+from bench.published_rows import PublishedRow
 from pase.errors import Infeasible
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
@@ -32,12 +32,12 @@ def padded(vocab: int, tensor: int) -> int:
     return -(-vocab // (128 * tensor)) * 128 * tensor
 
 
-def _told(row: Row, table: dict[str, int], default: int) -> int:
+def _told(row: PublishedRow, table: dict[str, int], default: int) -> int:
     name = (row.text("model") or "").lower()
     return next((v for k, v in table.items() if name.startswith(k)), default)
 
 
-def graph_of(row: Row, batch: int, tensor: int, *, written_out: bool = False) -> Graph:
+def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = False) -> Graph:
     """The simplified graph of the row's model for a batch; written_out: Megatron's GPT of 2021, with dropout and scores
     in memory. Infeasible, with the reason, where its shape is not told."""
     name = (row.text("model") or "").lower()
@@ -69,7 +69,7 @@ def graph_of(row: Row, batch: int, tensor: int, *, written_out: bool = False) ->
     )
 
 
-def _mixture(row: Row, common: dict[str, Any], d: int, heads: int, head_dim: int) -> Graph:
+def _mixture(row: PublishedRow, common: dict[str, Any], d: int, heads: int, head_dim: int) -> Graph:
     ff, experts, chosen = row.whole("ffn_expert"), row.whole("experts"), row.whole("top_k")
     if not (ff and experts and chosen):
         raise Infeasible("the experts' shape is not told")

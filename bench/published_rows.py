@@ -10,14 +10,14 @@ from pathlib import Path
 
 from pase.errors import PaseError
 
-__all__ = ["Row", "read"]
+__all__ = ["PublishedRow", "read"]
 
 _NEEDED = ("id", "layers", "hidden", "heads", "gpu", "gpus", "seq")
 _UNKNOWN = ("", "unknown", "-", "?", "n/a", "none told")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PublishedRow:
     """One run. Text as it stands; a column that is absent, blank or 'unknown' is None."""
 
     id: str
@@ -64,7 +64,7 @@ class Row:
         return (self.whole("pp") or 1) > 1
 
 
-def read(path: str | Path) -> list[Row]:
+def read(path: str | Path) -> list[PublishedRow]:
     """The file's rows; PaseError where it is no such file."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as f:
@@ -75,4 +75,6 @@ def read(path: str | Path) -> list[Row]:
             rows = [{k: v for k, v in r.items() if isinstance(k, str) and isinstance(v, str)} for r in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise PaseError(f"cannot read {path}: {e}") from e
-    return [Row(id=(r.get("id") or "").strip() or f"row{i}", columns=r) for i, r in enumerate(rows, 1)]
+    return [
+        PublishedRow(id=(r.get("id") or "").strip() or f"row{i}", columns=r) for i, r in enumerate(rows, 1)
+    ]

@@ -29,21 +29,21 @@ from bench.cases import SHARED
 from bench.provenance import save
 from bench.published_cards import card
 from bench.published_models import graph_of
-from bench.published_rows import Row, read
+from bench.published_rows import PublishedRow, read
 from pase import costmodels
 from pase.errors import Infeasible, PaseError
 from pase.stated.price import Priced, price_strategy
 from pase.stated.program import PROGRAMS, Program, all_but_products
 from pase.stated.strategy import Strategy
 
-__all__ = ["Answer", "configured", "main", "price_row", "program_of", "summary"]
+__all__ = ["PricedRun", "configured", "main", "price_row", "program_of", "summary"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PricedRun:
     """A row and its price, or why there is none."""
 
-    row: Row
+    row: PublishedRow
     priced: Priced | None
     why_not: str | None
 
@@ -96,12 +96,12 @@ _DEEPSPEED: dict[str, Any] = {
 """DeepSpeed of 2021 fetches parameter by parameter (runtime/zero/partition_parameters.py, all_gather of each)."""
 
 
-def is_old(row: Row) -> bool:
+def is_old(row: PublishedRow) -> bool:
     """Megatron of 2021 and 2022, and what ran beside it: attention written out, no kernels of Transformer Engine."""
     return row.source in ("mlm", "alp") and "h100" not in (row.text("gpu") or "").lower()
 
 
-def program_of(row: Row) -> Program:
+def program_of(row: PublishedRow) -> Program:
     """The executor that the row's framework is."""
     notes, kernel = row.notes, (row.text("attn_kernel") or "").lower()
     if is_old(row):
@@ -149,7 +149,7 @@ _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3, "fsdp": 3}
 _NODE = 8
 
 
-def configured(row: Row, program: Program) -> tuple[Strategy, int]:
+def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     """(the row's strategy, its batch); Infeasible where its layout is not told.
 
     Not told: nothing is computed again; ZeRO is 1 under Megatron (its distributed optimizer) and 3 elsewhere; a
@@ -194,14 +194,14 @@ def configured(row: Row, program: Program) -> tuple[Strategy, int]:
     return s, batch
 
 
-def _replicas(row: Row, ranks: int) -> int:
+def _replicas(row: PublishedRow, ranks: int) -> int:
     """Groups of an HSDP run: slices of TPUs where the notes name them ("4x v4-128"), else nodes of 8."""
     slices = re.search(r"(\d+)x v\d\w*-\d+", row.notes)
     groups = int(slices.group(1)) if slices else ranks // _NODE
     return groups if groups and ranks % groups == 0 else 1
 
 
-def _chunks(row: Row, stages: int) -> int:
+def _chunks(row: PublishedRow, stages: int) -> int:
     """Chunks of layers a stage. Megatron sends between stages beside compute in its interleaved schedule alone: a run
     that does so and tells no number has a block each."""
     told = row.whole("vp")
@@ -210,7 +210,7 @@ def _chunks(row: Row, stages: int) -> int:
     return told or 1
 
 
-def price_row(row: Row) -> Answer:
+def price_row(row: PublishedRow) -> PricedRun:
     """A row's price. What stands in the way is said, never raised: a row is a stranger's."""
     try:
         program = program_of(row)
@@ -225,13 +225,13 @@ def price_row(row: Row) -> Answer:
             graph = graph_of(row, samples, t.tensor, written_out=is_old(row))
             priced = price_strategy(graph, t, program, model, batch, share=at_once / samples)
             if priced.fits:
-                return Answer(row=row, priced=priced, why_not=None)
-        return Answer(row=row, priced=priced, why_not=None)
+                return PricedRun(row=row, priced=priced, why_not=None)
+        return PricedRun(row=row, priced=priced, why_not=None)
     except PaseError as e:
-        return Answer(row=row, priced=None, why_not=str(e))
+        return PricedRun(row=row, priced=None, why_not=str(e))
 
 
-def summary(answers: list[Answer]) -> dict[str, Any]:
+def summary(answers: list[PricedRun]) -> dict[str, Any]:
     """Median absolute error and Kendall's tau over what has both a time and a price; None: nothing has."""
     from scipy.stats import kendalltau
 
@@ -246,7 +246,7 @@ def summary(answers: list[Answer]) -> dict[str, Any]:
     }
 
 
-def _groups(answers: list[Answer]) -> Iterator[tuple[str, list[Answer]]]:
+def _groups(answers: list[PricedRun]) -> Iterator[tuple[str, list[PricedRun]]]:
     yield "all", answers
     yield "without pipeline", [a for a in answers if not a.row.pipelined]
     yield "with pipeline", [a for a in answers if a.row.pipelined]
@@ -299,7 +299,7 @@ def main() -> None:
     )
 
 
-def _line(a: Answer) -> str:
+def _line(a: PricedRun) -> str:
     model, gpu, gpus = (a.row.text(k) or "?" for k in ("model", "gpu", "gpus"))
     head = f"{a.row.id:8s} {model:18s} {gpu:10s} x{gpus:6s}"
     if a.priced is None:

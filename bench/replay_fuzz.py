@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.cases.timelines import Run, simulate, trace
+from bench.cases.timelines import ImaginedRun, simulate, trace
 from bench.provenance import RESULTS, save
 from pase.errors import PaseError
 from pase.replay import align, load, measure
@@ -198,7 +198,10 @@ def main() -> None:
 
 def fuzz(count: int, seed: int) -> tuple[Counter[str], list[dict[str, Any]]]:
     """Outcomes of ``count`` mutated runs, and those that must not be, each with what makes it again."""
-    runs = [simulate(Run(iterations=4, layers=4, bucket_layers=2, noise=0.02, **shape)) for shape in SHAPES]
+    runs = [
+        simulate(ImaginedRun(iterations=4, layers=4, bucket_layers=2, noise=0.02, **shape))
+        for shape in SHAPES
+    ]
     bases = [[trace(run, r) for r in range(run.ranks)] for run in runs]
     found: Counter[str] = Counter()
     faults = []

@@ -68,9 +68,9 @@ PADDING = {
 
 
 def generate(file: Path, size: int) -> int:
-    from bench.cases.timelines import Run, simulate, trace
+    from bench.cases.timelines import ImaginedRun, simulate, trace
 
-    document = trace(simulate(Run(ranks=1, iterations=20, layers=200)), 0)
+    document = trace(simulate(ImaginedRun(ranks=1, iterations=20, layers=200)), 0)
     events = document.pop("traceEvents")
     span = max(e["ts"] + e["dur"] for e in events) + 1000.0
     lines = []

@@ -28,7 +28,7 @@ from pase.replay import align, estimate, held_out, load, measure, optimize_graph
 from pase.replay.predict import held_out_ranks
 from pase.replay.simulate import subgraph
 from pase.replay.steady import evaluate
-from pase.replay.trust import Run as TrustedRun
+from pase.replay.trust import Run
 from pase.replay.types import GPU_KINDS, Timeline
 from pase.replay.whatif import apply
 
@@ -56,7 +56,7 @@ def one_run(path: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     t = align(load(path))
     loaded = time.perf_counter()
-    run = TrustedRun(measured=measure(t))
+    run = Run(measured=measure(t))
     predictions = run.held_out
     done = time.perf_counter()
     by_rank = {}
@@ -104,7 +104,7 @@ def few_iterations(t: Timeline) -> dict[int, dict[str, Any]]:
     for count in (1, 2, 3):
         keep = np.isin(t["iteration"], numbers[:count])
         cut = replace(t.select(keep), marks=tuple(m for m in t.marks if m.iteration in numbers[:count]))
-        run = TrustedRun(measured=measure(cut))
+        run = Run(measured=measure(cut))
         out[count] = {
             "measured_ms": run.measured_ns / 1e6,
             "replayed_ms": run.replayed_ns / 1e6,
@@ -115,7 +115,7 @@ def few_iterations(t: Timeline) -> dict[int, dict[str, Any]]:
     return out
 
 
-def device_only(run: TrustedRun) -> float:
+def device_only(run: Run) -> float:
     """Error of a replay of the device ops alone, as Daydream-like simulators without launching threads make it."""
     g = run.graph
     part = subgraph(g, np.isin(g.kind, GPU_KINDS))
@@ -176,7 +176,7 @@ def disturbed(t: Timeline, skew: np.ndarray, drift: np.ndarray) -> Timeline:
 
 def synthetic() -> list[dict[str, Any]]:
     """Runs of an independent simulator (tests/replay/synthetic.py): error of the replay, and of what-ifs."""
-    from bench.cases.timelines import Run, simulate
+    from bench.cases.timelines import ImaginedRun, simulate
     from bench.cases.timelines import write as write_traces
 
     shapes: dict[str, dict[str, Any]] = {
@@ -194,7 +194,7 @@ def synthetic() -> list[dict[str, Any]]:
     out = []
     for name, shape in shapes.items():
         fixed: dict[str, Any] = {"ranks": 4, "iterations": 8, "bucket_growth": 0.3, **shape}
-        run = simulate(Run(noise=0.02, **fixed))
+        run = simulate(ImaginedRun(noise=0.02, **fixed))
         with tempfile.TemporaryDirectory() as folder:
             m = measure(align(load(write_traces(run, Path(folder)))))
         p = held_out(m)
@@ -211,8 +211,8 @@ def synthetic() -> list[dict[str, Any]]:
         g = estimate(m, m.steady())
         for label, (knob, change) in changes.items():
             # Times of the run's shape are doubled, others are set.
-            relative = {k: v * getattr(Run(**fixed), k) for k, v in change.items() if v == 2.0}
-            truth = simulate(Run(**{**fixed, **change, **relative}))
+            relative = {k: v * getattr(ImaginedRun(**fixed), k) for k, v in change.items() if v == 2.0}
+            truth = simulate(ImaginedRun(**{**fixed, **change, **relative}))
             want = statistics.median(truth.iteration_us[0][1:]) * 1e3
             row[f"what_if {label}"] = max(evaluate(apply(g, [knob])).values()) / want - 1
         out.append(row)

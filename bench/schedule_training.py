@@ -26,7 +26,7 @@ import optax
 from bench.provenance import RESULTS, ROOT, save
 from pase import zoo
 from pase.backends.to_jax_buckets import BucketRunner, gradient_problem
-from pase.schedule import Curve, Link, Options, evaluate, get_policy
+from pase.schedule import Link, Options, SendTime, evaluate, get_policy
 
 BATCH, SEQ, RATE = 64, 16, 1e-3
 HELD_OUT = "cost-model.md"
@@ -56,8 +56,8 @@ def slow_links(params: Any, compute_s: float) -> tuple[Link, Link]:
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     beta = 2 * compute_s / nbytes
     return (
-        Link(name="nccl", curve=Curve.alpha_beta(alpha_s=compute_s * 1e-3, beta_s_per_byte=beta)),
-        Link(name="gloo", curve=Curve.alpha_beta(alpha_s=compute_s * 1e-3, beta_s_per_byte=1.65 * beta)),
+        Link(name="nccl", curve=SendTime.alpha_beta(alpha_s=compute_s * 1e-3, beta_s_per_byte=beta)),
+        Link(name="gloo", curve=SendTime.alpha_beta(alpha_s=compute_s * 1e-3, beta_s_per_byte=1.65 * beta)),
     )
 
 

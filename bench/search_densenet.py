@@ -20,23 +20,25 @@ from pase.tables.types import CostTables, EdgeTable
 BATCH, GROWTH, RATIO = 128, 32, 5000.0  # 10 TFLOPS over 16 GB/s, as the paper's prototype
 BLOCKS = {"densenet121": (6, 12, 24, 16), "densenet201": (6, 12, 48, 32)}
 
-Space = tuple[int, int, int, int, int, int]  # batch, height, width, in channels, out channels, kernel taps
+LayerSizes = tuple[
+    int, int, int, int, int, int
+]  # batch, height, width, in channels, out channels, kernel taps
 
 
-class Builder:
+class TableBuilder:
     """Nodes and edges of a convolutional graph; equal layers share their arrays."""
 
     def __init__(self, devices: int) -> None:
         self.devices = devices
         self.costs: list[np.ndarray] = []
         self.names: list[str] = []
-        self.spaces: list[Space] = []
+        self.spaces: list[LayerSizes] = []
         self.edges: list[EdgeTable] = []
-        self._configs: dict[Space, np.ndarray] = {}
-        self._nodes: dict[Space, np.ndarray] = {}
+        self._configs: dict[LayerSizes, np.ndarray] = {}
+        self._nodes: dict[LayerSizes, np.ndarray] = {}
         self._tables: dict[object, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def configs(self, space: Space) -> np.ndarray:
+    def configs(self, space: LayerSizes) -> np.ndarray:
         """int64 [K, 5]: splits in powers of two, at most ``devices`` parts, none smaller than one."""
         if space not in self._configs:
             powers = [2**i for i in range(self.devices.bit_length())]
@@ -44,7 +46,7 @@ class Builder:
             self._configs[space] = np.array([c for c in every if math.prod(c) <= self.devices])
         return self._configs[space]
 
-    def conv(self, name: str, space: Space) -> int:
+    def conv(self, name: str, space: LayerSizes) -> int:
         if space not in self._nodes:
             splits = self.configs(space).astype(float)
             b, h, w, c, n = (space[i] / splits[:, i] for i in range(5))
@@ -89,7 +91,7 @@ class Builder:
 
 def densenet(name: str, devices: int) -> CostTables:
     """Cost tables of DenseNet ``name`` (every dense layer joined to all layers of its block before it)."""
-    g = Builder(devices)
+    g = TableBuilder(devices)
     side, channels = 56, 64
     before = [g.conv("stem", (BATCH, 112, 112, 3, 64, 49))]
     for block, layers in enumerate(BLOCKS[name]):

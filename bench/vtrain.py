@@ -40,7 +40,7 @@ DATA = SHARED / "traces" / "vtrain"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MeasuredRow:
     """One measured configuration."""
 
     gpus: int
@@ -60,23 +60,24 @@ class Row:
         return self.batch // self.data // self.micro_batch
 
 
-def rows(folder: Path = DATA) -> list[Row]:
+def rows(folder: Path = DATA) -> list[MeasuredRow]:
     """All measured rows of the single node, pipelines included."""
     with open(folder / "ground_truth_single.csv") as f:
         return _rows([r for r in csv.reader(f) if not r[0].startswith("#")])
 
 
-def rows_of_many_nodes(path: Path) -> list[Row]:
+def rows_of_many_nodes(path: Path) -> list[MeasuredRow]:
     """Those of the other table, without a pipeline and with tensor parallelism within a node."""
     with open(path) as f:
         found = _rows([r[1:] for r in csv.reader(f) if r and not r[0].startswith("Param")])
     return [r for r in found if r.pipeline == 1 and r.tensor <= 8]
 
 
-def _rows(found: list[list[str]]) -> list[Row]:
-    names = [n for n in Row.__dataclass_fields__ if n != "measured_s"]
+def _rows(found: list[list[str]]) -> list[MeasuredRow]:
+    names = [n for n in MeasuredRow.__dataclass_fields__ if n != "measured_s"]
     return [
-        Row(**dict(zip(names, map(int, r[:10]), strict=True)), measured_s=float(r[10]) / 1e3) for r in found
+        MeasuredRow(**dict(zip(names, map(int, r[:10]), strict=True)), measured_s=float(r[10]) / 1e3)
+        for r in found
     ]
 
 
@@ -116,7 +117,7 @@ def strategy(
 
 
 def predict(
-    row: Row, m: Machine, model: CostModel, executor: Executor = EAGER, recompute: str = "none"
+    row: MeasuredRow, m: Machine, model: CostModel, executor: Executor = EAGER, recompute: str = "none"
 ) -> StepTime:
     """The row's step, without a pipeline."""
     assert row.pipeline == 1
@@ -136,7 +137,7 @@ def predict(
     )
 
 
-def summary(found: list[tuple[Row, StepTime]]) -> dict[str, Any]:
+def summary(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, Any]:
     """Mean absolute percentage error, Kendall's tau, and the part of rows that the host bounds."""
     measured = np.array([r.measured_s for r, _ in found])
     predicted = np.array([t.total_s for _, t in found])
@@ -157,7 +158,7 @@ def summary(found: list[tuple[Row, StepTime]]) -> dict[str, Any]:
     }
 
 
-def by(found: list[tuple[Row, StepTime]], *fields: str) -> dict[str, Any]:
+def by(found: list[tuple[MeasuredRow, StepTime]], *fields: str) -> dict[str, Any]:
     """Summaries of the rows that agree in these fields."""
     keys = sorted({tuple(getattr(r, f) for f in fields) for r, _ in found})
     return {
@@ -168,7 +169,7 @@ def by(found: list[tuple[Row, StepTime]], *fields: str) -> dict[str, Any]:
     }
 
 
-def composed(found: list[Row]) -> dict[str, Any]:
+def composed(found: list[MeasuredRow]) -> dict[str, Any]:
     """Are the rows sums of a few profiles? Per width, tensor parallelism and micro-batch, two unknowns (a layer, and
     all else of a micro-batch), and per number of layers and data parallelism one for what a step does once:
     how many rows are left over to contradict that, and by how much the worst does."""

@@ -38,7 +38,7 @@ LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class RandomProgram:
     """A loss over a pytree of parameters and one batch, and what it is made of."""
 
     words: tuple[str, ...]
@@ -47,11 +47,11 @@ class Program:
     batch: Any
 
 
-Step = tuple[str, dict[str, tuple[int, ...]], Callable[..., Any], tuple[int, ...]]
+ProgramStep = tuple[str, dict[str, tuple[int, ...]], Callable[..., Any], tuple[int, ...]]
 """What it is called, its parameters' shapes, f(params, x) and the shape of what it makes."""
 
 
-def convolution(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Step:
+def convolution(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
     """Of any groups, strides, dilations and padding, the batch and the channels first or last."""
     import jax
 
@@ -87,7 +87,7 @@ def convolution(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> 
     return words, {name: filters}, apply, made.shape
 
 
-def product(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Step:
+def product(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
     """The last dim times a matrix; or by groups of it, each times its own."""
     import jax.numpy as jnp
 
@@ -109,7 +109,7 @@ def product(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Step
     return "product", {name: (inner, out)}, lambda p, x: x @ p[name], (*outer, out)
 
 
-def attention(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Step:
+def attention(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
     """Of all but the first and the last dim, over themselves, in heads."""
     import jax
     import jax.numpy as jnp
@@ -138,7 +138,7 @@ def attention(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> St
     )
 
 
-def light(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Step:
+def light(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
     """Norms, poolings, permutations, sorts, cumulative sums, padding, slices, joins: what has no product."""
     import jax
     import jax.numpy as jnp
@@ -167,7 +167,7 @@ def light(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Step:
     return f"{word} {axis}", {}, lambda p, x: choices[word](x), made.shape
 
 
-def repeated(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Step:
+def repeated(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> ProgramStep:
     """A scan over layers of square matrices, rematerialised or not."""
     import jax
     import jax.numpy as jnp
@@ -183,7 +183,7 @@ def repeated(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Ste
     return f"scan remat={remat}", {name: (3, inner, inner)}, apply, shape
 
 
-KINDS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...], str], Step], float]] = {
+KINDS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...], str], ProgramStep], float]] = {
     "conv": (convolution, 4.0),
     "product": (product, 2.0),
     "attention": (attention, 1.0),
@@ -193,7 +193,7 @@ KINDS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...], str], Ste
 """Name -> (what makes a step of the kind, how often it is drawn)."""
 
 
-def program(case: int, kinds: list[str]) -> Program:
+def program(case: int, kinds: list[str]) -> RandomProgram:
     """The program of a case: one to four steps, the mean of squares as the loss."""
     import jax
     import jax.numpy as jnp
@@ -224,7 +224,9 @@ def program(case: int, kinds: list[str]) -> Program:
             x = step(p, x)
         return jnp.mean(x**2)
 
-    return Program(words=tuple(words), loss=loss, params=params, batch=jax.ShapeDtypeStruct(first, "float32"))
+    return RandomProgram(
+        words=tuple(words), loss=loss, params=params, batch=jax.ShapeDtypeStruct(first, "float32")
+    )
 
 
 def compile_case(case: int, kinds: list[str], show: bool = False) -> None:

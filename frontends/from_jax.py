@@ -18,7 +18,7 @@ from pase.frontends.jax_control import CONTROL, AtRunTime
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import Elementwise
 from pase.frontends.jax_rules_outside import RULES
-from pase.frontends.registry import Chances, Dims, Unknown, UnknownOp, check_dims
+from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Place, Size, Tensor, parse_size
 from pase.ir.sizes import bind_size, free_symbols
 from pase.ops import GraphBuilder, nests
@@ -27,7 +27,7 @@ from pase.ops.attention import attention
 __all__ = [
     "INLINED",
     "KEPT_WHOLE",
-    "Traced",
+    "TracedJax",
     "UnknownOp",
     "coverage",
     "from_jax",
@@ -59,7 +59,7 @@ KEPT_WHOLE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_j
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced(registry.Traced):
+class TracedJax(registry.Traced):
     """A callable's jaxpr with the names of what goes in."""
 
     jaxpr: Any
@@ -76,7 +76,7 @@ class Traced(registry.Traced):
     mode: Mode = "train"
     carry: Carry = field(default_factory=dict)
     """Batch argument -> where the function returns its next value, as the user said."""
-    turns: Dims = field(default_factory=dict)
+    turns: DimSizes = field(default_factory=dict)
     """How often while loops turn, as the user said."""
     chances: Chances = field(default_factory=dict)
     """How likely branches are, as the user said."""
@@ -130,11 +130,11 @@ def trace(
     *batch: Any,
     name: str | None = None,
     unknown: Unknown = "error",
-    dims: Dims | None = None,
+    dims: DimSizes | None = None,
     mode: Mode = "train",
     carry: Carry | None = None,
     chances: Chances | None = None,
-) -> Traced:
+) -> TracedJax:
     """Trace ``fn(params, *batch)`` on shapes.
 
     params, batch: pytrees of arrays or jax.ShapeDtypeStruct, Equinox modules too; symbolic dims of
@@ -160,7 +160,7 @@ def trace(
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
         raise PaseError(f"two parameters have the path '{twice[0]}': give the pytree's keys distinct names")
     b = GraphBuilder(name=called, frozen=mode != "train")
-    lower = _Lower(b=b, unknown=unknown, told=AtRunTime(turns=turns, chances=chances or {}))
+    lower = _JaxLowering(b=b, unknown=unknown, told=AtRunTime(turns=turns, chances=chances or {}))
     n = len(param_paths)
     for i, (var, path) in enumerate(zip(closed.jaxpr.invars, (*param_paths, *input_paths), strict=True)):
         leaf = b.parameter if i < n else b.input
@@ -180,7 +180,7 @@ def trace(
     for t in dict.fromkeys(outs):
         if t.role == "activation":
             b.output(t)
-    return Traced(
+    return TracedJax(
         graph=b.finish(outs, frontend="jax"),
         jaxpr=closed,
         param_paths=param_paths,
@@ -202,7 +202,7 @@ def trace(
 
 
 def _arguments(
-    fn: Any, args: tuple[Any, ...], dims: Dims | None, called: str
+    fn: Any, args: tuple[Any, ...], dims: DimSizes | None, called: str
 ) -> tuple[Any, dict[str, int], set[str]]:
     """The arrays among the arguments as shapes, what of ``dims`` is none of their sizes, and those sizes."""
     import jax
@@ -271,7 +271,7 @@ def _shape_struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
 
 
-def _bound(leaf: Any, dims: Dims) -> Any:
+def _bound(leaf: Any, dims: DimSizes) -> Any:
     """The leaf with integers for the sizes that ``dims`` settles."""
     import jax
 
@@ -290,7 +290,7 @@ def dtype_of(aval: Any) -> str:
 
 
 @dataclass
-class _Lower:
+class _JaxLowering:
     b: GraphBuilder
     unknown: Unknown
     env: dict[Any, Tensor | None] = field(default_factory=dict)
@@ -304,7 +304,7 @@ class _Lower:
     policy: Any = None
     """The enclosing rematerialised region's policy: which results are saved."""
 
-    def inner(self) -> _Lower:
+    def inner(self) -> _JaxLowering:
         return replace(self, env={})
 
     def read(self, var: Any) -> Tensor | None:
@@ -377,17 +377,17 @@ class _Lower:
             inner.eqns(jaxpr.eqns, prefix)
         self._return(inner, jaxpr.outvars, eqn.outvars)
 
-    def bind(self, inner: _Lower, names: Sequence[Any], values: Sequence[Any]) -> None:
+    def bind(self, inner: _JaxLowering, names: Sequence[Any], values: Sequence[Any]) -> None:
         for var, value in zip(names, values, strict=True):
             inner.env[var] = self.of(value)
 
-    def _return(self, inner: _Lower, names: Sequence[Any], outs: Sequence[Any]) -> None:
+    def _return(self, inner: _JaxLowering, names: Sequence[Any], outs: Sequence[Any]) -> None:
         for name, out in zip(names, outs, strict=True):
             self.env[out] = inner.of(name)
 
-    def alone(self, told: AtRunTime) -> _Lower:
+    def alone(self, told: AtRunTime) -> _JaxLowering:
         """To lower a body by itself, for its price."""
-        return _Lower(b=GraphBuilder(name="body"), unknown=self.unknown, told=told)
+        return _JaxLowering(b=GraphBuilder(name="body"), unknown=self.unknown, told=told)
 
     def of(self, var: Any) -> Tensor:
         """The tensor of a variable; a literal becomes a constant."""

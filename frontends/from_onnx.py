@@ -25,17 +25,17 @@ from pase.errors import PaseError, install_line
 from pase.frontends import registry
 from pase.frontends.onnx_control import CONTROL, apart_value, captures
 from pase.frontends.onnx_fold import fold
-from pase.frontends.onnx_model import Model, dtype_name, load, ordered
+from pase.frontends.onnx_model import OnnxModel, dtype_name, load, ordered
 from pase.frontends.onnx_rules import RULES
-from pase.frontends.onnx_values import MOST_KNOWN, Call
-from pase.frontends.registry import Dims, Unknown, UnknownOp, by_nest, type_names
+from pase.frontends.onnx_values import MOST_KNOWN, OnnxCall
+from pase.frontends.registry import DimSizes, Unknown, UnknownOp, by_nest, type_names
 from pase.frontends.values import Value
 from pase.ir import Place, SourceLine, Tensor
 from pase.ir.garbage import uncollected
 from pase.ir.places import NOWHERE
 from pase.ops import GraphBuilder, nests
 
-__all__ = ["Lowering", "Traced", "coverage", "lowered", "reads", "trace"]
+__all__ = ["OnnxLowering", "TracedOnnx", "coverage", "lowered", "reads", "trace"]
 
 _MOST_DEPTH = 24
 """Functions and graphs inside of one another."""
@@ -55,7 +55,7 @@ def coverage() -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced(registry.Traced):
+class TracedOnnx(registry.Traced):
     """A model's graph, and which tensor of it is which value of the model."""
 
     values: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -66,8 +66,8 @@ class Traced(registry.Traced):
 
 
 def trace(
-    model: Any, *args: Any, name: str | None = None, unknown: Unknown = "error", dims: Dims | None = None
-) -> Traced:
+    model: Any, *args: Any, name: str | None = None, unknown: Unknown = "error", dims: DimSizes | None = None
+) -> TracedOnnx:
     """Read an ONNX file or ModelProto; see the module's text for what counts as trained.
 
     Raises PaseError for a file that is damaged, malformed, cyclic or unsound, for sizes that are not bound, and
@@ -83,10 +83,10 @@ def trace(
         return _trace(load(model, dims, name), unknown)
 
 
-def lowered(m: Model, unknown: Unknown = "error") -> Lowering:
+def lowered(m: OnnxModel, unknown: Unknown = "error") -> OnnxLowering:
     """All of a model's values by name, in ``env``, and its loop nests so far, in ``b``."""
     b = GraphBuilder(name=m.name)
-    low = Lowering(b=b, model=m, unknown=unknown, left=[10_000 + 50 * _size(m.proto)], opsets=m.opsets)
+    low = OnnxLowering(b=b, model=m, unknown=unknown, left=[10_000 + 50 * _size(m.proto)], opsets=m.opsets)
     weights = {t.name for t in m.graph.initializer}
     for t in m.graph.initializer:
         low.env[t.name] = low.initializer(t)
@@ -101,7 +101,7 @@ def lowered(m: Model, unknown: Unknown = "error") -> Lowering:
     return low
 
 
-def _trace(m: Model, unknown: Unknown) -> Traced:
+def _trace(m: OnnxModel, unknown: Unknown) -> TracedOnnx:
     low = lowered(m, unknown)
     b = low.b
     outs: list[Tensor] = []
@@ -124,7 +124,7 @@ def _trace(m: Model, unknown: Unknown) -> Traced:
         of = v.note[1] if v.tensor is None and v.note[:1] == ("view",) else v
         if of.tensor is not None:
             made[k] = (of.tensor.name, v.shape)
-    return Traced(
+    return TracedOnnx(
         graph=graph,
         param_paths=tuple(t.path for t in graph.parameters),
         input_paths=tuple(t.path for t in graph.inputs),
@@ -134,17 +134,17 @@ def _trace(m: Model, unknown: Unknown) -> Traced:
 
 
 @dataclass
-class Lowering:
+class OnnxLowering:
     """A graph, or a graph inside of it, on its way through the rules."""
 
     b: GraphBuilder
-    model: Model
+    model: OnnxModel
     unknown: Unknown
     left: list[int]
     """How many nodes may still be lowered, shared by all graphs inside: functions in functions multiply."""
     opsets: Mapping[str, int]
     env: dict[str, Value] = field(default_factory=dict)
-    outer: Lowering | None = None
+    outer: OnnxLowering | None = None
     captured: dict[str, Value] | None = None
     """In a body lowered apart: values of the graphs around it that it reads."""
     depth: int = 0
@@ -256,7 +256,7 @@ class Lowering:
         ins = [self.find(x, place) if x and x not in self.absent else None for x in n.input]
         key = self.key(n)
         domain = "" if n.domain == "ai.onnx" else n.domain
-        c = Call(low=self, node=n, op=n.op_type, version=self.opsets.get(domain, 1), ins=ins, place=place)
+        c = OnnxCall(low=self, node=n, op=n.op_type, version=self.opsets.get(domain, 1), ins=ins, place=place)
         c.resolve(self.attributes)
         outs: Sequence[Value | None]
         if (domain, n.op_type) in self.model.functions and (domain or n.op_type not in RULES):
@@ -283,7 +283,7 @@ class Lowering:
             if name and v is not None:
                 self.env[name] = v
 
-    def _rule(self, c: Call, key: str) -> Sequence[Value | None]:
+    def _rule(self, c: OnnxCall, key: str) -> Sequence[Value | None]:
         try:
             out = RULES[key](c)
         except PaseError:
@@ -293,7 +293,7 @@ class Lowering:
             raise c.fail(f"inputs {shapes} and its attributes do not fit together: {e}") from e
         return [out] if isinstance(out, Value) else out
 
-    def _function(self, c: Call, f: Any, path: str) -> Sequence[Value | None]:
+    def _function(self, c: OnnxCall, f: Any, path: str) -> Sequence[Value | None]:
         """A model's own function, inlined."""
         inner = self.inner(c)
         inner.outer = None
@@ -308,12 +308,12 @@ class Lowering:
         inner.nodes(f, f"{path}.")
         return [inner.env.get(o) for o in f.output]
 
-    def inner(self, c: Call) -> Lowering:
+    def inner(self, c: OnnxCall) -> OnnxLowering:
         if self.depth >= _MOST_DEPTH:
             raise c.fail(
                 f"functions and graphs are nested more than {_MOST_DEPTH} deep; does it call itself?"
             )
-        return Lowering(
+        return OnnxLowering(
             b=self.b, model=self.model, unknown=self.unknown, left=self.left, opsets=self.opsets, outer=self,
             depth=self.depth + 1, attributes=self.attributes,
         )  # fmt: skip
@@ -322,7 +322,7 @@ class Lowering:
 
     def replicate(
         self,
-        c: Call,
+        c: OnnxCall,
         flops: float,
         declared: Mapping[str, Any],
         outs: Sequence[tuple[tuple[int, ...], str]] = (),

@@ -14,19 +14,19 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends import registry, tf_sources
-from pase.frontends.registry import Dims, Unknown
+from pase.frontends.registry import DimSizes, Unknown
 from pase.frontends.tf_graph import CALLS, TfGraph, TfNode
 from pase.frontends.tf_lists import LISTS
 from pase.frontends.tf_loops import REGIONS
-from pase.frontends.tf_lower import PASSED_ON, Lower
+from pase.frontends.tf_lower import PASSED_ON, TfLowering
 from pase.frontends.tf_read import read_source
 from pase.frontends.tf_rules import RULES
-from pase.frontends.tf_sources import Source, Spec, Variable
-from pase.frontends.tf_values import Absent, Handle, Reshaped, Value
+from pase.frontends.tf_sources import InputSpec, TfSource, Variable
+from pase.frontends.tf_values import Absent, Handle, Reshaped, TfValue
 from pase.ir import Graph, Place, Tensor
 from pase.ops import GraphBuilder
 
-__all__ = ["Traced", "coverage", "from_tf", "reads", "trace"]
+__all__ = ["TracedTf", "coverage", "from_tf", "reads", "trace"]
 
 reads = tf_sources.reads
 
@@ -35,12 +35,12 @@ _SEED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced(registry.Traced):
+class TracedTf(registry.Traced):
     """A TensorFlow graph with the names of what goes in, and of every tensor in it."""
 
     program: TfGraph
     """What was lowered: the main body and the functions that it calls."""
-    source: Source
+    source: TfSource
     operands: Mapping[Place, tuple[str | None, ...]]
     """Node -> tensor name of each operand (None: a number, or no tensor)."""
     results: Mapping[Place, tuple[str, ...]]
@@ -58,8 +58,8 @@ def coverage() -> dict[str, list[str]]:
 
 
 def trace(
-    model: Any, *args: Any, name: str | None = None, unknown: Unknown = "error", dims: Dims | None = None
-) -> Traced:
+    model: Any, *args: Any, name: str | None = None, unknown: Unknown = "error", dims: DimSizes | None = None
+) -> TracedTf:
     """Read a TensorFlow model.
 
     model: a Keras model (traced with training=True), a tf.function with example arguments behind it (TensorSpecs,
@@ -87,7 +87,7 @@ def trace(
             used[v.path] = v
         return handles[v.path]
 
-    def variable(node: TfNode) -> Value:
+    def variable(node: TfNode) -> TfValue:
         if node.name not in source.variables:
             raise PaseError(f"variable '{node.name}' has no static shape: pase needs one")
         t = tensor_of(source.variables[node.name])
@@ -98,7 +98,7 @@ def trace(
             return None
         return tensor_of(Variable(path=_unfrozen(node.name), shape=shape, dtype=dtype))
 
-    lower = Lower(
+    lower = TfLowering(
         b=b,
         graph=source.graph,
         unknown=unknown,
@@ -107,14 +107,14 @@ def trace(
         source=lambda n: source.lines.get(n, ""),
     )
     read = {r for n in source.graph.main.nodes for r in n.inputs} | set(source.graph.main.outputs)
-    given: dict[str, Value] = {}
+    given: dict[str, TfValue] = {}
     for ref, v in source.captured.items():
         if ref in read and isinstance(v, Variable):
             given[ref] = Handle(tensor_of(v))
     for ref, spec in source.inputs.items():
         given[ref] = b.input(spec.name, _whole(spec), spec.dtype)
     for ref, v in source.captured.items():
-        if ref in read and isinstance(v, Spec):
+        if ref in read and isinstance(v, InputSpec):
             given[ref] = b.constant(_whole(v), v.dtype)
     args_in = [given.get(ref) or Absent("not read") for ref in source.graph.main.args]
     outs = lower.body(source.graph.main, args_in, "")
@@ -132,7 +132,7 @@ def trace(
     tensors = [t for t in tensors if b.tensors[t.name].needs_grad]
     for t in tensors:
         b.output(t)
-    return Traced(
+    return TracedTf(
         graph=b.finish(tensors, frontend="tensorflow"),
         param_paths=tuple(t.path for t in b.tensors.values() if t.role == "parameter"),
         input_paths=tuple(t.path for t in b.tensors.values() if t.role == "input"),
@@ -144,7 +144,7 @@ def trace(
     )
 
 
-def from_tf(model: Any, *args: Any, unknown: Unknown = "error", dims: Dims | None = None) -> Graph:
+def from_tf(model: Any, *args: Any, unknown: Unknown = "error", dims: DimSizes | None = None) -> Graph:
     """The raw graph of a TensorFlow model; see ``trace``."""
     return trace(model, *args, unknown=unknown, dims=dims).graph
 
@@ -154,7 +154,7 @@ def _unfrozen(name: str) -> str:
     return name.removesuffix("/resource").removesuffix("/ReadVariableOp")
 
 
-def _whole(spec: Spec) -> tuple[int, ...]:
+def _whole(spec: InputSpec) -> tuple[int, ...]:
     if any(s is None for s in spec.shape):
         raise PaseError(f"'{spec.name}' has shape {spec.shape}: pase needs static shapes")
     return tuple(s for s in spec.shape if s is not None)

@@ -14,23 +14,23 @@ from typing import Any
 
 from pase.errors import PaseError, install_line
 from pase.frontends import registry, torch_hf
-from pase.frontends.registry import Dims, Unknown, by_nest, check_dims, type_names
-from pase.frontends.torch_export import Program, program_of
-from pase.frontends.torch_lower import Lowering, live
+from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type_names
+from pase.frontends.torch_export import TorchProgram, program_of
+from pase.frontends.torch_lower import TorchLowering, live
 from pase.frontends.torch_rules import RULES
 from pase.frontends.values import Value
 from pase.ir import Tensor
 from pase.ir.garbage import uncollected
 from pase.ops import GraphBuilder
 
-__all__ = ["Traced", "coverage", "reads", "trace"]
+__all__ = ["TracedTorch", "coverage", "reads", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced(registry.Traced):
+class TracedTorch(registry.Traced):
     """A module's graph, and the exported program that it was read from."""
 
-    program: Program = field(repr=False, compare=False)
+    program: TorchProgram = field(repr=False, compare=False)
 
 
 def reads(model: Any) -> bool:
@@ -50,9 +50,9 @@ def trace(
     *batch: Any,
     name: str | None = None,
     unknown: Unknown = "error",
-    dims: Dims | None = None,
+    dims: DimSizes | None = None,
     loss: Callable[..., Any] | None = None,
-) -> Traced:
+) -> TracedTorch:
     """Read a module's step: ``loss(model, *batch)``, else what the model returns on the batch, which is its loss.
 
     model: a torch.nn.Module, its tensors on any device, meta and fake tensors too; or hf:CLASS?setting=value&….
@@ -86,9 +86,9 @@ def _is_tensor(x: Any) -> bool:
     return "torch.Tensor" in type_names(x)
 
 
-def _lowered(program: Program, name: str, unknown: Unknown) -> Traced:
+def _lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
     b = GraphBuilder(name=name)
-    low = Lowering(b=b, model=name, unknown=unknown)
+    low = TorchLowering(b=b, model=name, unknown=unknown)
     made: dict[str, Value] = {}
     written = set(program.mutated.values())
     placeholders = {n.name: n for n in program.graph.graph.nodes if n.op == "placeholder"}
@@ -118,7 +118,7 @@ def _lowered(program: Program, name: str, unknown: Unknown) -> Traced:
     for t in outs:
         b.output(t)
     found = {t.path for t in b.tensors.values() if t.role == "parameter"}
-    return Traced(
+    return TracedTorch(
         graph=b.finish(outs, frontend="torch"),
         param_paths=tuple(p for p in program.order if p in found),
         input_paths=tuple(t.path for t in b.tensors.values() if t.role == "input"),
@@ -142,7 +142,7 @@ def _buffer(b: GraphBuilder, path: str, written: bool) -> Callable[[tuple[int, .
     return lambda shape, dtype: b.input(path, shape, dtype) if written else b.constant(shape, dtype)
 
 
-def _outputs(low: Lowering, nodes: list[Any], name: str) -> list[Tensor]:
+def _outputs(low: TorchLowering, nodes: list[Any], name: str) -> list[Tensor]:
     outs = [v.tensor for v in (low.env[n] for n in nodes) if isinstance(v, Value) and v.tensor is not None]
     if not any(low.b.tensors[t.name].needs_grad for t in outs):
         raise PaseError(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pase.frontends.jax_versions import attention_by, static_arguments
 
-__all__ = ["Asked", "Call", "call_of", "named"]
+__all__ = ["Asked", "AttentionCall", "call_of", "named"]
 
 Asked = Literal["xla", "cudnn", "flash"]
 """Whose kernel a program asks for: XLA's own, cuDNN's, or Pallas' flash attention for TPUs."""
@@ -29,7 +29,7 @@ _lock = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class AttentionCall:
     """One call of attention in a jaxpr.
 
     order: where batch, positions, heads and width stand in queries, keys, values and result.
@@ -49,7 +49,7 @@ class Call:
         return f"{'causal_' if self.causal else ''}{self.asked}_attention_scaled_{self.scale!r}"
 
 
-def call_of(eqn: Any) -> Call | None:
+def call_of(eqn: Any) -> AttentionCall | None:
     """What an equation asks for, where it is a call of attention on (batch, positions, heads, width) arrays.
 
     A bias or a mask may follow queries, keys and values; lengths and batches by ``vmap`` are not read (None).
@@ -65,17 +65,17 @@ def call_of(eqn: Any) -> Call | None:
     if (words := _NAME.fullmatch(name)) is None:
         return None
     asked: Asked = "cudnn" if words["asked"] == "cudnn" else "xla"
-    return Call(causal=words["causal"] is not None, scale=float(words["scale"]), asked=asked)
+    return AttentionCall(causal=words["causal"] is not None, scale=float(words["scale"]), asked=asked)
 
 
-def _flash(eqn: Any) -> Call | None:
+def _flash(eqn: Any) -> AttentionCall | None:
     """Pallas' flash attention: what it is called with stands beside its derivative rule alone."""
     inner = eqn.params["jaxpr"].eqns
     given = static_arguments(inner[-1]) if inner and inner[-1].primitive.name == "custom_vjp_call" else None
     if given is None or len(given) != 5:
         return None
     _, causal, scale, blocks, _ = given
-    return Call(order=(0, 2, 1, 3), causal=causal, scale=float(scale), asked="flash", blocks=blocks)
+    return AttentionCall(order=(0, 2, 1, 3), causal=causal, scale=float(scale), asked="flash", blocks=blocks)
 
 
 @contextmanager
@@ -130,6 +130,6 @@ def _jitted(plain: Callable[..., Any], qkv: Any, beside: Any, asked: Asked, sett
     unnamed = any(settings.get(name) is not None for name in ("q_seqlen", "kv_seqlen", "local_window_size"))
     if unnamed or isinstance(settings["scale"], jax.Array):
         return attention(qkv, beside)
-    call = Call(causal=bool(settings["is_causal"]), scale=float(settings["scale"]), asked=asked)
+    call = AttentionCall(causal=bool(settings["is_causal"]), scale=float(settings["scale"]), asked=asked)
     attention.__name__ = call.name
     return jax.jit(attention)(qkv, beside)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
-from pase.frontends.from_jax import INLINED, Traced, inlined, inner_jaxpr, trace
+from pase.frontends.from_jax import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
@@ -23,7 +23,7 @@ _FEWEST = 3
 _LONGEST = 20_000
 
 
-def blocks_of(traced: Traced) -> tuple[Block, ...]:
+def blocks_of(traced: TracedJax) -> tuple[Block, ...]:
     """Bodies of loops over layers, and equal runs of equations of unrolled layers; none that the user rematerialises.
 
     A block holds a product or a convolution; of equal runs, the cut is where the fewest bytes cross.
@@ -104,7 +104,7 @@ def _crossing(jaxpr: Any) -> np.ndarray:
     return np.cumsum(out)[: n + 1]
 
 
-def micro(traced: Traced, micro_batches: int) -> Traced:
+def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
     """The model traced on 1/micro_batches of the batch: of each input, so much of its first dim where that is the
     batch (the first dim that most inputs have). PaseError where it does not divide."""
     import jax
@@ -138,7 +138,7 @@ def micro(traced: Traced, micro_batches: int) -> Traced:
     )
 
 
-def split_inputs(traced: Traced) -> list[bool]:
+def split_inputs(traced: TracedJax) -> list[bool]:
     """Per leaf of the batch: is its first dim the batch? What a step hands to the next is none."""
     n, size = len(traced.param_paths), batch_size(traced)
     return [
@@ -147,7 +147,7 @@ def split_inputs(traced: Traced) -> list[bool]:
     ]
 
 
-def batch_size(traced: Traced) -> int:
+def batch_size(traced: TracedJax) -> int:
     """The first dim that most inputs have; PaseError where none has one."""
     n = len(traced.param_paths)
     shapes = [

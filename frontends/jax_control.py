@@ -15,13 +15,13 @@ from pase.errors import PaseError
 from pase.frontends.jax_rules import _dtype, _shape, _size
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import Chances, Control, lowers_bodies
-from pase.ir import Part, Place, Tensor
+from pase.ir import Place, PlacePart, Tensor
 from pase.ir.sizes import is_one
 from pase.ops import branches, indexed, loops
 from pase.registry import Registry
 
 if TYPE_CHECKING:
-    from pase.frontends.from_jax import _Lower
+    from pase.frontends.from_jax import _JaxLowering
     from pase.ops import GraphBuilder
 
 __all__ = ["CONTROL", "AtRunTime", "by_platform"]
@@ -78,7 +78,7 @@ class AtRunTime:
 
 
 @lowers_bodies(CONTROL, "scan", listed="loop")
-def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
+def scan(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     """The body once, times the trip count; the carry's layout is one node, so it is equal in and out."""
     b, p = lower.b, eqn.params
     jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
@@ -115,7 +115,7 @@ def scan(lower: _Lower, eqn: Any, prefix: str) -> None:
 
 
 @lowers_bodies(CONTROL, "while", listed="loop")
-def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
+def while_(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     """Condition and body, times the turns. JAX has no backward of it, so nothing in it has a gradient."""
     b, p = lower.b, eqn.params
     at, source = b.eqn, b.source
@@ -144,7 +144,7 @@ def while_(lower: _Lower, eqn: Any, prefix: str) -> None:
 
 
 @lowers_bodies(CONTROL, "cond", listed="branches")
-def cond(lower: _Lower, eqn: Any, prefix: str) -> None:
+def cond(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     """Every branch is lowered, and weighted by its chance: as the user said, else the most expensive one is priced as
     taken, the others next to nothing."""
     b = lower.b
@@ -187,7 +187,7 @@ def by_platform(eqn: Any) -> bool:
     return eqn.params.get("branches_platforms") is not None
 
 
-def _one_platform(lower: _Lower, eqn: Any, prefix: str) -> None:
+def _one_platform(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     """Of code written for each platform, the first branch that can be lowered is priced; a backend keeps it whole."""
     inner = lower.inner()
     body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.told.copy()))
@@ -199,13 +199,13 @@ def _one_platform(lower: _Lower, eqn: Any, prefix: str) -> None:
 
 
 @lowers_bodies(CONTROL, "custom_linear_solve", listed="opaque")
-def custom_linear_solve(lower: _Lower, eqn: Any, prefix: str) -> None:
+def custom_linear_solve(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     """Not split; the work of its solver, which a backend keeps whole."""
     lower.replicate(eqn, _flops(lower, eqn.params["jaxprs"].solve.jaxpr, lower.told))
 
 
 @lowers_bodies(CONTROL, "shard_map", listed="manual")
-def shard_map(lower: _Lower, eqn: Any, prefix: str) -> None:
+def shard_map(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     """A body for one device of the user's mesh: its specs say how tensors are split, and a backend keeps it whole."""
     b, p = lower.b, eqn.params
     axes = {name: int(size) for name, size in p["mesh"].shape.items()}
@@ -222,13 +222,18 @@ def shard_map(lower: _Lower, eqn: Any, prefix: str) -> None:
     lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
 
 
-def _constants(lower: _Lower, inner: _Lower, jaxpr: Any) -> None:
+def _constants(lower: _JaxLowering, inner: _JaxLowering, jaxpr: Any) -> None:
     for var in jaxpr.constvars:
         inner.env[var] = lower.b.constant(_shape(var), _dtype(var))
 
 
 def _settled(
-    lower: _Lower, inner: _Lower, names: Sequence[Any], values: Sequence[Any], at: Place, part: Part
+    lower: _JaxLowering,
+    inner: _JaxLowering,
+    names: Sequence[Any],
+    values: Sequence[Any],
+    at: Place,
+    part: PlacePart,
 ) -> None:
     """What a loop's body reads from outside: its layout is settled once, before the loop."""
     for k, (var, value) in enumerate(zip(names, values, strict=True)):
@@ -240,7 +245,7 @@ def _settled(
 
 
 def _carried(
-    lower: _Lower, inner: _Lower, names: Sequence[Any], values: Sequence[Any], at: Place
+    lower: _JaxLowering, inner: _JaxLowering, names: Sequence[Any], values: Sequence[Any], at: Place
 ) -> list[Tensor]:
     out: list[Tensor] = []
     for k, (var, value) in enumerate(zip(names, values, strict=True)):
@@ -250,14 +255,14 @@ def _carried(
     return out
 
 
-def _close(lower: _Lower, inner: _Lower, names: Sequence[Any], carried: Sequence[Tensor]) -> None:
+def _close(lower: _JaxLowering, inner: _JaxLowering, names: Sequence[Any], carried: Sequence[Tensor]) -> None:
     for name, t in zip(names, carried, strict=True):
         tensor = inner.read(name)
         if tensor is not None and tensor.name != t.name:
             lower.b.close_carry(t, tensor)
 
 
-def _flops(lower: _Lower, jaxpr: Any, told: AtRunTime) -> float:
+def _flops(lower: _JaxLowering, jaxpr: Any, told: AtRunTime) -> float:
     """FLOPs of a body by itself."""
     inner = lower.alone(told)
     for var in (*jaxpr.constvars, *jaxpr.invars):

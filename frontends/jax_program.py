@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves
 
-__all__ = ["Carry", "Mode", "Program", "check_order", "name_of", "program_of", "threaded"]
+__all__ = ["Carry", "JaxProgram", "Mode", "check_order", "name_of", "program_of", "threaded"]
 
 Mode = Literal["train", "inference", "step"]
 """train: ``fn(params, *batch) -> loss`` or (loss, aux); its gradient and the update are priced with it.
@@ -72,7 +72,7 @@ def name_of(fn: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class JaxProgram:
     """A function's jaxpr, and what its arguments and results are beside arrays."""
 
     jaxpr: Any
@@ -88,7 +88,7 @@ class Program:
 
 def program_of(
     fn: Callable[..., Any], args: tuple[Any, ...], as_shapes: Any, mode: Mode, carry: Carry | None
-) -> Program:
+) -> JaxProgram:
     """PaseError where JAX cannot trace the function, or where it returns no loss; the user's own exceptions pass, with
     a note of what was traced."""
     import jax
@@ -126,7 +126,7 @@ def program_of(
         raise
     if mode == "train":
         _check_loss(called, closed.out_avals, as_shapes[0], shapes, carry)
-    return Program(
+    return JaxProgram(
         jaxpr=closed, kept=kept, out_tree=jax.tree.structure(shapes), kept_out=static_out[-1], carried=threads
     )
 

@@ -15,10 +15,10 @@ from pase.registry import Registry
 
 __all__ = ["RULES", "Elementwise", "lowers"]
 
-Rule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]]
+JaxRule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]]
 """Of an equation and its operands' tensors (None: a literal) makes one tensor per result."""
 
-RULES: Registry[Rule] = Registry("rule for JAX primitive")
+RULES: Registry[JaxRule] = Registry("rule for JAX primitive")
 lowers = RULES.register
 
 _SAME_NAME = (

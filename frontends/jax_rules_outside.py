@@ -14,15 +14,17 @@ from pase.ir.functions import FUNCTIONS
 from pase.ops import GraphBuilder, indexed, nests
 from pase.registry import Registry
 
-__all__ = ["KERNELS", "RULES", "Kernel", "register_kernel"]
+__all__ = ["KERNELS", "RULES", "KernelRule", "register_kernel"]
 
-Kernel = Callable[[GraphBuilder, Sequence[Tensor], Sequence[tuple[tuple[Size, ...], str]]], Sequence[Tensor]]
+KernelRule = Callable[
+    [GraphBuilder, Sequence[Tensor], Sequence[tuple[tuple[Size, ...], str]]], Sequence[Tensor]
+]
 """Of a kernel's operands and (shape, dtype) of each result makes its loop nest."""
 
-KERNELS: Registry[Kernel] = Registry("Pallas kernel")
+KERNELS: Registry[KernelRule] = Registry("Pallas kernel")
 
 
-def register_kernel(name: str, nest: Kernel | float) -> None:
+def register_kernel(name: str, nest: KernelRule | float) -> None:
     """Say what a Pallas kernel of this name costs: FLOPs of a whole call, or a function that makes its loop nest.
 
     A kernel runs whole on every device, as XLA runs it; ``jax.shard_map`` around it splits it. ValueError where the

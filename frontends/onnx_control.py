@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pase.frontends.onnx_values import Call
+from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.registry import Control, lowers_bodies
 from pase.frontends.values import Value
 from pase.ops import GraphBuilder
@@ -17,7 +17,7 @@ from pase.ops.loops import body_flops
 from pase.registry import Registry
 
 if TYPE_CHECKING:
-    from pase.frontends.from_onnx import Lowering
+    from pase.frontends.from_onnx import OnnxLowering
 
 __all__ = ["CONTROL", "apart_value", "captures"]
 
@@ -44,7 +44,7 @@ def captures(n: Any) -> set[str]:
 
 
 def _apart(
-    low: Lowering, c: Call, graph: Any, ins: Sequence[Value], path: str
+    low: OnnxLowering, c: OnnxCall, graph: Any, ins: Sequence[Value], path: str
 ) -> tuple[list[Value], float, dict[str, Value]]:
     """A body lowered by itself: its results, the FLOPs of one turn, and what it reads of the graphs around."""
     inner = low.inner(c)
@@ -62,7 +62,7 @@ def _apart(
     return outs, body_flops(inner.b), inner.captured
 
 
-def _within(low: Lowering, c: Call, graph: Any, path: str) -> list[Value | None]:
+def _within(low: OnnxLowering, c: OnnxCall, graph: Any, path: str) -> list[Value | None]:
     """A branch that is taken for certain, inlined."""
     inner = low.inner(c)
     for t in graph.initializer:
@@ -72,7 +72,7 @@ def _within(low: Lowering, c: Call, graph: Any, path: str) -> list[Value | None]
 
 
 @lowers_bodies(CONTROL, "If", listed="opaque")
-def _if(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
+def _if(low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
     """The branch that is taken, where that is known; else not split, at the price of the more expensive branch."""
     then, other = c.attribute("then_branch").g, c.attribute("else_branch").g
     cond = c.x().data
@@ -88,7 +88,7 @@ def _if(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Seque
 
 
 @lowers_bodies(CONTROL, "Loop", listed="opaque")
-def _loop(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
+def _loop(low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
     """Not split; the work of its body times the trip count, once where that is not known."""
     body = c.attribute("body").g
     carried = [c.x(i) for i in range(2, len(c.ins))]
@@ -110,7 +110,7 @@ def _loop(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Seq
 
 
 @lowers_bodies(CONTROL, "Scan", listed="opaque")
-def _scan(low: Lowering, c: Call, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
+def _scan(low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
     """Not split; the work of its body at every step."""
     body, n = c.attribute("body").g, c.integer("num_scan_inputs")
     first = 1 if c.version < 9 else 0  # sequence lengths; and a batch dim stood before all

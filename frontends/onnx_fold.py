@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from pase.frontends.onnx_values import MOST_KNOWN, Call
+from pase.frontends.onnx_values import MOST_KNOWN, OnnxCall
 from pase.frontends.values import Value, known
 from pase.registry import Registry
 
 __all__ = ["FOLDS", "fold"]
 
-Fold = Callable[[Call, list[np.ndarray]], Any]
-FOLDS: Registry[Fold] = Registry("rule for small values of ONNX op")
+OnnxFold = Callable[[OnnxCall, list[np.ndarray]], Any]
+FOLDS: Registry[OnnxFold] = Registry("rule for small values of ONNX op")
 _folds = FOLDS.register
 
 _BINARY: dict[str, Any] = {
@@ -42,7 +42,7 @@ class _Unfit(Exception):
     """Not to be worked out here: too large, or for the op's own rule to judge."""
 
 
-def fold(c: Call) -> list[Value] | None:
+def fold(c: OnnxCall) -> list[Value] | None:
     """The node's results, where its inputs are known and it is one of those worked out; None else."""
     if c.op not in FOLDS or not c.ins:
         return None
@@ -69,7 +69,7 @@ def _small(*extents: int) -> None:
 
 
 @_folds("Div")
-def _div(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _div(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     x, y = a
     if x.dtype.kind == "f":
         return x / y
@@ -79,14 +79,14 @@ def _div(c: Call, a: list[np.ndarray]) -> np.ndarray:
 
 
 @_folds("Mod")
-def _mod(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _mod(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     if (a[1] == 0).any():
         raise _Unfit
     return np.fmod(a[0], a[1]) if c.integer("fmod") else np.mod(a[0], a[1])
 
 
 @_folds("Cast", "CastLike")
-def _cast(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _cast(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     dtype = c.dtype("to", "") if c.op == "Cast" else str(a[1].dtype)
     if dtype in ("", "string"):
         raise _Unfit
@@ -94,12 +94,12 @@ def _cast(c: Call, a: list[np.ndarray]) -> np.ndarray:
 
 
 @_folds("Gather")
-def _gather(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _gather(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     _small(a[1].size, *a[0].shape[1:])
     return np.take(a[0], a[1], axis=c.axis(c.integer("axis"), a[0].ndim))
 
 
-def axes_of(c: Call, rank: int, i: int = 1) -> list[int] | None:
+def axes_of(c: OnnxCall, rank: int, i: int = 1) -> list[int] | None:
     """Axes as an attribute (older opsets) or as input i; None where there are none."""
     given = c.ints("axes")
     if given is None and c.opt(i) is not None:
@@ -108,7 +108,7 @@ def axes_of(c: Call, rank: int, i: int = 1) -> list[int] | None:
 
 
 @_folds(*_REDUCE)
-def _reduce(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _reduce(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     axes = axes_of(c, a[0].ndim)
     if not axes and c.integer("noop_with_empty_axes"):
         return a[0]
@@ -119,7 +119,7 @@ def _reduce(c: Call, a: list[np.ndarray]) -> np.ndarray:
 
 
 @_folds("Slice")
-def _slice(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _slice(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     x = a[0]
     starts, ends, axes, steps = slice_arguments(c, x.ndim)
     index = [slice(None)] * x.ndim
@@ -128,7 +128,7 @@ def _slice(c: Call, a: list[np.ndarray]) -> np.ndarray:
     return x[tuple(index)]
 
 
-def slice_arguments(c: Call, rank: int) -> tuple[list[int], list[int], list[int], list[int]]:
+def slice_arguments(c: OnnxCall, rank: int) -> tuple[list[int], list[int], list[int], list[int]]:
     """(starts, ends, axes, steps) of a Slice, in whichever form its opset has them."""
     if c.has("starts"):
         starts, ends = c.ints("starts") or [], c.ints("ends") or []
@@ -151,23 +151,23 @@ def slice_bounds(start: int, end: int, step: int, size: int) -> tuple[int, int |
 
 
 @_folds("Squeeze")
-def _squeeze(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _squeeze(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     axes = axes_of(c, a[0].ndim)
     return np.squeeze(a[0], None if axes is None else tuple(axes))
 
 
 @_folds("Unsqueeze")
-def _unsqueeze(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _unsqueeze(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     given = c.ints("axes") or c.ints_of(1, "axes")
     return np.expand_dims(a[0], tuple(c.axes(given, a[0].ndim + len(given))))
 
 
 @_folds("Reshape")
-def _reshape(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _reshape(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     return a[0].reshape(reshaped(c, a[0].shape))
 
 
-def reshaped(c: Call, shape: Sequence[int]) -> list[int]:
+def reshaped(c: OnnxCall, shape: Sequence[int]) -> list[int]:
     """Reshape's target: 0 keeps a dim (unless allowzero), -1 takes what is left."""
     target = c.ints("shape")
     if target is None:
@@ -191,7 +191,7 @@ def reshaped(c: Call, shape: Sequence[int]) -> list[int]:
 
 
 @_folds("Range")
-def _range(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _range(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     start, limit, delta = (x.reshape(()) for x in a[:3])
     n = max(math.ceil((float(limit) - float(start)) / float(delta)), 0)
     _small(n)
@@ -199,26 +199,26 @@ def _range(c: Call, a: list[np.ndarray]) -> np.ndarray:
 
 
 @_folds("Expand")
-def _expand(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _expand(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     shape = np.broadcast_shapes(a[0].shape, tuple(int(n) for n in a[1]))
     _small(*shape)
     return np.broadcast_to(a[0], shape)
 
 
 @_folds("Tile")
-def _tile(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _tile(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     _small(*(int(s) * int(r) for s, r in zip(a[0].shape, a[1], strict=True)))
     return np.tile(a[0], a[1])
 
 
 @_folds("Split")
-def _split(c: Call, a: list[np.ndarray]) -> list[np.ndarray]:
+def _split(c: OnnxCall, a: list[np.ndarray]) -> list[np.ndarray]:
     axis = c.axis(c.integer("axis"), a[0].ndim)
     cuts = np.cumsum(split_sizes(c, a[0].shape[axis]))[:-1]
     return np.split(a[0], cuts, axis)
 
 
-def split_sizes(c: Call, size: int) -> list[int]:
+def split_sizes(c: OnnxCall, size: int) -> list[int]:
     """How large each part of a Split is."""
     given = c.ints("split")
     if given is None and c.opt(1) is not None:
@@ -235,34 +235,34 @@ def split_sizes(c: Call, size: int) -> list[int]:
 
 
 @_folds("Concat")
-def _concat(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _concat(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     _small(sum(x.size for x in a))
     return np.concatenate(a, c.axis(c.integer("axis", 1), a[0].ndim))
 
 
 @_folds("Where")
-def _where(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _where(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     _small(*np.broadcast_shapes(*(x.shape for x in a)))
     return np.where(*a)
 
 
 @_folds("Transpose")
-def _transpose(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _transpose(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     return np.transpose(a[0], c.ints("perm"))
 
 
 @_folds("NonZero")
-def _nonzero(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _nonzero(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     return np.array(np.nonzero(a[0]), np.int64)
 
 
 @_folds("CumSum")
-def _cumsum(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _cumsum(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     return np.cumsum(a[0], int(a[1].reshape(())), dtype=a[0].dtype)
 
 
-def _broadcasts(f: Any) -> Fold:
-    def out(c: Call, a: list[np.ndarray]) -> np.ndarray:
+def _broadcasts(f: Any) -> OnnxFold:
+    def out(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
         _small(*np.broadcast_shapes(*(x.shape for x in a)))
         if c.has("axis") or c.integer("broadcast"):  # opsets before 7 broadcast in a way of their own
             raise _Unfit

@@ -11,11 +11,11 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.onnx_wire import Malformed, skeleton
-from pase.frontends.registry import Dims, check_dims
+from pase.frontends.registry import DimSizes, check_dims
 from pase.ir import parse_size
 from pase.ir.sizes import bind_size, free_symbols
 
-__all__ = ["DTYPES", "Model", "dtype_name", "load", "ordered", "sizes_of", "skeleton_of", "symbols"]
+__all__ = ["DTYPES", "OnnxModel", "dtype_name", "load", "ordered", "sizes_of", "skeleton_of", "symbols"]
 
 _MOST_BYTES = 64 << 30
 _MOST_RANK = 64
@@ -30,7 +30,7 @@ DTYPES: dict[int, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class OnnxModel:
     """A ModelProto (perhaps without the contents of its weights), looked over."""
 
     name: str
@@ -57,7 +57,7 @@ def dtype_name(code: int, where: str) -> str:
     return DTYPES[code]
 
 
-def load(model: Any, dims: Dims | None, name: str | None = None) -> Model:
+def load(model: Any, dims: DimSizes | None, name: str | None = None) -> OnnxModel:
     """Read a file or look over a ModelProto. PaseError says what is wrong with it.
 
     Neither the weights in the file nor external data are read.
@@ -90,7 +90,7 @@ def load(model: Any, dims: Dims | None, name: str | None = None) -> Model:
         )
     for t in proto.graph.initializer:
         _check_initializer(t, name)
-    return Model(name=name, proto=proto, opsets=opsets, functions=functions, dims=bound)
+    return OnnxModel(name=name, proto=proto, opsets=opsets, functions=functions, dims=bound)
 
 
 def _domain(domain: str) -> str:

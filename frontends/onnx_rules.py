@@ -1,6 +1,6 @@
 """One rule per ONNX op: which loop nests it is. This file has the table of rules and the elementwise ops.
 
-A rule takes a ``Call`` (``onnx_values``) and returns the node's values. Differences between opsets are the rules'
+A rule takes a ``OnnxCall`` (``onnx_values``) and returns the node's values. Differences between opsets are the rules'
 own: ``call.version`` is the opset, and inputs that once were attributes are looked for in both places.
 """
 
@@ -13,18 +13,18 @@ from functools import partial
 
 import numpy as np
 
-from pase.frontends.onnx_values import Call
+from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.values import Value, known
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS, Function
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["RULES", "Result", "Rule", "activation", "lowers", "nothing"]
+__all__ = ["RULES", "OnnxRule", "Result", "activation", "lowers", "nothing"]
 
 Result = "Value | Sequence[Value | None]"
-Rule = Callable[[Call], "Value | Sequence[Value | None]"]
-RULES: Registry[Rule] = Registry("rule for ONNX op", package="pase.frontends", prefix="onnx_rules")
+OnnxRule = Callable[[OnnxCall], "Value | Sequence[Value | None]"]
+RULES: Registry[OnnxRule] = Registry("rule for ONNX op", package="pase.frontends", prefix="onnx_rules")
 lowers = RULES.register
 """Op (with "domain:" before it where that is not ai.onnx) -> rule."""
 
@@ -53,7 +53,7 @@ def nothing(shape: Sequence[int], dtype: str) -> Value:
     return Value(shape=tuple(shape), dtype=dtype)
 
 
-def _elementwise(function: Function, c: Call) -> Value:
+def _elementwise(function: Function, c: OnnxCall) -> Value:
     values = [c.x(i) for i, v in enumerate(c.ins) if v is not None]
     if not values:
         raise c.fail("it has no inputs")
@@ -70,7 +70,7 @@ def _elementwise(function: Function, c: Call) -> Value:
     return c.elementwise(values, function, flops=flops)
 
 
-def _aligned(c: Call, x: Value, y: Value) -> Value:
+def _aligned(c: OnnxCall, x: Value, y: Value) -> Value:
     """Before opset 7 the second operand's dims stood at ``axis`` of the first, and only with ``broadcast``."""
     if not c.integer("broadcast") or not y.shape:
         return y
@@ -84,7 +84,7 @@ for _op, _name in _FUNCTIONS.items():
     RULES.add(_op, partial(_elementwise, FUNCTIONS[_name]))
 
 
-def activation(c: Call, name: str, x: Value) -> Value:
+def activation(c: OnnxCall, name: str, x: Value) -> Value:
     """Written out as jax.nn has it, so that it is priced and kept alike."""
     if x.literal or not x.elements:
         return Value(shape=x.shape, dtype=x.dtype, settled=False)
@@ -92,30 +92,30 @@ def activation(c: Call, name: str, x: Value) -> Value:
 
 
 @lowers(*_ACTIVATIONS)
-def _activation(c: Call) -> Value:
+def _activation(c: OnnxCall) -> Value:
     return activation(c, _ACTIVATIONS[c.low.key(c.node)], c.x())
 
 
 @lowers("Gelu")
-def _gelu(c: Call) -> Value:
+def _gelu(c: OnnxCall) -> Value:
     return activation(c, "gelu_tanh" if c.text("approximate", "none") == "tanh" else "gelu", c.x())
 
 
 @lowers("com.microsoft:FastGelu", "com.microsoft:BiasGelu")
-def _biased_gelu(c: Call) -> Value:
+def _biased_gelu(c: OnnxCall) -> Value:
     x, bias = c.x(), c.opt(1)
     x = x if bias is None else c.elementwise([x, bias], functions.ADD)
     return activation(c, "gelu" if c.op == "BiasGelu" else "gelu_tanh", x)
 
 
 @lowers("SwiGLU")
-def _swiglu(c: Call) -> Value:
+def _swiglu(c: OnnxCall) -> Value:
     gated = [c.x(i) for i, v in enumerate(c.ins) if v is not None and i < 2]
     return c.elementwise([activation(c, "silu", gated[0]), *gated[1:]], functions.MUL)
 
 
 @lowers("PRelu")
-def _prelu(c: Call) -> Value:
+def _prelu(c: OnnxCall) -> Value:
     x, slope = c.x(0), c.x(1)
     if c.version < 7 and len(slope.shape) == 1 and len(x.shape) > 1:
         slope = c.reshape(slope, (slope.shape[0], *[1] * (len(x.shape) - 2)))
@@ -124,26 +124,26 @@ def _prelu(c: Call) -> Value:
 
 
 @lowers("ThresholdedRelu", "Shrink")
-def _cut(c: Call) -> Value:
+def _cut(c: OnnxCall) -> Value:
     """Zero within a threshold; Shrink also moves what is left towards zero."""
     x = c.x()
     left = c.elementwise([x], functions.SUB) if c.op == "Shrink" else x
     return c.elementwise([_positive(c, x), left], functions.SELECT, dtype=x.dtype)
 
 
-def _positive(c: Call, x: Value) -> Value:
+def _positive(c: OnnxCall, x: Value) -> Value:
     return c.elementwise([x], FUNCTIONS["gt"])
 
 
 @lowers("Where")
-def _where(c: Call) -> Value:
+def _where(c: OnnxCall) -> Value:
     if len(c.ins) < 3:
         raise c.fail("it has too few inputs")
     return c.elementwise([c.x(0), c.x(1), c.x(2)], functions.SELECT, dtype=c.x(1).dtype)
 
 
 @lowers("Mean")
-def _mean(c: Call) -> Value:
+def _mean(c: OnnxCall) -> Value:
     values = [c.x(i) for i, v in enumerate(c.ins) if v is not None]
     if not values:
         raise c.fail("it has no inputs")
@@ -152,12 +152,12 @@ def _mean(c: Call) -> Value:
 
 
 @lowers("com.microsoft:IsAllFinite")
-def _all_finite(c: Call) -> Value:
+def _all_finite(c: OnnxCall) -> Value:
     return c.elementwise([c.x(i) for i, v in enumerate(c.ins) if v is not None], FUNCTIONS["is_finite"])
 
 
 @lowers("Identity", "Optional", "OptionalGetElement", "com.microsoft:Identity")
-def _identity(c: Call) -> Value:
+def _identity(c: OnnxCall) -> Value:
     v = c.opt(0)
     if v is None:
         raise c.fail("an optional without a value")
@@ -165,12 +165,12 @@ def _identity(c: Call) -> Value:
 
 
 @lowers("OptionalHasElement")
-def _has(c: Call) -> Value:
+def _has(c: OnnxCall) -> Value:
     return known(np.array(c.opt(0) is not None))
 
 
 @lowers("Cast", "CastLike", "BitCast")
-def _cast(c: Call) -> Value:
+def _cast(c: OnnxCall) -> Value:
     x = c.x()
     dtype = c.x(1).dtype if c.op == "CastLike" else c.dtype("to", x.dtype)
     if c.op == "Cast" and c.version < 6:
@@ -186,7 +186,7 @@ def _cast(c: Call) -> Value:
 
 
 @lowers("Dropout")
-def _dropout(c: Call) -> Sequence[Value | None]:
+def _dropout(c: OnnxCall) -> Sequence[Value | None]:
     """As exported for inference it is the identity; in training mode, a mask times a scale."""
     x = c.x()
     mode = c.opt(2)
@@ -198,18 +198,18 @@ def _dropout(c: Call) -> Sequence[Value | None]:
 
 
 @lowers("RandomNormal", "RandomUniform")
-def _random(c: Call) -> Value:
+def _random(c: OnnxCall) -> Value:
     return nothing(c.shape(c.ints("shape") or []), c.dtype("dtype", "float32"))
 
 
 @lowers("RandomNormalLike", "RandomUniformLike", "Bernoulli", "EyeLike")
-def _random_like(c: Call) -> Value:
+def _random_like(c: OnnxCall) -> Value:
     x = c.x()
     return nothing(x.shape, c.dtype("dtype", x.dtype if c.op in ("Bernoulli", "EyeLike") else "float32"))
 
 
 @lowers("QuantizeLinear", "DynamicQuantizeLinear")
-def _quantize(c: Call) -> Value | Sequence[Value | None]:
+def _quantize(c: OnnxCall) -> Value | Sequence[Value | None]:
     """To integers. Read by DequantizeLinear alone, the pair is one op on floats (as in training with quantization)."""
     x = c.x()
     zero = c.opt(2)
@@ -223,7 +223,7 @@ def _quantize(c: Call) -> Value | Sequence[Value | None]:
 
 
 @lowers("DequantizeLinear")
-def _dequantize(c: Call) -> Value:
+def _dequantize(c: OnnxCall) -> Value:
     x, scale = c.x(), c.x(1)
     if x.note[:1] == ("quantize",):
         return c.elementwise([x.note[1]], FUNCTIONS["fake_quantize"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pase.frontends.moves import take, take_along
 from pase.frontends.onnx_rules import lowers, nothing
-from pase.frontends.onnx_values import Call
+from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.values import Value
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS
@@ -17,17 +17,17 @@ __all__: list[str] = []
 
 
 @lowers("Gather")
-def _gather(c: Call) -> Value:
+def _gather(c: OnnxCall) -> Value:
     return take(c, c.x(0), c.x(1), c.integer("axis"))
 
 
 @lowers("GatherElements")
-def _gather_elements(c: Call) -> Value:
+def _gather_elements(c: OnnxCall) -> Value:
     return take_along(c, c.x(0), c.x(1), c.integer("axis"))
 
 
 @lowers("GatherND")
-def _gather_nd(c: Call) -> Value:
+def _gather_nd(c: OnnxCall) -> Value:
     x, ids, batch = c.x(0), c.x(1), c.integer("batch_dims")
     k = ids.shape[-1] if ids.shape else 0
     if not 0 <= batch < max(len(ids.shape), 1) or not 0 < k <= len(x.shape) - batch:
@@ -49,7 +49,7 @@ def _gather_nd(c: Call) -> Value:
 
 
 @lowers("ScatterElements", "Scatter")
-def _scatter_elements(c: Call) -> Value:
+def _scatter_elements(c: OnnxCall) -> Value:
     x, ids, updates = c.x(0), c.x(1), c.x(2)
     rank = len(x.shape)
     axis = c.axis(c.integer("axis"), rank)
@@ -60,7 +60,7 @@ def _scatter_elements(c: Call) -> Value:
 
 
 @lowers("ScatterND")
-def _scatter_nd(c: Call) -> Value:
+def _scatter_nd(c: OnnxCall) -> Value:
     x, ids, updates = c.x(0), c.x(1), c.x(2)
     k = ids.shape[-1] if ids.shape else 0
     n = len(ids.shape) - 1
@@ -79,7 +79,7 @@ def _scatter_nd(c: Call) -> Value:
 
 
 @lowers("TensorScatter")
-def _tensor_scatter(c: Call) -> Value:
+def _tensor_scatter(c: OnnxCall) -> Value:
     """A key-value cache and what is written into it; the dim that it is written along may not be split."""
     x, update = c.x(0), c.x(1)
     axis = c.axis(c.integer("axis", -2), len(x.shape))
@@ -90,7 +90,7 @@ def _tensor_scatter(c: Call) -> Value:
 
 
 @lowers("TopK")
-def _top_k(c: Call) -> Sequence[Value]:
+def _top_k(c: OnnxCall) -> Sequence[Value]:
     x = c.x()
     axis = c.axis(c.integer("axis", -1), len(x.shape))
     k = c.integer("k") if c.version < 10 else c.ints_of(1, "k")[0]
@@ -104,7 +104,7 @@ def _top_k(c: Call) -> Sequence[Value]:
 
 
 @lowers("CumSum", "CumProd")
-def _cumulative(c: Call) -> Value:
+def _cumulative(c: OnnxCall) -> Value:
     x = c.x()
     axis = c.axis(c.ints_of(1, "axis")[0], len(x.shape))
     return c.value(
@@ -113,7 +113,7 @@ def _cumulative(c: Call) -> Value:
 
 
 @lowers("OneHot")
-def _one_hot(c: Call) -> Value:
+def _one_hot(c: OnnxCall) -> Value:
     ids, depth, values = c.x(0), c.ints_of(1, "depth")[0], c.x(2)
     rank = len(ids.shape) + 1
     axis = c.axis(c.integer("axis", -1), rank)
@@ -129,7 +129,7 @@ def _one_hot(c: Call) -> Value:
 
 
 def _whole(
-    c: Call, values: Sequence[Value], outs: Sequence[tuple[Sequence[int], str]], flops: float
+    c: OnnxCall, values: Sequence[Value], outs: Sequence[tuple[Sequence[int], str]], flops: float
 ) -> list[Value]:
     filled = [(c.shape(s), d) for s, d in outs]
     reads = [c.tensor(v) for v in values if v.elements and not v.literal]
@@ -138,13 +138,13 @@ def _whole(
 
 
 @lowers("NonZero")
-def _non_zero(c: Call) -> list[Value]:
+def _non_zero(c: OnnxCall) -> list[Value]:
     x = c.x()
     return _whole(c, [x], [((max(len(x.shape), 1), x.elements), "int64")], 2.0 * x.elements)
 
 
 @lowers("Compress")
-def _compress(c: Call) -> list[Value]:
+def _compress(c: OnnxCall) -> list[Value]:
     x, condition = c.x(0), c.x(1)
     if not c.has("axis"):
         return _whole(
@@ -158,7 +158,7 @@ def _compress(c: Call) -> list[Value]:
 
 
 @lowers("Unique")
-def _unique(c: Call) -> list[Value]:
+def _unique(c: OnnxCall) -> list[Value]:
     x = c.x()
     n = x.shape[c.axis(c.integer("axis"), len(x.shape))] if c.has("axis") else x.elements
     whole = x.shape if c.has("axis") else (n,)
@@ -167,7 +167,7 @@ def _unique(c: Call) -> list[Value]:
 
 
 @lowers("NonMaxSuppression")
-def _suppress(c: Call) -> list[Value]:
+def _suppress(c: OnnxCall) -> list[Value]:
     boxes, scores = c.x(0), c.x(1)
     if len(boxes.shape) != 3 or len(scores.shape) != 3:
         raise c.fail(f"boxes {list(boxes.shape)} and scores {list(scores.shape)}")
@@ -178,7 +178,7 @@ def _suppress(c: Call) -> list[Value]:
 
 
 @lowers("Multinomial")
-def _multinomial(c: Call) -> list[Value]:
+def _multinomial(c: OnnxCall) -> list[Value]:
     x = c.x()
     shape = (x.shape[0], c.integer("sample_size", 1))
     made = nests.sequential(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pase.frontends.onnx_fold import axes_of
 from pase.frontends.onnx_rules import lowers, nothing
-from pase.frontends.onnx_values import Call
+from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.products import einsum, matmul
 from pase.frontends.values import Value
 from pase.ir import functions
@@ -18,18 +18,18 @@ __all__: list[str] = []
 
 
 @lowers("MatMul", "MatMulInteger")
-def _matmul(c: Call) -> Value:
+def _matmul(c: OnnxCall) -> Value:
     return matmul(c, c.x(0), c.x(1), "int32" if c.op == "MatMulInteger" else None)
 
 
 @lowers("QLinearMatMul")
-def _qlinear_matmul(c: Call) -> Value:
+def _qlinear_matmul(c: OnnxCall) -> Value:
     zero = c.x(7)
     return c.elementwise([matmul(c, c.x(0), c.x(3), "int32")], functions.QUANTIZE, dtype=zero.dtype)
 
 
 @lowers("com.microsoft:FusedMatMul", "com.microsoft:TransposeMatMul")
-def _fused_matmul(c: Call) -> Value:
+def _fused_matmul(c: OnnxCall) -> Value:
     def turned(v: Value, flag: str) -> Value:
         order = list(range(len(v.shape)))
         if c.integer(flag) and len(order) > 1:
@@ -41,7 +41,7 @@ def _fused_matmul(c: Call) -> Value:
 
 
 @lowers("Gemm")
-def _gemm(c: Call) -> Value:
+def _gemm(c: OnnxCall) -> Value:
     x, y = c.x(0), c.x(1)
     if len(x.shape) != 2 or len(y.shape) != 2:
         raise c.fail(f"{list(x.shape)} times {list(y.shape)}: both must be matrices")
@@ -64,7 +64,7 @@ def _gemm(c: Call) -> Value:
 
 
 @lowers("Einsum")
-def _einsum(c: Call) -> Value:
+def _einsum(c: OnnxCall) -> Value:
     return einsum(c, c.text("equation"), [c.x(i) for i in range(len(c.ins))])
 
 
@@ -87,7 +87,7 @@ _REDUCE: dict[str, tuple[str | None, str, str | None]] = {
 
 
 @lowers(*_REDUCE)
-def _reduce(c: Call) -> Value:
+def _reduce(c: OnnxCall) -> Value:
     x = c.x()
     rank, (before, over, after) = len(x.shape), _REDUCE[c.op]
     axes = axes_of(c, rank)
@@ -109,7 +109,7 @@ def _reduce(c: Call) -> Value:
 
 
 @lowers("ArgMax", "ArgMin")
-def _arg(c: Call) -> Value:
+def _arg(c: OnnxCall) -> Value:
     x = c.x()
     axis = c.axis(c.integer("axis"), len(x.shape))
     keep = bool(c.integer("keepdims", 1))
@@ -128,7 +128,7 @@ def _arg(c: Call) -> Value:
 # Softmax and losses.
 
 
-def _softmax_axes(c: Call, x: Value) -> list[int]:
+def _softmax_axes(c: OnnxCall, x: Value) -> list[int]:
     """Before opset 13: over all dims from ``axis`` on, taken as one."""
     if c.version >= 13:
         return [c.axis(c.integer("axis", -1), len(x.shape))]
@@ -139,7 +139,7 @@ def _softmax_axes(c: Call, x: Value) -> list[int]:
 
 
 @lowers("Softmax", "LogSoftmax", "Hardmax")
-def _softmax(c: Call) -> Value:
+def _softmax(c: OnnxCall) -> Value:
     x = c.x()
     axes = _softmax_axes(c, x) if x.shape else []
     if c.op == "Hardmax":
@@ -152,7 +152,7 @@ def _softmax(c: Call) -> Value:
 
 
 @lowers("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
-def _loss(c: Call) -> Sequence[Value | None]:
+def _loss(c: OnnxCall) -> Sequence[Value | None]:
     """Scores [n c ...] and labels [n ...]; classes are moved last, where a lookup wants them."""
     x, labels = c.x(0), c.x(1)
     rank = len(x.shape)

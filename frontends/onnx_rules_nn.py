@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from pase.frontends.onnx_rules import activation, lowers, nothing
-from pase.frontends.onnx_values import Call
+from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.values import Value
 from pase.ir import Tensor, functions
 from pase.ops import composites, nests
@@ -14,21 +14,21 @@ from pase.ops import composites, nests
 __all__ = ["opaque_per_batch"]
 
 
-def _positive(c: Call, name: str, n: int) -> list[int]:
+def _positive(c: OnnxCall, name: str, n: int) -> list[int]:
     out = c.ints(name) or [1] * n
     if len(out) != n or any(not 0 < k < 2**31 for k in out):
         raise c.fail(f"{name} {out[:6]} for {n} spatial dims")
     return out
 
 
-def _pads(c: Call, n: int) -> list[int]:
+def _pads(c: OnnxCall, n: int) -> list[int]:
     out = c.ints("pads") or [0] * (2 * n)
     if len(out) != 2 * n or any(abs(p) > 2**31 for p in out):
         raise c.fail(f"pads {out[:6]} for {n} spatial dims")
     return out
 
 
-def _windows(c: Call, x: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+def _windows(c: OnnxCall, x: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
     """The extent of each spatial dim under a sliding window, as ONNX defines it for Conv and the pools."""
     n = len(x)
     strides, pads = _positive(c, "strides", n), _pads(c, n)
@@ -49,7 +49,7 @@ def _windows(c: Call, x: Sequence[int], kernel: Sequence[int], dilation: Sequenc
     return out
 
 
-def _convolve(c: Call, x: Value, w: Value, dtype: str | None = None) -> Value:
+def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Value:
     n = len(x.shape) - 2
     if n < 1 or len(w.shape) != n + 2:
         raise c.fail(f"a filter {list(w.shape)} on {list(x.shape)}")
@@ -70,14 +70,14 @@ def _convolve(c: Call, x: Value, w: Value, dtype: str | None = None) -> Value:
     return c.value(out)
 
 
-def _channels(c: Call, v: Value, rank: int) -> Value:
+def _channels(c: OnnxCall, v: Value, rank: int) -> Value:
     """A value a channel, as [c 1 1 ...] to broadcast against [n c ...]."""
     if len(v.shape) != 1:
         raise c.fail(f"a value of shape {list(v.shape)} where one a channel is wanted")
     return c.reshape(v, (v.shape[0], *[1] * (rank - 2)))
 
 
-def _biased(c: Call, out: Value, i: int) -> Value:
+def _biased(c: OnnxCall, out: Value, i: int) -> Value:
     bias = c.opt(i)
     if bias is None:
         return out
@@ -87,24 +87,24 @@ def _biased(c: Call, out: Value, i: int) -> Value:
 
 
 @lowers("Conv", "com.microsoft:FusedConv")
-def _conv(c: Call) -> Value:
+def _conv(c: OnnxCall) -> Value:
     out = _biased(c, _convolve(c, c.x(0), c.x(1)), 2)
     return activation(c, c.text("activation", "Relu").lower(), out) if c.op == "FusedConv" else out
 
 
 @lowers("ConvInteger")
-def _conv_integer(c: Call) -> Value:
+def _conv_integer(c: OnnxCall) -> Value:
     return _convolve(c, c.x(0), c.x(1), "int32")
 
 
 @lowers("QLinearConv")
-def _qlinear_conv(c: Call) -> Value:
+def _qlinear_conv(c: OnnxCall) -> Value:
     out = _biased(c, _convolve(c, c.x(0), c.x(3), "int32"), 8)
     return c.elementwise([out], functions.QUANTIZE, dtype=c.x(7).dtype)
 
 
 @lowers("CausalConvWithState")
-def _causal(c: Call) -> Sequence[Value]:
+def _causal(c: OnnxCall) -> Sequence[Value]:
     """A filter for each channel over the last dim, which looks back only; what came before is a state."""
     x, w = c.x(0), c.x(1)
     if len(x.shape) < 3 or w.shape[:2] != (x.shape[1], 1) or len(w.shape) != len(x.shape):
@@ -119,7 +119,7 @@ def _causal(c: Call) -> Sequence[Value]:
 
 
 @lowers("ConvTranspose")
-def _conv_transpose(c: Call) -> Value:
+def _conv_transpose(c: OnnxCall) -> Value:
     x, w = c.x(0), c.x(1)
     n, groups = len(x.shape) - 2, c.integer("group", 1)
     if n < 1 or len(w.shape) != n + 2 or groups < 1 or x.shape[1] != w.shape[0] or w.shape[0] % groups:
@@ -159,7 +159,7 @@ def _conv_transpose(c: Call) -> Value:
 
 
 @lowers("MaxPool", "AveragePool", "LpPool")
-def _pool(c: Call) -> Sequence[Value | None]:
+def _pool(c: OnnxCall) -> Sequence[Value | None]:
     x = c.x()
     n = len(x.shape) - 2
     kernel = c.ints("kernel_shape") or []
@@ -182,7 +182,7 @@ def _pool(c: Call) -> Sequence[Value | None]:
 
 
 @lowers("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
-def _global_pool(c: Call) -> Value:
+def _global_pool(c: OnnxCall) -> Value:
     x = c.x()
     axes = list(range(2, len(x.shape)))
     if not axes:
@@ -195,7 +195,7 @@ def _global_pool(c: Call) -> Value:
 
 
 @lowers("LRN")
-def _lrn(c: Call) -> Value:
+def _lrn(c: OnnxCall) -> Value:
     """x / (k + alpha times the sum of squares over neighbouring channels) ** beta."""
     x, size = c.x(), c.integer("size", 1)
     if len(x.shape) < 2 or not 0 < size < 2**31:
@@ -213,7 +213,7 @@ def _lrn(c: Call) -> Value:
 
 
 @lowers("BatchNormalization")
-def _batch_norm(c: Call) -> Sequence[Value | None]:
+def _batch_norm(c: OnnxCall) -> Sequence[Value | None]:
     x = c.x(0)
     rank = len(x.shape)
     training = bool(c.integer("training_mode")) or (c.version < 7 and c.integer("is_test", 1) == 0)
@@ -234,7 +234,7 @@ def _batch_norm(c: Call) -> Sequence[Value | None]:
 
 
 @lowers("InstanceNormalization", "GroupNormalization", "MeanVarianceNormalization")
-def _moments(c: Call) -> Value:
+def _moments(c: OnnxCall) -> Value:
     x = c.x(0)
     rank = len(x.shape)
     if c.op == "MeanVarianceNormalization":
@@ -257,7 +257,7 @@ def _moments(c: Call) -> Value:
     return _affine(c, c.reshape(y, x.shape), _channels(c, scale, rank), _channels(c, shift, rank))
 
 
-def _affine(c: Call, x: Value, scale: Value | None, shift: Value | None) -> Value:
+def _affine(c: OnnxCall, x: Value, scale: Value | None, shift: Value | None) -> Value:
     if scale is not None:
         x = c.elementwise([x, scale], functions.MUL)
     return x if shift is None else c.elementwise([x, shift], functions.ADD)
@@ -269,7 +269,7 @@ def _affine(c: Call, x: Value, scale: Value | None, shift: Value | None) -> Valu
     "com.microsoft:SimplifiedLayerNormalization",
     "SimplifiedLayerNormalization",
 )
-def _layer_norm(c: Call) -> Sequence[Value | None]:
+def _layer_norm(c: OnnxCall) -> Sequence[Value | None]:
     x = c.x(0)
     axis = c.axis(c.integer("axis", -1), len(x.shape))
     axes = list(range(axis, len(x.shape)))
@@ -285,7 +285,7 @@ def _layer_norm(c: Call) -> Sequence[Value | None]:
 
 
 @lowers("com.microsoft:SkipLayerNormalization", "com.microsoft:SkipSimplifiedLayerNormalization")
-def _skip_norm(c: Call) -> Sequence[Value | None]:
+def _skip_norm(c: OnnxCall) -> Sequence[Value | None]:
     """A residual sum and the norm of it; the sum is the fourth result."""
     simple = "Simplified" in c.op
     total = c.elementwise([c.x(0), c.x(1)], functions.ADD)
@@ -301,7 +301,7 @@ def _skip_norm(c: Call) -> Sequence[Value | None]:
 
 
 @lowers("LpNormalization")
-def _lp_norm(c: Call) -> Value:
+def _lp_norm(c: OnnxCall) -> Value:
     x = c.x()
     axis = c.axis(c.integer("axis", -1), len(x.shape))
     square = c.elementwise([x], functions.SQUARE)
@@ -313,7 +313,7 @@ def _lp_norm(c: Call) -> Value:
 
 
 def opaque_per_batch(
-    c: Call, ins: Sequence[Value], outs: Sequence[tuple[Sequence[int], str]], rank: int, flops: float
+    c: OnnxCall, ins: Sequence[Value], outs: Sequence[tuple[Sequence[int], str]], rank: int, flops: float
 ) -> list[Value]:
     """One op whose first ``rank`` dims, where all operands have them alike, may be split; flops: of the whole."""
     shapes = [c.shape(s) for s, _ in outs]
@@ -335,7 +335,7 @@ def opaque_per_batch(
 
 
 @lowers("GridSample", "AffineGrid", "RoiAlign", "MaxRoiPool", "MaxUnpool", "Col2Im", "DeformConv")
-def _images(c: Call) -> list[Value]:
+def _images(c: OnnxCall) -> list[Value]:
     x = c.x(0)
     values = [
         c.x(0),
@@ -380,14 +380,14 @@ def _images(c: Call) -> list[Value]:
 
 
 @lowers("Det")
-def _det(c: Call) -> list[Value]:
+def _det(c: OnnxCall) -> list[Value]:
     x = c.x()
     n = x.shape[-1]
     return opaque_per_batch(c, [x], [(x.shape[:-2], x.dtype)], len(x.shape) - 2, 2 / 3 * n * x.elements)
 
 
 @lowers("DFT", "STFT")
-def _fourier(c: Call) -> list[Value]:
+def _fourier(c: OnnxCall) -> list[Value]:
     """5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
     x = c.x()
     if c.op == "STFT":

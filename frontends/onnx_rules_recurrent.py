@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from pase.frontends.onnx_rules import lowers, nothing
-from pase.frontends.onnx_values import Call
+from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.values import Value
 from pase.ir import Tensor, functions
 from pase.ops import loops, nests
@@ -19,7 +19,7 @@ _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
 @lowers("LSTM", "GRU", "RNN")
-def _recurrent(c: Call) -> Sequence[Value | None]:
+def _recurrent(c: OnnxCall) -> Sequence[Value | None]:
     """The product with the inputs is one for all steps, before the loop; gates are a dim of their own."""
     x, w, r = c.x(0), c.x(1), c.x(2)
     batch_first = bool(c.integer("layout"))
@@ -60,14 +60,14 @@ def _recurrent(c: Call) -> Sequence[Value | None]:
     return [out, *ends]
 
 
-def _direction(c: Call, v: Value, way: int) -> Value:
+def _direction(c: OnnxCall, v: Value, way: int) -> Value:
     if v.shape[0] == 1:
         return v
     one = (1, *v.shape[1:])
     return c.value(nests.restrict(c.b, "slice", [c.tensor(v)], one, [i > 0 for i in range(len(one))]))
 
 
-def _state(c: Call, i: int, way: int, shape: tuple[int, int], dtype: str) -> Tensor:
+def _state(c: OnnxCall, i: int, way: int, shape: tuple[int, int], dtype: str) -> Tensor:
     given = c.opt(i)
     if given is None or given.tensor is None:  # zeros, or stored: not trained
         return c.b.constant(shape, dtype)
@@ -76,12 +76,12 @@ def _state(c: Call, i: int, way: int, shape: tuple[int, int], dtype: str) -> Ten
     return c.tensor(c.reshape(_direction(c, given, way), shape))
 
 
-def _joined(c: Call, values: Sequence[Value], axis: int) -> Value:
+def _joined(c: OnnxCall, values: Sequence[Value], axis: int) -> Value:
     return values[0] if len(values) == 1 else c.value(nests.concat(c.b, c.tensors(*values), axis))
 
 
 def _over_time(
-    c: Call,
+    c: OnnxCall,
     entering: Tensor,
     recurrent: Tensor,
     states: Sequence[Tensor],
@@ -109,7 +109,7 @@ def _over_time(
     return c.value(made), [c.value(t) for t in carried]
 
 
-def _gate(c: Call, gates: Tensor, k: int) -> Tensor:
+def _gate(c: OnnxCall, gates: Tensor, k: int) -> Tensor:
     n, _, h = gates.shape
     one = (
         nests.restrict(c.b, "slice", [gates], (n, 1, h), [True, False, True])
@@ -119,7 +119,7 @@ def _gate(c: Call, gates: Tensor, k: int) -> Tensor:
     return nests.reshape(c.b, one, (n, h))
 
 
-def _lstm(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+def _lstm(c: OnnxCall, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
     h, cell = states
     gates = apply(c.b, functions.ADD, x, nests.contract(c.b, h, r, ([1], [2])))
     enter, leave, forget, new = (_gate(c, gates, k) for k in range(4))
@@ -129,7 +129,7 @@ def _lstm(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tenso
     return [apply(c.b, functions.MUL, leave, apply(c.b, functions.TANH, cell)), cell]
 
 
-def _gru(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+def _gru(c: OnnxCall, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
     (h,) = states
     _, n, width = r.shape
     if c.integer("linear_before_reset"):
@@ -153,7 +153,7 @@ def _gru(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor
     return [apply(c.b, functions.ADD, apply(c.b, functions.MUL, new, update, flops=2.0), kept)]
 
 
-def _rnn(c: Call, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+def _rnn(c: OnnxCall, x: Tensor, r: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
     (h,) = states
     back = nests.contract(c.b, h, r, ([1], [2]))
     return [apply(c.b, functions.TANH, _gate(c, apply(c.b, functions.ADD, x, back), 0))]
@@ -166,7 +166,7 @@ _FIRST, _LAST = (0, 2, 1, 3), (0, 1, 2, 3)
 """Where batch, positions, heads and width stand: with heads before positions, and behind them."""
 
 
-def _heads(c: Call, v: Value, n: int, order: Sequence[int]) -> Value:
+def _heads(c: OnnxCall, v: Value, n: int, order: Sequence[int]) -> Value:
     """[b s (h d)] or [b h s d] -> four dims in this order."""
     if len(v.shape) == 4:
         return v
@@ -177,7 +177,7 @@ def _heads(c: Call, v: Value, n: int, order: Sequence[int]) -> Value:
 
 
 def _attend(
-    c: Call,
+    c: OnnxCall,
     qkv: Sequence[Value],
     order: Sequence[int],
     mask: Value | None,
@@ -216,13 +216,13 @@ def _attend(
     return c.value(made)
 
 
-def _merged(c: Call, out: Value, order: Sequence[int]) -> Value:
+def _merged(c: OnnxCall, out: Value, order: Sequence[int]) -> Value:
     """The heads side by side: [b s (h d)]."""
     b, s, h, d = (out.shape[i] for i in order)
     return c.reshape(c.transpose(out, [0, 2, 1, 3]) if order == _FIRST else out, (b, s, h * d))
 
 
-def _heads_first(c: Call, v: Value, order: Sequence[int]) -> Value:
+def _heads_first(c: OnnxCall, v: Value, order: Sequence[int]) -> Value:
     """Keys or values as a cache has them, should anything read it."""
     if order == _FIRST:
         return v
@@ -230,7 +230,7 @@ def _heads_first(c: Call, v: Value, order: Sequence[int]) -> Value:
     return c.later(shape, v.dtype, lambda: nests.transpose(c.b, c.tensor(v), [0, 2, 1, 3]))
 
 
-def _grown(c: Call, past: Value | None, new: Value) -> Value:
+def _grown(c: OnnxCall, past: Value | None, new: Value) -> Value:
     """The cache with what is new behind it."""
     if past is None or not past.elements:
         return new
@@ -246,7 +246,7 @@ def _order(parts: Sequence[Value], pasts: Sequence[Value | None]) -> Sequence[in
 
 
 @lowers("Attention")
-def _attention(c: Call) -> Sequence[Value | None]:
+def _attention(c: OnnxCall) -> Sequence[Value | None]:
     parts, pasts = [c.x(i) for i in range(3)], (c.opt(4), c.opt(5))
     order = _order(parts, pasts)
     counts = [c.integer("q_num_heads"), *[c.integer("kv_num_heads")] * 2]
@@ -262,7 +262,7 @@ def _attention(c: Call) -> Sequence[Value | None]:
 
 
 @lowers("com.microsoft:MultiHeadAttention", "com.microsoft:GroupQueryAttention")
-def _contrib_attention(c: Call) -> Sequence[Value | None]:
+def _contrib_attention(c: OnnxCall) -> Sequence[Value | None]:
     """onnxruntime's: queries, keys and values [b s (h d)], or all in the first input."""
     n = c.integer("num_heads", 1)
     groups = c.integer("kv_num_heads", n)
@@ -287,7 +287,7 @@ def _contrib_attention(c: Call) -> Sequence[Value | None]:
 
 
 @lowers("RotaryEmbedding", "com.microsoft:RotaryEmbedding")
-def _rotary(c: Call) -> Value:
+def _rotary(c: OnnxCall) -> Value:
     """Pairs of elements of a head are rotated: a head may not be split."""
     x = c.x(0)
     heads = c.integer("num_heads")

@@ -12,7 +12,7 @@ from pase.frontends.moves import join, part, spread
 from pase.frontends.onnx_fold import axes_of, reshaped, slice_arguments, slice_bounds, split_sizes
 from pase.frontends.onnx_model import dtype_name
 from pase.frontends.onnx_rules import lowers, nothing
-from pase.frontends.onnx_values import MOST_KNOWN, Call
+from pase.frontends.onnx_values import MOST_KNOWN, OnnxCall
 from pase.frontends.values import Value, known
 from pase.ir import functions
 from pase.ops import nests
@@ -21,13 +21,13 @@ __all__: list[str] = []
 
 
 @lowers("Reshape")
-def _reshape(c: Call) -> Value:
+def _reshape(c: OnnxCall) -> Value:
     x = c.x()
     return c.reshape(x, reshaped(c, x.shape))
 
 
 @lowers("Flatten")
-def _flatten(c: Call) -> Value:
+def _flatten(c: OnnxCall) -> Value:
     x = c.x()
     axis = c.integer("axis", 1)
     axis = axis + len(x.shape) if axis < 0 else axis
@@ -37,7 +37,7 @@ def _flatten(c: Call) -> Value:
 
 
 @lowers("Squeeze")
-def _squeeze(c: Call) -> Value:
+def _squeeze(c: OnnxCall) -> Value:
     x = c.x()
     axes = axes_of(c, len(x.shape))
     axes = [i for i, s in enumerate(x.shape) if s == 1] if axes is None else axes
@@ -47,7 +47,7 @@ def _squeeze(c: Call) -> Value:
 
 
 @lowers("Unsqueeze")
-def _unsqueeze(c: Call) -> Value:
+def _unsqueeze(c: OnnxCall) -> Value:
     x = c.x()
     given = c.ints("axes") if c.has("axes") else c.ints_of(1, "axes")
     rank = len(x.shape) + len(given or ())
@@ -57,7 +57,7 @@ def _unsqueeze(c: Call) -> Value:
 
 
 @lowers("Transpose")
-def _transpose(c: Call) -> Value:
+def _transpose(c: OnnxCall) -> Value:
     x = c.x()
     order = c.ints("perm")
     order = list(reversed(range(len(x.shape)))) if order is None else c.axes(order, len(x.shape))
@@ -69,7 +69,7 @@ def _transpose(c: Call) -> Value:
 
 
 @lowers("Slice")
-def _slice(c: Call) -> Value:
+def _slice(c: OnnxCall) -> Value:
     x = c.x()
     starts, ends, axes, steps = slice_arguments(c, len(x.shape))
     shape, kept = list(x.shape), [True] * len(x.shape)
@@ -83,7 +83,7 @@ def _slice(c: Call) -> Value:
 
 
 @lowers("Split")
-def _split(c: Call) -> Sequence[Value]:
+def _split(c: OnnxCall) -> Sequence[Value]:
     x = c.x()
     axis = c.axis(c.integer("axis"), len(x.shape))
     out, at = [], 0
@@ -97,19 +97,19 @@ def _split(c: Call) -> Sequence[Value]:
 
 
 @lowers("Concat")
-def _concat(c: Call) -> Value:
+def _concat(c: OnnxCall) -> Value:
     values = [c.x(i) for i in range(len(c.ins))]
     return join(c, values, c.integer("axis", 1))
 
 
 @lowers("Expand")
-def _expand(c: Call) -> Value:
+def _expand(c: OnnxCall) -> Value:
     x = c.x()
     return spread(c, x, c.broadcast(x.shape, c.shape(c.ints_of(1, "shape"))))
 
 
 @lowers("Tile")
-def _tile(c: Call) -> Value:
+def _tile(c: OnnxCall) -> Value:
     x = c.x()
     if c.version < 6:
         n, axis = c.ints_of(1, "tiles"), c.ints_of(2, "axis")
@@ -125,7 +125,7 @@ def _tile(c: Call) -> Value:
 
 
 @lowers("Pad")
-def _pad(c: Call) -> Value:
+def _pad(c: OnnxCall) -> Value:
     x = c.x()
     rank = len(x.shape)
     pads = c.ints("pads") or c.ints("paddings")
@@ -147,7 +147,7 @@ def _pad(c: Call) -> Value:
 
 
 @lowers("CenterCropPad")
-def _crop(c: Call) -> Value:
+def _crop(c: OnnxCall) -> Value:
     x = c.x()
     target = c.ints_of(1, "shape")
     axes = c.axes(c.ints("axes") or list(range(len(x.shape))), len(x.shape))
@@ -160,7 +160,7 @@ def _crop(c: Call) -> Value:
 
 
 @lowers("DepthToSpace", "SpaceToDepth")
-def _blocks(c: Call) -> Value:
+def _blocks(c: OnnxCall) -> Value:
     x, s = c.x(), c.integer("blocksize", 1)
     if len(x.shape) != 4 or s < 1:
         raise c.fail(f"a block of {s} of a tensor of {len(x.shape)} dims: an image [n c h w] is wanted")
@@ -181,7 +181,7 @@ def _blocks(c: Call) -> Value:
 
 
 @lowers("ReverseSequence")
-def _reverse(c: Call) -> Value:
+def _reverse(c: OnnxCall) -> Value:
     x = c.x()
     time = c.axis(c.integer("time_axis"), len(x.shape))
     return c.value(
@@ -190,12 +190,12 @@ def _reverse(c: Call) -> Value:
 
 
 @lowers("Trilu")
-def _trilu(c: Call) -> Value:
+def _trilu(c: OnnxCall) -> Value:
     return c.elementwise([c.x()], functions.SELECT)
 
 
 @lowers("Resize", "Upsample")
-def _resize(c: Call) -> Value:
+def _resize(c: OnnxCall) -> Value:
     """Nearest by a whole factor repeats elements, so that shards stay with theirs; else a dim that changes is whole."""
     x = c.x()
     rank = len(x.shape)
@@ -239,7 +239,7 @@ def _resize(c: Call) -> Value:
 
 
 @lowers("Constant")
-def _constant(c: Call) -> Value:
+def _constant(c: OnnxCall) -> Value:
     from onnx import numpy_helper
 
     for key in ("value_int", "value_float", "value_ints", "value_floats"):
@@ -263,7 +263,7 @@ def _constant(c: Call) -> Value:
 
 
 @lowers("Shape", "Size")
-def _shape(c: Call) -> Value:
+def _shape(c: OnnxCall) -> Value:
     x = c.x()
     if c.op == "Size":
         return known(np.array(x.elements, np.int64))
@@ -273,7 +273,7 @@ def _shape(c: Call) -> Value:
 
 
 @lowers("ConstantOfShape")
-def _constant_of_shape(c: Call) -> Value:
+def _constant_of_shape(c: OnnxCall) -> Value:
     """Of an initializer's shape and of floats, it stands for a weight that the file leaves out."""
     shape = c.shape(c.ints_of(0, "shape"))
     t = c.attribute("value")
@@ -295,7 +295,7 @@ def _constant_of_shape(c: Call) -> Value:
 
 
 @lowers("Range")
-def _range(c: Call) -> Value:
+def _range(c: OnnxCall) -> Value:
     data = [c.x(i).data for i in range(3)]
     if any(d is None or d.size != 1 for d in data):
         raise c.fail("its length is computed from the model's data: pase needs it as a number")
@@ -304,7 +304,7 @@ def _range(c: Call) -> Value:
 
 
 @lowers("MelWeightMatrix", "HannWindow", "HammingWindow", "BlackmanWindow")
-def _table(c: Call) -> Value:
+def _table(c: OnnxCall) -> Value:
     sizes = c.ints_of(0, "size")
     dtype = c.dtype("output_datatype", "float32")
     if c.op != "MelWeightMatrix":
@@ -319,7 +319,7 @@ def _sequence(items: Sequence[Value]) -> Value:
     return Value(shape=(), dtype=items[0].dtype if items else "float32", items=tuple(items))
 
 
-def _items(c: Call) -> tuple[Value, ...]:
+def _items(c: OnnxCall) -> tuple[Value, ...]:
     v = c.opt(0)
     if v is None or v.items is None:
         raise c.fail("input 0 is not a sequence of tensors")
@@ -327,11 +327,11 @@ def _items(c: Call) -> tuple[Value, ...]:
 
 
 @lowers("SequenceConstruct", "SequenceEmpty")
-def _construct(c: Call) -> Value:
+def _construct(c: OnnxCall) -> Value:
     return _sequence([c.x(i) for i in range(len(c.ins))])
 
 
-def _position(c: Call, i: int, n: int) -> int:
+def _position(c: OnnxCall, i: int, n: int) -> int:
     at = c.ints_of(i, "position")[0]
     if not -n <= at < n:
         raise c.fail(f"position {at} of a sequence of {n}")
@@ -339,18 +339,18 @@ def _position(c: Call, i: int, n: int) -> int:
 
 
 @lowers("SequenceAt")
-def _at(c: Call) -> Value:
+def _at(c: OnnxCall) -> Value:
     items = _items(c)
     return items[_position(c, 1, len(items))]
 
 
 @lowers("SequenceLength")
-def _len(c: Call) -> Value:
+def _len(c: OnnxCall) -> Value:
     return known(np.array(len(_items(c)), np.int64))
 
 
 @lowers("SequenceInsert", "SequenceErase")
-def _insert(c: Call) -> Value:
+def _insert(c: OnnxCall) -> Value:
     items = list(_items(c))
     if c.op == "SequenceErase":
         items.pop(_position(c, 1, len(items)) if c.opt(1) is not None else -1)
@@ -362,7 +362,7 @@ def _insert(c: Call) -> Value:
 
 
 @lowers("SplitToSequence")
-def _split_to(c: Call) -> Value:
+def _split_to(c: OnnxCall) -> Value:
     x = c.x()
     axis = c.axis(c.integer("axis"), len(x.shape))
     size = x.shape[axis]
@@ -382,7 +382,7 @@ def _split_to(c: Call) -> Value:
 
 
 @lowers("ConcatFromSequence")
-def _concat_from(c: Call) -> Value:
+def _concat_from(c: OnnxCall) -> Value:
     items, axis = list(_items(c)), c.integer("axis")
     if c.integer("new_axis") and items:
         axis = c.axis(axis, len(items[0].shape) + 1)

@@ -13,9 +13,9 @@ from pase.ir import Tensor
 from pase.ops import GraphBuilder
 
 if TYPE_CHECKING:
-    from pase.frontends.from_onnx import Lowering
+    from pase.frontends.from_onnx import OnnxLowering
 
-__all__ = ["MOST_KNOWN", "Call"]
+__all__ = ["MOST_KNOWN", "OnnxCall"]
 
 
 @cache
@@ -39,10 +39,10 @@ MOST_KNOWN = 4096
 
 
 @dataclass
-class Call(Site):
+class OnnxCall(Site):
     """One ONNX node, as its rule sees it."""
 
-    low: Lowering
+    low: OnnxLowering
     node: Any
     op: str
     version: int

@@ -21,7 +21,7 @@ __all__ = [
     "FRONTENDS",
     "Chances",
     "Control",
-    "Dims",
+    "DimSizes",
     "Frontend",
     "Traced",
     "Unknown",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Unknown = Literal["error", "replicate"]
-Dims = Mapping[str, int]
+DimSizes = Mapping[str, int]
 C = TypeVar("C", bound=Callable[..., Any])
 Chances = Mapping[str, Sequence[float]]
 """Conditional, cond0, … in the order of the program -> how likely each of its branches is."""
@@ -113,7 +113,7 @@ def trace(
     *args: Any,
     name: str | None = None,
     unknown: Unknown = "error",
-    dims: Dims | None = None,
+    dims: DimSizes | None = None,
     mode: str = "train",
     carry: Mapping[int, Any] | None = None,
     chances: Chances | None = None,
@@ -150,7 +150,7 @@ def trace(
     )
 
 
-def check_dims(dims: Dims | None, known: Iterable[str], model: str) -> dict[str, int]:
+def check_dims(dims: DimSizes | None, known: Iterable[str], model: str) -> dict[str, int]:
     """The bindings, checked: positive whole numbers, for sizes that the model has."""
     known = sorted(set(known))
     for key, value in (dims or {}).items():

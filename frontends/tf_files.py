@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
-from pase.frontends.registry import Dims
+from pase.frontends.registry import DimSizes
 from pase.frontends.tf_graph import dtype_name, static_shape
 from pase.frontends.tf_graph_def import graph_of
-from pase.frontends.tf_sources import Source, Spec, Variable, bound, distinct
+from pase.frontends.tf_sources import InputSpec, TfSource, Variable, bound, distinct
 
 __all__ = ["from_path", "frozen"]
 
@@ -39,7 +39,7 @@ _EFFECTS = (
 )
 
 
-def from_path(path: Path, name: str, dims: Dims) -> Source:
+def from_path(path: Path, name: str, dims: DimSizes) -> TfSource:
     """A SavedModel's folder, its saved_model.pb, or a GraphDef in a .pb file."""
     if path.is_dir():
         path = path / "saved_model.pb"
@@ -88,7 +88,7 @@ def _parsed(kind: Any, data: bytes, path: Path, what: str) -> Any:
 # -- frozen graphs --
 
 
-def frozen(graph_def: Any, name: str, dims: Dims) -> Source:
+def frozen(graph_def: Any, name: str, dims: DimSizes) -> TfSource:
     """A GraphDef whose variables have become constants: those are the parameters again, by their own names.
 
     Constants that freezing made (read through ``…/read`` or ``…/ReadVariableOp``) are parameters; where there is
@@ -117,7 +117,7 @@ def frozen(graph_def: Any, name: str, dims: Dims) -> Source:
             raise PaseError(
                 f"placeholder '{node_name}' of '{name}' has no static rank: freeze it with a shape"
             )
-        found.append(Spec(name=node_name, shape=shape, dtype=dtype))
+        found.append(InputSpec(name=node_name, shape=shape, dtype=dtype))
     if not outputs:
         raise PaseError(
             f"graph '{name}' has no result: every node's output is read by another one, or it is empty"
@@ -130,7 +130,7 @@ def frozen(graph_def: Any, name: str, dims: Dims) -> Source:
         if n.op == "Identity" and n.input and _WAS_READ.search(n.name)
     } & set(consts)
     weights = marked or {k for k, n in consts.items() if _is_weight(n)}
-    return Source(
+    return TfSource(
         name=name,
         graph=graph_of(graph_def, outputs, list(inputs)),
         inputs=inputs,
@@ -176,7 +176,7 @@ def _variables(graph_def: Any, trainable: dict[str, bool]) -> dict[str, Variable
 # -- SavedModel --
 
 
-def _saved_model(saved: Any, name: str, dims: Dims) -> Source:
+def _saved_model(saved: Any, name: str, dims: DimSizes) -> TfSource:
     """The serving signature of the first graph that has one, as ``saved_model_cli show`` lists it."""
     graphs = sorted(saved.meta_graphs, key=lambda m: "serve" not in m.meta_info_def.tags)
     meta = graphs[0]
@@ -195,7 +195,7 @@ def _saved_model(saved: Any, name: str, dims: Dims) -> Source:
             raise PaseError(
                 f"input '{label}' of SavedModel '{name}' has no static rank: save it with a shape"
             )
-        specs.append(Spec(name=label, shape=shape, dtype=dtype_name(info.dtype)))
+        specs.append(InputSpec(name=label, shape=shape, dtype=dtype_name(info.dtype)))
         refs.append(info.name)
     outputs = [i.name for _, i in sorted(signature.outputs.items()) if dtype_name(i.dtype).count("float")]
     if not outputs:
@@ -208,7 +208,7 @@ def _saved_model(saved: Any, name: str, dims: Dims) -> Source:
     graph = graph_of(meta.graph_def, outputs, list(inputs))
     used = {n.name for n in graph.main.nodes}
     variables = {k: v for k, v in _variables(meta.graph_def, trainable).items() if k in used}
-    return Source(name=name, graph=graph, inputs=inputs, variables=_renamed(variables, trainable))
+    return TfSource(name=name, graph=graph, inputs=inputs, variables=_renamed(variables, trainable))
 
 
 def _renamed(variables: dict[str, Variable], trainable: dict[str, bool]) -> dict[str, Variable]:

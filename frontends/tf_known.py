@@ -17,10 +17,10 @@ from pase.registry import Registry
 __all__ = ["KNOWN", "constant", "evaluate", "numpy_dtype"]
 
 Array = np.ndarray
-Fold = Callable[..., Any]
+TfFold = Callable[..., Any]
 """Of a node and its operands' values makes its results; None: not to be worked out."""
 
-KNOWN: Registry[Fold] = Registry("rule for small values of TensorFlow op")
+KNOWN: Registry[TfFold] = Registry("rule for small values of TensorFlow op")
 _rule = KNOWN.register
 
 
@@ -71,7 +71,7 @@ def _small(size: int) -> bool:
     return 0 <= size <= MOST_KNOWN
 
 
-def _add_rules(**rules: Fold) -> None:
+def _add_rules(**rules: TfFold) -> None:
     for op, f in rules.items():
         KNOWN.add(op, lambda node, *a, f=f: f(*a))
 

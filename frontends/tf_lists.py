@@ -8,25 +8,25 @@ from dataclasses import replace
 import numpy as np
 
 from pase.frontends.tf_rules_shape import pack, take
-from pase.frontends.tf_values import Call, Known, TensorList, Value
+from pase.frontends.tf_values import StaticValue, TensorList, TfCall, TfValue
 from pase.ir import Tensor
 from pase.ops import loops, nests
 from pase.registry import Registry
 
 __all__ = ["LISTS"]
 
-LISTS: Registry[Callable[[Call], Sequence[Value]]] = Registry("rule for TensorFlow list op")
+LISTS: Registry[Callable[[TfCall], Sequence[TfValue]]] = Registry("rule for TensorFlow list op")
 _list = LISTS.register
 
 
-def _operand(c: Call, i: int = 0) -> TensorList:
+def _operand(c: TfCall, i: int = 0) -> TensorList:
     v = c.value(i)
     if not isinstance(v, TensorList):
         raise c.fail("its operand is not a list of tensors")
     return v
 
 
-def _element(c: Call, i: int) -> tuple[int, ...] | None:
+def _element(c: TfCall, i: int) -> tuple[int, ...] | None:
     shape = c.known(i)
     if shape is None or shape.ndim != 1 or (shape < 0).any():
         return None
@@ -34,14 +34,14 @@ def _element(c: Call, i: int) -> tuple[int, ...] | None:
 
 
 @_list("TensorListReserve", "EmptyTensorList")
-def _reserve(c: Call) -> Sequence[Value]:
+def _reserve(c: TfCall) -> Sequence[TfValue]:
     n = c.known(1) if c.node.op == "TensorListReserve" else None
     length = int(n.reshape(())) if n is not None and n.size == 1 else None
     return [TensorList(length=length, element=_element(c, 0), dtype=c.type("element_dtype"))]
 
 
 @_list("TensorListFromTensor")
-def _from_tensor(c: Call) -> Sequence[Value]:
+def _from_tensor(c: TfCall) -> Sequence[TfValue]:
     x = c.x(0)
     if not x.shape:
         raise c.fail("a scalar is no stack of tensors")
@@ -50,11 +50,11 @@ def _from_tensor(c: Call) -> Sequence[Value]:
 
 
 @_list("TensorListStack")
-def _stack(c: Call) -> Sequence[Value]:
+def _stack(c: TfCall) -> Sequence[TfValue]:
     return [stacked(c, _operand(c))]
 
 
-def stacked(c: Call, a: TensorList) -> Tensor:
+def stacked(c: TfCall, a: TensorList) -> Tensor:
     """All elements of a list as one tensor."""
     if a.stacked is not None:
         return a.stacked
@@ -72,7 +72,7 @@ def stacked(c: Call, a: TensorList) -> Tensor:
 
 
 @_list("TensorListGetItem")
-def _get(c: Call) -> Sequence[Value]:
+def _get(c: TfCall) -> Sequence[TfValue]:
     """An element by a known number is a slice, by another one turn's part of the stack."""
     a = _operand(c)
     n = None if c.known(1) is None else c.number(1, "index")
@@ -87,7 +87,7 @@ def _get(c: Call) -> Sequence[Value]:
 
 
 @_list("TensorListSetItem")
-def _set(c: Call) -> Sequence[Value]:
+def _set(c: TfCall) -> Sequence[TfValue]:
     """Outside of a loop, or at a known number: kept apart. At a loop's counter: number -1, for the loop to stack."""
     a, at, x = _operand(c), c.known(1), c.x(2)
     if a.stacked is not None:
@@ -104,7 +104,7 @@ def _set(c: Call) -> Sequence[Value]:
 
 
 @_list("TensorListPushBack")
-def _push(c: Call) -> Sequence[Value]:
+def _push(c: TfCall) -> Sequence[TfValue]:
     a, x = _operand(c), c.x(1)
     if a.stacked is not None or any(k < 0 for k, _ in a.parts):
         raise c.fail("a list that grows in a loop has no static shape")
@@ -112,22 +112,22 @@ def _push(c: Call) -> Sequence[Value]:
 
 
 @_list("TensorListLength")
-def _length(c: Call) -> Sequence[Value]:
+def _length(c: TfCall) -> Sequence[TfValue]:
     a = _operand(c)
     n = a.length if a.length is not None else len(a.parts)
-    return [Known(np.array(n, np.int32))]
+    return [StaticValue(np.array(n, np.int32))]
 
 
 @_list("TensorListElementShape")
-def _element_shape(c: Call) -> Sequence[Value]:
+def _element_shape(c: TfCall) -> Sequence[TfValue]:
     a = _operand(c)
     if a.element is None:
-        return [Known(np.array(-1, c.type("shape_type")))]
-    return [Known(np.array(a.element, c.type("shape_type")))]
+        return [StaticValue(np.array(-1, c.type("shape_type")))]
+    return [StaticValue(np.array(a.element, c.type("shape_type")))]
 
 
 @_list("TensorListGather")
-def _gather(c: Call) -> Sequence[Value]:
+def _gather(c: TfCall) -> Sequence[TfValue]:
     """Some elements, or all in another order."""
     whole, ids = stacked(c, _operand(c)), c.shape(1)
     n = ids[0] if ids else 1
@@ -136,8 +136,8 @@ def _gather(c: Call) -> Sequence[Value]:
 
 
 @_list("TensorListConcatV2", "TensorListConcat")
-def _concat(c: Call) -> Sequence[Value]:
+def _concat(c: TfCall) -> Sequence[TfValue]:
     whole = stacked(c, _operand(c))
     n, m, *rest = whole.shape
     lengths = np.full(int(n), int(m), np.int64)  # type: ignore[arg-type]
-    return [nests.reshape(c.b, whole, (n * m, *rest)), Known(lengths)]  # type: ignore[operator]
+    return [nests.reshape(c.b, whole, (n * m, *rest)), StaticValue(lengths)]  # type: ignore[operator]

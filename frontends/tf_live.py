@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
-from pase.frontends.registry import Dims
+from pase.frontends.registry import DimSizes
 from pase.frontends.tf_graph_def import graph_of
 from pase.frontends.tf_sources import (
-    Source,
-    Spec,
+    InputSpec,
+    TfSource,
     Variable,
     bound,
     distinct,
@@ -26,7 +26,7 @@ from pase.frontends.tf_sources import (
 __all__ = ["from_function", "from_keras", "keras_paths"]
 
 
-def from_keras(model: Any, args: Sequence[Any], name: str | None, dims: Dims) -> Source:
+def from_keras(model: Any, args: Sequence[Any], name: str | None, dims: DimSizes) -> TfSource:
     """The model as it is trained (training=True); with the loss that it was compiled with, where it was."""
     import tensorflow as tf
 
@@ -42,7 +42,7 @@ def from_keras(model: Any, args: Sequence[Any], name: str | None, dims: Dims) ->
             )
         names = distinct([str(i.name).partition(":")[0] for i in inputs])
         specs = [
-            Spec(name=n, shape=shape_of(i.shape, f"input '{n}'"), dtype=dtype_of(i.dtype))
+            InputSpec(name=n, shape=shape_of(i.shape, f"input '{n}'"), dtype=dtype_of(i.dtype))
             for n, i in zip(names, inputs, strict=True)
         ]
         flat = [tf.TensorSpec(s.shape, s.dtype, name=s.name) for s in bound(specs, dims, title)]
@@ -102,7 +102,7 @@ def keras_paths(model: Any) -> dict[int, Variable]:
     return out
 
 
-def from_function(model: Any, args: Sequence[Any], name: str | None, dims: Dims) -> Source:
+def from_function(model: Any, args: Sequence[Any], name: str | None, dims: DimSizes) -> TfSource:
     import tensorflow as tf
 
     title = name or str(getattr(model, "__name__", "function"))
@@ -144,12 +144,12 @@ def _closed_over(function: Any) -> dict[int, Variable]:
     return out
 
 
-def _specs(args: Sequence[Any], dims: Dims, title: str) -> list[Any]:
+def _specs(args: Sequence[Any], dims: DimSizes, title: str) -> list[Any]:
     """Example arguments as TensorSpecs: tensors, arrays, specs, anything with shape and dtype, nested as they are."""
     import tensorflow as tf
 
     flat = tf.nest.flatten(list(args))
-    found: list[Spec] = []
+    found: list[InputSpec] = []
     for k, leaf in enumerate(flat):
         if isinstance(leaf, (bool, int, float)):
             leaf = tf.constant(leaf)
@@ -160,10 +160,10 @@ def _specs(args: Sequence[Any], dims: Dims, title: str) -> list[Any]:
             )
         name = getattr(leaf, "name", None) if isinstance(leaf, tf.TensorSpec) else None
         found.append(
-            Spec(name=name or f"arg{k}", shape=shape_of(shape, f"argument {k}"), dtype=dtype_of(dtype))
+            InputSpec(name=name or f"arg{k}", shape=shape_of(shape, f"argument {k}"), dtype=dtype_of(dtype))
         )
     names = distinct([s.name for s in found])
-    found = [Spec(name=n, shape=s.shape, dtype=s.dtype) for n, s in zip(names, found, strict=True)]
+    found = [InputSpec(name=n, shape=s.shape, dtype=s.dtype) for n, s in zip(names, found, strict=True)]
     specs = [
         tf.TensorSpec(s.shape, s.dtype, name=re.sub(r"[^\w.]", "_", s.name))
         for s in bound(found, dims, title)
@@ -172,10 +172,10 @@ def _specs(args: Sequence[Any], dims: Dims, title: str) -> list[Any]:
     return packed
 
 
-def _concrete(concrete: Any, title: str, dims: Dims, paths: Mapping[int, Variable]) -> Source:
+def _concrete(concrete: Any, title: str, dims: DimSizes, paths: Mapping[int, Variable]) -> TfSource:
     """A traced function: placeholders for its arguments, then for the variables and arrays that it closes over."""
     graph = concrete.graph
-    closed: dict[str, Variable | Spec] = {}
+    closed: dict[str, Variable | InputSpec] = {}
     own = {id(v.handle): v for v in graph.variables if hasattr(v, "handle")}
     names = distinct([str(v.name).partition(":")[0] for v in own.values()])
     named = dict(zip(own, names, strict=True))
@@ -192,7 +192,7 @@ def _concrete(concrete: Any, title: str, dims: Dims, paths: Mapping[int, Variabl
                 trainable=bool(v.trainable),
             )
         else:
-            closed[ref] = Spec(
+            closed[ref] = InputSpec(
                 name=ref, shape=shape_of(inside.shape, f"captured '{ref}'"), dtype=dtype_of(inside.dtype)
             )
     twice = [
@@ -203,7 +203,7 @@ def _concrete(concrete: Any, title: str, dims: Dims, paths: Mapping[int, Variabl
     placeholders = [t for t in graph.inputs if t.name not in closed]
     labels = distinct([str(t.op.name) for t in placeholders])
     specs = [
-        Spec(name=n, shape=shape_of(t.shape, f"input '{n}'"), dtype=dtype_of(t.dtype))
+        InputSpec(name=n, shape=shape_of(t.shape, f"input '{n}'"), dtype=dtype_of(t.dtype))
         for n, t in zip(labels, placeholders, strict=True)
     ]
     inputs = dict(zip([t.name for t in placeholders], bound(specs, dims, title), strict=True))
@@ -212,7 +212,7 @@ def _concrete(concrete: Any, title: str, dims: Dims, paths: Mapping[int, Variabl
     if not outputs:
         raise PaseError(f"'{title}' returns no floating-point tensor, which its loss would be")
     scalars = [t.name for t in graph.outputs if t.dtype.is_floating and t.shape.rank == 0]
-    return Source(
+    return TfSource(
         name=title,
         graph=graph_of(graph_def, scalars[:1] or outputs, [*inputs, *closed]),
         inputs=inputs,

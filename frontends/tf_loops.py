@@ -13,14 +13,14 @@ from pase.errors import PaseError
 from pase.frontends.registry import Control, lowers_bodies
 from pase.frontends.tf_graph import TfBody, TfNode
 from pase.frontends.tf_known import constant, evaluate
-from pase.frontends.tf_values import Call, Handle, Known, Reshaped, TensorList, Value, elements
+from pase.frontends.tf_values import Handle, Reshaped, StaticValue, TensorList, TfCall, TfValue, elements
 from pase.ir import Place, Tensor
 from pase.ir.sizes import is_one
 from pase.ops import GraphBuilder, loops, nests
 from pase.registry import Registry
 
 if TYPE_CHECKING:
-    from pase.frontends.tf_lower import Lower
+    from pase.frontends.tf_lower import TfLowering
 
 __all__ = ["REGIONS", "turns"]
 
@@ -30,7 +30,7 @@ _MOST_TURNS = 20_000
 
 
 @lowers_bodies(REGIONS, "While", "StatelessWhile", listed="loop")
-def _while(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[Value]:
+def _while(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -> list[TfValue]:
     condition, body = _bodies(lower, node)
     if not len(body.outputs) == len(body.args) == len(ins) == len(condition.args):
         raise PaseError(
@@ -47,10 +47,10 @@ def _while(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[
 
 
 @lowers_bodies(REGIONS, "If", "StatelessIf", "Case", "StatelessCase", listed="branch")
-def _if(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[Value]:
+def _if(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -> list[TfValue]:
     """A branch that the graph determines is taken; of others the most expensive is priced, unsplit."""
     branches = _bodies(lower, node)
-    c = Call(b=lower.b, node=node, ins=ins)
+    c = TfCall(b=lower.b, node=node, ins=ins)
     choice = c.known(0)
     if choice is not None and choice.size == 1:
         k = int(choice.reshape(()))
@@ -59,7 +59,7 @@ def _if(lower: Lower, node: TfNode, ins: Sequence[Value], path: str) -> list[Val
     return _region(lower, node, ins[1:], path, branches, [ins[0]])
 
 
-def _bodies(lower: Lower, node: TfNode) -> list[TfBody]:
+def _bodies(lower: TfLowering, node: TfNode) -> list[TfBody]:
     return [lower.graph.body(name) for name in lower.graph.called(node)]
 
 
@@ -74,9 +74,9 @@ class _Loop:
     """Counter -> its value after the loop."""
 
     @classmethod
-    def of(cls, condition: TfBody, body: TfBody, ins: Sequence[Value]) -> _Loop:
+    def of(cls, condition: TfBody, body: TfBody, ins: Sequence[TfValue]) -> _Loop:
         invariant = frozenset(k for k, ref in enumerate(body.outputs) if _origin(body, ref) == body.args[k])
-        first = {k: v.array for k, v in enumerate(ins) if isinstance(v, Known)}
+        first = {k: v.array for k, v in enumerate(ins) if isinstance(v, StaticValue)}
         times, last = turns(condition, body, first, invariant)
         return cls(body=body, times=times, invariant=invariant, last=last)
 
@@ -158,13 +158,15 @@ def _value(body: TfBody, ref: str, args: Mapping[int, np.ndarray]) -> np.ndarray
     return env[ref]
 
 
-def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: str) -> list[Value] | None:
+def _turns(
+    lower: TfLowering, loop: _Loop, node: TfNode, ins: Sequence[TfValue], path: str
+) -> list[TfValue] | None:
     """The body once, times the turns. None where a list is both read and written in it, or grows."""
     b, body = lower.b, loop.body
     assert loop.times is not None
     source = b.source
     read = {r for n in body.nodes for r in n.inputs}
-    args: list[Value] = []
+    args: list[TfValue] = []
     carried: dict[int, Tensor] = {}
     for k, (ref, v) in enumerate(zip(body.args, ins, strict=True)):
         if k in loop.last:
@@ -175,7 +177,7 @@ def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: 
             args.append(_settled_list(lower, v, path, k) if ref in read else v)
         elif k in loop.invariant:
             args.append(_settled(lower, v, path, k) if ref in read else v)
-        elif isinstance(v, (Tensor, Known)):
+        elif isinstance(v, (Tensor, StaticValue)):
             init = v if isinstance(v, Tensor) else b.constant(v.shape, v.dtype)
             carried[k] = b.carry(init, Place(path).its("carry", k))
             lower.results[b.eqn] = (carried[k].name,)
@@ -186,13 +188,13 @@ def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: 
         outs = [_whole(lower, v) for v in lower.body(body, args, f"{path}/")]
         b.source = source
         lower.results[Place(path).its("outs")] = tuple(v.name if isinstance(v, Tensor) else "" for v in outs)
-        after: list[Value] = []
+        after: list[TfValue] = []
         for k, (v, before) in enumerate(zip(outs, ins, strict=True)):
             b.eqn = Place(path).its("y", k)
             if k in loop.invariant:
                 after.append(before)
             elif k in loop.last:
-                after.append(Known(loop.last[k]))
+                after.append(StaticValue(loop.last[k]))
             elif k in carried:
                 after.append(_closed(lower, carried[k], v, path))
             elif isinstance(v, TensorList) and isinstance(before, TensorList):
@@ -207,11 +209,11 @@ def _turns(lower: Lower, loop: _Loop, node: TfNode, ins: Sequence[Value], path: 
     return [_last(lower, v, path, k) for k, v in enumerate(after)]
 
 
-def _whole(lower: Lower, v: Value) -> Value:
+def _whole(lower: TfLowering, v: TfValue) -> TfValue:
     return v.tensor(lower.b) if isinstance(v, Reshaped) else v
 
 
-def _settled(lower: Lower, v: Value, path: str, k: int) -> Value:
+def _settled(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
     """What every turn reads, in one layout for all of them."""
     x = v.tensor if isinstance(v, Handle) else v
     if not isinstance(x, Tensor) or x.role == "constant" or all(map(is_one, x.shape)):
@@ -222,7 +224,7 @@ def _settled(lower: Lower, v: Value, path: str, k: int) -> Value:
     return Handle(made) if isinstance(v, Handle) else made
 
 
-def _settled_list(lower: Lower, v: TensorList, path: str, k: int) -> TensorList:
+def _settled_list(lower: TfLowering, v: TensorList, path: str, k: int) -> TensorList:
     if v.stacked is None or v.stacked.role != "activation":
         return v
     lower.b.eqn = Place(path).its("xs", k)
@@ -231,8 +233,8 @@ def _settled_list(lower: Lower, v: TensorList, path: str, k: int) -> TensorList:
     return replace(v, stacked=made)
 
 
-def _closed(lower: Lower, carried: Tensor, value: Value, path: str) -> Tensor:
-    if isinstance(value, Known):
+def _closed(lower: TfLowering, carried: Tensor, value: TfValue, path: str) -> Tensor:
+    if isinstance(value, StaticValue):
         return carried
     if not isinstance(value, Tensor) or value.shape != carried.shape:
         shape = getattr(value, "shape", "no tensor")
@@ -262,7 +264,7 @@ def _filled(b: GraphBuilder, v: TensorList, before: TensorList, times: int) -> T
     return replace(v, stacked=made, parts=(), length=length)
 
 
-def _last(lower: Lower, v: Value, path: str, k: int) -> Value:
+def _last(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
     """What leaves the loop as its last turn left it is, to the readers behind it, a tensor of their own."""
     if not isinstance(v, TensorList) or not v.parts:
         return v
@@ -271,18 +273,18 @@ def _last(lower: Lower, v: Value, path: str, k: int) -> Value:
 
 
 def _region(
-    lower: Lower,
+    lower: TfLowering,
     node: TfNode,
-    ins: Sequence[Value],
+    ins: Sequence[TfValue],
     path: str,
     bodies: Sequence[TfBody],
-    more: Sequence[Value] = (),
-) -> list[Value]:
+    more: Sequence[TfValue] = (),
+) -> list[TfValue]:
     """Bodies as one op that is not split: the work of the most expensive, priced once."""
     b = lower.b
     eqn, source = b.eqn, b.source
     flops = 0.0
-    outs: list[Value] = []
+    outs: list[TfValue] = []
     for body in bodies:
         scratch = GraphBuilder(name="body")
         inner = replace(lower, b=scratch, operands={}, results={}, reshaped={})
@@ -294,7 +296,7 @@ def _region(
     xs = [t for v in (*more, *ins) for t in _tensors(v)]
     shapes: list[tuple[tuple[int, ...], str]] = []
     where: list[tuple[int, int]] = []
-    result: list[Value] = list(outs)
+    result: list[TfValue] = list(outs)
     for k, v in enumerate(outs):
         for t in _tensors(v) if not isinstance(v, Handle) else []:
             where.append((k, len(shapes)))
@@ -311,10 +313,10 @@ def _region(
             result[k] = replace(v, stacked=whole, parts=())
         else:
             result[k] = tensors[at]
-    return [b.constant(v.shape, v.dtype) if isinstance(v, Known) else v for v in result]
+    return [b.constant(v.shape, v.dtype) if isinstance(v, StaticValue) else v for v in result]
 
 
-def _stand_in(b: GraphBuilder, v: Value) -> Value:
+def _stand_in(b: GraphBuilder, v: TfValue) -> TfValue:
     match v:
         case Tensor():
             return b.constant(v.shape, v.dtype)
@@ -322,12 +324,12 @@ def _stand_in(b: GraphBuilder, v: Value) -> Value:
             return Handle(b.constant(t.shape, t.dtype))
         case TensorList():
             return replace(v, stacked=_stand_in(b, v.stacked) if v.stacked is not None else None, parts=())  # type: ignore[arg-type]
-        case Known() if v.array.ndim == 0 or v.array.size > 64:
+        case StaticValue() if v.array.ndim == 0 or v.array.size > 64:
             return b.constant(v.shape, v.dtype)
     return v
 
 
-def _tensors(v: Value) -> list[Tensor]:
+def _tensors(v: TfValue) -> list[Tensor]:
     match v:
         case Tensor():
             return [v]

@@ -20,18 +20,18 @@ from pase.frontends.tf_rules import RULES, opaque
 from pase.frontends.tf_values import (
     MOST_KNOWN,
     Absent,
-    Call,
     Handle,
-    Known,
     Reshaped,
+    StaticValue,
     TensorList,
-    Value,
+    TfCall,
+    TfValue,
     elements,
 )
 from pase.ir import Place, SourceLine, Tensor
 from pase.ops import GraphBuilder
 
-__all__ = ["PASSED_ON", "Lower"]
+__all__ = ["PASSED_ON", "TfLowering"]
 
 _LOOKS_BEHIND = frozenset(
     {
@@ -62,11 +62,11 @@ _NO_NUMBERS = _words(
 
 
 @dataclass(kw_only=True)
-class Lower:
+class TfLowering:
     b: GraphBuilder
     graph: TfGraph
     unknown: Unknown
-    variable: Callable[[TfNode], Value]
+    variable: Callable[[TfNode], TfValue]
     """What a VarHandleOp or a version 1 variable in the graph stands for."""
     weight: Callable[[TfNode, tuple[int, ...], str], Tensor | None] = lambda node, shape, dtype: None
     """For frozen graphs: the parameter that a Const is; None: it is a constant."""
@@ -76,14 +76,14 @@ class Lower:
     reshaped: dict[Place, Reshaped] = field(default_factory=dict)
     """Node -> its result, where it was not made when the node was met."""
 
-    def body(self, body: TfBody, args: Sequence[Value], prefix: str) -> list[Value]:
+    def body(self, body: TfBody, args: Sequence[TfValue], prefix: str) -> list[TfValue]:
         """The body's outputs, given values for its arguments."""
         if len(args) < len(body.args):
             raise PaseError(
                 f"{prefix or 'the graph'} passes {len(args)} values to function '{body.name}', "
                 f"which takes {len(body.args)}"
             )
-        env: dict[str, Value] = dict(zip(body.args, args, strict=False))
+        env: dict[str, TfValue] = dict(zip(body.args, args, strict=False))
         for node in body.nodes:
             path = f"{prefix}{node.name}"
             at = self.b.eqn = Place(path)
@@ -107,7 +107,7 @@ class Lower:
             if v.made is not None:
                 self.results[at] = (v.made.name,)
 
-    def _read(self, env: dict[str, Value], ref: str, node: TfNode | None) -> Value:
+    def _read(self, env: dict[str, TfValue], ref: str, node: TfNode | None) -> TfValue:
         try:
             return env[ref]
         except KeyError:
@@ -121,7 +121,7 @@ class Lower:
         function = "".join(ch if ch.isalnum() else "_" for ch in scope)
         return SourceLine(f"{where} {path}" if where else path, function)
 
-    def node(self, node: TfNode, ins: Sequence[Value], path: str) -> Sequence[Value]:
+    def node(self, node: TfNode, ins: Sequence[TfValue], path: str) -> Sequence[TfValue]:
         from pase.frontends.tf_loops import REGIONS
 
         op = node.op
@@ -140,7 +140,7 @@ class Lower:
             )
         if op in _NO_NUMBERS:
             return [Absent(f"what {op} returns")] * 4
-        c = Call(b=self.b, node=node, ins=ins)
+        c = TfCall(b=self.b, node=node, ins=ins)
         if op in PASSED_ON or (op == "Cast" and c.value(0) is not None and c.type("DstT") == c.dtype(0)):
             return [c.value(0)]
         if op == "IdentityN":
@@ -153,8 +153,8 @@ class Lower:
             return [c.value(1)]
         if op in LISTS:
             return LISTS[op](c)
-        if ins and all(isinstance(v, Known) for v in ins):
-            made = evaluate(node, [v.array for v in ins if isinstance(v, Known)])
+        if ins and all(isinstance(v, StaticValue) for v in ins):
+            made = evaluate(node, [v.array for v in ins if isinstance(v, StaticValue)])
             if made is not None:
                 return [self._value(c, a) for a in made]
         if op in RULES:
@@ -166,18 +166,18 @@ class Lower:
             f"Add one to frontends/tf_rules.py, or pass unknown='replicate' (the op is then not split)."
         )
 
-    def _value(self, c: Call, a: np.ndarray) -> Value:
+    def _value(self, c: TfCall, a: np.ndarray) -> TfValue:
         if 0 in a.shape and a.size == 0 and a.ndim > 1:
             raise c.fail(f"gives a tensor of shape {a.shape}: a dim of no elements cannot be parallelized")
-        return Known(a)
+        return StaticValue(a)
 
-    def _variable(self, c: Call) -> Tensor:
+    def _variable(self, c: TfCall) -> Tensor:
         v = c.value(0)
         if not isinstance(v, Handle):
             raise c.fail("reads what is not a variable")
         return v.tensor
 
-    def _const(self, node: TfNode) -> Value:
+    def _const(self, node: TfNode) -> TfValue:
         if "value" not in node.attr:
             raise PaseError(f"TensorFlow op 'Const' at {node.name} has no value: was the file cut off?")
         proto = node.attr["value"].tensor
@@ -194,17 +194,17 @@ class Lower:
         if elements(whole) <= MOST_KNOWN:
             a = constant(node, proto, whole)
             if a is not None:
-                return Known(a)
+                return StaticValue(a)
         if any(s < 1 for s in whole):
             raise PaseError(f"TensorFlow op 'Const' at {node.name} has shape {whole}: a dim of no elements")
         return self.b.constant(whole, dtype)
 
-    def _replicate(self, c: Call) -> Sequence[Value]:
+    def _replicate(self, c: TfCall) -> Sequence[TfValue]:
         """An op without a rule, where the user allows it: whole on every device, its traffic priced."""
         return opaque(c, [(c.hinted(k), dtype) for k, dtype in enumerate(_output_types(c))])
 
 
-def _tensor_name(v: Value) -> str | None:
+def _tensor_name(v: TfValue) -> str | None:
     match v:
         case Tensor():
             return v.name
@@ -217,7 +217,7 @@ def _tensor_name(v: Value) -> str | None:
     return None
 
 
-def _output_types(c: Call) -> list[str]:
+def _output_types(c: TfCall) -> list[str]:
     """The dtypes of a node's results, by its op's definition; of one like its first operand where there is none."""
     from tensorflow.python.framework import op_def_registry
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from pase.errors import PaseError, install_line
 from pase.frontends import tf_files, tf_live
-from pase.frontends.registry import Dims
-from pase.frontends.tf_sources import Source, is_graph_def, is_keras
+from pase.frontends.registry import DimSizes
+from pase.frontends.tf_sources import TfSource, is_graph_def, is_keras
 
 __all__ = ["read_source"]
 
 
-def read_source(model: Any, args: Sequence[Any], name: str | None, dims: Dims) -> Source:
+def read_source(model: Any, args: Sequence[Any], name: str | None, dims: DimSizes) -> TfSource:
     """Whatever ``tf_sources.reads`` accepts. dims: sizes for dims that are not known, see ``bound``."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its greetings on standard error
     try:

@@ -11,19 +11,19 @@ from functools import partial
 
 import numpy as np
 
-from pase.frontends.tf_values import Call, Known, Reshaped, Value, elements
+from pase.frontends.tf_values import Reshaped, StaticValue, TfCall, TfValue, elements
 from pase.ir import Tensor, functions
 from pase.ir.functions import FUNCTIONS, Function
 from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["RULES", "Rule", "broadcast_shape", "lowers", "opaque", "pointwise", "product_of"]
+__all__ = ["RULES", "TfRule", "broadcast_shape", "lowers", "opaque", "pointwise", "product_of"]
 
-Rule = Callable[[Call], Sequence[Value]]
+TfRule = Callable[[TfCall], Sequence[TfValue]]
 """Returns one value per output of the node."""
 
-RULES: Registry[Rule] = Registry("rule for TensorFlow op", package="pase.frontends", prefix="tf_rules")
+RULES: Registry[TfRule] = Registry("rule for TensorFlow op", package="pase.frontends", prefix="tf_rules")
 lowers = RULES.register
 
 
@@ -68,14 +68,14 @@ _TYPED = {
 """Attributes that say the result's dtype, where it is not T."""
 
 
-def broadcast_shape(c: Call, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def broadcast_shape(c: TfCall, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     try:
         return np.broadcast_shapes(*shapes)
     except ValueError:
         raise c.fail(f"shapes {', '.join(map(str, shapes))} do not broadcast") from None
 
 
-def pointwise(function: Function, c: Call) -> Sequence[Value]:
+def pointwise(function: Function, c: TfCall) -> Sequence[TfValue]:
     """The rule of an op that is one function: a known number among its operands is part of it."""
     op = c.node.op
     shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
@@ -83,7 +83,7 @@ def pointwise(function: Function, c: Call) -> Sequence[Value]:
     dtype = {"Bucketize": "int32", "PopulationCount": "uint8"}.get(op, dtype)
     if "int" in dtype and any(c.dtype(i) == "key" for i in range(len(c.ins))):
         dtype = "key"  # arithmetic on a random seed
-    numbers = [isinstance(v, Known) and v.array.size == 1 for v in c.ins]
+    numbers = [isinstance(v, StaticValue) and v.array.size == 1 for v in c.ins]
     xs = [c.x(i) for i, number in enumerate(numbers) if not number]
     if not xs:
         return [c.b.constant(shape, dtype)]
@@ -98,7 +98,7 @@ for _ops, _name in _FUNCTIONS.items():
 
 
 @lowers("ZerosLike", "OnesLike")
-def _constant_like(c: Call) -> Sequence[Value]:
+def _constant_like(c: TfCall) -> Sequence[TfValue]:
     return [c.b.constant(c.shape(), c.type("T"))]
 
 
@@ -114,49 +114,49 @@ _ACTIVATIONS = {
 
 
 @lowers(*_ACTIVATIONS)
-def _activation(c: Call) -> Sequence[Value]:
+def _activation(c: TfCall) -> Sequence[TfValue]:
     """Written out as jax.nn has it, so that it is priced and kept alike."""
     return [ACTIVATIONS[_ACTIVATIONS[c.node.op]](c.b, c.x())]
 
 
 @lowers("SquaredDifference")
-def _squared_difference(c: Call) -> Sequence[Value]:
+def _squared_difference(c: TfCall) -> Sequence[TfValue]:
     shape = broadcast_shape(c, [c.shape(0), c.shape(1)])
     (difference,) = nests.elementwise(c.b, functions.SUB, [c.x(0), c.x(1)], [c.type("T")], shape=shape)
     return [composites.apply(c.b, functions.SQUARE, difference)]
 
 
 def opaque(
-    c: Call, outs: Sequence[tuple[tuple[int, ...], str]], *, flops: float = 0.0, differentiable: bool = True
+    c: TfCall, outs: Sequence[tuple[tuple[int, ...], str]], *, flops: float = 0.0, differentiable: bool = True
 ) -> Sequence[Tensor]:
     """The node as one op that is not split."""
-    xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, Known)]
+    xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, StaticValue)]
     return nests.opaque(c.b, c.node.op, xs, outs, flops=flops, differentiable=differentiable)
 
 
 @lowers("IdentityN", "ShapeN")
-def _pass_on(c: Call) -> Sequence[Value]:
+def _pass_on(c: TfCall) -> Sequence[TfValue]:
     """Several values passed on, each as it is."""
     if c.node.op == "ShapeN":
-        return [Known(np.array(c.shape(i), c.type("out_type"))) for i in range(len(c.ins))]
+        return [StaticValue(np.array(c.shape(i), c.type("out_type"))) for i in range(len(c.ins))]
     return list(c.ins)
 
 
 @lowers("Shape", "Size", "Rank")
-def _shape_of(c: Call) -> Sequence[Value]:
+def _shape_of(c: TfCall) -> Sequence[TfValue]:
     shape = c.shape()
     if c.node.op == "Rank":
-        return [Known(np.array(len(shape), np.int32))]
+        return [StaticValue(np.array(len(shape), np.int32))]
     dtype = c.type("out_type") if "out_type" in c.node.attr else "int32"
     if c.node.op == "Size" and elements(shape) > np.iinfo(dtype).max:
         raise c.fail(f"a tensor of shape {shape} has more elements than an {dtype} counts")
     if any(s > np.iinfo(dtype).max for s in shape):
         raise c.fail(f"a dim of shape {shape} is larger than an {dtype} counts")
-    return [Known(np.array(elements(shape) if c.node.op == "Size" else shape, dtype))]
+    return [StaticValue(np.array(elements(shape) if c.node.op == "Size" else shape, dtype))]
 
 
 @lowers("AddN", "AccumulateNV2")
-def _add_n(c: Call) -> Sequence[Value]:
+def _add_n(c: TfCall) -> Sequence[TfValue]:
     xs = [c.x(i) for i in range(max(len(c.ins), 1))]
     shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
     return nests.elementwise(
@@ -165,7 +165,7 @@ def _add_n(c: Call) -> Sequence[Value]:
 
 
 @lowers("BiasAdd")
-def _bias_add(c: Call) -> Sequence[Value]:
+def _bias_add(c: TfCall) -> Sequence[TfValue]:
     """The bias is of the channels, which stand last or (NC...) second."""
     x, bias = c.x(0), c.x(1)
     c.rank(1, 1)
@@ -178,7 +178,7 @@ def _bias_add(c: Call) -> Sequence[Value]:
 
 
 @lowers("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
-def _matmul(c: Call) -> Sequence[Value]:
+def _matmul(c: TfCall) -> Sequence[TfValue]:
     """Matrices in the last two dims; those before are a batch, which broadcasts."""
     batched = c.node.op != "MatMul"
     adjoint = (
@@ -191,7 +191,7 @@ def _matmul(c: Call) -> Sequence[Value]:
     return [matmul(c, *adjoint, dtype=c.type("Tout", "T"))]
 
 
-def matmul(c: Call, adj_x: bool, adj_y: bool, dtype: str) -> Value:
+def matmul(c: TfCall, adj_x: bool, adj_y: bool, dtype: str) -> TfValue:
     """Operands 0 and 1 multiplied; dims that a reshape before it has merged stay apart where they can."""
     sx, sy = c.shape(0), c.shape(1)
     kx, ky = len(sx) - (2 if adj_x else 1), len(sy) - (1 if adj_y else 2)
@@ -219,7 +219,7 @@ def matmul(c: Call, adj_x: bool, adj_y: bool, dtype: str) -> Value:
 
 
 def _apart(
-    c: Call, of_x: list[str], of_y: list[str]
+    c: TfCall, of_x: list[str], of_y: list[str]
 ) -> tuple[tuple[Tensor, list[str]], tuple[Tensor, list[str]], dict[str, list[str]]] | None:
     """Operands before the reshapes that merged their dims, with names for the dims, and which make up which; None
     where there is no such reshape, or the two operands do not agree."""
@@ -246,7 +246,7 @@ def _apart(
 
 
 def product_of(
-    c: Call, x: Tensor, y: Tensor, of_x: Sequence[str], of_y: Sequence[str], out: Sequence[str], dtype: str
+    c: TfCall, x: Tensor, y: Tensor, of_x: Sequence[str], of_y: Sequence[str], out: Sequence[str], dtype: str
 ) -> Tensor:
     """A product of two tensors whose dims have names ("": one element, dropped); a name in neither is one element."""
     x, of_x = _without(c, x, of_x)
@@ -275,14 +275,14 @@ def product_of(
     return made
 
 
-def _without(c: Call, x: Tensor, names: Sequence[str]) -> tuple[Tensor, list[str]]:
+def _without(c: TfCall, x: Tensor, names: Sequence[str]) -> tuple[Tensor, list[str]]:
     kept = [n for n in names if n]
     if len(kept) == len(names):
         return x, kept
     return nests.reshape(c.b, x, [s for s, n in zip(x.shape, names, strict=True) if n]), kept
 
 
-def _summed(c: Call, x: Tensor, names: list[str], used: set[str]) -> tuple[Tensor, list[str]]:
+def _summed(c: TfCall, x: Tensor, names: list[str], used: set[str]) -> tuple[Tensor, list[str]]:
     """Sum over dims that neither the other operand nor the result has."""
     gone = [i for i, n in enumerate(names) if n not in used]
     if not gone:
@@ -291,7 +291,7 @@ def _summed(c: Call, x: Tensor, names: list[str], used: set[str]) -> tuple[Tenso
 
 
 @lowers("Einsum")
-def _einsum(c: Call) -> Sequence[Value]:
+def _einsum(c: TfCall) -> Sequence[TfValue]:
     equation = c.text("equation").replace(" ", "")
     left, arrow, out = equation.partition("->")
     terms = left.split(",")
@@ -337,7 +337,7 @@ _REDUCTIONS = {
 
 
 @lowers(*_REDUCTIONS)
-def _reduce(c: Call) -> Sequence[Value]:
+def _reduce(c: TfCall) -> Sequence[TfValue]:
     """A mean is a sum and a division, a norm a sum of squares and its root, as in JAX."""
     op, x, keep = c.node.op, c.x(), c.flag("keep_dims")
     axes = sorted(set(c.axes(1, len(x.shape))))
@@ -351,7 +351,7 @@ def _reduce(c: Call) -> Sequence[Value]:
 
 
 @lowers("ArgMax", "ArgMin")
-def _arg(c: Call) -> Sequence[Value]:
+def _arg(c: TfCall) -> Sequence[TfValue]:
     x = c.x()
     axis = c.axis(1, len(x.shape)) if len(c.ins) > 1 else 0
     dtype = c.type("output_type") if "output_type" in c.node.attr else "int64"
@@ -361,7 +361,7 @@ def _arg(c: Call) -> Sequence[Value]:
 
 
 @lowers("L2Loss")
-def _l2(c: Call) -> Sequence[Value]:
+def _l2(c: TfCall) -> Sequence[TfValue]:
     x = c.x()
     return nests.reduce(
         c.b,
@@ -379,7 +379,7 @@ def _l2(c: Call) -> Sequence[Value]:
     "QuantizeAndDequantizeV3",
     "QuantizeAndDequantizeV4",
 )
-def _fake_quant(c: Call) -> Sequence[Value]:
+def _fake_quant(c: TfCall) -> Sequence[TfValue]:
     """Rounded to a grid whose ends are scalars."""
     x = c.x()
     return nests.elementwise(c.b, FUNCTIONS["fake_quantize"], [x], [x.dtype], name=c.node.op)
@@ -389,7 +389,7 @@ def _fake_quant(c: Call) -> Sequence[Value]:
         "StatelessRandomUniformV2", "StatelessRandomNormal", "StatelessRandomNormalV2", "StatelessTruncatedNormal",
         "StatelessTruncatedNormalV2", "StatelessRandomUniformInt", "StatelessRandomUniformIntV2",
         "StatelessRandomUniformFullInt", "StatelessRandomUniformFullIntV2")  # fmt: skip
-def _random(c: Call) -> Sequence[Value]:
+def _random(c: TfCall) -> Sequence[TfValue]:
     """Made where it is used; the key, a few integers, is on every device."""
     shape = c.make(c.numbers(0, "shape"))
     dtype = c.type("dtype", "Tout") if {"dtype", "Tout"} & set(c.node.attr) else "float32"
@@ -404,10 +404,10 @@ def _random(c: Call) -> Sequence[Value]:
     "StatelessRandomGetKeyCounterAlg",
     "RngReadAndSkip",
 )
-def _key(c: Call) -> Sequence[Value]:
+def _key(c: TfCall) -> Sequence[TfValue]:
     """Arithmetic on random keys: a few integers, on every device alike."""
     if c.node.op == "StatelessRandomGetAlg":
-        return [Known(np.array(1, np.int32))]
+        return [StaticValue(np.array(1, np.int32))]
     outs = {
         "StatelessRandomGetKeyCounter": [(1,), (2,)],
         "StatelessRandomGetKey": [(1,)],

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pase.frontends.tf_rules import lowers, opaque
-from pase.frontends.tf_values import Absent, Call, Known, Reshaped, Value, elements
+from pase.frontends.tf_values import Absent, Reshaped, StaticValue, TfCall, TfValue, elements
 from pase.ir import Tensor, functions
 from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
@@ -14,7 +14,7 @@ from pase.ops.activations import ACTIVATIONS
 __all__: list[str] = []
 
 
-def _layout(c: Call, rank: int, default: str = "NHWC") -> tuple[int, int, list[int]]:
+def _layout(c: TfCall, rank: int, default: str = "NHWC") -> tuple[int, int, list[int]]:
     """(batch, channel, spatial dims) of a tensor by the attribute data_format."""
     form = c.text("data_format", default)
     if len(form) != rank or form[0] != "N" or "C" not in form:
@@ -22,14 +22,14 @@ def _layout(c: Call, rank: int, default: str = "NHWC") -> tuple[int, int, list[i
     return 0, form.index("C"), [i for i, letter in enumerate(form) if letter not in "NC"]
 
 
-def _per_dim(c: Call, key: str, rank: int) -> list[int]:
+def _per_dim(c: TfCall, key: str, rank: int) -> list[int]:
     out = c.wholes(key) or [1] * rank
     if len(out) != rank or any(n < 1 for n in out):
         raise c.fail(f"its {key} {out} do not fit a tensor of {rank} dims")
     return out
 
 
-def _extent(c: Call, i: int, size: int, reach: int, stride: int) -> int:
+def _extent(c: TfCall, i: int, size: int, reach: int, stride: int) -> int:
     """Output size of a spatial dim under the node's padding; reach: the window with its dilation."""
     padding = c.text("padding")
     if padding == "SAME":
@@ -47,7 +47,7 @@ def _extent(c: Call, i: int, size: int, reach: int, stride: int) -> int:
 
 
 @lowers("Conv2D", "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D")
-def _conv(c: Call) -> Sequence[Value]:
+def _conv(c: TfCall) -> Sequence[TfValue]:
     """Filters are (window, in channels of a group, out channels); a depthwise one (window, channels, multiplier)."""
     x, w = c.x(0), c.x(1)
     rank = 5 if c.node.op == "Conv3D" else 4
@@ -83,7 +83,7 @@ _FUSED = {
 }  # fmt: skip
 
 
-def _fused(c: Call, x: Tensor, channel: int) -> Tensor:
+def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
     """What the graph optimizer put behind a product: a bias, an activation."""
     for op in [s.decode("ascii", "replace") for s in c.node.attr["fused_ops"].list.s]:
         if op == "BiasAdd":
@@ -99,7 +99,7 @@ def _fused(c: Call, x: Tensor, channel: int) -> Tensor:
 
 
 @lowers("_FusedMatMul")
-def _fused_matmul(c: Call) -> Sequence[Value]:
+def _fused_matmul(c: TfCall) -> Sequence[TfValue]:
     from pase.frontends.tf_rules import matmul
 
     c.rank(0, 2), c.rank(1, 2)
@@ -108,7 +108,7 @@ def _fused_matmul(c: Call) -> Sequence[Value]:
 
 
 @lowers("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
-def _transposed(c: Call) -> Sequence[Value]:
+def _transposed(c: TfCall) -> Sequence[TfValue]:
     """A transposed convolution: operands are the result's shape, the filters, and what is spread out."""
     out = c.make(c.numbers(0, "sizes"))
     rank = len(out)
@@ -131,7 +131,7 @@ def _transposed(c: Call) -> Sequence[Value]:
 
 
 @lowers("MaxPool", "AvgPool", "MaxPoolV2", "MaxPool3D", "AvgPool3D", "MaxPoolWithArgmax")
-def _pool(c: Call) -> Sequence[Value]:
+def _pool(c: TfCall) -> Sequence[TfValue]:
     x = c.x()
     rank = len(x.shape)
     shape = c.rank(0, 5 if c.node.op.endswith("3D") else 4)
@@ -151,12 +151,12 @@ def _pool(c: Call) -> Sequence[Value]:
     )
 
 
-def _cast(c: Call, x: Tensor, dtype: str) -> Tensor:
+def _cast(c: TfCall, x: Tensor, dtype: str) -> Tensor:
     return nests.elementwise(c.b, functions.CAST, [x], [dtype])[0]
 
 
 @lowers("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
-def _batch_norm(c: Call) -> Sequence[Value]:
+def _batch_norm(c: TfCall) -> Sequence[TfValue]:
     """Over the whole batch, wherever its parts are: a batch that is split sums its statistics."""
     x, dtype = c.x(0), c.dtype(0)
     rank = len(c.rank(0, 4, 5))
@@ -192,7 +192,7 @@ def _batch_norm(c: Call) -> Sequence[Value]:
 
 
 @lowers("Softmax", "LogSoftmax")
-def _softmax(c: Call) -> Sequence[Value]:
+def _softmax(c: TfCall) -> Sequence[TfValue]:
     x = c.x()
     if not x.shape:
         raise c.fail("a scalar has no classes")
@@ -201,7 +201,7 @@ def _softmax(c: Call) -> Sequence[Value]:
 
 
 @lowers("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
-def _cross_entropy(c: Call) -> Sequence[Value]:
+def _cross_entropy(c: TfCall) -> Sequence[TfValue]:
     """The loss of each row. The second result is a gradient, which pase derives by itself."""
     (rows, classes) = c.rank(0, 2)
     sparse = c.node.op.startswith("Sparse")
@@ -217,11 +217,11 @@ def _cross_entropy(c: Call) -> Sequence[Value]:
         weighted = composites.apply(c.b, functions.MUL, composites.log_softmax(c.b, x, [n]), labels)
         (total,) = nests.reduce(c.b, functions.SUM, [weighted], [n], [x.dtype])
         loss = composites.apply(c.b, functions.NEG, total)
-    out: Value = loss if n == 1 else Reshaped(source=loss, shape=(rows,), at=c.b.eqn)
+    out: TfValue = loss if n == 1 else Reshaped(source=loss, shape=(rows,), at=c.b.eqn)
     return [out, Absent("a gradient, which pase derives by itself")]
 
 
-def _rows_apart(c: Call, sparse: bool) -> tuple[Tensor, Tensor]:
+def _rows_apart(c: TfCall, sparse: bool) -> tuple[Tensor, Tensor]:
     """Logits and labels, with the dims that a reshape merged into rows, where both have them."""
     v, labels = c.value(0), c.value(1)
     if isinstance(v, Reshaped) and isinstance(labels, Reshaped) and v.source.shape[-1] == v.shape[-1]:
@@ -232,7 +232,7 @@ def _rows_apart(c: Call, sparse: bool) -> tuple[Tensor, Tensor]:
 
 
 @lowers("LRN")
-def _lrn(c: Call) -> Sequence[Value]:
+def _lrn(c: TfCall) -> Sequence[TfValue]:
     """Over neighbouring channels, which are therefore not split: a window's sum, a power, a division."""
     x = c.x()
     radius = c.whole("depth_radius", 5)
@@ -243,7 +243,7 @@ def _lrn(c: Call) -> Sequence[Value]:
 
 
 @lowers("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea", "ScaleAndTranslate")
-def _resize(c: Call) -> Sequence[Value]:
+def _resize(c: TfCall) -> Sequence[TfValue]:
     """Rows and columns are not split, images and channels may be."""
     x = c.x()
     batch, _, _, channels = c.rank(0, 4)
@@ -259,7 +259,7 @@ def _resize(c: Call) -> Sequence[Value]:
 
 
 @lowers("CropAndResize")
-def _crop(c: Call) -> Sequence[Value]:
+def _crop(c: TfCall) -> Sequence[TfValue]:
     x, boxes = c.rank(0, 4), c.rank(1, 2)
     size = c.numbers(3, "crop size")
     out = c.make([boxes[0], *size, x[3]])
@@ -275,9 +275,9 @@ _MATRIX = {
 
 
 @lowers(*_MATRIX)
-def _matrix(c: Call) -> Sequence[Value]:
+def _matrix(c: TfCall) -> Sequence[TfValue]:
     """A factorisation or solve: a batch of matrices may be split, a matrix not."""
-    xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, Known)]
+    xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, StaticValue)]
     shape: tuple[int, ...] = c.x(0).shape  # type: ignore[assignment]
     if len(shape) < 2:
         raise c.fail(f"matrices are needed, got shape {shape}")
@@ -300,7 +300,7 @@ def _matrix(c: Call) -> Sequence[Value]:
 
 
 @lowers("FFT", "FFT2D", "FFT3D", "IFFT", "IFFT2D", "IFFT3D", "RFFT", "IRFFT", "RFFT2D", "IRFFT2D")
-def _fft(c: Call) -> Sequence[Value]:
+def _fft(c: TfCall) -> Sequence[TfValue]:
     """The transformed dims are not split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
     import math
 
@@ -320,6 +320,6 @@ def _fft(c: Call) -> Sequence[Value]:
 
 
 @lowers("InTopKV2", "InTopK")
-def _in_top(c: Call) -> Sequence[Value]:
+def _in_top(c: TfCall) -> Sequence[TfValue]:
     (rows, _) = c.rank(0, 2)
     return opaque(c, [((rows,), "bool")], flops=float(elements(c.shape(0))), differentiable=False)

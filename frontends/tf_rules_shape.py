@@ -8,7 +8,7 @@ import numpy as np
 
 from pase.frontends.tf_rules import broadcast_shape, lowers, opaque
 from pase.frontends.tf_slices import positions
-from pase.frontends.tf_values import Call, Handle, Known, Reshaped, Value, elements
+from pase.frontends.tf_values import Handle, Reshaped, StaticValue, TfCall, TfValue, elements
 from pase.ir import Tensor, functions
 from pase.ir.functions import FUNCTIONS
 from pase.ops import indexed, nests
@@ -17,7 +17,7 @@ __all__ = ["pack", "take"]
 
 
 @lowers("Reshape")
-def _reshape(c: Call) -> Sequence[Value]:
+def _reshape(c: TfCall) -> Sequence[TfValue]:
     shape = c.shape(0)
     wanted = c.numbers(1, "shape")
     known = elements(s for s in wanted if s != -1)
@@ -34,7 +34,7 @@ def _reshape(c: Call) -> Sequence[Value]:
 
 
 @lowers("Squeeze")
-def _squeeze(c: Call) -> Sequence[Value]:
+def _squeeze(c: TfCall) -> Sequence[TfValue]:
     shape = c.shape(0)
     axes = {c.in_range(i, len(shape)) for i in c.wholes("squeeze_dims")}
     if any(shape[i] != 1 for i in axes):
@@ -44,14 +44,14 @@ def _squeeze(c: Call) -> Sequence[Value]:
 
 
 @lowers("ExpandDims")
-def _expand(c: Call) -> Sequence[Value]:
+def _expand(c: TfCall) -> Sequence[TfValue]:
     shape = list(c.shape(0))
     shape.insert(c.axis(1, len(shape) + 1), 1)
     return [nests.reshape(c.b, c.x(0), shape)]
 
 
 @lowers("Transpose", "ConjugateTranspose")
-def _transpose(c: Call) -> Sequence[Value]:
+def _transpose(c: TfCall) -> Sequence[TfValue]:
     rank = len(c.shape(0))
     perm = [c.in_range(i, rank) for i in c.numbers(1, "permutation")]
     if sorted(perm) != list(range(rank)):
@@ -60,7 +60,7 @@ def _transpose(c: Call) -> Sequence[Value]:
 
 
 @lowers("BroadcastTo")
-def _broadcast_to(c: Call) -> Sequence[Value]:
+def _broadcast_to(c: TfCall) -> Sequence[TfValue]:
     shape, out = c.shape(0), c.make(c.numbers(1, "shape"))
     if broadcast_shape(c, [shape, out]) != out:
         raise c.fail(f"shape {shape} does not broadcast to {out}")
@@ -68,7 +68,7 @@ def _broadcast_to(c: Call) -> Sequence[Value]:
 
 
 @lowers("Fill")
-def _fill(c: Call) -> Sequence[Value]:
+def _fill(c: TfCall) -> Sequence[TfValue]:
     shape = c.make(c.numbers(0, "dims"))
     if c.known(1) is not None:
         return [c.b.constant(shape, c.dtype(1))]
@@ -76,7 +76,7 @@ def _fill(c: Call) -> Sequence[Value]:
 
 
 @lowers("Range", "LinSpace", "XlaIota")
-def _range(c: Call) -> Sequence[Value]:
+def _range(c: TfCall) -> Sequence[TfValue]:
     """More numbers than are carried along as known: a constant of that size."""
     if c.node.op == "LinSpace":
         return [c.b.constant(c.make([c.number(2, "number of points")]), c.dtype(0))]
@@ -90,12 +90,12 @@ def _range(c: Call) -> Sequence[Value]:
 
 
 @lowers("Pack")
-def _pack(c: Call) -> Sequence[Value]:
+def _pack(c: TfCall) -> Sequence[TfValue]:
     rank = len(c.shape(0)) + 1  # raises where there is none
     return [pack(c, [c.x(i) for i in range(len(c.ins))], c.in_range(c.whole("axis", 0), rank))]
 
 
-def pack(c: Call, xs: Sequence[Tensor], axis: int) -> Tensor:
+def pack(c: TfCall, xs: Sequence[Tensor], axis: int) -> Tensor:
     """Tensors of one shape side by side in a new dim, which may not be split."""
     shape = xs[0].shape
     if any(x.shape != shape for x in xs):
@@ -106,13 +106,13 @@ def pack(c: Call, xs: Sequence[Tensor], axis: int) -> Tensor:
 
 
 @lowers("Unpack")
-def _unpack(c: Call) -> Sequence[Value]:
+def _unpack(c: TfCall) -> Sequence[TfValue]:
     x, shape = c.x(), c.shape(0)
     axis = c.in_range(c.whole("axis", 0), len(shape))
     return [take(c, x, axis) for _ in range(shape[axis])]
 
 
-def take(c: Call, x: Tensor, axis: int) -> Tensor:
+def take(c: TfCall, x: Tensor, axis: int) -> Tensor:
     """One index of a dim, which goes; the dim may not be split."""
     one = [*x.shape[:axis], 1, *x.shape[axis + 1 :]]
     kept = [i != axis for i in range(len(one))]
@@ -121,7 +121,7 @@ def take(c: Call, x: Tensor, axis: int) -> Tensor:
 
 
 @lowers("ConcatV2", "Concat")
-def _concat(c: Call) -> Sequence[Value]:
+def _concat(c: TfCall) -> Sequence[TfValue]:
     last = c.node.op == "ConcatV2"
     at = len(c.ins) - 1 if last else 0
     ids = range(len(c.ins) - 1) if last else range(1, len(c.ins))
@@ -140,7 +140,7 @@ def _concat(c: Call) -> Sequence[Value]:
 
 
 @lowers("Split", "SplitV")
-def _split(c: Call) -> Sequence[Value]:
+def _split(c: TfCall) -> Sequence[TfValue]:
     which = 1 if c.node.op == "Split" else 0
     shape = c.shape(which)
     axis = c.axis(0 if which else 2, len(shape))
@@ -164,7 +164,7 @@ def _split(c: Call) -> Sequence[Value]:
 
 
 @lowers("Slice")
-def _slice(c: Call) -> Sequence[Value]:
+def _slice(c: TfCall) -> Sequence[TfValue]:
     """Where it begins may be known at run time only, how much is taken may not."""
     shape, size = c.shape(0), c.numbers(2, "size")
     if len(size) != len(shape):
@@ -184,7 +184,7 @@ def _slice(c: Call) -> Sequence[Value]:
     return [_part(c, c.make(out), [n == s for n, s in zip(shape, out, strict=True)])]
 
 
-def _part(c: Call, shape: Sequence[int], kept: Sequence[bool]) -> Tensor:
+def _part(c: TfCall, shape: Sequence[int], kept: Sequence[bool]) -> Tensor:
     x = c.x(0)
     if all(kept):
         return x
@@ -192,7 +192,7 @@ def _part(c: Call, shape: Sequence[int], kept: Sequence[bool]) -> Tensor:
 
 
 @lowers("StridedSlice")
-def _strided(c: Call) -> Sequence[Value]:
+def _strided(c: TfCall) -> Sequence[TfValue]:
     strides, shape = c.numbers(3, "strides"), c.shape(0)
     begin, end = c.known(1), c.known(2)
     try:
@@ -218,7 +218,7 @@ def _strided(c: Call) -> Sequence[Value]:
 
 
 @lowers("Pad", "PadV2", "MirrorPad")
-def _pad(c: Call) -> Sequence[Value]:
+def _pad(c: TfCall) -> Sequence[TfValue]:
     shape, pads = c.shape(0), c.numbers(1, "paddings")
     if len(pads) != 2 * len(shape) or min(pads, default=0) < 0:
         raise c.fail(f"paddings {pads} for shape {shape}")
@@ -228,7 +228,7 @@ def _pad(c: Call) -> Sequence[Value]:
 
 
 @lowers("Tile")
-def _tile(c: Call) -> Sequence[Value]:
+def _tile(c: TfCall) -> Sequence[TfValue]:
     """A dim of one element becomes a new one (a broadcast); another that is repeated may not be split."""
     shape, reps = c.shape(0), c.numbers(1, "multiples")
     if len(reps) != len(shape):
@@ -240,7 +240,7 @@ def _tile(c: Call) -> Sequence[Value]:
 
 
 @lowers("ReverseV2", "Reverse", "Roll", "ReverseSequence", "RandomShuffle")
-def _reverse(c: Call) -> Sequence[Value]:
+def _reverse(c: TfCall) -> Sequence[TfValue]:
     x, op = c.x(), c.node.op
     rank = len(x.shape)
     if op == "ReverseSequence":
@@ -257,7 +257,7 @@ def _reverse(c: Call) -> Sequence[Value]:
 
 @lowers("MatrixBandPart", "MatrixDiagPartV3", "MatrixDiagPart", "MatrixDiag", "MatrixDiagV3", "MatrixSetDiagV3",
         "MatrixSetDiag", "DiagPart", "Diag")  # fmt: skip
-def _matrix_part(c: Call) -> Sequence[Value]:
+def _matrix_part(c: TfCall) -> Sequence[TfValue]:
     """A triangle, or a diagonal; the dims of the matrix are not split where its shape changes."""
     x, shape, op = c.x(), c.shape(0), c.node.op
     if op == "MatrixBandPart" or op.startswith("MatrixSetDiag"):
@@ -274,7 +274,7 @@ def _matrix_part(c: Call) -> Sequence[Value]:
 
 
 @lowers("OneHot")
-def _one_hot(c: Call) -> Sequence[Value]:
+def _one_hot(c: TfCall) -> Sequence[TfValue]:
     """Ids compared with 0, 1, …: every dim may be split."""
     shape, depth = c.shape(0), c.number(1, "depth")
     axis = c.whole("axis", -1)
@@ -286,7 +286,7 @@ def _one_hot(c: Call) -> Sequence[Value]:
 
 
 @lowers("GatherV2", "Gather", "ResourceGather")
-def _gather(c: Call) -> Sequence[Value]:
+def _gather(c: TfCall) -> Sequence[TfValue]:
     """Rows of a table. Known indices are a slice, whose dim is not split; others a lookup, whose dim may be."""
     x, shape, ids = c.x(0), c.shape(0), c.shape(1)
     axis = c.axis(2, len(shape)) if len(c.ins) > 2 else 0
@@ -313,7 +313,7 @@ def _gather(c: Call) -> Sequence[Value]:
 
 
 @lowers("GatherNd", "ResourceGatherNd")
-def _gather_nd(c: Call) -> Sequence[Value]:
+def _gather_nd(c: TfCall) -> Sequence[TfValue]:
     x, shape, ids = c.x(0), c.shape(0), c.shape(1)
     n = ids[-1] if ids else 0
     if not 1 <= n <= len(shape):
@@ -329,7 +329,7 @@ def _gather_nd(c: Call) -> Sequence[Value]:
 
 @lowers("ScatterNd", "TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub", "TensorScatterMax",
         "TensorScatterMin")  # fmt: skip
-def _scatter(c: Call) -> Sequence[Value]:
+def _scatter(c: TfCall) -> Sequence[TfValue]:
     fresh = c.node.op == "ScatterNd"
     at, of = (0, 1) if fresh else (1, 2)
     ids, updates = c.shape(at), c.shape(of)
@@ -348,7 +348,7 @@ def _scatter(c: Call) -> Sequence[Value]:
 
 @lowers("UnsortedSegmentSum", "SegmentSum", "SegmentMean", "UnsortedSegmentMax", "UnsortedSegmentMin",
         "SegmentMax", "SegmentSumV2")  # fmt: skip
-def _segment(c: Call) -> Sequence[Value]:
+def _segment(c: TfCall) -> Sequence[TfValue]:
     """Rows added up by the segment they belong to."""
     shape, ids = c.shape(0), c.shape(1)
     if shape[: len(ids)] != ids or not ids:
@@ -364,14 +364,14 @@ def _segment(c: Call) -> Sequence[Value]:
 
 
 @lowers("Cumsum", "Cumprod", "CumulativeLogsumexp")
-def _cumulative(c: Call) -> Sequence[Value]:
+def _cumulative(c: TfCall) -> Sequence[TfValue]:
     x = c.x()
     function = FUNCTIONS[{"CumulativeLogsumexp": "cumlogsumexp"}.get(c.node.op, c.node.op.lower())]
     return nests.sequential(c.b, function, [x], c.axis(1, len(x.shape)), [(x.shape, x.dtype)], name=c.node.op)
 
 
 @lowers("TopK", "TopKV2")
-def _top_k(c: Call) -> Sequence[Value]:
+def _top_k(c: TfCall) -> Sequence[TfValue]:
     x, shape = c.x(), c.shape(0)
     k = c.number(1, "number of entries") if len(c.ins) > 1 else c.whole("k")
     if not shape or k > shape[-1]:
@@ -382,7 +382,7 @@ def _top_k(c: Call) -> Sequence[Value]:
 
 
 @lowers("SpaceToDepth", "DepthToSpace")
-def _blocks(c: Call) -> Sequence[Value]:
+def _blocks(c: TfCall) -> Sequence[TfValue]:
     """Blocks of pixels to channels and back: a split of dims, a transpose, and a merge."""
     n, h, w, d = c.rank(0, 4)
     size = c.whole("block_size")
@@ -403,7 +403,7 @@ def _blocks(c: Call) -> Sequence[Value]:
 
 
 @lowers("SpaceToBatchND", "BatchToSpaceND", "SpaceToBatch", "BatchToSpace")
-def _batch_blocks(c: Call) -> Sequence[Value]:
+def _batch_blocks(c: TfCall) -> Sequence[TfValue]:
     """What a dilated convolution was once made of; nothing but whole dims is split."""
     shape, blocks, pads = list(c.shape(0)), c.numbers(1, "block shape"), c.numbers(2, "paddings")
     times = elements(blocks)
@@ -419,7 +419,7 @@ def _batch_blocks(c: Call) -> Sequence[Value]:
 
 
 @lowers("Bitcast")
-def _bitcast(c: Call) -> Sequence[Value]:
+def _bitcast(c: TfCall) -> Sequence[TfValue]:
     from pase.ir.types import itemsize
 
     x, to = c.x(), c.type("type")
@@ -429,12 +429,12 @@ def _bitcast(c: Call) -> Sequence[Value]:
 
 
 @lowers("Merge", "RefMerge")
-def _merge(c: Call) -> Sequence[Value]:
+def _merge(c: TfCall) -> Sequence[TfValue]:
     """The two ends of a version 1 conditional: both branches are priced."""
     values = [c.value(i) for i in range(max(len(c.ins), 1))]
-    if all(isinstance(v, (Tensor, Known, Handle)) for v in values):
+    if all(isinstance(v, (Tensor, StaticValue, Handle)) for v in values):
         shape = broadcast_shape(c, [c.shape(i) for i in range(len(values))])
         xs = [c.x(i) for i in range(len(values))]
         out = nests.elementwise(c.b, functions.ADD, xs, [xs[0].dtype], name="Merge", shape=shape)
-        return [*out, Known(np.array(0, np.int32))]
-    return [values[0], Known(np.array(0, np.int32))]
+        return [*out, StaticValue(np.array(0, np.int32))]
+    return [values[0], StaticValue(np.array(0, np.int32))]

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
-from pase.frontends.registry import Dims, type_names
+from pase.frontends.registry import DimSizes, type_names
 from pase.frontends.tf_graph import TfGraph
 
 __all__ = [
-    "Source",
-    "Spec",
+    "InputSpec",
+    "TfSource",
     "Variable",
     "bound",
     "distinct",
@@ -35,7 +35,7 @@ _DIM = re.compile(r"^[\w./:-]{1,100}$", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
+class InputSpec:
     """An input: its user's name, shape (None: not known), dtype."""
 
     name: str
@@ -54,13 +54,13 @@ class Variable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class TfSource:
     """A model as a graph. inputs, captured: by the reference of the placeholder that stands for it."""
 
     name: str
     graph: TfGraph
-    inputs: Mapping[str, Spec]
-    captured: Mapping[str, Variable | Spec] = field(default_factory=dict)
+    inputs: Mapping[str, InputSpec]
+    captured: Mapping[str, Variable | InputSpec] = field(default_factory=dict)
     """Variables; a Spec is an array that the function closes over: a constant."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
     """Variables that are nodes of the graph, by the node's name."""
@@ -100,9 +100,9 @@ def _dim_names(spec_name: str, i: int) -> tuple[str, ...]:
     return (f"{spec_name}.{i}", "batch") if i == 0 else (f"{spec_name}.{i}",)
 
 
-def bound(specs: Iterable[Spec], dims: Dims, model: str) -> list[Spec]:
+def bound(specs: Iterable[InputSpec], dims: DimSizes, model: str) -> list[InputSpec]:
     """The specs with sizes for all dims; PaseError that says which dim to bind, or which binding means none."""
-    out: list[Spec] = []
+    out: list[InputSpec] = []
     used: set[str] = set()
     known: dict[str, None] = {}
     missing: list[str] = []
@@ -128,7 +128,7 @@ def bound(specs: Iterable[Spec], dims: Dims, model: str) -> list[Spec]:
                     f"parallelized"
                 )
             shape.append(s)
-        out.append(Spec(name=spec.name, shape=tuple(shape), dtype=spec.dtype))
+        out.append(InputSpec(name=spec.name, shape=tuple(shape), dtype=spec.dtype))
     for key, value in dims.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PaseError(f"dim {key}={value!r}: a size is a positive whole number")

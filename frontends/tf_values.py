@@ -14,14 +14,14 @@ from pase.frontends.tf_graph import TfNode, dtype_name
 from pase.ir import Place, Tensor
 from pase.ops import GraphBuilder, nests
 
-__all__ = ["MOST_KNOWN", "Absent", "Call", "Handle", "Known", "Reshaped", "TensorList", "Value"]
+__all__ = ["MOST_KNOWN", "Absent", "Handle", "Reshaped", "StaticValue", "TensorList", "TfCall", "TfValue"]
 
 MOST_KNOWN = 4096
 """Elements of the largest value that is worked out while lowering: shapes, axes, paddings, not weights."""
 
 
 @dataclass(frozen=True)
-class Known:
+class StaticValue:
     """A small value that the graph alone determines."""
 
     array: np.ndarray
@@ -94,16 +94,16 @@ class Absent:
     why: str
 
 
-Value: TypeAlias = "Tensor | Known | Handle | TensorList | Reshaped | Absent"
+TfValue: TypeAlias = "Tensor | StaticValue | Handle | TensorList | Reshaped | Absent"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class TfCall:
     """A node with its operands' values: what a rule works on."""
 
     b: GraphBuilder
     node: TfNode
-    ins: Sequence[Value]
+    ins: Sequence[TfValue]
 
     @property
     def where(self) -> str:
@@ -114,7 +114,7 @@ class Call:
 
     # -- operands --
 
-    def value(self, i: int) -> Value:
+    def value(self, i: int) -> TfValue:
         try:
             return self.ins[i]
         except IndexError:
@@ -125,7 +125,7 @@ class Call:
         v = self.value(i)
         if isinstance(v, Handle):
             return v.tensor
-        if isinstance(v, Known):
+        if isinstance(v, StaticValue):
             return self.b.constant(v.shape, v.dtype)
         if isinstance(v, Reshaped):
             return v.tensor(self.b)
@@ -137,7 +137,7 @@ class Call:
         v = self.value(i)
         if isinstance(v, Handle):
             v = v.tensor
-        if not isinstance(v, (Tensor, Known, Reshaped)):
+        if not isinstance(v, (Tensor, StaticValue, Reshaped)):
             raise self.fail(f"operand {i} ({self._input(i)}) is {_kind(v)} and not a tensor")
         return v.shape  # type: ignore[return-value]
 
@@ -148,7 +148,7 @@ class Call:
     def known(self, i: int) -> np.ndarray | None:
         """Operand i's value, where the graph alone determines it."""
         v = self.value(i)
-        return v.array if isinstance(v, Known) else None
+        return v.array if isinstance(v, StaticValue) else None
 
     def numbers(self, i: int, what: str) -> list[int]:
         """Operand i as whole numbers; PaseError where it is computed from data."""
@@ -236,7 +236,7 @@ class Call:
         return self.make([s for s in shape if s is not None])
 
 
-def _kind(v: Value) -> str:
+def _kind(v: TfValue) -> str:
     match v:
         case TensorList():
             return "a list of tensors"

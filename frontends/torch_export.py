@@ -13,7 +13,7 @@ from typing import Any
 
 from pase.errors import PaseError
 
-__all__ = ["NO_GRADIENT", "Program", "faked", "program_of"]
+__all__ = ["NO_GRADIENT", "TorchProgram", "faked", "program_of"]
 
 NO_GRADIENT = "pase_no_gradient"
 """Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
@@ -22,7 +22,7 @@ _INSIDE = "module."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class TorchProgram:
     """An exported step. graph: functional, of ATen ops; its placeholders are the leaves.
 
     parameters, buffers: placeholder -> path in the user's module; of tied ones, the first path in its order.
@@ -42,7 +42,7 @@ class Program:
     order: tuple[str, ...]
 
 
-def program_of(module: Any, batch: Sequence[Any], loss: Callable[..., Any] | None) -> Program:
+def program_of(module: Any, batch: Sequence[Any], loss: Callable[..., Any] | None) -> TorchProgram:
     """Export a step: ``loss(module, *batch)``, else what the module itself returns.
 
     batch: tensors, real, fake or on meta, and anything that holds them. PaseError where PyTorch cannot export it.
@@ -194,7 +194,7 @@ def _by_node(graph_module: Any) -> None:
             inner.forward = torch.fx.Interpreter(inner).run
 
 
-def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> Program:
+def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> TorchProgram:
     from torch.export.graph_signature import InputKind, OutputKind
 
     parameters: dict[str, str] = {}
@@ -218,7 +218,7 @@ def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> Program:
         elif spec.kind is OutputKind.USER_OUTPUT:
             losses.append(spec.arg.name)
     read = set(parameters.values())
-    return Program(
+    return TorchProgram(
         graph=exported.graph_module,
         parameters=parameters,
         buffers=buffers,

@@ -13,13 +13,13 @@ from pase.errors import PaseError
 from pase.frontends.registry import Unknown, UnknownOp
 from pase.frontends.torch_export import NO_GRADIENT
 from pase.frontends.torch_rules import RULES
-from pase.frontends.torch_values import Call, arguments, dtype_of, specs_of
+from pase.frontends.torch_values import TorchCall, arguments, dtype_of, specs_of
 from pase.frontends.values import Value
 from pase.ir import Place, SourceLine, Tensor
 from pase.ir.places import NOWHERE
 from pase.ops import GraphBuilder, nests
 
-__all__ = ["Lowering", "live", "source_of"]
+__all__ = ["TorchLowering", "live", "source_of"]
 
 _MOST_DEPTH = 4
 """Decompositions inside of one another."""
@@ -53,7 +53,7 @@ def layer_of(node: Any) -> str:
 
 
 @dataclass
-class Lowering:
+class TorchLowering:
     """A graph on its way through the rules. env: node -> its values."""
 
     b: GraphBuilder
@@ -108,7 +108,7 @@ class Lowering:
             return self.without_rule(n, path)
         given = {k: self.operand(v) for k, v in arguments(n.target, n.args, n.kwargs).items()}
         place = self.place(n)
-        c = Call(low=self, op=name, given=given, outs=specs_of(n.meta["val"], place), place=place)
+        c = TorchCall(low=self, op=name, given=given, outs=specs_of(n.meta["val"], place), place=place)
         try:
             made = RULES[name](c)
         except PaseError:
@@ -118,7 +118,7 @@ class Lowering:
         return self.checked(c, made, isinstance(n.meta["val"], (tuple, list)))
 
     def checked(
-        self, c: Call, made: Value | Sequence[Value | None], several: bool
+        self, c: TorchCall, made: Value | Sequence[Value | None], several: bool
     ) -> Value | list[Value | None]:
         """The rule's results, held against the shapes and dtypes that PyTorch found."""
         found: list[Value | None] = [made] if isinstance(made, Value) else list(made)
@@ -148,7 +148,7 @@ class Lowering:
         )
 
     def inlined(self, n: Any, inner: Any, path: str) -> Value | list[Value | None]:
-        low = Lowering(b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1)
+        low = TorchLowering(b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1)
         leaves = [m for m in inner.graph.nodes if m.op == "placeholder"]
         for leaf, outer in zip(leaves, n.all_input_nodes, strict=True):
             low.env[leaf] = self.env[outer]
@@ -167,7 +167,7 @@ class Lowering:
         """One op that is not split, of which only memory traffic is priced."""
         outs = specs_of(n.meta["val"], self.place(n))
         reads = [self.env[m] for m in n.all_input_nodes]
-        c = Call(low=self, op=str(n.target), given={}, outs=outs, place=self.place(n))
+        c = TorchCall(low=self, op=str(n.target), given={}, outs=outs, place=self.place(n))
         tensors = [c.tensor(v) for v in reads if isinstance(v, Value) and v.elements]
         made = iter(nests.opaque(self.b, str(n.target), tensors, [s for s in outs if s is not None]))
         found = [None if s is None else c.value(next(made)) for s in outs]

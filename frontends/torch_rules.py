@@ -1,7 +1,7 @@
 """One rule per ATen op: which loop nests it is. This file has the table of rules, what is done point by point, and
 reductions.
 
-A rule takes a ``Call`` (``torch_values``) and returns the op's values. Rules are by the op's name, whatever its
+A rule takes a ``TorchCall`` (``torch_values``) and returns the op's values. Rules are by the op's name, whatever its
 overload; shapes and dtypes of the results are those that PyTorch found.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from pase.frontends.torch_values import Call
+from pase.frontends.torch_values import TorchCall
 from pase.frontends.values import Value
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS, Function
@@ -18,10 +18,10 @@ from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["RULES", "Rule", "lowers"]
+__all__ = ["RULES", "TorchRule", "lowers"]
 
-Rule = Callable[[Call], "Value | Sequence[Value | None]"]
-RULES: Registry[Rule] = Registry("rule for ATen op", package="pase.frontends", prefix="torch_rules")
+TorchRule = Callable[[TorchCall], "Value | Sequence[Value | None]"]
+RULES: Registry[TorchRule] = Registry("rule for ATen op", package="pase.frontends", prefix="torch_rules")
 lowers = RULES.register
 """Op (with "namespace::" before it where that is not aten) -> rule."""
 
@@ -50,7 +50,7 @@ _ACTIVATIONS = {
 }  # fmt: skip
 
 
-def _elementwise(function: Function, c: Call) -> Value:
+def _elementwise(function: Function, c: TorchCall) -> Value:
     scaled = c.arg("alpha", 1) != 1
     return c.pointwise(function, flops=function.flops + 1.0 if scaled else None)
 
@@ -60,13 +60,13 @@ for _op, _name in _FUNCTIONS.items():
 
 
 @lowers("div", "true_divide")
-def _div(c: Call) -> Value:
+def _div(c: TorchCall) -> Value:
     """Rounded, it has no gradient."""
     return c.pointwise(functions.DIV if c.arg("rounding_mode") is None else FUNCTIONS["floor"])
 
 
 @lowers("pow", "float_power")
-def _pow(c: Call) -> Value:
+def _pow(c: TorchCall) -> Value:
     power = c.arg("exponent")
     if isinstance(power, (int, float)):
         known = {
@@ -81,41 +81,41 @@ def _pow(c: Call) -> Value:
 
 
 @lowers("square")
-def _square(c: Call) -> Value:
+def _square(c: TorchCall) -> Value:
     return c.pointwise(functions.SQUARE)
 
 
 @lowers("masked_fill")
-def _masked_fill(c: Call) -> Value:
+def _masked_fill(c: TorchCall) -> Value:
     return c.pointwise(functions.SELECT, [c.x("mask"), c.x()])
 
 
 @lowers("tril", "triu")
-def _triangle(c: Call) -> Value:
+def _triangle(c: TorchCall) -> Value:
     """A value or zero, by the positions in the last two dims."""
     return c.pointwise(functions.SELECT, [c.x()])
 
 
 @lowers("_to_copy", "to", "type_as", "view_as_complex", "view_as_real")
-def _cast(c: Call) -> Value:
+def _cast(c: TorchCall) -> Value:
     x, (shape, dtype) = c.x(), c.out()
     if shape != x.shape:
         raise c.fail("complex numbers as pairs of real ones are not read")
     return x if dtype == x.dtype else c.pointwise(functions.CAST, [x])
 
 
-def activation(c: Call, name: str, x: Value) -> Value:
+def activation(c: TorchCall, name: str, x: Value) -> Value:
     """Written out as jax.nn has it, so that it is priced and kept alike."""
     return c.value(ACTIVATIONS[name](c.b, c.tensor(x)))
 
 
 @lowers(*_ACTIVATIONS)
-def _activation(c: Call) -> Value:
+def _activation(c: TorchCall) -> Value:
     return activation(c, _ACTIVATIONS[c.op], c.x())
 
 
 @lowers("gelu")
-def _gelu(c: Call) -> Value:
+def _gelu(c: TorchCall) -> Value:
     return activation(c, "gelu_tanh" if c.arg("approximate", "none") == "tanh" else "gelu", c.x())
 
 
@@ -134,7 +134,7 @@ _REDUCE: dict[str, tuple[str, str | None]] = {
 
 
 def _over(
-    c: Call, function: Function, x: Value, axes: Sequence[int], keep: bool, combines: bool = True
+    c: TorchCall, function: Function, x: Value, axes: Sequence[int], keep: bool, combines: bool = True
 ) -> Value:
     if not x.shape:
         return x
@@ -145,7 +145,7 @@ def _over(
 
 
 @lowers(*_REDUCE)
-def _reduce(c: Call) -> Value:
+def _reduce(c: TorchCall) -> Value:
     over, after = _REDUCE[c.op]
     x = c.x()
     made = _over(c, FUNCTIONS[over], x, c.dims("dim", len(x.shape)), bool(c.arg("keepdim", False)))
@@ -153,7 +153,7 @@ def _reduce(c: Call) -> Value:
 
 
 @lowers("prod", "max", "min", "argmax", "argmin")
-def _extreme(c: Call) -> Value | Sequence[Value]:
+def _extreme(c: TorchCall) -> Value | Sequence[Value]:
     """Over all, or over a dim: max and min then say where, too. Two tensors: the larger or smaller, place by place."""
     x = c.x()
     if c.opt("other") is not None:
@@ -170,7 +170,7 @@ def _extreme(c: Call) -> Value | Sequence[Value]:
 
 
 @lowers("var", "std", "var_mean", "std_mean")
-def _variance(c: Call) -> Value | Sequence[Value]:
+def _variance(c: TorchCall) -> Value | Sequence[Value]:
     x = c.x()
     axes = c.dims("dim", len(x.shape))
     centre = composites.mean(c.b, c.tensor(x), axes)
@@ -185,7 +185,7 @@ def _variance(c: Call) -> Value | Sequence[Value]:
 
 
 @lowers("logsumexp")
-def _logsumexp(c: Call) -> Value:
+def _logsumexp(c: TorchCall) -> Value:
     x = c.tensor(c.x())
     axes = c.dims("dim", len(x.shape))
     top = composites.apply(
@@ -200,7 +200,7 @@ def _logsumexp(c: Call) -> Value:
 
 
 @lowers("softmax", "_softmax", "log_softmax", "_log_softmax")
-def _softmax(c: Call) -> Value:
+def _softmax(c: TorchCall) -> Value:
     x = c.x()
     if not x.shape:
         return c.pointwise(functions.EXP)
@@ -217,7 +217,7 @@ _SEQUENTIAL = {"cumsum": "cumsum", "cumprod": "cumprod", "cummax": "cummax", "cu
 
 
 @lowers(*_SEQUENTIAL)
-def _sequential(c: Call) -> Sequence[Value]:
+def _sequential(c: TorchCall) -> Sequence[Value]:
     x = c.x()
     if not x.shape or len(c.shape_out) != len(x.shape):
         made = nests.opaque(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pase.frontends.moves import take
 from pase.frontends.products import einsum, matmul
 from pase.frontends.torch_rules import activation, lowers
-from pase.frontends.torch_values import Call
+from pase.frontends.torch_values import TorchCall
 from pase.frontends.values import Value
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS
@@ -21,14 +21,14 @@ __all__: list[str] = []
 # Products.
 
 
-def _times(c: Call, x: Value, w: Value) -> Value:
+def _times(c: TorchCall, x: Value, w: Value) -> Value:
     """x [... k] times w [n k], transposed as linear layers store it."""
     rank = len(x.shape)
     return c.value(nests.contract(c.b, c.tensor(x), c.tensor(w), ([rank - 1], [len(w.shape) - 1])))
 
 
 @lowers("linear")
-def _linear(c: Call) -> Value:
+def _linear(c: TorchCall) -> Value:
     x, bias = c.x("input"), c.opt("bias")
     out = _times(c, c.unmerged(x), c.x("weight"))
     if bias is not None:
@@ -37,13 +37,13 @@ def _linear(c: Call) -> Value:
 
 
 @lowers("matmul", "mm", "bmm", "mv", "dot")
-def _matmul(c: Call) -> Value:
+def _matmul(c: TorchCall) -> Value:
     x, y = (v for v in c.values)
     return c.reshape(matmul(c, x, y, c.out()[1]), c.shape_out)
 
 
 @lowers("addmm", "baddbmm", "addmv")
-def _addmm(c: Call) -> Value:
+def _addmm(c: TorchCall) -> Value:
     """A product and what is added to it, each perhaps times a number."""
     added, x, y = c.values
     out = matmul(c, x, y, c.out()[1])
@@ -56,12 +56,12 @@ def _addmm(c: Call) -> Value:
 
 
 @lowers("einsum")
-def _einsum(c: Call) -> Value:
+def _einsum(c: TorchCall) -> Value:
     return einsum(c, c.arg("equation"), c.values)
 
 
 @lowers("_grouped_mm", "transformers::grouped_mm_fallback")
-def _grouped(c: Call) -> Value:
+def _grouped(c: TorchCall) -> Value:
     """Rows in groups, each group times weights of its own. How many rows a group has is known at run time only."""
     x, w = c.values[:2]
     if (len(x.shape), len(w.shape)) != (2, 3):
@@ -70,7 +70,7 @@ def _grouped(c: Call) -> Value:
 
 
 @lowers("scaled_dot_product_attention")
-def _attention(c: Call) -> Value:
+def _attention(c: TorchCall) -> Value:
     """One op: of queries, keys and values [batch, heads, positions, width] the scores are not kept."""
     q, k, v = (c.x(n) for n in ("query", "key", "value"))
     lead = q.shape[:-3]
@@ -95,7 +95,7 @@ _HEADS_FIRST = [0, 2, 1, 3]
 """From [batch, positions, heads, width], and back."""
 
 
-def _four(c: Call, v: Value) -> Value:
+def _four(c: TorchCall, v: Value) -> Value:
     full = (*[1] * max(0, 3 - len(v.shape)), *v.shape)
     return c.reshape(v, (math.prod(full[:-3]), *full[-3:]))
 
@@ -103,12 +103,12 @@ def _four(c: Call, v: Value) -> Value:
 # Convolutions and pools. Dims are [batch, channels, space ...].
 
 
-def _space(c: Call, x: Value, rank: int) -> Value:
+def _space(c: TorchCall, x: Value, rank: int) -> Value:
     """x with a batch dim, which one example lacks."""
     return x if len(x.shape) == rank else c.reshape(x, (1, *x.shape))
 
 
-def _a_channel(c: Call, v: Value, rank: int) -> Value:
+def _a_channel(c: TorchCall, v: Value, rank: int) -> Value:
     """A value a channel, to broadcast against [n c ...]."""
     return c.reshape(v, (v.elements, *[1] * (rank - 2)))
 
@@ -116,7 +116,7 @@ def _a_channel(c: Call, v: Value, rank: int) -> Value:
 @lowers(
     "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"
 )
-def _convolution(c: Call) -> Value:
+def _convolution(c: TorchCall) -> Value:
     w, bias = c.x("weight"), c.opt("bias")
     rank, n, groups = len(w.shape), len(w.shape) - 2, c.arg("groups", 1)
     x = _space(c, c.x("input"), rank)
@@ -148,7 +148,7 @@ _POOLS = {"max_pool": functions.WINDOW_MAX, "avg_pool": functions.WINDOW_SUM}
 
 @lowers("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
         "avg_pool1d", "avg_pool2d", "avg_pool3d")  # fmt: skip
-def _pool(c: Call) -> Sequence[Value]:
+def _pool(c: TorchCall) -> Sequence[Value]:
     n = int(c.op[8])
     x = _space(c, c.x(), n + 2)
     kernel = c.ints("kernel_size", n)
@@ -166,7 +166,7 @@ def _pool(c: Call) -> Sequence[Value]:
 
 @lowers("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d",
         "_adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")  # fmt: skip
-def _adaptive(c: Call) -> Sequence[Value]:
+def _adaptive(c: TorchCall) -> Sequence[Value]:
     """To so many elements a dim: to one, a mean or a maximum over space; else windows that may overlap by one."""
     n = int(c.op[c.op.index("pool") + 4])
     x, largest = c.x(), "max" in c.op
@@ -190,14 +190,14 @@ def _adaptive(c: Call) -> Sequence[Value]:
 # Normalization.
 
 
-def _affine(c: Call, x: Value, scale: Value | None, shift: Value | None) -> Value:
+def _affine(c: TorchCall, x: Value, scale: Value | None, shift: Value | None) -> Value:
     if scale is not None:
         x = c.elementwise([x, scale], functions.MUL)
     return x if shift is None else c.elementwise([x, shift], functions.ADD)
 
 
 @lowers("layer_norm", "native_layer_norm", "rms_norm")
-def _layer_norm(c: Call) -> Sequence[Value]:
+def _layer_norm(c: TorchCall) -> Sequence[Value]:
     x = c.x("input")
     axes = list(range(len(x.shape) - len(c.arg("normalized_shape")), len(x.shape)))
     if c.op == "rms_norm":
@@ -209,7 +209,7 @@ def _layer_norm(c: Call) -> Sequence[Value]:
 
 
 @lowers("group_norm", "native_group_norm", "instance_norm")
-def _group_norm(c: Call) -> Sequence[Value]:
+def _group_norm(c: TorchCall) -> Sequence[Value]:
     x = c.x("input")
     rank, channels = len(x.shape), x.shape[1]
     groups = channels if c.op == "instance_norm" else c.arg("num_groups") or c.arg("group")
@@ -223,7 +223,7 @@ def _group_norm(c: Call) -> Sequence[Value]:
 
 @lowers("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit", "native_batch_norm",
         "_native_batch_norm_legit_no_training")  # fmt: skip
-def _batch_norm(c: Call) -> Sequence[Value]:
+def _batch_norm(c: TorchCall) -> Sequence[Value]:
     """In training by the batch's own mean and variance, of which the running ones take a part; else by the latter."""
     x = c.x("input")
     rank = len(x.shape)
@@ -244,7 +244,7 @@ def _batch_norm(c: Call) -> Sequence[Value]:
     return [_affine(c, out, scale, shift), *flat, *rest]
 
 
-def _running(c: Call, old: Value, now: Value) -> Value:
+def _running(c: TorchCall, old: Value, now: Value) -> Value:
     """The running statistic with a part of the batch's own."""
     return c.elementwise(
         [c.elementwise([old], functions.MUL), c.elementwise([now], functions.MUL)], functions.ADD
@@ -255,12 +255,12 @@ def _running(c: Call, old: Value, now: Value) -> Value:
 
 
 @lowers("embedding")
-def _embedding(c: Call) -> Value:
+def _embedding(c: TorchCall) -> Value:
     return take(c, c.x("weight"), c.x("indices"), 0)
 
 
 @lowers("native_dropout", "dropout", "feature_dropout", "alpha_dropout")
-def _dropout(c: Call) -> Sequence[Value]:
+def _dropout(c: TorchCall) -> Sequence[Value]:
     """A random mask, and what it leaves times a number."""
     x = c.values[0]
     if not c.arg("train", False) or c.arg("p", 0.0) == 0.0:
@@ -272,14 +272,14 @@ def _dropout(c: Call) -> Sequence[Value]:
 
 @lowers("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal", "uniform",
         "exponential", "randperm", "normal_functional")  # fmt: skip
-def _random(c: Call) -> Value:
+def _random(c: TorchCall) -> Value:
     return c.value(nests.generate(c.b, functions.RANDOM, *c.out(), name=c.op))
 
 
 @lowers(
     "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"
 )
-def _cross_entropy(c: Call) -> Sequence[Value]:
+def _cross_entropy(c: TorchCall) -> Sequence[Value]:
     """Scores [n c ...], or [c], and labels [n ...], or the classes' probabilities; classes are moved last, where a
     lookup wants them. A mean is over the labels that count: those that are not ``ignore_index``."""
     x, labels = c.x(), c.x("target")
@@ -313,7 +313,7 @@ def _cross_entropy(c: Call) -> Sequence[Value]:
     return [out, c.value(number)]
 
 
-def _of_probabilities(c: Call, logp: Value, target: Value) -> Value:
+def _of_probabilities(c: TorchCall, logp: Value, target: Value) -> Value:
     """The classes' log-probabilities, weighted."""
     each = c.elementwise([logp, target], functions.MUL)
     how, rank = c.arg("reduction", 1), len(logp.shape)
@@ -323,7 +323,7 @@ def _of_probabilities(c: Call, logp: Value, target: Value) -> Value:
 
 
 @lowers("mse_loss", "l1_loss")
-def _distance(c: Call) -> Value:
+def _distance(c: TorchCall) -> Value:
     x = c.elementwise([c.x(), c.x("target")], functions.SUB)
     x = c.elementwise([x], functions.SQUARE if c.op == "mse_loss" else FUNCTIONS["abs"])
     how = c.arg("reduction", 1)
@@ -334,7 +334,7 @@ def _distance(c: Call) -> Value:
 
 
 @lowers("glu")
-def _glu(c: Call) -> Value:
+def _glu(c: TorchCall) -> Value:
     """One half times the sigmoid of the other."""
     x = c.x()
     axis = c.axis(c.arg("dim", -1), len(x.shape))
@@ -343,7 +343,7 @@ def _glu(c: Call) -> Value:
 
 
 @lowers("prelu")
-def _prelu(c: Call) -> Value:
+def _prelu(c: TorchCall) -> Value:
     x, slope = c.x(), c.x("weight")
     slope = _a_channel(c, slope, len(x.shape)) if slope.elements > 1 else slope
     below = c.elementwise([x, slope], functions.MUL)

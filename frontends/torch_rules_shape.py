@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pase.frontends.moves import join, part, spread, take, take_along
 from pase.frontends.torch_rules import lowers
-from pase.frontends.torch_values import Call
+from pase.frontends.torch_values import TorchCall
 from pase.frontends.values import Value
 from pase.ir import functions
 from pase.ops import indexed, nests
@@ -18,7 +18,7 @@ __all__: list[str] = []
 @lowers("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "alias", "clone",
         "contiguous", "lift_fresh_copy", "view_copy", "_reshape_alias", "copy", "resolve_conj", "resolve_neg",
         "broadcast_to", "expand", "expand_copy", "expand_as", "as_strided_copy")  # fmt: skip
-def _view(c: Call) -> Value:
+def _view(c: TorchCall) -> Value:
     """The same elements in another shape, those of dims of one perhaps repeated."""
     x, (shape, dtype) = c.x("src" if c.op == "copy" else "self"), c.out()
     if x.note == ("filled",):
@@ -28,7 +28,7 @@ def _view(c: Call) -> Value:
 
 
 @lowers("permute", "transpose", "t", "movedim", "swapaxes", "numpy_T", "permute_copy", "adjoint", "mT")
-def _permute(c: Call) -> Value:
+def _permute(c: TorchCall) -> Value:
     x = c.x()
     rank = len(x.shape)
     order = list(range(rank))
@@ -52,7 +52,9 @@ def _permute(c: Call) -> Value:
     return c.transpose(x, order)
 
 
-def _cut(c: Call, x: Value, axis: int, start: int, stop: int, step: int = 1, name: str = "slice") -> Value:
+def _cut(
+    c: TorchCall, x: Value, axis: int, start: int, stop: int, step: int = 1, name: str = "slice"
+) -> Value:
     """x from start to stop of a dim."""
     size = len(range(start, stop, step))
     if size == x.shape[axis]:
@@ -64,7 +66,7 @@ def _cut(c: Call, x: Value, axis: int, start: int, stop: int, step: int = 1, nam
 
 
 @lowers("slice", "narrow", "slice_copy")
-def _slice(c: Call) -> Value:
+def _slice(c: TorchCall) -> Value:
     x = c.x()
     axis = c.axis(c.arg("dim", 0), len(x.shape))
     if c.op == "narrow":
@@ -75,7 +77,7 @@ def _slice(c: Call) -> Value:
 
 
 @lowers("select", "select_copy")
-def _select(c: Call) -> Value:
+def _select(c: TorchCall) -> Value:
     x = c.x()
     axis = c.axis(c.arg("dim"), len(x.shape))
     at = c.arg("index") % x.shape[axis]
@@ -84,7 +86,7 @@ def _select(c: Call) -> Value:
 
 @lowers("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "split_with_sizes_copy",
         "unsafe_chunk")  # fmt: skip
-def _split(c: Call) -> Sequence[Value]:
+def _split(c: TorchCall) -> Sequence[Value]:
     x = c.x()
     axis = c.axis(c.arg("dim", 0), len(x.shape))
     out, at = [], 0
@@ -97,7 +99,7 @@ def _split(c: Call) -> Sequence[Value]:
 
 
 @lowers("cat", "concat", "stack")
-def _cat(c: Call) -> Value:
+def _cat(c: TorchCall) -> Value:
     values = [v for v in c.values if v.shape != (0,)]
     shape, dtype = c.out()
     axis = c.axis(c.arg("dim", 0), len(shape))
@@ -109,7 +111,7 @@ def _cat(c: Call) -> Value:
 
 
 @lowers("repeat", "tile")
-def _repeat(c: Call) -> Value:
+def _repeat(c: TorchCall) -> Value:
     x, shape = c.x(), c.shape_out
     if x.note == ("filled",):
         return c.filled(shape, x.dtype)
@@ -121,7 +123,7 @@ def _repeat(c: Call) -> Value:
 
 
 @lowers("repeat_interleave")
-def _interleave(c: Call) -> Value:
+def _interleave(c: TorchCall) -> Value:
     """Each element of a dim several times, one after the other."""
     x, shape = c.x(), c.shape_out
     times = c.arg("repeats")
@@ -136,7 +138,7 @@ def _interleave(c: Call) -> Value:
         "replication_pad3d", "flip", "roll", "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d",
         "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d", "_upsample_bilinear2d_aa",
         "upsample_nearest3d", "_upsample_bicubic2d_aa")  # fmt: skip
-def _restrict(c: Call) -> Value:
+def _restrict(c: TorchCall) -> Value:
     """Dims whose elements change places are whole on a device."""
     x, shape = c.values[0], c.shape_out
     changed = c.axes(c.ints("dims", 1), len(shape)) if c.op in ("flip", "roll") else ()
@@ -149,7 +151,7 @@ def _restrict(c: Call) -> Value:
 
 
 @lowers("slice_scatter", "select_scatter")
-def _written(c: Call) -> Value:
+def _written(c: TorchCall) -> Value:
     """x with other elements in a part of it."""
     x, new = c.x(), c.x("src")
     axis = c.axis(c.arg("dim", 0), len(x.shape))
@@ -165,16 +167,16 @@ def _written(c: Call) -> Value:
 
 
 @lowers("index_select")
-def _index_select(c: Call) -> Value:
+def _index_select(c: TorchCall) -> Value:
     return take(c, c.x(), c.x("index"), c.arg("dim"))
 
 
 @lowers("gather")
-def _gather(c: Call) -> Value:
+def _gather(c: TorchCall) -> Value:
     return take_along(c, c.x(), c.x("index"), c.arg("dim"))
 
 
-def _indices(c: Call, rank: int) -> tuple[list[int], list[Value]]:
+def _indices(c: TorchCall, rank: int) -> tuple[list[int], list[Value]]:
     """The dims that are indexed, and their indices, broadcast against one another."""
     given = {i: v for i, v in enumerate(c.arg("indices")) if v is not None}
     if any(v.dtype == "bool" for v in given.values()):
@@ -183,18 +185,18 @@ def _indices(c: Call, rank: int) -> tuple[list[int], list[Value]]:
     return list(given), [_wide(c, v, shape) for v in given.values()]
 
 
-def _wide(c: Call, v: Value, shape: Sequence[int]) -> Value:
+def _wide(c: TorchCall, v: Value, shape: Sequence[int]) -> Value:
     return c.filled(shape, v.dtype) if v.note == ("filled",) else spread(c, v, shape)
 
 
-def _together(c: Call, ids: Sequence[Value]) -> Value:
+def _together(c: TorchCall, ids: Sequence[Value]) -> Value:
     """Index vectors: [..., one for each dim]."""
     each = [c.reshape(v, (*v.shape, 1)) for v in ids]
     return join(c, each, len(each[0].shape) - 1) if len(each) > 1 else each[0]
 
 
 @lowers("index", "_unsafe_index")
-def _index(c: Call) -> Value:
+def _index(c: TorchCall) -> Value:
     """x[i, :, j]: where the indexed dims are neighbours the indices' shape stands in their place, else in front."""
     x = c.x()
     at, ids = _indices(c, len(x.shape))
@@ -211,7 +213,7 @@ def _index(c: Call) -> Value:
 
 
 @lowers("index_put", "_unsafe_index_put")
-def _index_put(c: Call) -> Value:
+def _index_put(c: TorchCall) -> Value:
     x, new = c.x(), c.x("values")
     at, ids = _indices(c, len(x.shape))
     first = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
@@ -227,7 +229,7 @@ def _index_put(c: Call) -> Value:
 
 
 @lowers("index_add", "index_copy")
-def _index_add(c: Call) -> Value:
+def _index_add(c: TorchCall) -> Value:
     x, ids, new = c.x(), c.x("index"), c.x("source")
     axis = c.axis(c.arg("dim"), len(x.shape))
     made = indexed.scatter(
@@ -239,7 +241,7 @@ def _index_add(c: Call) -> Value:
 
 
 @lowers("scatter", "scatter_add", "scatter_reduce")
-def _scatter(c: Call) -> Value:
+def _scatter(c: TorchCall) -> Value:
     """Elements at the index's place in the dim: the other dims may be split where all have them alike."""
     x, ids = c.x(), c.x("index")
     new = c.opt("src")
@@ -251,7 +253,7 @@ def _scatter(c: Call) -> Value:
 
 
 @lowers("one_hot")
-def _one_hot(c: Call) -> Value:
+def _one_hot(c: TorchCall) -> Value:
     shape, dtype = c.out()
     ids = c.reshape(c.x(), (*c.x().shape, 1))
     (out,) = nests.elementwise(c.b, functions.EQUAL, [c.tensor(ids)], [dtype], name="one_hot", shape=shape)
@@ -262,19 +264,19 @@ def _one_hot(c: Call) -> Value:
 
 
 @lowers("arange", "linspace")
-def _arange(c: Call) -> Value:
+def _arange(c: TorchCall) -> Value:
     return c.value(nests.generate(c.b, functions.IOTA, *c.out()))
 
 
 @lowers("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "empty", "empty_like", "new_full",
         "new_zeros", "new_ones", "new_empty", "scalar_tensor", "fill", "empty_strided", "new_empty_strided", "eye",
         "empty_permuted")  # fmt: skip
-def _filled(c: Call) -> Value:
+def _filled(c: TorchCall) -> Value:
     return c.filled(*c.out()) if c.op != "eye" else c.nothing(*c.out())
 
 
 @lowers("histc", "bincount")
-def _histogram(c: Call) -> Value:
+def _histogram(c: TorchCall) -> Value:
     """How often each value occurs: a few integers."""
     x = c.x()
     made = nests.opaque(c.b, c.op, [c.tensor(x)], [c.out()], flops=2.0 * x.elements, differentiable=False)

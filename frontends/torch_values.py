@@ -15,11 +15,11 @@ from pase.ir.functions import Function
 from pase.ops import GraphBuilder, nests
 
 if TYPE_CHECKING:
-    from pase.frontends.torch_lower import Lowering
+    from pase.frontends.torch_lower import TorchLowering
 
-__all__ = ["Call", "Spec", "arguments", "dtype_of", "specs_of"]
+__all__ = ["TorchCall", "TorchSpec", "arguments", "dtype_of", "specs_of"]
 
-Spec = tuple[tuple[int, ...], str]
+TorchSpec = tuple[tuple[int, ...], str]
 """Shape and dtype."""
 
 
@@ -28,11 +28,11 @@ def dtype_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def specs_of(val: Any, place: str) -> list[Spec | None]:
+def specs_of(val: Any, place: str) -> list[TorchSpec | None]:
     """What a node makes, from the fake tensors that stand for it; PaseError where a size depends on the data."""
     import torch
 
-    out: list[Spec | None] = []
+    out: list[TorchSpec | None] = []
     for t in val if isinstance(val, (tuple, list)) else (val,):
         if not isinstance(t, torch.Tensor):
             out.append(None)
@@ -60,13 +60,13 @@ def arguments(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
 
 
 @dataclass
-class Call(Site):
+class TorchCall(Site):
     """One call of an op. given: operands (values, numbers, lists of them) by the names of its schema."""
 
-    low: Lowering
+    low: TorchLowering
     op: str
     given: dict[str, Any]
-    outs: list[Spec | None]
+    outs: list[TorchSpec | None]
     place: str = field(default="")
 
     @property
@@ -113,7 +113,7 @@ class Call(Site):
 
     # Results.
 
-    def out(self, i: int = 0) -> Spec:
+    def out(self, i: int = 0) -> TorchSpec:
         spec = self.outs[i]
         if spec is None:
             raise self.fail(f"its result {i} is no tensor")

@@ -80,7 +80,7 @@ def _stop_writing() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _Group(TyperGroup):
+class _Commands(TyperGroup):
     """Lists all commands, loads only the one that runs, maps its errors."""
 
     package: str
@@ -127,7 +127,7 @@ def command_group(package: str = "") -> Any:
     """The program with the commands of a package, pase's own unless one is named; call its ``main(args=…)``."""
     package = package or PACKAGE
     app = typer.Typer(
-        cls=_Group,
+        cls=_Commands,
         help=HELP,
         epilog=EPILOG,
         add_completion=True,
@@ -151,7 +151,7 @@ def command_group(package: str = "") -> Any:
     for name in _names(package):
         app.command(name=name)(_placeholder)
     group = typer.main.get_command(app)
-    assert isinstance(group, _Group)
+    assert isinstance(group, _Commands)
     group.package = package
     return group
 

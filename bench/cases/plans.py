@@ -12,18 +12,18 @@ import numpy as np
 
 from pase import costmodels, machine, zoo
 from pase.api import Plan
-from pase.backends.truth import Row, Step, compare, sharded_step, unsharded_step
+from pase.backends.truth import CollectiveRow, StepResult, compare, sharded_step, unsharded_step
 from pase.baselines import Baseline, baselines, masks
 from pase.compiler.mesh_search import search_meshes
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
-from pase.frontends.from_jax import Traced, trace
+from pase.frontends.from_jax import TracedJax, trace
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.tables.layouts import configs
 
 DEVICES = 8
 TOLERANCE = {"loss": 1e-5, "gradients": 5e-5, "parameters": 5e-5}
-"""Of a sharded step beside the unsharded one, float32; see ``Step.differences``."""
+"""Of a sharded step beside the unsharded one, float32; see ``StepResult.differences``."""
 
 
 class ExpensiveCompute:
@@ -45,7 +45,7 @@ class ExpensiveCompute:
 class Case:
     """A traced model and what it may be split by."""
 
-    traced: Traced
+    traced: TracedJax
     problem: SplitProblem
     model: Any = None
 
@@ -103,7 +103,7 @@ def reduced(name: str) -> Case:
 
 
 @cache
-def measured(model: str, strategy: str) -> tuple[dict[str, float], list[Row]]:
+def measured(model: str, strategy: str) -> tuple[dict[str, float], list[CollectiveRow]]:
     """One step of a reduced zoo model both ways: how far the numbers are apart, and bytes by kind."""
     import optax
 
@@ -116,16 +116,16 @@ def measured(model: str, strategy: str) -> tuple[dict[str, float], list[Row]]:
     return whole.differences(step), compare(plan, step.compiled)
 
 
-def total_error(rows: Sequence[Row]) -> float:
+def total_error(rows: Sequence[CollectiveRow]) -> float:
     """Error of all bytes together."""
     compiled, on_cpu = sum(r.compiled for r in rows), sum(r.on_cpu for r in rows)
     return (on_cpu - compiled) / compiled if compiled else float(on_cpu > 0)
 
 
-_steps: dict[str, Step] = {}
+_steps: dict[str, StepResult] = {}
 
 
-def _whole(model: str, optimizer: Any) -> Step:
+def _whole(model: str, optimizer: Any) -> StepResult:
     m = reduced(model).model
     if model not in _steps:
         _steps[model] = unsharded_step(m.loss_fn, optimizer, *m.init(0))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bench.cases import SHARED
 from pase.schedule.pipedream import Layer, problem_from_layers, read_pipedream
-from pase.schedule.types import Curve, Link, ScheduleProblem
+from pase.schedule.types import Link, ScheduleProblem, SendTime
 
 PROFILES = SHARED / "traces" / "pipedream_profiles"
 
@@ -20,7 +20,7 @@ BETA = sum(COMMUNICATION_US) * 1e-6 / VGG19_BYTES
 
 
 def link(name: str = "net", *, alpha_s: float = 0.0, beta: float = 1.0) -> Link:
-    return Link(name=name, curve=Curve.alpha_beta(alpha_s=alpha_s, beta_s_per_byte=beta))
+    return Link(name=name, curve=SendTime.alpha_beta(alpha_s=alpha_s, beta_s_per_byte=beta))
 
 
 def vgg19(*links: Link) -> ScheduleProblem:

@@ -18,7 +18,7 @@ import numpy as np
 
 
 @dataclass(kw_only=True)
-class Run:
+class ImaginedRun:
     """What the imagined run looks like."""
 
     ranks: int = 2
@@ -50,7 +50,7 @@ class Run:
     """(kernel name, kernel name) pairs across streams: the second waits for the first."""
 
 
-def simulate(run: Run) -> Run:
+def simulate(run: ImaginedRun) -> ImaginedRun:
     """Fill events, true iteration times [rank][iteration] and the true cross-stream waits."""
     rng = np.random.default_rng(run.seed)
     main = [100.0 * (r + 1) for r in range(run.ranks)]
@@ -189,7 +189,7 @@ def simulate(run: Run) -> Run:
     return run
 
 
-def _set_clocks(run: Run) -> None:
+def _set_clocks(run: ImaginedRun) -> None:
     for r, events in run.events.items():
         skew = run.skew_us[r] if run.skew_us else 0.0
         drift = run.drift[r] if run.drift else 0.0
@@ -198,13 +198,13 @@ def _set_clocks(run: Run) -> None:
             e["ts"], e["dur"] = round(begin, 3), round(end - begin, 3)
 
 
-def trace(run: Run, rank: int) -> dict[str, Any]:
+def trace(run: ImaginedRun, rank: int) -> dict[str, Any]:
     """One rank's Kineto document."""
     info = {"backend": "nccl", "rank": rank, "world_size": run.ranks}
     return {"schemaVersion": 1, "distributedInfo": info, "traceEvents": run.events[rank]}
 
 
-def write(run: Run, folder: Path) -> Path:
+def write(run: ImaginedRun, folder: Path) -> Path:
     """All ranks' traces, as the profiler would leave them."""
     folder.mkdir(parents=True, exist_ok=True)
     for r in range(run.ranks):

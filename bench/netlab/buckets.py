@@ -80,7 +80,7 @@ def batches(mesh: Any, count: int, samples: int) -> list[tuple[Any, Any]]:
 
 def problem_for(params: Any, compute_s: float, nbytes: list[float], seconds: list[float]) -> Any:
     """Blocks by FLOPs, a third of them forward; one link with the measured curve."""
-    from pase.schedule import Curve
+    from pase.schedule import SendTime
     from pase.schedule.pipedream import Layer, problem_from_layers
     from pase.schedule.types import Link
 
@@ -96,7 +96,7 @@ def problem_for(params: Any, compute_s: float, nbytes: list[float], seconds: lis
         )
         for k, p in params.items()
     ]
-    link = Link(name="network", curve=Curve.table(nbytes, seconds))
+    link = Link(name="network", curve=SendTime.table(nbytes, seconds))
     return problem_from_layers(layers, (link,), name="tower")
 
 
@@ -155,7 +155,7 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
         problem = problem_for(params, job["compute_s"], list(map(float, SIZES)), seconds)
         plans = chosen(problem, job["policies"])
         running = [
-            _Running(
+            _RunningPlan(
                 BucketRunner(
                     loss_fn=loss_fn,
                     problem=problem,
@@ -217,7 +217,7 @@ def _compute(mesh: Any, params: Any, optimizer: Any, data: list[Any], repeats: i
     return times[2:]
 
 
-class _Running:
+class _RunningPlan:
     """A plan at work: its iterations' seconds once all of its programs are compiled, its losses from the start."""
 
     def __init__(self, runner: Any, params: Any, data: list[Any]) -> None:

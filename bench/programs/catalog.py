@@ -6,19 +6,19 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-Program = tuple[Any, ...]
-PROGRAMS: dict[str, Callable[[], Program]] = {}
+LibraryProgram = tuple[Any, ...]
+PROGRAMS: dict[str, Callable[[], LibraryProgram]] = {}
 MODULES = ("haiku_", "linen_", "nnx_", "equinox_", "keras_", "science", "losses", "plain", "decoders")
 
 
-def program(make: Callable[[], Program]) -> Callable[[], Program]:
+def program(make: Callable[[], LibraryProgram]) -> Callable[[], LibraryProgram]:
     """Registers the program under its module's and its function's name, haiku.mlp."""
     library = make.__module__.rpartition(".")[2].removesuffix("_")
     PROGRAMS[f"{library}.{make.__name__}"] = make
     return make
 
 
-def load() -> dict[str, Callable[[], Program]]:
+def load() -> dict[str, Callable[[], LibraryProgram]]:
     """All programs; a library is imported when its program is made."""
     for module in MODULES:
         importlib.import_module(f"bench.programs.{module}")

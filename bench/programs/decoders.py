@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.programs.catalog import PROGRAMS, Program, integers
+from bench.programs.catalog import PROGRAMS, LibraryProgram, integers
 
 _SMALL = {
     "vocab_size": 128,
@@ -60,10 +60,10 @@ _BOTH: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def _predicts(name: str, head: str, config: Mapping[str, Any]) -> Callable[[], Program]:
+def _predicts(name: str, head: str, config: Mapping[str, Any]) -> Callable[[], LibraryProgram]:
     """The mean cross entropy of the next token, or of the token itself, of 8 texts of 16 tokens."""
 
-    def made() -> Program:
+    def made() -> LibraryProgram:
         import optax
         import transformers
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.programs.catalog import Program, integers, normal, program
+from bench.programs.catalog import LibraryProgram, integers, normal, program
 
 
-def _program(model: Any, x: Any, *, keyed: bool = False) -> Program:
+def _program(model: Any, x: Any, *, keyed: bool = False) -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 
@@ -27,14 +27,14 @@ def _key() -> Any:
 
 
 @program
-def mlp() -> Program:
+def mlp() -> LibraryProgram:
     import equinox as eqx
 
     return _program(eqx.nn.MLP(24, 8, 64, 2, key=_key()), normal(32, 24))
 
 
 @program
-def conv_net() -> Program:
+def conv_net() -> LibraryProgram:
     import equinox as eqx
     import jax
 
@@ -51,14 +51,14 @@ def conv_net() -> Program:
 
 
 @program
-def transposed_conv() -> Program:
+def transposed_conv() -> LibraryProgram:
     import equinox as eqx
 
     return _program(eqx.nn.ConvTranspose2d(8, 4, 4, stride=2, key=_key()), normal(8, 8, 8, 8))
 
 
 @program
-def attention_with_dropout() -> Program:
+def attention_with_dropout() -> LibraryProgram:
     import equinox as eqx
 
     class Block(eqx.Module):
@@ -76,7 +76,7 @@ def attention_with_dropout() -> Program:
 
 
 @program
-def gru() -> Program:
+def gru() -> LibraryProgram:
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -91,7 +91,7 @@ def gru() -> Program:
 
 
 @program
-def batch_norm() -> Program:
+def batch_norm() -> LibraryProgram:
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -110,7 +110,7 @@ def batch_norm() -> Program:
 
 
 @program
-def embedding() -> Program:
+def embedding() -> LibraryProgram:
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -122,7 +122,7 @@ def embedding() -> Program:
 
 
 @program
-def spectral_norm() -> Program:
+def spectral_norm() -> LibraryProgram:
     import equinox as eqx
     import jax
     import jax.numpy as jnp

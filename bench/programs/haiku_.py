@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bench.programs.catalog import Program, integers, normal, program
+from bench.programs.catalog import LibraryProgram, integers, normal, program
 
 
-def _stateless(net: Callable[..., Any], x: Any) -> Program:
+def _stateless(net: Callable[..., Any], x: Any) -> LibraryProgram:
     import haiku as hk
     import jax
     import jax.numpy as jnp
@@ -18,7 +18,7 @@ def _stateless(net: Callable[..., Any], x: Any) -> Program:
     return lambda p, x: jnp.mean(f.apply(p, x) ** 2), params, x
 
 
-def _stateful(net: Callable[..., Any], x: Any) -> Program:
+def _stateful(net: Callable[..., Any], x: Any) -> LibraryProgram:
     import haiku as hk
     import jax
     import jax.numpy as jnp
@@ -34,28 +34,28 @@ def _stateful(net: Callable[..., Any], x: Any) -> Program:
 
 
 @program
-def mlp() -> Program:
+def mlp() -> LibraryProgram:
     import haiku as hk
 
     return _stateless(lambda x: hk.nets.MLP([64, 32, 16])(x), normal(32, 24))
 
 
 @program
-def resnet18() -> Program:
+def resnet18() -> LibraryProgram:
     import haiku as hk
 
     return _stateful(lambda x: hk.nets.ResNet18(10)(x, is_training=True), normal(8, 32, 32, 3))
 
 
 @program
-def mobilenet() -> Program:
+def mobilenet() -> LibraryProgram:
     import haiku as hk
 
     return _stateful(lambda x: hk.nets.MobileNetV1(num_classes=10)(x, is_training=True), normal(8, 32, 32, 3))
 
 
 @program
-def lstm() -> Program:
+def lstm() -> LibraryProgram:
     import haiku as hk
 
     def net(x: Any) -> Any:
@@ -66,7 +66,7 @@ def lstm() -> Program:
 
 
 @program
-def gru_static() -> Program:
+def gru_static() -> LibraryProgram:
     import haiku as hk
 
     def net(x: Any) -> Any:
@@ -77,7 +77,7 @@ def gru_static() -> Program:
 
 
 @program
-def attention() -> Program:
+def attention() -> LibraryProgram:
     import haiku as hk
 
     def net(x: Any) -> Any:
@@ -88,7 +88,7 @@ def attention() -> Program:
 
 
 @program
-def vqvae() -> Program:
+def vqvae() -> LibraryProgram:
     import haiku as hk
 
     def net(x: Any, is_training: bool = True) -> Any:
@@ -100,14 +100,14 @@ def vqvae() -> Program:
 
 
 @program
-def embedding() -> Program:
+def embedding() -> LibraryProgram:
     import haiku as hk
 
     return _stateless(lambda t: hk.Linear(16)(hk.Embed(128, 32)(t)), integers(128, 16, 24))
 
 
 @program
-def separable_conv() -> Program:
+def separable_conv() -> LibraryProgram:
     import haiku as hk
 
     def net(x: Any) -> Any:

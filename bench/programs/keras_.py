@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.programs.catalog import Program, integers, normal, program
+from bench.programs.catalog import LibraryProgram, integers, normal, program
 
 
-def _program(model: Any, *inputs: Any) -> Program:
+def _program(model: Any, *inputs: Any) -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 
@@ -25,7 +25,7 @@ def _program(model: Any, *inputs: Any) -> Program:
     return loss, trained, rest, *inputs
 
 
-def _decoder(made: Any) -> Program:
+def _decoder(made: Any) -> LibraryProgram:
     """A language model of Keras Hub with 64 tokens, on 8 sentences of 16."""
     import jax.numpy as jnp
 
@@ -33,14 +33,14 @@ def _decoder(made: Any) -> Program:
 
 
 @program
-def mlp() -> Program:
+def mlp() -> LibraryProgram:
     import keras
 
     return _program(keras.Sequential([keras.layers.Dense(64, "relu"), keras.layers.Dense(8)]), normal(32, 16))
 
 
 @program
-def mobilenet_v2() -> Program:
+def mobilenet_v2() -> LibraryProgram:
     import keras
 
     made = keras.applications.MobileNetV2(weights=None, input_shape=(32, 32, 3), classes=10, alpha=0.35)
@@ -48,7 +48,7 @@ def mobilenet_v2() -> Program:
 
 
 @program
-def efficientnet() -> Program:
+def efficientnet() -> LibraryProgram:
     import keras
 
     return _program(
@@ -58,7 +58,7 @@ def efficientnet() -> Program:
 
 
 @program
-def convnext() -> Program:
+def convnext() -> LibraryProgram:
     import keras
 
     return _program(
@@ -68,7 +68,7 @@ def convnext() -> Program:
 
 
 @program
-def lstm() -> Program:
+def lstm() -> LibraryProgram:
     import keras
 
     return _program(
@@ -84,7 +84,7 @@ def lstm() -> Program:
 
 
 @program
-def attention() -> Program:
+def attention() -> LibraryProgram:
     import keras
 
     q = keras.Input((12, 32))
@@ -93,7 +93,7 @@ def attention() -> Program:
 
 
 @program
-def hub_bert() -> Program:
+def hub_bert() -> LibraryProgram:
     import jax.numpy as jnp
     import keras_hub
 
@@ -114,7 +114,7 @@ def hub_bert() -> Program:
 
 
 @program
-def hub_gemma() -> Program:
+def hub_gemma() -> LibraryProgram:
     import keras_hub
 
     made = keras_hub.models.GemmaBackbone(
@@ -130,7 +130,7 @@ def hub_gemma() -> Program:
 
 
 @program
-def hub_llama() -> Program:
+def hub_llama() -> LibraryProgram:
     import keras_hub
 
     made = keras_hub.models.Llama3Backbone(
@@ -145,7 +145,7 @@ def hub_llama() -> Program:
 
 
 @program
-def hub_mixtral() -> Program:
+def hub_mixtral() -> LibraryProgram:
     import keras_hub
 
     made = keras_hub.models.MixtralBackbone(

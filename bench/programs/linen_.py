@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.programs.catalog import Program, integers, normal, program
+from bench.programs.catalog import LibraryProgram, integers, normal, program
 
 
-def _program(module: Any, *inputs: Any) -> Program:
+def _program(module: Any, *inputs: Any) -> LibraryProgram:
     """Mean square of what the module makes; collections besides params are returned as the loss has them."""
     import jax
     import jax.numpy as jnp
@@ -25,7 +25,7 @@ def _program(module: Any, *inputs: Any) -> Program:
 
 
 @program
-def batch_norm_cnn() -> Program:
+def batch_norm_cnn() -> LibraryProgram:
     import flax.linen as nn
 
     class Net(nn.Module):
@@ -39,7 +39,7 @@ def batch_norm_cnn() -> Program:
 
 
 @program
-def spectral_norm() -> Program:
+def spectral_norm() -> LibraryProgram:
     import flax.linen as nn
 
     class Net(nn.Module):
@@ -51,28 +51,28 @@ def spectral_norm() -> Program:
 
 
 @program
-def lstm() -> Program:
+def lstm() -> LibraryProgram:
     import flax.linen as nn
 
     return _program(nn.RNN(nn.OptimizedLSTMCell(32)), normal(16, 12, 24))
 
 
 @program
-def bidirectional() -> Program:
+def bidirectional() -> LibraryProgram:
     import flax.linen as nn
 
     return _program(nn.Bidirectional(nn.RNN(nn.GRUCell(16)), nn.RNN(nn.GRUCell(16))), normal(16, 12, 24))
 
 
 @program
-def conv_lstm() -> Program:
+def conv_lstm() -> LibraryProgram:
     import flax.linen as nn
 
     return _program(nn.RNN(nn.ConvLSTMCell(8, (3, 3))), normal(8, 4, 8, 8, 4))
 
 
 @program
-def dropout_mlp() -> Program:
+def dropout_mlp() -> LibraryProgram:
     import flax.linen as nn
 
     class Net(nn.Module):
@@ -84,7 +84,7 @@ def dropout_mlp() -> Program:
 
 
 @program
-def scanned_transformer() -> Program:
+def scanned_transformer() -> LibraryProgram:
     import flax.linen as nn
 
     class Block(nn.Module):
@@ -106,7 +106,7 @@ def scanned_transformer() -> Program:
 
 
 @program
-def transposed_conv() -> Program:
+def transposed_conv() -> LibraryProgram:
     import flax.linen as nn
 
     return _program(
@@ -116,21 +116,21 @@ def transposed_conv() -> Program:
 
 
 @program
-def grouped_conv() -> Program:
+def grouped_conv() -> LibraryProgram:
     import flax.linen as nn
 
     return _program(nn.Conv(32, (3, 3), feature_group_count=4), normal(8, 8, 8, 16))
 
 
 @program
-def weight_norm() -> Program:
+def weight_norm() -> LibraryProgram:
     import flax.linen as nn
 
     return _program(nn.WeightNorm(nn.Dense(32)), normal(16, 24))
 
 
 @program
-def einsum() -> Program:
+def einsum() -> LibraryProgram:
     import flax.linen as nn
 
     return _program(nn.Einsum((24, 4, 8), "abc,cde->abde"), normal(8, 12, 24))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bench.programs.catalog import PROGRAMS, Program, integers, normal, program
+from bench.programs.catalog import PROGRAMS, LibraryProgram, integers, normal, program
 
 
 def _simple(name: str, targets: Callable[[], Any]) -> None:
-    def make() -> Program:
+    def make() -> LibraryProgram:
         import jax.numpy as jnp
         import optax
 
@@ -46,14 +46,14 @@ for _name in ("ranking_softmax_loss",):
 
 
 @program
-def ntxent() -> Program:
+def ntxent() -> LibraryProgram:
     import optax
 
     return lambda p, x, y: optax.losses.ntxent(x @ p, y), normal(24, 16), normal(64, 24), integers(8, 64)
 
 
 @program
-def ctc() -> Program:
+def ctc() -> LibraryProgram:
     import jax.numpy as jnp
     import optax
 
@@ -65,7 +65,7 @@ def ctc() -> Program:
 
 
 @program
-def triplet() -> Program:
+def triplet() -> LibraryProgram:
     import optax
 
     def loss(p: Any, a: Any, b: Any, c: Any) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bench.programs.catalog import Program, normal, program
+from bench.programs.catalog import LibraryProgram, normal, program
 
 
-def _program(make: Callable[[Any], Any], *inputs: Any) -> Program:
+def _program(make: Callable[[Any], Any], *inputs: Any) -> LibraryProgram:
     """All of the module's state as parameters, as nnx.split gives it."""
     import jax.numpy as jnp
     from flax import nnx
@@ -23,7 +23,7 @@ def _program(make: Callable[[Any], Any], *inputs: Any) -> Program:
 
 
 @program
-def mlp_with_dropout() -> Program:
+def mlp_with_dropout() -> LibraryProgram:
     from flax import nnx
 
     return _program(
@@ -35,7 +35,7 @@ def mlp_with_dropout() -> Program:
 
 
 @program
-def batch_norm() -> Program:
+def batch_norm() -> LibraryProgram:
     from flax import nnx
 
     return _program(
@@ -45,21 +45,21 @@ def batch_norm() -> Program:
 
 
 @program
-def attention() -> Program:
+def attention() -> LibraryProgram:
     from flax import nnx
 
     return _program(lambda r: nnx.MultiHeadAttention(4, 32, decode=False, rngs=r), normal(8, 12, 32))
 
 
 @program
-def lora() -> Program:
+def lora() -> LibraryProgram:
     from flax import nnx
 
     return _program(lambda r: nnx.LoRALinear(24, 32, lora_rank=4, rngs=r), normal(16, 24))
 
 
 @program
-def rnn() -> Program:
+def rnn() -> LibraryProgram:
     from flax import nnx
 
     return _program(lambda r: nnx.RNN(nnx.LSTMCell(24, 32, rngs=r)), normal(8, 12, 24))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.programs.catalog import Program, normal, program
+from bench.programs.catalog import LibraryProgram, normal, program
 
 
 def _weights() -> Any:
@@ -12,7 +12,7 @@ def _weights() -> Any:
 
 
 @program
-def branch() -> Program:
+def branch() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 
@@ -24,7 +24,7 @@ def branch() -> Program:
 
 
 @program
-def switch_in_scan() -> Program:
+def switch_in_scan() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 
@@ -37,7 +37,7 @@ def switch_in_scan() -> Program:
 
 
 @program
-def newton_while() -> Program:
+def newton_while() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 
@@ -54,7 +54,7 @@ def newton_while() -> Program:
 
 
 @program
-def batch_statistics_under_vmap() -> Program:
+def batch_statistics_under_vmap() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 
@@ -72,7 +72,7 @@ def batch_statistics_under_vmap() -> Program:
 
 
 @program
-def straight_through() -> Program:
+def straight_through() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 
@@ -90,7 +90,7 @@ def straight_through() -> Program:
 
 
 @program
-def own_gradient() -> Program:
+def own_gradient() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 
@@ -111,7 +111,7 @@ def own_gradient() -> Program:
 
 
 @program
-def callback() -> Program:
+def callback() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -124,7 +124,7 @@ def callback() -> Program:
 
 
 @program
-def sparse_matrix() -> Program:
+def sparse_matrix() -> LibraryProgram:
     import jax.numpy as jnp
     from jax.experimental import sparse
 
@@ -134,7 +134,7 @@ def sparse_matrix() -> Program:
 
 
 @program
-def shard_map_inside() -> Program:
+def shard_map_inside() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -154,7 +154,7 @@ def shard_map_inside() -> Program:
 
 
 @program
-def integer_leaves() -> Program:
+def integer_leaves() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.programs.catalog import Program, integers, normal, program
+from bench.programs.catalog import LibraryProgram, integers, normal, program
 
 
 def _key() -> Any:
@@ -14,7 +14,7 @@ def _key() -> Any:
 
 
 @program
-def distrax_flow() -> Program:
+def distrax_flow() -> LibraryProgram:
     import distrax
     import jax.numpy as jnp
 
@@ -27,7 +27,7 @@ def distrax_flow() -> Program:
 
 
 @program
-def distrax_mixture() -> Program:
+def distrax_mixture() -> LibraryProgram:
     import distrax
 
     def loss(p: Any, x: Any) -> Any:
@@ -38,7 +38,7 @@ def distrax_mixture() -> Program:
 
 
 @program
-def numpyro_regression() -> Program:
+def numpyro_regression() -> LibraryProgram:
     import numpyro
     import numpyro.distributions as dist
     from numpyro.infer import SVI, Trace_ELBO
@@ -56,7 +56,7 @@ def numpyro_regression() -> Program:
 
 
 @program
-def jraph_network() -> Program:
+def jraph_network() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
     import jraph
@@ -84,7 +84,7 @@ def jraph_network() -> Program:
 
 
 @program
-def jraph_gcn() -> Program:
+def jraph_gcn() -> LibraryProgram:
     import jax.numpy as jnp
     import jraph
 
@@ -105,7 +105,7 @@ def jraph_gcn() -> Program:
 
 
 @program
-def e3nn_tensor_product() -> Program:
+def e3nn_tensor_product() -> LibraryProgram:
     import e3nn_jax as e3nn
     import jax.numpy as jnp
 
@@ -121,7 +121,7 @@ def e3nn_tensor_product() -> Program:
 
 
 @program
-def jax_md_energy() -> Program:
+def jax_md_energy() -> LibraryProgram:
     import jax
     import jax.numpy as jnp
     from jax_md import energy, space
@@ -137,7 +137,7 @@ def jax_md_energy() -> Program:
 
 
 @program
-def diffrax_ode() -> Program:
+def diffrax_ode() -> LibraryProgram:
     import diffrax
     import jax
     import jax.numpy as jnp
@@ -154,7 +154,7 @@ def diffrax_ode() -> Program:
 
 
 @program
-def diffrax_adaptive() -> Program:
+def diffrax_adaptive() -> LibraryProgram:
     import diffrax
     import jax.numpy as jnp
 
@@ -171,7 +171,7 @@ def diffrax_adaptive() -> Program:
 
 
 @program
-def penzai_mlp() -> Program:
+def penzai_mlp() -> LibraryProgram:
     import jax.numpy as jnp
     from penzai import pz
     from penzai.models.simple_mlp import MLP
@@ -189,7 +189,7 @@ def penzai_mlp() -> Program:
 
 
 @program
-def tinygp_likelihood() -> Program:
+def tinygp_likelihood() -> LibraryProgram:
     import jax.numpy as jnp
     import tinygp
 
@@ -201,7 +201,7 @@ def tinygp_likelihood() -> Program:
 
 
 @program
-def jaxopt_implicit() -> Program:
+def jaxopt_implicit() -> LibraryProgram:
     import jax.numpy as jnp
     import jaxopt
 
@@ -216,7 +216,7 @@ def jaxopt_implicit() -> Program:
 
 
 @program
-def flowjax_flow() -> Program:
+def flowjax_flow() -> LibraryProgram:
     import equinox as eqx
     import jax
     from flowjax.distributions import Normal

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pase.ir import Graph, Node, Op, dim_classes
+from pase.ir.names import DimKey
 
 __all__ = ["Roles", "Weight", "roles"]
 
-DimKey = tuple[str, str]
 _SHARE = 2 / 3
 """The model dim is in at least this part of the weights; else there is none."""
 

@@ -14,14 +14,14 @@ from pase.machine import Machine, Mesh, level_ways
 from pase.registry import Registry
 from pase.tables.layouts import NOT_SPLIT
 
-__all__ = ["RULES", "Rule", "names", "rule"]
+__all__ = ["RULES", "BaselineRule", "names", "rule"]
 
-Rule = Callable[[Graph, int, Machine], Iterator[Intent | Skipped]]
-RULES = Registry[Rule]("baseline", package="pase.baselines")
+BaselineRule = Callable[[Graph, int, Machine], Iterator[Intent | Skipped]]
+RULES = Registry[BaselineRule]("baseline", package="pase.baselines")
 """(graph, devices, machine) -> a method's intents, or why there are none. Files are found by themselves."""
 
 
-def rule(name: str, *, rank: int = 9) -> Callable[[Rule], Rule]:
+def rule(name: str, *, rank: int = 9) -> Callable[[BaselineRule], BaselineRule]:
     """Decorator: register a method. rank: its place in tables."""
     return RULES.register(name, rank=rank)
 

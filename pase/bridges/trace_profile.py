@@ -34,7 +34,7 @@ from pase.errors import Infeasible, PaseError
 if TYPE_CHECKING:
     from pase.replay.graph import DataflowGraph
     from pase.replay.types import Timeline
-    from pase.schedule.types import Curve, Link, ScheduleProblem
+    from pase.schedule.types import Link, ScheduleProblem, SendTime
 
 __all__ = ["fit_curve", "is_trace", "problem_from_timeline", "problem_from_traces"]
 
@@ -48,7 +48,7 @@ BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sent:
+class _SentCollective:
     """One collective of the iteration; times in seconds from its start, compute alone."""
 
     name: str
@@ -142,7 +142,7 @@ def _collectives(
     zero: float,
     end_s: float,
     backward: set[tuple[int, int]],
-) -> list[_Sent]:
+) -> list[_SentCollective]:
     """The rank's collectives in order, each with when it is ready and when it is first read."""
     from pase.replay.types import COLLECTIVE, OPERATIONS
 
@@ -156,14 +156,14 @@ def _collectives(
         event = int(g.event[task]) if task >= 0 else -1
         return event >= 0 and (int(g.rank[task]), int(t["correlation"][event])) in backward
 
-    out: list[_Sent] = []
+    out: list[_SentCollective] = []
     for i in np.flatnonzero(which)[np.argsort(start[which], kind="stable")].tolist():
         seconds = float(g.duration_ns[i]) / 1e9
         group = int(t["group"][g.event[i]]) if g.event[i] >= 0 else -1
         over = t.groups[group].name if group >= 0 else f"{int(g.ways[i]) or '?'} ranks"
         kind = OPERATIONS[int(g.operation[i])] or "collective"
         out.append(
-            _Sent(
+            _SentCollective(
                 name=f"{len(out)} {kind}",
                 kind=kind,
                 axes=f"{over}/{kind}",
@@ -178,11 +178,11 @@ def _collectives(
     return out
 
 
-def _at_once(s: _Sent) -> bool:
+def _at_once(s: _SentCollective) -> bool:
     return s.need_s - s.ready_s <= AT_ONCE * s.seconds
 
 
-def _sized(s: _Sent, links: Sequence[Link], where: str) -> _Sent:
+def _sized(s: _SentCollective, links: Sequence[Link], where: str) -> _SentCollective:
     """With its size, where the trace lacks it from its duration on the first link given."""
     if s.nbytes > 0:
         return s
@@ -226,7 +226,7 @@ def _forward_end_s(
     return (min(begun) - zero) / 1e9 if begun else FORWARD_SHARE * last_s
 
 
-def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: float = 0.0) -> Curve:
+def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: float = 0.0) -> SendTime:
     """A cost curve through the median of each size, from a fitted startup on.
 
     shortest_s: stands in for the startup where there is one size alone, and is never exceeded by it.
@@ -237,7 +237,7 @@ def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: 
     """
     from scipy.optimize import nnls
 
-    from pase.schedule.types import Curve
+    from pase.schedule.types import SendTime
 
     sizes = np.unique(np.asarray(nbytes, float))
     times = np.asarray([np.median(np.asarray(seconds)[np.asarray(nbytes) == n]) for n in sizes])
@@ -247,12 +247,12 @@ def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: 
         # Relative residuals: a large message shall not drown the small ones' startup.
         rows = np.stack((np.ones(len(sizes)), sizes), axis=1) / np.maximum(times, 1e-12)[:, None]
         startup = min(float(nnls(rows, np.ones(len(sizes)))[0][0]), float(times.min()))
-    made = Curve.table([0.0, *sizes], [startup, *times])
+    made = SendTime.table([0.0, *sizes], [startup, *times])
     per_byte = float(times[-1] - startup) / float(sizes[-1])
     return replace(made, tail_s_per_byte=max(made.tail_s_per_byte, 0.0) if len(sizes) > 1 else per_byte)
 
 
-def _links(sent: Sequence[_Sent]) -> tuple[Link, ...]:
+def _links(sent: Sequence[_SentCollective]) -> tuple[Link, ...]:
     """One link for each stream, with a curve for each group of ranks and kind."""
     from pase.schedule.types import Link
 
@@ -281,15 +281,23 @@ def _links(sent: Sequence[_Sent]) -> tuple[Link, ...]:
 
 
 def _problem(
-    kept: Sequence[_Sent], between: Sequence[_Sent], gradients: Sequence[_Sent], *, forward_s: float,
-    backward_s: float, end_s: float, links: tuple[Link, ...], name: str, source: str,
-) -> ScheduleProblem:  # fmt: skip
+    kept: Sequence[_SentCollective],
+    between: Sequence[_SentCollective],
+    gradients: Sequence[_SentCollective],
+    *,
+    forward_s: float,
+    backward_s: float,
+    end_s: float,
+    links: tuple[Link, ...],
+    name: str,
+    source: str,
+) -> ScheduleProblem:
     """Compute cut into blocks at every moment that a tensor names."""
-    from pase.schedule.types import Block, ScheduleProblem, Transfer
+    from pase.schedule.types import ComputeBlock, ScheduleProblem, Transfer
 
     back_s = max(backward_s - forward_s, 1e-12)
 
-    def need_of(s: _Sent) -> float:
+    def need_of(s: _SentCollective) -> float:
         """Of a gradient: where forward mirrors the moment at which it was made."""
         if s not in gradients:
             return s.need_s
@@ -317,7 +325,7 @@ def _problem(
         )
         seconds = (b - a) * (1 + update_s if forward else 1.0) + waits
         blocks.append(
-            Block(
+            ComputeBlock(
                 name=f"{'forward' if forward else 'backward'} {i}",
                 phase="forward" if forward else "backward",
                 seconds=seconds,

@@ -17,7 +17,7 @@ from pase.calibrate.types import (
     COLLECTIVE_OPS,
     FORMS,
     Level,
-    Op,
+    MeasuredOp,
     Sample,
     Task,
 )
@@ -31,7 +31,7 @@ _FILLED_AT_MOST = 0.25
 _SLACK = 0.15
 _LEAST_LIGHT = 0.01
 _FASTEST_CONV = 8.0
-_CONVS: tuple[Op, ...] = ("conv.forward", "conv.input", "conv.filter")
+_CONVS: tuple[MeasuredOp, ...] = ("conv.forward", "conv.input", "conv.filter")
 _SLOWEST_LAUNCH_S = 0.1
 _TOO_FAST = 10.0
 _SMALL_PRODUCT_SLACK = 1.0
@@ -82,7 +82,7 @@ def fit_line(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, 
     return float(alpha), float(beta)
 
 
-class _Work:
+class _Fitting:
     """The samples by task, and the problems found so far."""
 
     def __init__(self, tasks: Sequence[Task], samples: Mapping[str, Sample], max_spread: float) -> None:
@@ -139,7 +139,7 @@ def _mean(samples: Sequence[Sample]) -> tuple[float, float]:
     return float(np.mean([s.seconds for s in samples])), max(s.spread for s in samples)
 
 
-def _matmul_table(work: _Work, dtype: str) -> MatmulTable | None:
+def _matmul_table(work: _Fitting, dtype: str) -> MatmulTable | None:
     """The finest grid that was measured but for a few points; the mean of the three forms' times."""
     forms: dict[tuple[int, int, int], list[Sample]] = {}
     for t, s in work.of(*FORMS, dtype=dtype):
@@ -210,11 +210,11 @@ def _is_power_of_step(extent: int, step: int) -> bool:
     return ratio == 1
 
 
-def _memory_curve(work: _Work) -> Curve | None:
+def _memory_curve(work: _Fitting) -> Curve | None:
     return work.curve("memory-bound ops", work.of("elementwise", "reduction"), each=2)
 
 
-def _light_efficiency(work: _Work, table: MatmulTable, bytes_per_s: float) -> float | None:
+def _light_efficiency(work: _Fitting, table: MatmulTable, bytes_per_s: float) -> float | None:
     """What light ops between products reach of the memory's rate: their bytes over the block's time less its products',
     both of which backward has twice more of. Never above 1."""
     block = [s.seconds for _, s in work.of("block")]
@@ -230,7 +230,7 @@ def _light_efficiency(work: _Work, table: MatmulTable, bytes_per_s: float) -> fl
     return min(1.0, max(least_s / left, _LEAST_LIGHT)) if left > 0 else 1.0
 
 
-def _host(work: _Work) -> Host | None:
+def _host(work: _Fitting) -> Host | None:
     """What a launch takes of the host's time, where both kinds were measured."""
     program, op = ([s for _, s in work.of(f"host.{kind}")] for kind in ("program", "op"))
     if not program or not op:
@@ -248,7 +248,7 @@ def _host(work: _Work) -> Host | None:
     return Host(program_s=program[0].seconds, op_s=op[0].seconds)
 
 
-def _collectives(work: _Work, joined: bool) -> tuple[CollectiveCurve, ...]:
+def _collectives(work: _Fitting, joined: bool) -> tuple[CollectiveCurve, ...]:
     """joined: a reduce-scatter runs as an all-reduce, so that both have the curve through the samples of both."""
     found: dict[tuple[str, tuple[int, ...]], list[tuple[Task, Sample]]] = {}
     for t, s in work.of(*COLLECTIVE_OPS):
@@ -262,7 +262,7 @@ def _collectives(work: _Work, joined: bool) -> tuple[CollectiveCurve, ...]:
     return tuple(sorted(out, key=lambda c: (c.kind, c.ways)))
 
 
-def _links(work: _Work, levels: tuple[Level, ...], curves: Sequence[CollectiveCurve]) -> list[LinkLevel]:
+def _links(work: _Fitting, levels: tuple[Level, ...], curves: Sequence[CollectiveCurve]) -> list[LinkLevel]:
     """Each level's latency and bandwidth from its all-gather, taken for a ring."""
     out = []
     for i, level in enumerate(levels):
@@ -290,7 +290,7 @@ def _links(work: _Work, levels: tuple[Level, ...], curves: Sequence[CollectiveCu
     return out
 
 
-def _conv_efficiency(work: _Work, table: MatmulTable | None, on_cpu: bool) -> float | None:
+def _conv_efficiency(work: _Fitting, table: MatmulTable | None, on_cpu: bool) -> float | None:
     """How far convolutions stay below the table's matmuls of the same extents.
 
     Never above 1, but on a CPU: there direct convolutions are faster than thin matmuls. And there forward speaks for
@@ -311,7 +311,7 @@ def _conv_efficiency(work: _Work, table: MatmulTable | None, on_cpu: bool) -> fl
     return min(_FASTEST_CONV if on_cpu else 1.0, float(np.exp(np.mean(np.log(ratios))))) if ratios else None
 
 
-def _checks(work: _Work, tables: Sequence[MatmulTable]) -> dict[str, float]:
+def _checks(work: _Fitting, tables: Sequence[MatmulTable]) -> dict[str, float]:
     """Predicted over measured, the three forms of a shape together."""
     sums: dict[tuple[str, tuple[int, ...]], list[float]] = {}
     for t, s in work.found:
@@ -341,7 +341,7 @@ def fit(
     max_spread: float = 0.5,
 ) -> Fitted:
     """The machine that the samples describe. Raises Refused with every problem found."""
-    work = _Work(tasks, samples, max_spread)
+    work = _Fitting(tasks, samples, max_spread)
     dtypes = list(dict.fromkeys(t.dtype for t, _ in work.of(*FORMS)))
     tables = [t for t in (_matmul_table(work, d) for d in dtypes) if t is not None]
     memory = _memory_curve(work)

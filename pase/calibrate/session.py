@@ -12,7 +12,7 @@ import numpy as np
 from pase.calibrate.journal import Journal
 from pase.calibrate.types import COLLECTIVE_OPS, Bench, Sample, Task
 
-__all__ = ["Outcome", "Settings", "again", "measure", "session", "spread"]
+__all__ = ["SessionResult", "Settings", "again", "measure", "session", "spread"]
 
 _AGAIN_AT_ONCE = 60
 
@@ -40,7 +40,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SessionResult:
     """measured: now; resumed: from the journal; too_slow: keys left out since one would eat the budget;
     beyond: how many tasks the budget did not reach."""
 
@@ -115,7 +115,7 @@ def session(
     journal: Journal,
     settings: Settings,
     say: Callable[[str, int, int], None] = lambda what, done, of: None,
-) -> Outcome:
+) -> SessionResult:
     """Measures in order, until the budget is spent; what the journal holds is not measured again.
 
     One process (the first) looks at clock and journal, and shares what it decides.
@@ -153,7 +153,7 @@ def session(
             journal.add(sample)
             forecast.saw(task, sample.seconds)
             measured += 1
-    return Outcome(
+    return SessionResult(
         measured=measured,
         resumed=resumed,
         too_slow=tuple(slow),

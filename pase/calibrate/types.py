@@ -15,12 +15,12 @@ __all__ = [
     "FORMS",
     "Bench",
     "Level",
-    "Op",
+    "MeasuredOp",
     "Sample",
     "Task",
 ]
 
-Op = Literal[
+MeasuredOp = Literal[
     "matmul.nn",
     "matmul.nt",
     "matmul.tn",
@@ -42,9 +42,9 @@ Op = Literal[
     "permute",
     "broadcast",
 ]
-FORMS: tuple[Op, ...] = ("matmul.nn", "matmul.nt", "matmul.tn")
+FORMS: tuple[MeasuredOp, ...] = ("matmul.nn", "matmul.nt", "matmul.tn")
 """[m,k]x[k,n] of forward, [m,k]x[n,k] of the input's gradient, [k,m]x[k,n] of the weight's."""
-COLLECTIVE_OPS: tuple[Op, ...] = (
+COLLECTIVE_OPS: tuple[MeasuredOp, ...] = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -87,7 +87,7 @@ class Task:
     witness: never fitted; the fit is checked against it.
     """
 
-    op: Op
+    op: MeasuredOp
     dtype: str = "float32"
     extents: tuple[int, ...] = ()
     nbytes: int = 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.compile import rates
-from pase.commands.options import JsonOption, Model, compile_options, console, print_json, progress
+from pase.commands.options import JsonOption, ModelName, compile_options, console, print_json, progress
 from pase.compiler.options import CompileOptions
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ __all__ = ["compare"]
 
 @compile_options()
 def compare(
-    model: Model,
+    model: ModelName,
     options: CompileOptions,
     vary: Annotated[
         list[str] | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, Model, compile_options, console, print_json, progress
+from pase.commands.options import JsonOption, ModelName, compile_options, console, print_json, progress
 from pase.compiler.options import CompileOptions
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = ["compile", "rates", "summary"]
 
 @compile_options()
 def compile(
-    model: Model,
+    model: ModelName,
     options: CompileOptions,
     schedule: Annotated[
         str | None,

@@ -9,13 +9,13 @@ import typer
 
 from pase.backends.registry import BACKENDS
 from pase.backends.registry import emit as write
-from pase.commands.options import JsonOption, Layout, console, print_json
+from pase.commands.options import JsonOption, LayoutFile, console, print_json
 
 __all__ = ["emit"]
 
 
 def emit(
-    layout: Layout,
+    layout: LayoutFile,
     to: Annotated[str, typer.Option("--to", help="For what: see the list above.", show_default=False)],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE", show_default=False)

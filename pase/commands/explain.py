@@ -9,7 +9,7 @@ import typer
 from pase.commands.options import (
     ChoicesTimeLimit,
     JsonOption,
-    Layout,
+    LayoutFile,
     LayoutMachine,
     LayoutModel,
     console,
@@ -24,7 +24,7 @@ __all__ = ["explain", "summary"]
 
 
 def explain(
-    layout: Layout,
+    layout: LayoutFile,
     layer: Annotated[
         str | None,
         typer.Option("--layer", "-l", help="Report on this layer in full (a name from the tables)."),

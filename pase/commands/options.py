@@ -19,17 +19,17 @@ from pase.compiler.options import CompileOptions
 __all__ = [
     "ChoicesTimeLimit",
     "JsonOption",
-    "Layout",
+    "LayoutFile",
     "LayoutMachine",
     "LayoutModel",
-    "Model",
+    "ModelName",
     "compile_options",
     "console",
     "print_json",
     "progress",
 ]
 
-Model = Annotated[
+ModelName = Annotated[
     str,
     typer.Argument(
         help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), a model file (.onnx, .pb, a SavedModel's "
@@ -39,7 +39,7 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Layout = Annotated[
+LayoutFile = Annotated[
     Path,
     typer.Argument(help="A layout.json that 'pase compile' wrote.", metavar="LAYOUT", show_default=False),
 ]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, Model, compile_options, console, print_json, progress
+from pase.commands.options import JsonOption, ModelName, compile_options, console, print_json, progress
 from pase.compiler.options import CompileOptions
 
 __all__ = ["price"]
@@ -14,7 +14,7 @@ __all__ = ["price"]
 
 @compile_options("devices", "machine", "unknown", "dims")
 def price(
-    model: Model,
+    model: ModelName,
     options: CompileOptions,
     strategy: Annotated[
         str,

@@ -10,7 +10,7 @@ import typer
 from pase.commands.options import (
     ChoicesTimeLimit,
     JsonOption,
-    Layout,
+    LayoutFile,
     LayoutMachine,
     LayoutModel,
     console,
@@ -22,7 +22,7 @@ __all__ = ["report"]
 
 
 def report(
-    layout: Layout,
+    layout: LayoutFile,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Write the page here.", metavar="FILE")
     ] = Path("report.html"),

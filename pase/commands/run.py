@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pase.commands.options import JsonOption, Layout, console, print_json, progress
+from pase.commands.options import JsonOption, LayoutFile, console, print_json, progress
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -22,7 +22,7 @@ in another order differ by about 1e-7 times the square root of their length; a w
 
 
 def run(
-    layout: Layout,
+    layout: LayoutFile,
     devices: Annotated[
         int | None, typer.Option("--devices", "-n", help="Devices to use here. Default: the layout's.", min=1)
     ] = None,

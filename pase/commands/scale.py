@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pase.commands.options import JsonOption, Model, compile_options, console, print_json, progress
+from pase.commands.options import JsonOption, ModelName, compile_options, console, print_json, progress
 from pase.compiler.options import CompileOptions
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _WIDTH = 40
     "machine", "cost_model", "optimizer", "unknown", "dims", "memory_limit", "accumulate", "remat", "overlap"
 )
 def scale(
-    model: Model,
+    model: ModelName,
     options: CompileOptions,
     devices: Annotated[
         str,

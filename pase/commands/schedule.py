@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from pase.api import Plan
-    from pase.schedule.compare import Outcome
+    from pase.schedule.compare import PolicyResult
     from pase.schedule.types import Link, ScheduleProblem
 
 __all__ = ["schedule"]
@@ -176,7 +176,7 @@ def _walk(text: str | None):  # type: ignore[no-untyped-def]
     return TrainingState(**values)  # type: ignore[arg-type]
 
 
-def _table(problem: ScheduleProblem, outcomes: list[Outcome]) -> None:
+def _table(problem: ScheduleProblem, outcomes: list[PolicyResult]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pase.search.types import Progress
+    from pase.search.types import SearchProgress
 
 __all__ = ["solve"]
 
@@ -123,7 +123,7 @@ def solve(
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Progress | None]:
+def _progress(what: str) -> Iterator[SearchProgress | None]:
     """A line on the terminal that says how far the search is; None where standard error is none (rich stays away)."""
     if not sys.stderr.isatty():
         yield None

@@ -11,13 +11,18 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends import registry
-from pase.frontends.registry import Dims, Traced, Unknown
+from pase.frontends.registry import DimSizes, Traced, Unknown
 
 __all__ = ["resolve", "traced_model"]
 
 
 def traced_model(
-    model: Any, params: Any, batch: Sequence[Any], unknown: Unknown, dims: Dims | None = None, **purpose: Any
+    model: Any,
+    params: Any,
+    batch: Sequence[Any],
+    unknown: Unknown,
+    dims: DimSizes | None = None,
+    **purpose: Any,
 ) -> tuple[Traced, str]:
     """Trace what the user gave as a model: (the trace, its name). purpose: ``mode``, ``carry``, ``chances``
     and ``loss`` of CompileOptions."""
@@ -35,7 +40,7 @@ def traced_model(
     return traced, traced.graph.name
 
 
-def resolve(model: str, unknown: Unknown = "error", dims: Dims | None = None, **purpose: Any) -> Traced:
+def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None, **purpose: Any) -> Traced:
     """Trace the model that this name means: zoo:NAME, hf:CLASS, a file or folder that a frontend reads, or
     package.module:function."""
     if model.startswith("zoo:"):

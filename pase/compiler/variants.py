@@ -45,7 +45,7 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
 def _jax(traced: Traced):  # type: ignore[no-untyped-def]
     from pase.frontends import from_jax
 
-    if not isinstance(traced, from_jax.Traced):
+    if not isinstance(traced, from_jax.TracedJax):
         raise PaseError(
             f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches and recomputation need a "
             f"JAX model"

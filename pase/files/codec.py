@@ -22,11 +22,11 @@ from msgspec import Meta, inspect
 from pase.errors import PaseError
 
 __all__ = [
+    "AtLeastOne",
     "Count",
     "NotNegative",
     "Positive",
     "Share",
-    "Size",
     "convert",
     "json_schema",
     "parse_json",
@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Place = tuple["str | int", ...]
+KeyPath = tuple["str | int", ...]
 
 Count = Annotated[int, Meta(ge=0)]
-Size = Annotated[int, Meta(ge=1)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -128,7 +128,7 @@ def json_schema(form: type, title: str, *, closed: bool = False) -> dict[str, An
     return {"$schema": dialect, "title": title, **body, "$defs": definitions}
 
 
-def _unknown_or_infinite(tree: Any, types: list[Any], path: Place) -> Iterator[str]:
+def _unknown_or_infinite(tree: Any, types: list[Any], path: KeyPath) -> Iterator[str]:
     """What a closed form refuses although its types would take it; types: those that may stand at ``path``."""
 
     def below(step: str | int) -> list[Any]:
@@ -147,7 +147,7 @@ def _unknown_or_infinite(tree: Any, types: list[Any], path: Place) -> Iterator[s
             yield from _unknown_or_infinite(value, below(i), (*path, i))
 
 
-def _unknown(known: list[str], path: Place, key: str) -> str:
+def _unknown(known: list[str], path: KeyPath, key: str) -> str:
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"at {_text((*path, key))}: is not known; {hint}{_text(path)} takes: {', '.join(known)}"
@@ -156,7 +156,7 @@ def _unknown(known: list[str], path: Place, key: str) -> str:
 def _explain(tree: Any, form: type, message: str) -> str:
     """msgspec's message, with the place by its keys, the value that stands there, and what may stand there."""
     said, _, place = message.partition(" - at ")
-    path: Place = ()
+    path: KeyPath = ()
     for field, index, some_key in _STEP.findall(place):
         path += (field,) if field else (int(index),) if index else (_culprit(tree, form, path, message),)
         assert field or index or some_key
@@ -191,7 +191,7 @@ def _wanted(types: Iterable[Any], said: str) -> str:
     return said
 
 
-def _culprit(tree: Any, form: type, path: Place, message: str) -> str:
+def _culprit(tree: Any, form: type, path: KeyPath, message: str) -> str:
     """The key of the mapping at ``path`` whose value is the first to give this message, by halving."""
     items = list(_at(tree, path).items())
     low, high = 0, len(items)
@@ -205,13 +205,13 @@ def _culprit(tree: Any, form: type, path: Place, message: str) -> str:
     return str(items[high - 1][0])
 
 
-def _at(tree: Any, path: Place) -> Any:
+def _at(tree: Any, path: KeyPath) -> Any:
     for step in path:
         tree = tree[step]
     return tree
 
 
-def _replaced(tree: Any, path: Place, value: Any) -> Any:
+def _replaced(tree: Any, path: KeyPath, value: Any) -> Any:
     if not path:
         return value
     copy = tree.copy()
@@ -222,7 +222,7 @@ def _replaced(tree: Any, path: Place, value: Any) -> Any:
 _type_info = cache(inspect.type_info)
 
 
-def _types_at(form: type, path: Place) -> Iterator[Any]:
+def _types_at(form: type, path: KeyPath) -> Iterator[Any]:
     """What msgspec knows of the types that may stand at ``path``."""
     found = [_type_info(form)]
     for step in path:
@@ -259,7 +259,7 @@ def _fields(types: Iterable[Any]) -> Iterator[str]:
             yield from (f.encode_name for f in t.fields)
 
 
-def _text(path: Place) -> str:
+def _text(path: KeyPath) -> str:
     return "/".join(map(str, path)) or "the top"
 
 

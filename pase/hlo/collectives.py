@@ -27,7 +27,7 @@ from typing import Literal
 
 from pase.hlo.groups import Groups, axes_of_groups, axes_of_pairs, joined
 from pase.hlo.loops import trip_count
-from pase.hlo.module import Compiled, Computation, Instruction, Module, Shape, modules
+from pase.hlo.module import Computation, Instruction, Module, Shape, XlaProgram, modules
 from pase.machine.types import Mesh
 
 __all__ = ["HloCollective", "HloKind", "collectives", "kind_of", "sent", "summary"]
@@ -79,7 +79,7 @@ class HloCollective:
     """The framework's name for where it comes from ("jit(f)/dot_general"), or ""."""
 
 
-def collectives(compiled: str | Compiled, mesh: Mesh | None = None) -> list[HloCollective]:
+def collectives(compiled: str | XlaProgram, mesh: Mesh | None = None) -> list[HloCollective]:
     """The collectives of a compiled program, in the order in which they stand in the text.
 
     compiled: the text of ``.compile().as_text()``, or the compiled object.

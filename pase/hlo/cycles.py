@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pase.errors import PaseError
 from pase.hlo.collectives import HloCollective, collectives
 from pase.hlo.loops import trip_count
-from pase.hlo.module import Compiled, Computation, Instruction, Module, modules
+from pase.hlo.module import Computation, Instruction, Module, XlaProgram, modules
 from pase.machine.types import Mesh
 
 __all__ = ["Cycles", "Estimated", "cycles"]
@@ -54,7 +54,7 @@ class Cycles:
         return sum(op.cycles * op.times for op in self.ops)
 
 
-def cycles(compiled: str | Compiled, mesh: Mesh | None = None) -> Cycles:
+def cycles(compiled: str | XlaProgram, mesh: Mesh | None = None) -> Cycles:
     """The cycles of a program compiled for TPU; ``mesh`` as in ``collectives``.
 
     Raises PaseError on text that is no compiled HLO, or that holds no estimates (another platform's, say).

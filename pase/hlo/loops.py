@@ -13,11 +13,11 @@ __all__ = ["trip_count"]
 
 # What an instruction computes, as far as counting a loop needs to know: a whole number; the loop's
 # state (or element i of it) plus a whole number; a tuple; a comparison; None where it is something else.
-Value: TypeAlias = "int | _State | _Compare | _Tuple | None"
+LoopValue: TypeAlias = "int | _LoopState | _Compare | _Tuple | None"
 
 
 @dataclass(frozen=True)
-class _State:
+class _LoopState:
     """Element ``index`` of the loop's state (-1: the whole state), plus ``added``."""
 
     index: int
@@ -27,15 +27,15 @@ class _State:
 @dataclass(frozen=True)
 class _Compare:
     direction: str
-    left: Value
-    right: Value
+    left: LoopValue
+    right: LoopValue
 
 
 @dataclass(frozen=True)
 class _Tuple:
     """A tuple whose elements are looked at one by one: a loop's state is wide, its counter one element."""
 
-    element: Callable[[int], Value]
+    element: Callable[[int], LoopValue]
 
 
 # The value goes through unchanged.
@@ -53,18 +53,18 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     if noted is not None:
         return int(noted["n"])
     body, condition = module.called(loop)
-    test = _value(module, condition, condition.root, [_State(-1)])
+    test = _value(module, condition, condition.root, [_LoopState(-1)])
     if not isinstance(test, _Compare):
         return None
     left, right, direction = test.left, test.right, test.direction
-    if isinstance(right, _State):
+    if isinstance(right, _LoopState):
         left, right, direction = right, left, _MIRRORED[direction]
-    if not (isinstance(left, _State) and isinstance(right, int)):
+    if not (isinstance(left, _LoopState) and isinstance(right, int)):
         return None
     (initial,) = computation.operands(loop)
-    stepped = _element(_value(module, body, body.root, [_State(-1)]), left.index)
+    stepped = _element(_value(module, body, body.root, [_LoopState(-1)]), left.index)
     started = _element(_value(module, computation, initial, []), left.index)
-    if not (isinstance(stepped, _State) and stepped.index == left.index and isinstance(started, int)):
+    if not (isinstance(stepped, _LoopState) and stepped.index == left.index and isinstance(started, int)):
         return None
     return _trips(started + left.added, stepped.added, right, direction)
 
@@ -90,22 +90,22 @@ def _trips(start: int, step: int, bound: int, direction: str) -> int | None:
     return math.ceil((end - start) / step) if step > 0 else None
 
 
-def _element(value: Value, index: int) -> Value:
+def _element(value: LoopValue, index: int) -> LoopValue:
     if index == -1:
         return value
     if isinstance(value, _Tuple):
         return value.element(index)
-    if isinstance(value, _State) and value.index == -1:
-        return _State(index)
+    if isinstance(value, _LoopState) and value.index == -1:
+        return _LoopState(index)
     return None
 
 
-def _value(module: Module, computation: Computation, i: Instruction, arguments: list[Value]) -> Value:
+def _value(module: Module, computation: Computation, i: Instruction, arguments: list[LoopValue]) -> LoopValue:
     # A counter, a test, or a tuple that may hold them; arrays are never looked into.
     if i.shape.dims or not (i.shape.dtype in ("tuple", "pred") or i.shape.dtype[0] in "su"):
         return None
 
-    def operand(k: int) -> Value:
+    def operand(k: int) -> LoopValue:
         return _value(module, computation, computation.instructions[i.operands[k]], arguments)
 
     if i.opcode == "constant":
@@ -128,11 +128,11 @@ def _value(module: Module, computation: Computation, i: Instruction, arguments: 
     return None
 
 
-def _sum(a: Value, b: Value, sign: int) -> Value:
+def _sum(a: LoopValue, b: LoopValue, sign: int) -> LoopValue:
     if isinstance(a, int) and isinstance(b, int):
         return a + sign * b
-    if isinstance(a, _State) and isinstance(b, int):
-        return _State(a.index, a.added + sign * b)
-    if isinstance(a, int) and isinstance(b, _State) and sign == 1:
-        return _State(b.index, b.added + a)
+    if isinstance(a, _LoopState) and isinstance(b, int):
+        return _LoopState(a.index, a.added + sign * b)
+    if isinstance(a, int) and isinstance(b, _LoopState) and sign == 1:
+        return _LoopState(b.index, b.added + a)
     return None

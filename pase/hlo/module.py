@@ -18,7 +18,7 @@ from pase.errors import PaseError, needed
 from pase.hlo.groups import Groups, groups_of, pairs_of
 from pase.hlo.protos import parse
 
-__all__ = ["Compiled", "Computation", "Instruction", "Module", "Shape", "modules", "read"]
+__all__ = ["Computation", "Instruction", "Module", "Shape", "XlaProgram", "modules", "read"]
 
 # Names of xla.PrimitiveType by number. (openxla/xla, xla/xla_data.proto)
 _NAMES = (
@@ -30,7 +30,7 @@ _TYPES = _NAMES.split()
 _NO_DATA = ("none", "tuple", "opaque", "token")
 
 
-class Compiled(Protocol):
+class XlaProgram(Protocol):
     """``jax.jit(f).lower(*args).compile()``."""
 
     def runtime_executable(self) -> Any: ...
@@ -154,7 +154,7 @@ class Module:
         return math.prod(int(n) for n in re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header))
 
 
-def modules(compiled: str | Compiled) -> list[Module]:
+def modules(compiled: str | XlaProgram) -> list[Module]:
     """The modules of a compiled program, or of its text, in order.
 
     Raises PaseError where the text is not HLO (StableHLO of an uncompiled program, say) or XLA cannot parse it.

@@ -1,7 +1,7 @@
 """The iteration-space IR."""
 
 from pase.ir.names import dim_classes, named
-from pase.ir.places import Part, Place, Scope, ScopeKind, SourceLine
+from pase.ir.places import Place, PlacePart, Scope, ScopeKind, SourceLine
 from pase.ir.simplify import simplify
 from pase.ir.sizes import Size, parse_size, symbol
 from pase.ir.text import digest, from_text, to_text
@@ -34,8 +34,8 @@ __all__ = [
     "Node",
     "Op",
     "OpKind",
-    "Part",
     "Place",
+    "PlacePart",
     "Role",
     "Scope",
     "ScopeKind",

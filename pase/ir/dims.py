@@ -15,7 +15,7 @@ class Conflict(Exception):
     """These dims cannot be one."""
 
 
-class _Attempt:
+class _Unification:
     def __init__(self) -> None:
         self._undo = False
         self.restricted = False
@@ -42,7 +42,7 @@ class DimTable:
         self._size: dict[Hashable, Size] = {}
         self._kind: dict[Hashable, DimKind] = {}
         self._log: list[tuple[str, Hashable, object]] | None = None
-        self._attempt: _Attempt | None = None
+        self._attempt: _Unification | None = None
 
     def add(self, key: Hashable, size: Size, kind: DimKind) -> None:
         self._size[key], self._kind[key] = size, kind
@@ -76,12 +76,12 @@ class DimTable:
         self._kind[key] = kind
 
     @contextmanager
-    def attempt(self) -> Iterator[_Attempt]:
+    def attempt(self) -> Iterator[_Unification]:
         """Changes inside are taken back when ``undo`` was called."""
         if self._attempt is not None:
             raise RuntimeError("attempts do not nest")
         self._log = []
-        a = self._attempt = _Attempt()
+        a = self._attempt = _Unification()
         try:
             yield a
         finally:

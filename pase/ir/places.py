@@ -9,9 +9,9 @@ from typing import Literal, get_args
 
 from pase.errors import PaseError
 
-__all__ = ["NOWHERE", "NO_PLACE", "Part", "Place", "Scope", "ScopeKind", "SourceLine"]
+__all__ = ["NOWHERE", "NO_PLACE", "Place", "PlacePart", "Scope", "ScopeKind", "SourceLine"]
 
-Part = Literal["const", "ask", "carry", "xs", "x", "y", "last", "outs", "out"]
+PlacePart = Literal["const", "ask", "carry", "xs", "x", "y", "last", "outs", "out"]
 """What a loop or a branch makes beside the equations of its body: a constant of the body or of the condition, settled
 before the loop; a carry; a stack that is read a slice a turn, and the slice; a result that is stacked; the last turn's
 result; all that the body returns; what a branch returns (index: branch, result)."""
@@ -22,7 +22,7 @@ _SCOPE = re.compile(rf"({'|'.join(get_args(ScopeKind))})(?::|(?=\d)|$)(.*)", re.
 _SOURCE = re.compile(r"(.*) \(([^()]+)\)", re.DOTALL)
 _NUMBER = re.compile(r"\d+")
 _INDEX = "(?:0|[1-9][0-9]*)"
-_LOOP_PARTS = "|".join(p for p in get_args(Part) if p != "out")
+_LOOP_PARTS = "|".join(p for p in get_args(PlacePart) if p != "out")
 _PLACE = re.compile(
     rf"(?P<path>.*):(?:(?P<part>{_LOOP_PARTS})(?P<index>(?:{_INDEX}(?:\.{_INDEX})*)?)"
     rf"|branch(?P<branch>{_INDEX}):out(?P<result>{_INDEX}))",
@@ -45,7 +45,7 @@ class Place:
     """
 
     path: str = ""
-    part: Part | None = None
+    part: PlacePart | None = None
     index: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
@@ -64,7 +64,7 @@ class Place:
         m = _NUMBER.match(self.path, len(prefix)) if self.path.startswith(prefix) else None
         return None if m is None else int(m[0])
 
-    def its(self, part: Part, *index: int) -> Place:
+    def its(self, part: PlacePart, *index: int) -> Place:
         """What the loop or the branch here makes."""
         return Place(self.path, part, index)
 

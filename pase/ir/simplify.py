@@ -41,7 +41,7 @@ def simplify(graph: Graph) -> Graph:
     """The graph to search: about ten nodes a transformer layer, each with one config."""
     graph = mark_recomputed(graph)
     table = DimTable()
-    groups = _Groups(graph, table)
+    groups = _NodeGroups(graph, table)
     groups.join_parameters()
     groups.find_constants()
     groups.join_light()
@@ -50,7 +50,7 @@ def simplify(graph: Graph) -> Graph:
     return _with_rings(_with_states(_with_copies(groups.finish())))
 
 
-class _Groups:
+class _NodeGroups:
     """Union-find over raw nodes, and the dims that joining them identifies.
 
     By hand: joins are tried and undone, and a group keeps the name of the node that it began with.

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pase.errors import PaseError
-from pase.files.codec import Size, convert, json_schema
+from pase.files.codec import AtLeastOne, convert, json_schema
 from pase.machine.tables import check_attention, check_curve, check_matmul
 from pase.machine.types import AttentionCurve, CollectiveCurve, CollectiveKind, Curve, Machine
 
 __all__ = ["DEFAULT", "SCHEMA", "load", "made_schema", "names", "parse", "schema"]
 
-Version = Literal["pase.machine/1"]
-SCHEMA: Version = "pase.machine/1"
+MachineVersion = Literal["pase.machine/1"]
+SCHEMA: MachineVersion = "pase.machine/1"
 DEFAULT = "h100x8"
 # A share of the peak. A CPU's convolutions can be faster than the thin matmuls that its peak was measured with.
 _MOST_EFFICIENT = {"matmul": 1.0, "conv": 8.0, "memory": 1.0}
@@ -32,14 +32,14 @@ class MeasuredForm(Curve):
     """A measured collective: its curve, and the devices joined at each link level, innermost first."""
 
     kind: CollectiveKind
-    ways: tuple[Size, ...]
+    ways: tuple[AtLeastOne, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFile(Machine):
     """A machine as its file has it."""
 
-    schema: Version
+    schema: MachineVersion
     collectives: tuple[MeasuredForm, ...] = ()  # type: ignore[assignment]
     sources: dict[str, str] = field(default_factory=dict)
 

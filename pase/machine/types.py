@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import ArrayLike
 
-from pase.files.codec import Count, NotNegative, Positive, Share, Size
+from pase.files.codec import AtLeastOne, Count, NotNegative, Positive, Share
 
 __all__ = [
     "BUCKET_BYTES",
@@ -56,9 +56,9 @@ class MatmulTable:
     """
 
     dtype: str
-    m: tuple[Size, ...]
-    n: tuple[Size, ...]
-    k: tuple[Size, ...]
+    m: tuple[AtLeastOne, ...]
+    n: tuple[AtLeastOne, ...]
+    k: tuple[AtLeastOne, ...]
     flops_per_s: tuple[NotNegative, ...]
 
 
@@ -78,7 +78,7 @@ class CollectiveCurve:
     """
 
     kind: CollectiveKind
-    ways: tuple[Size, ...]
+    ways: tuple[AtLeastOne, ...]
     curve: Curve
 
 
@@ -91,10 +91,10 @@ class Tile:
     works on the unit meanwhile.
     """
 
-    m: Size
-    n: Size
+    m: AtLeastOne
+    n: AtLeastOne
     rate: Share
-    k: Size = 1
+    k: AtLeastOne = 1
     overhead_s: NotNegative = 0.0
 
 
@@ -102,7 +102,7 @@ class Tile:
 class AttentionCurve:
     """The part of the peak that a fused attention kernel reaches, by the number of keys; flat beyond its ends."""
 
-    keys: tuple[Size, ...]
+    keys: tuple[AtLeastOne, ...]
     efficiency: tuple[NotNegative, ...]
 
     def at(self, keys: np.ndarray) -> np.ndarray:
@@ -123,7 +123,7 @@ class AttentionKernel:
     """
 
     name: str
-    keys: tuple[Size, ...]
+    keys: tuple[AtLeastOne, ...]
     forward: tuple[NotNegative, ...]
     backward: tuple[NotNegative, ...]
 
@@ -150,7 +150,7 @@ class Device:
 
     name: str
     peak_flops: Annotated[dict[str, Positive], Meta(min_length=1)]
-    memory_bytes: Size
+    memory_bytes: AtLeastOne
     memory_bandwidth_bytes_per_s: Positive
     efficiency: dict[str, Positive] = field(default_factory=dict)
     vector_flops: Positive | None = None
@@ -160,7 +160,7 @@ class Device:
     matmul_tables: tuple[MatmulTable, ...] = ()
     memory_curve: Curve | None = None
     attention: AttentionCurve | None = None
-    memory_tile: tuple[Size, ...] = ()
+    memory_tile: tuple[AtLeastOne, ...] = ()
     attention_kernels: tuple[AttentionKernel, ...] = ()
 
     def reached(self, kind: str, dtype: str) -> float:
@@ -213,7 +213,7 @@ class Algorithm:
     step_s: tuple[NotNegative, ...]
     bandwidth_fraction: Share = 1.0
     kinds: tuple[CollectiveKind, ...] = ()
-    peers_at_once: Size = 1
+    peers_at_once: AtLeastOne = 1
     chain_levels: Count = 0
 
 
@@ -223,7 +223,7 @@ class PaperFigures:
 
     flops: Positive
     bandwidth_bytes_per_s: Positive
-    word_bytes: Size
+    word_bytes: AtLeastOne
 
     @property
     def flop_per_byte(self) -> float:
@@ -267,7 +267,7 @@ class Machine:
     sources: dict[str, str]
     title: str = ""
     algorithms: tuple[Algorithm, ...] = ()
-    shapes: dict[Size, tuple[Size, ...]] = field(default_factory=dict)
+    shapes: dict[AtLeastOne, tuple[AtLeastOne, ...]] = field(default_factory=dict)
     collectives: tuple[CollectiveCurve, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
     paper: PaperFigures | None = None

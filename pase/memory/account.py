@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Held", "Memory", "held", "in_flight", "in_flight_at_least", "memory", "profile"]
 
-Kind = Literal["parameters", "gradients", "optimizer", "activations"]
+MemoryKind = Literal["parameters", "gradients", "optimizer", "activations"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Held:
     region: the rematerialised region while whose recomputation they live; None: the whole step.
     """
 
-    kind: Kind
+    kind: MemoryKind
     nbytes: np.ndarray
     region: tuple[Scope, ...] | None = None
 
@@ -80,7 +80,7 @@ class _Term:
     device holds is its local bytes times ``times`` over ``over``.
     """
 
-    kind: Kind
+    kind: MemoryKind
     nbytes: float
     dims: tuple[int, ...]
     state: tuple[int, ...] = ()
@@ -95,10 +95,10 @@ class _Term:
         return np.asarray(local * self.times / self.over)
 
 
-_Where = tuple[Scope, ...] | None
+_ScopePath = tuple[Scope, ...] | None
 
 
-def _term(graph: Graph, n: Node, kind: Kind, a: Access, **more: Any) -> _Term:
+def _term(graph: Graph, n: Node, kind: MemoryKind, a: Access, **more: Any) -> _Term:
     t = graph.tensors[a.tensor]
     return _Term(kind=kind, nbytes=number(t.nbytes, t.name), dims=tuple(dim_index(n, a.map.dims)), **more)
 
@@ -109,7 +109,7 @@ def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "a
         yield Held(kind=term.kind, nbytes=term.held(cfg, mesh), region=region)
 
 
-def _terms(graph: Graph, optimizer: str) -> dict[str, tuple[tuple[_Term, _Where], ...]]:
+def _terms(graph: Graph, optimizer: str) -> dict[str, tuple[tuple[_Term, _ScopePath], ...]]:
     """Per node, what it keeps and where; found once per graph."""
     memo = graph.__dict__.setdefault("_memory_terms", {})
     if optimizer not in memo:
@@ -120,10 +120,10 @@ def _terms(graph: Graph, optimizer: str) -> dict[str, tuple[tuple[_Term, _Where]
 
 def _terms_of(
     graph: Graph, n: Node, optimizer: str, heavy: Collection[str]
-) -> Iterator[tuple[_Term, _Where]]:
+) -> Iterator[tuple[_Term, _ScopePath]]:
     wanted, turns = kept(graph), turns_of(graph)  # of a step in micro-batches, one lives at a time
 
-    def term(kind: Kind, a: Access, **more: Any) -> _Term:
+    def term(kind: MemoryKind, a: Access, **more: Any) -> _Term:
         return _term(graph, n, kind, a, **more)
 
     for op in n.ops:

@@ -21,7 +21,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import turns_of
 from pase.machine import Machine, Mesh
-from pase.memory.account import Kind, Memory, memory
+from pase.memory.account import Memory, MemoryKind, memory
 from pase.memory.residuals import kept
 from pase.tables.derive import OPTIMIZERS
 from pase.tables.itemize import Collective
@@ -31,21 +31,21 @@ from pase.tables.tiles import padding
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
 
-__all__ = ["Part", "course", "needs", "peak", "profile"]
+__all__ = ["HeldBytes", "course", "needs", "peak", "profile"]
 
 _ACCUMULATED = 4
 """Bytes of an element of a gradient while it is summed: float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class HeldBytes:
     """What a node holds on one device.
 
     nbytes: per config, float64 [K]. at: the moments at which it lives, bool [moments]. Of the parts of kind None,
     what products have in flight, only the largest at a moment counts.
     """
 
-    kind: Kind | None
+    kind: MemoryKind | None
     nbytes: np.ndarray
     at: np.ndarray
 
@@ -97,7 +97,7 @@ def _moments(graph: Graph) -> _Moments:
 
 def course(
     graph: Graph, tile: tuple[int, ...] = (), late: Collection[str] = ()
-) -> Callable[[Node, np.ndarray, Mesh, str], Iterator[Part]]:
+) -> Callable[[Node, np.ndarray, Mesh, str], Iterator[HeldBytes]]:
     """parts(node, configs int8 [K, axes], mesh, optimizer): what the node holds under each config, and when.
 
     tile: of the device's memory. late: nodes whose product makes its part of a parameter's gradient at the end.
@@ -106,7 +106,7 @@ def course(
     made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     tied = _tied(graph)
 
-    def parts(n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Part]:
+    def parts(n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[HeldBytes]:
         def local(a: Access) -> np.ndarray:
             t = graph.tensors[a.tensor]
             extents = [
@@ -125,26 +125,26 @@ def course(
                 if t.role == "parameter":
                     yield from _parameter(graph, n, local(a), cfg, mesh, optimizer, when, n.name in tied)
                 elif t.role == "input":  # of all micro-batches
-                    yield Part(kind="activations", nbytes=local(a) * turns, at=when.always)
+                    yield HeldBytes(kind="activations", nbytes=local(a) * turns, at=when.always)
                 elif n.kind == "carry" and t.needs_grad:
                     turns_kept = max(times(o) for o in n.ops)
-                    yield Part(kind="activations", nbytes=local(a) * turns_kept, at=when.until(n.name))
+                    yield HeldBytes(kind="activations", nbytes=local(a) * turns_kept, at=when.until(n.name))
                 elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
                     if _made_again(graph, op, wanted, made):
                         continue
                     k = wanted[a.tensor]
                     if k.region is not None:
-                        yield Part(kind="activations", nbytes=local(a), at=when.only(k.region))
+                        yield HeldBytes(kind="activations", nbytes=local(a), at=when.only(k.region))
                     else:
                         many = number(k.times, t.name) / turns
                         at = when.always if n.name in late else when.until(n.name)
-                        yield Part(kind="activations", nbytes=local(a) * many, at=at)
+                        yield HeldBytes(kind="activations", nbytes=local(a) * many, at=at)
         # A loop's stack of weights is cast before the loop.
         if n.kind == "parameter":
             for op in n.ops[1:]:
                 if op.kind == "elementwise" and times(op) > 1:
                     at = when.always & ~when.end
-                    yield Part(kind="activations", nbytes=local(op.writes[0]) * times(op), at=at)
+                    yield HeldBytes(kind="activations", nbytes=local(op.writes[0]) * times(op), at=at)
         for op, a in n.reads:
             source = graph.producer.get(a.tensor)
             if source is None or source.kind != "parameter":
@@ -153,12 +153,12 @@ def course(
             own = t.needs_grad and op.differentiable
             gradient = own * local(a) / t.itemsize * _ACCUMULATED
             if heavy:
-                yield Part(
+                yield HeldBytes(
                     kind=None, nbytes=local(a) + (n.name not in late) * gradient, at=when.only(op.region)
                 )
             if source.name in tied and own:
                 at = when.back if heavy and n.name not in late else when.end
-                yield Part(kind="gradients", nbytes=gradient, at=at)
+                yield HeldBytes(kind="gradients", nbytes=gradient, at=at)
 
     return parts
 
@@ -186,19 +186,19 @@ def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
 def _parameter(
     graph: Graph, n: Node, local: np.ndarray, cfg: np.ndarray, mesh: Mesh, optimizer: str, when: _Moments,
     tied: bool,
-) -> Iterator[Part]:  # fmt: skip
+) -> Iterator[HeldBytes]:  # fmt: skip
     """The parameter, its optimizer state, and its gradient: there once backward has begun, and with micro-batches a
     sum beside it from the first on. Of a tied one the readers' parts are counted at the end."""
     t = graph.tensors[n.ops[0].writes[0].tensor]
-    yield Part(kind="parameters", nbytes=local, at=when.always)
+    yield HeldBytes(kind="parameters", nbytes=local, at=when.always)
     if not t.needs_grad:
         return
     mine = local / shards(cfg, state_index(n), mesh)
-    yield Part(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize, at=when.always)
+    yield HeldBytes(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize, at=when.always)
     if not tied:
-        yield Part(kind="gradients", nbytes=mine, at=when.back)
+        yield HeldBytes(kind="gradients", nbytes=mine, at=when.back)
     if turns_of(graph) > 1:
-        yield Part(kind="gradients", nbytes=mine, at=when.always)
+        yield HeldBytes(kind="gradients", nbytes=mine, at=when.always)
 
 
 def _late(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> set[str]:
@@ -227,7 +227,7 @@ def peak(
     tile: of the device's memory, rows and columns.
     """
     parts = course(graph, tile, _late(graph, mesh, configs))
-    sums: dict[Kind, np.ndarray] = {}
+    sums: dict[MemoryKind, np.ndarray] = {}
     flight = np.zeros(len(_moments(graph).stops))
     for n in graph.nodes:
         for p in parts(n, configs[n.name][None, :], mesh, optimizer):

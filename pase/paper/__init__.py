@@ -5,13 +5,13 @@ paper's, with the figures of its prototype; see ``docs/paper.md``.
 """
 
 from pase.paper.costs import PROTOTYPE, SOUND, Rules
-from pase.paper.layers import Flow, Layers, layers_of
+from pase.paper.layers import LayerFlow, Layers, layers_of
 from pase.paper.space import PaperSpace, build, complete
 
 __all__ = [
     "PROTOTYPE",
     "SOUND",
-    "Flow",
+    "LayerFlow",
     "Layers",
     "PaperSpace",
     "Rules",

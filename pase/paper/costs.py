@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.ir import Access, AccessMap, Node, Op
-from pase.paper.layers import Flow, Layers
+from pase.paper.layers import LayerFlow, Layers
 from pase.tables.layouts import number
 
 __all__ = ["PROTOTYPE", "SOUND", "Rules", "flow_cost", "layer_cost", "map_splits"]
@@ -153,7 +153,7 @@ def map_splits(node: Node, counts: np.ndarray, access: AccessMap) -> np.ndarray:
     return np.stack(columns, axis=1) if columns else np.ones((len(counts), 0), dtype=np.int64)
 
 
-def flow_cost(flow: Flow, a: np.ndarray, b: np.ndarray, rules: Rules) -> np.ndarray:
+def flow_cost(flow: LayerFlow, a: np.ndarray, b: np.ndarray, rules: Rules) -> np.ndarray:
     """FLOP of one flow for splits a [S, dims] of the writer and b [D, dims] of the reader: float64 [S, D].
 
     Twice (there and back) r times the words that the reader needs and does not have, where it has

@@ -16,13 +16,13 @@ from pase.errors import PaseError
 from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor, functions
 from pase.tables.layouts import number
 
-__all__ = ["Flow", "Layers", "layers_of"]
+__all__ = ["LayerFlow", "Layers", "layers_of"]
 
 _NOT_LAYERS = frozenset({"parameter", "input", "constant", "copy", "carry", "output"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class LayerFlow:
     """A tensor from one layer to another, ``times`` a step: written and read through these maps."""
 
     src: str
@@ -43,7 +43,7 @@ class Layers:
 
     graph: Graph
     nodes: tuple[Node, ...]
-    flows: tuple[Flow, ...]
+    flows: tuple[LayerFlow, ...]
     tensors: dict[str, Tensor]
     parameters: frozenset[str]
 
@@ -55,7 +55,7 @@ def layers_of(graph: Graph) -> Layers:
     )
     recurrent = _recurrent(graph, parameters)
     tensors = dict(graph.tensors)
-    flows: list[Flow] = []
+    flows: list[LayerFlow] = []
     nodes = [n for n in graph.nodes if n.kind not in _NOT_LAYERS and n.name not in recurrent]
     if recurrent:
         made, added = _recurrence(graph, recurrent, parameters)
@@ -65,7 +65,9 @@ def layers_of(graph: Graph) -> Layers:
         # One layer's outputs are the next one's hidden dim: a transfer of the whole state, as in the prototype.
         shape = tuple(number(made.space[d].size, d) for d in "sbd")
         state, hidden = AccessMap.parse("s b d"), AccessMap.parse("s b e")
-        flows.append(Flow(src=made.name, dst=made.name, shape=shape, written=state, read=hidden, times=1.0))
+        flows.append(
+            LayerFlow(src=made.name, dst=made.name, shape=shape, written=state, read=hidden, times=1.0)
+        )
     writers = {a.tensor: (n, a) for n in nodes for op in n.ops for a in op.writes}
     seen: set[tuple[str, str, str, AccessMap]] = set()  # ops of one layer that read a tensor alike share it
     for n in nodes:
@@ -80,7 +82,9 @@ def layers_of(graph: Graph) -> Layers:
                 shape = tuple(number(s, tensor) for s in tensors[tensor].shape)
                 times = float(number(op.times, n.name)) * part
                 flows.append(
-                    Flow(src=writer.name, dst=n.name, shape=shape, written=write.map, read=a.map, times=times)
+                    LayerFlow(
+                        src=writer.name, dst=n.name, shape=shape, written=write.map, read=a.map, times=times
+                    )
                 )
     return Layers(
         graph=graph,

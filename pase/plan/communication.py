@@ -24,19 +24,19 @@ import numpy as np
 from pase.errors import Infeasible, PaseError
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.plan.types import NodePlan, PlanData
-from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer
+from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
 from pase.tables.itemize import Collective
 
 __all__ = ["CurveOf", "communication_problem", "curves_from_model"]
 
-CurveOf = Callable[[CollectiveKind, tuple[str, ...]], tuple[str, Curve]]
+CurveOf = Callable[[CollectiveKind, tuple[str, ...]], tuple[str, SendTime]]
 """(kind, axes) -> (name of the link it runs on, its cost curve)."""
 
 FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class _Execution:
     """One execution of a node: the r-th of its repetitions."""
 
     node: str
@@ -67,15 +67,17 @@ def communication_problem(
         extra["forward" if c.phase == "forward" else "backward", c.node] += c.cost / times[c.node]
     updates = _updates(schedulable, nodes, parameters)
 
-    def seconds(p: _Part, phase: str) -> float:
+    def seconds(p: _Execution, phase: str) -> float:
         share = FORWARD_SHARE if phase == "forward" else 1 - FORWARD_SHARE
         update = updates.get(p.node, 0.0) if phase == "forward" else 0.0
         return share * (nodes[p.node].cost.compute / times[p.node]) + extra[phase, p.node] + update
 
     parts = [p for p in _execution(plan.nodes) if p.node not in parameters]
-    blocks = [Block(name=_name(p, times), phase="forward", seconds=seconds(p, "forward")) for p in parts]
+    blocks = [
+        ComputeBlock(name=_name(p, times), phase="forward", seconds=seconds(p, "forward")) for p in parts
+    ]
     blocks += [
-        Block(name=f"{_name(p, times)}'", phase="backward", seconds=seconds(p, "backward"))
+        ComputeBlock(name=f"{_name(p, times)}'", phase="backward", seconds=seconds(p, "backward"))
         for p in reversed(parts)
     ]
     place = {p: i for i, p in enumerate(parts)}
@@ -92,16 +94,16 @@ def communication_problem(
     )
 
 
-def _name(p: _Part, times: dict[str, int]) -> str:
+def _name(p: _Execution, times: dict[str, int]) -> str:
     return f"{p.node}[{p.repeat}]" if times[p.node] > 1 else p.node
 
 
-def _execution(nodes: tuple[NodePlan, ...]) -> Iterator[_Part]:
+def _execution(nodes: tuple[NodePlan, ...]) -> Iterator[_Execution]:
     """Nodes in the order they run, repeated layers unrolled."""
     for repeat, layer in itertools.groupby(nodes, key=lambda n: n.times):
         names = [n.name for n in layer]
         for r in range(repeat):
-            yield from (_Part(node=name, repeat=r) for name in names)
+            yield from (_Execution(node=name, repeat=r) for name in names)
 
 
 def _gathers_with_users(
@@ -146,7 +148,7 @@ def _key(c: Collective) -> str:
 def _tensors(
     collectives: list[Collective],
     times: dict[str, int],
-    place: dict[_Part, int],
+    place: dict[_Execution, int],
     n: int,
     dtypes: dict[str, str],
 ) -> list[Transfer]:
@@ -159,7 +161,7 @@ def _tensors(
         backward = [c for c in members if c.phase == "backward"]
         forward = [c for c in members if c.phase == "forward"]
         for r in range(times[node]):
-            at = place[_Part(node=node, repeat=r)]
+            at = place[_Execution(node=node, repeat=r)]
             name = f"{source}[{r}]" if times[node] > 1 else source
             dtype = dtypes.get(source, "float32")
             last = _sums(out, backward, name, dtype, 2 * n - 1 - at, None if forward else at)
@@ -222,14 +224,14 @@ def _links(
     tensors: list[Transfer], collectives: list[Collective], curve_of: CurveOf | None
 ) -> tuple[Link, ...]:
     """One link per name that the groups run on, with a curve for each group."""
-    curves: dict[str, dict[str, Curve]] = {}
+    curves: dict[str, dict[str, SendTime]] = {}
     for key in sorted({t.axes for t in tensors}):
         mine = [c for c in collectives if _key(c) == key]
         if curve_of is not None:
             name, curve = curve_of(mine[0].kind, mine[0].axes)
         else:
             points = sorted({c.nbytes: c.cost / c.times for c in mine}.items())
-            name, curve = "network", Curve.table([p[0] for p in points], [p[1] for p in points])
+            name, curve = "network", SendTime.table([p[0] for p in points], [p[1] for p in points])
         curves.setdefault(name, {})[key] = curve
     return tuple(
         Link(name=name, curve=next(iter(by.values())), by_axes=by, axes=tuple(by))
@@ -247,7 +249,7 @@ def curves_from_model(model: CostModel, machine: Machine, mesh: Mesh) -> CurveOf
     of the ways up to it.
     """
 
-    def curve_of(kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[str, Curve]:
+    def curve_of(kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[str, SendTime]:
         bits = sum(1 << mesh.names.index(a) for a in axes)
         seconds = model.collective(kind, mesh, np.full(len(SIZES), bits), np.asarray(SIZES))
         reach = max(mesh.strides[mesh.names.index(a)] * mesh.sizes[mesh.names.index(a)] for a in axes)
@@ -257,6 +259,6 @@ def curves_from_model(model: CostModel, machine: Machine, mesh: Mesh) -> CurveOf
             if reach <= span:
                 name = level.name
                 break
-        return name, Curve.table(SIZES, np.ravel(seconds).tolist())
+        return name, SendTime.table(SIZES, np.ravel(seconds).tolist())
 
     return curve_of

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
-from pase.files.codec import Count, Size, convert, json_schema, read_json, to_tree
+from pase.files.codec import AtLeastOne, Count, convert, json_schema, read_json, to_tree
 from pase.ir import Place
 from pase.ir.blocks import Block
 from pase.machine import Mesh
@@ -28,12 +28,12 @@ from pase.tables.itemize import Collective, NodeCost
 
 __all__ = ["SCHEMA", "diff", "from_json", "load", "made_schema", "save", "schema", "to_json"]
 
-Version = Literal["pase.layout/1"]
-SCHEMA: Version = "pase.layout/1"
+LayoutVersion = Literal["pase.layout/1"]
+SCHEMA: LayoutVersion = "pase.layout/1"
 _MAX_BYTES = 512 << 20
 
 Axes = Annotated[tuple[str, ...], Meta(max_length=64)]
-Placement = Annotated[
+PlacementForm = Annotated[
     tuple[Axes, ...],
     Meta(
         max_length=64,
@@ -53,11 +53,11 @@ class MachineForm(Struct, kw_only=True):
 class TensorForm(Struct, kw_only=True):
     """A parameter or an input; state: of its gradient and optimizer state, where these are split further."""
 
-    shape: Annotated[tuple[Size, ...], Meta(max_length=64)]
+    shape: Annotated[tuple[AtLeastOne, ...], Meta(max_length=64)]
     dtype: str
-    storage: Placement
-    used_as: tuple[Placement, ...]
-    state: Placement | UnsetType = UNSET
+    storage: PlacementForm
+    used_as: tuple[PlacementForm, ...]
+    state: PlacementForm | UnsetType = UNSET
 
 
 class NodeForm(Struct, kw_only=True):
@@ -66,7 +66,7 @@ class NodeForm(Struct, kw_only=True):
     node: str
     op: str
     einsum: str
-    sizes: dict[str, Size]
+    sizes: dict[str, AtLeastOne]
     split: dict[str, Axes]
     times: Count
     source: str
@@ -80,8 +80,8 @@ class ReshardForm(Struct, kw_only=True):
 
     at: str
     tensor: str
-    layouts: tuple[Placement, ...]
-    gradient: Placement | UnsetType = UNSET
+    layouts: tuple[PlacementForm, ...]
+    gradient: PlacementForm | UnsetType = UNSET
 
 
 class CollectiveForm(Struct, kw_only=True, rename={"nbytes": "bytes"}):
@@ -127,19 +127,20 @@ class AccessesForm(Struct, kw_only=True):
     equations: path of an equation -> its tensors.
     """
 
-    layouts: tuple[Annotated[tuple[tuple[Count, Size] | None, ...], Meta(max_length=64)], ...]
+    layouts: tuple[Annotated[tuple[tuple[Count, AtLeastOne] | None, ...], Meta(max_length=64)], ...]
     equations: dict[str, EquationForm]
 
 
 class LayoutForm(Struct, kw_only=True):
     """How every layer of a model is split over the devices."""
 
-    schema: Version
+    schema: LayoutVersion
     model: Annotated[str, Meta(max_length=4096)]
-    devices: Size
+    devices: AtLeastOne
     machine: MachineForm
     mesh: Annotated[
-        dict[str, Size], Meta(min_length=1, max_length=64, description="axis name -> size, outermost first")
+        dict[str, AtLeastOne],
+        Meta(min_length=1, max_length=64, description="axis name -> size, outermost first"),
     ]
     optimizer: str
     parameters: Annotated[dict[str, TensorForm], Meta(description="the user's path -> tensor")]
@@ -147,11 +148,11 @@ class LayoutForm(Struct, kw_only=True):
     strategy: tuple[NodeForm, ...]
     reshards: tuple[ReshardForm, ...]
     layouts: Annotated[
-        dict[str, tuple[Placement, ...]],
+        dict[str, tuple[PlacementForm, ...]],
         Meta(description="tensor -> the layouts it is given where it is made"),
     ]
     gradients: Annotated[
-        dict[str, Placement],
+        dict[str, PlacementForm],
         Meta(
             description="tensor made of a parameter -> the layout that its gradient is brought into, where that is not "
             "the tensor's own"
@@ -174,7 +175,7 @@ class LayoutForm(Struct, kw_only=True):
     throughput: (
         Annotated[Throughput, Meta(description="of the predicted step, on one device")] | UnsetType
     ) = UNSET
-    accumulate: Size = 1
+    accumulate: AtLeastOne = 1
     remat: tuple[Block, ...] = ()
     graph_digest: str
     seconds: dict[str, float]

@@ -12,14 +12,14 @@ from pase.machine import Machine, Mesh
 from pase.machine.meshes import level_ways
 from pase.plan.types import Placement, PlanData, TensorPlan
 
-__all__ = ["Move", "moves"]
+__all__ = ["ParameterMove", "moves"]
 
 Box = tuple[tuple[int, int], ...]
 """Per tensor dim, the first element and the one after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class ParameterMove:
     """One parameter on its way. received: per link level of the machine, innermost first, the most bytes that one
     device receives over it; nothing is received that the device, or one nearer to it, has already."""
 
@@ -40,7 +40,7 @@ class Move:
         )
 
 
-def moves(old: PlanData, new: PlanData, machine: Machine) -> list[Move]:
+def moves(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterMove]:
     """Every parameter that some device must receive a part of, the largest first. The plans are of one model; devices
     are numbered alike, so that a plan for more devices starts with those of the other.
 
@@ -59,7 +59,7 @@ def moves(old: PlanData, new: PlanData, machine: Machine) -> list[Move]:
             )
         received = _received(t, _boxes(t, t.storage, old.mesh), _boxes(t, to.storage, new.mesh), ways)
         if any(received):
-            found.append(Move(parameter=name, old=t.storage, new=to.storage, received=received))
+            found.append(ParameterMove(parameter=name, old=t.storage, new=to.storage, received=received))
     return sorted(found, key=lambda m: -m.nbytes)
 
 

@@ -216,7 +216,7 @@ def executed_work(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kernel:
+class _FusedKernel:
     """Light ops that run as one. reads, writes: tensors from before it and for after it."""
 
     ops: tuple[Op, ...]
@@ -234,7 +234,7 @@ class _Kernel:
         return all(op.function.needs in ("nothing", "choice") for op in self.ops)
 
 
-def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_Kernel]:
+def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKernel]:
     """The node's light ops as the executor runs them."""
     groups: list[tuple[str, list[Op]]] = []
     for op in node.ops:
@@ -259,7 +259,7 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_Kernel]:
             a for op in ops for a in op.writes
             if a.tensor in after or graph.read_outside(node, a.tensor) or a.tensor not in used
         ]  # fmt: skip
-        yield _Kernel(ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes))
+        yield _FusedKernel(ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes))
 
 
 def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:

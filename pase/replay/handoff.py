@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pase.replay.graph import EDGES
-from pase.replay.tasks import Program, Thread
+from pase.replay.tasks import RankProgram, Thread
 from pase.replay.types import KINDS, Mark, Timeline
 
 __all__ = ["add_handoffs", "main_lane"]
@@ -25,7 +25,7 @@ def main_lane(t: Timeline, mark: Mark) -> int:
 
 def add_handoffs(
     t: Timeline,
-    p: Program,
+    p: RankProgram,
     threads: list[Thread],
     call_task: dict[int, int],
     work_task: dict[int, int],
@@ -94,7 +94,7 @@ def add_handoffs(
                 break
 
 
-def _tail(p: Program, a: Thread) -> int:
+def _tail(p: RankProgram, a: Thread) -> int:
     return p.keys.index(("tail", a.label, p.rank))
 
 

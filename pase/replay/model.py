@@ -14,7 +14,7 @@ from pase.errors import PaseError
 from pase.replay.graph import Carried, DataflowGraph, TaskQueue
 from pase.replay.iterations import Iteration, iterations, warm_up
 from pase.replay.matching import Match, match_collectives
-from pase.replay.program import Program, extract
+from pase.replay.program import RankProgram, extract
 from pase.replay.times import RankTimes, rank_times
 from pase.replay.types import COLLECTIVE, Timeline
 
@@ -26,7 +26,7 @@ class Measured:
     """A timeline taken apart: programs by (rank, iteration), and which collectives are shared."""
 
     timeline: Timeline
-    programs: dict[tuple[int, int], Program]
+    programs: dict[tuple[int, int], RankProgram]
     matches: list[Match]
     gang_of_event: dict[int, tuple[object, ...]]
     """Event → key of the collective that at least two traced ranks share."""
@@ -64,7 +64,7 @@ def measure(t: Timeline) -> Measured:
     shared = [m for m in matches if len(m.members) > 1]
     wait, gang = _waits(t, shared)
     of = iterations(t)
-    programs: dict[tuple[int, int], Program] = {}
+    programs: dict[tuple[int, int], RankProgram] = {}
     begins: dict[tuple[int, int], float] = {}
     for mark in sorted(t.marks, key=lambda m: (m.rank, m.start_ns)):
         at = (mark.rank, mark.iteration)

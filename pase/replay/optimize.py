@@ -13,11 +13,11 @@ from pase.errors import Infeasible, PaseError
 from pase.replay.coarse import Coarse, coarsen
 from pase.replay.graph import DataflowGraph
 from pase.replay.memory import MemoryOption, MemoryUse, memory_options
-from pase.replay.passes import PASSES, GraphChanges, Network, View, apply_plan
+from pase.replay.passes import PASSES, CollectiveCosts, GraphChanges, View, apply_plan
 from pase.replay.simulate import critical_path, replay_graph, subgraph
 from pase.replay.steady import evaluate
 
-__all__ = ["Outcome", "Trial", "optimize_graph", "representative"]
+__all__ = ["OptimizeResult", "Trial", "optimize_graph", "representative"]
 
 _ALL = 1 << 20
 _BETTER = 1e-4
@@ -27,7 +27,7 @@ _BETTER = 1e-4
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One change that was tried. Times of the steady iteration in ns, by replay: of the representative rank while the
-    search goes on, of all ranks in an ``Outcome``."""
+    search goes on, of all ranks in an ``OptimizeResult``."""
 
     name: str
     what: str
@@ -38,7 +38,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Outcome:
+class OptimizeResult:
     """What the search found, by replays of the whole graph, all ranks.
 
     The first step begins at before_ns, each other one where the one before it ended, the last ends at after_ns; all of
@@ -81,7 +81,7 @@ def optimize_graph(
     scheme: str = "ring",
     memory: MemoryUse | None = None,
     memory_limit_bytes: int | None = None,
-) -> Outcome:
+) -> OptimizeResult:
     """Search for a plan that shortens the iteration, within a time budget.
 
     passes: names from PASSES, all where empty. PaseError for an unknown pass; Infeasible where a memory limit
@@ -94,13 +94,13 @@ def optimize_graph(
     option, options = _fit_memory(g, memory, memory_limit_bytes)
     before = max(evaluate(g).values())
     small = representative(g)
-    search = _Search(small, scheme, begun + budget_s)
+    search = _PassSearch(small, scheme, begun + budget_s)
     search.start(chosen)
     ended = search.climb(chosen)
     coarse = coarsen(g, replay_graph(g))
     steps = _on_all_ranks(search, g, coarse, before)
     plan = steps[-1].plan if steps else GraphChanges()
-    return Outcome(
+    return OptimizeResult(
         before_ns=before,
         after_ns=steps[-1].after_ns if steps else before,
         plan=plan,
@@ -116,7 +116,7 @@ def optimize_graph(
     )
 
 
-def _on_all_ranks(search: _Search, g: DataflowGraph, coarse: Coarse, before: float) -> list[Trial]:
+def _on_all_ranks(search: _PassSearch, g: DataflowGraph, coarse: Coarse, before: float) -> list[Trial]:
     """The search's steps on the whole graph: of those of one pass in a row, one; what helps one rank may hurt all,
     and is then taken only with later ones that make up for it."""
     out: list[Trial] = []
@@ -160,14 +160,14 @@ def _fit_memory(
     return min(fitting, key=lambda o: o.iteration_ns), options
 
 
-class _Search:
+class _PassSearch:
     """The plan so far on the representative rank, and the steps that led to it."""
 
     def __init__(self, g: DataflowGraph, scheme: str, deadline: float) -> None:
         self.graph, self.deadline = g, deadline
         self.coarse = coarsen(g, replay_graph(g))
         fixed = self.coarse.fixed_ns
-        self.network = Network(
+        self.network = CollectiveCosts(
             fixed_ns={t.family: float(fixed[t.tasks[0]]) for t in self.coarse.tensors}, scheme=scheme
         )
         self.plan = GraphChanges()
@@ -278,7 +278,7 @@ def _union(a: GraphChanges, b: GraphChanges) -> GraphChanges:
     )
 
 
-def _for_all_ranks(search: _Search, plan: GraphChanges, g: DataflowGraph, coarse: Coarse) -> GraphChanges:
+def _for_all_ranks(search: _PassSearch, plan: GraphChanges, g: DataflowGraph, coarse: Coarse) -> GraphChanges:
     """The representative's plan on every rank: tensors have the same numbers, runs the same places."""
     if len(g.ranks) < 2:
         return plan

@@ -22,7 +22,7 @@ from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.simulate import Replay
 from pase.replay.types import COLLECTIVE
 
-__all__ = ["PASSES", "GraphChanges", "Network", "View", "apply_plan", "bucket_ns", "graph_pass"]
+__all__ = ["PASSES", "CollectiveCosts", "GraphChanges", "View", "apply_plan", "bucket_ns", "graph_pass"]
 
 _E = {k: i for i, k in enumerate(EDGES)}
 
@@ -50,7 +50,7 @@ class GraphChanges:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Network:
+class CollectiveCosts:
     """Fixed part (ns) and cost per byte (ns) of collectives, per family; from the trace."""
 
     fixed_ns: dict[tuple[int, int, int], float]
@@ -67,7 +67,7 @@ class View:
     plan: GraphChanges
     replay: Replay
     critical: tuple[int, ...]
-    network: Network
+    network: CollectiveCosts
 
 
 Proposals = Iterator[tuple[str, GraphChanges]]

@@ -12,19 +12,19 @@ from collections import defaultdict
 import numpy as np
 
 from pase.replay.handoff import add_handoffs, main_lane
-from pase.replay.tasks import Program, Thread
+from pase.replay.tasks import RankProgram, Thread
 from pase.replay.types import GPU_KINDS, KINDS, Mark, Timeline
 from pase.replay.waits import SYNC, WAIT, Launches, add_waits
 
-__all__ = ["Program", "extract"]
+__all__ = ["RankProgram", "extract"]
 
 HOST = KINDS.index("host")
 RUNTIME = KINDS.index("runtime")
 
 
-def extract(t: Timeline, mark: Mark, before: Program | None = None) -> Program:
+def extract(t: Timeline, mark: Mark, before: RankProgram | None = None) -> RankProgram:
     """The program of one rank and iteration. before: that of the iteration before, on whose ops this one may wait."""
-    p = Program(rank=mark.rank, iteration=mark.iteration, zero_ns=mark.start_ns)
+    p = RankProgram(rank=mark.rank, iteration=mark.iteration, zero_ns=mark.start_ns)
     here = np.flatnonzero((t.rank_of == mark.rank) & (t["iteration"] == mark.iteration))
     kind = t["kind"][here]
     ops = here[np.isin(kind, GPU_KINDS)]
@@ -52,7 +52,7 @@ def _launched(t: Timeline, ops: np.ndarray) -> dict[int, list[int]]:
     return out
 
 
-def _device_tasks(t: Timeline, p: Program, ops: np.ndarray, zero: int) -> list[int]:
+def _device_tasks(t: Timeline, p: RankProgram, ops: np.ndarray, zero: int) -> list[int]:
     seen: dict[tuple[int, int], int] = defaultdict(int)
     lanes, names = t["lane"][ops].tolist(), t["name"][ops].tolist()
     starts, ends = (t["start_ns"][ops] - zero).tolist(), (t.end_ns[ops] - zero).tolist()
@@ -97,7 +97,12 @@ def _merge(start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def _host_tasks(
-    t: Timeline, p: Program, threads: list[Thread], mark: Mark, of_op: dict[int, list[int]], ops: np.ndarray
+    t: Timeline,
+    p: RankProgram,
+    threads: list[Thread],
+    mark: Mark,
+    of_op: dict[int, list[int]],
+    ops: np.ndarray,
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Work and call tasks in a chain; call event → call task, and → the work task before it."""
     call_task: dict[int, int] = {}
@@ -136,7 +141,7 @@ def _host_tasks(
     return call_task, work_task
 
 
-def _previous_backlog(t: Timeline, p: Program, mark: Mark, ops: np.ndarray) -> None:
+def _previous_backlog(t: Timeline, p: RankProgram, mark: Mark, ops: np.ndarray) -> None:
     earlier = np.isin(t["kind"], GPU_KINDS) & (t.rank_of == mark.rank)
     if not len(ops):
         return

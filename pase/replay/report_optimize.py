@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pase.replay.optimize import Outcome
+from pase.replay.optimize import OptimizeResult
 from pase.replay.report import summary
 from pase.replay.trust import Run
 
 __all__ = ["optimize_report"]
 
 
-def optimize_report(source: str, run: Run, o: Outcome) -> dict[str, Any]:
+def optimize_report(source: str, run: Run, o: OptimizeResult) -> dict[str, Any]:
     """Everything that ``pase optimize`` prints: the run, what the search made of it, and how."""
     parts = dict(o.plan.parts)
     buckets = []

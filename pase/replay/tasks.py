@@ -8,13 +8,13 @@ import numpy as np
 
 from pase.replay.graph import EDGES
 
-__all__ = ["Program", "Thread"]
+__all__ = ["RankProgram", "Thread"]
 
 _E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(kw_only=True)
-class Program:
+class RankProgram:
     """Tasks of one rank and iteration. Times in ns relative to the iteration's start on the rank's clock."""
 
     rank: int

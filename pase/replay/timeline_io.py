@@ -29,8 +29,8 @@ __all__ = [
     "to_json",
 ]
 
-Version = Literal["pase.timeline/1"]
-SCHEMA: Version = "pase.timeline/1"
+TimelineVersion = Literal["pase.timeline/1"]
+SCHEMA: TimelineVersion = "pase.timeline/1"
 
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 IndexOrNone = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="-1 where unknown")]
@@ -82,7 +82,7 @@ class ColumnsForm(Struct, kw_only=True):
 class TimelineForm(Struct, kw_only=True):
     """Events of a distributed run as columns; times in nanoseconds on each rank's own clock."""
 
-    schema: Version
+    schema: TimelineVersion
     kinds: tuple[str, ...] = KINDS
     operations: tuple[str, ...] = OPERATIONS
     names: tuple[str, ...]

@@ -10,7 +10,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.replay.graph import EDGES
-from pase.replay.tasks import Program
+from pase.replay.tasks import RankProgram
 
 __all__ = ["Edges", "RankTimes", "rank_times"]
 
@@ -41,7 +41,7 @@ class Edges:
 class RankTimes:
     """A rank's iteration as estimated: the tasks of ``template`` with durations, its edges with lags. Times in ns."""
 
-    template: Program
+    template: RankProgram
     duration: np.ndarray
     edges: Edges
     lag: np.ndarray
@@ -50,7 +50,7 @@ class RankTimes:
 
 
 def rank_times(
-    all_programs: dict[tuple[int, int], Program],
+    all_programs: dict[tuple[int, int], RankProgram],
     wait_ns: dict[int, float],
     measured_ns: dict[tuple[int, int], float],
     rank: int,
@@ -103,8 +103,8 @@ def rank_times(
 
 
 def _template(
-    programs: list[Program], measured_ns: dict[tuple[int, int], float]
-) -> tuple[Program, list[Program]]:
+    programs: list[RankProgram], measured_ns: dict[tuple[int, int], float]
+) -> tuple[RankProgram, list[RankProgram]]:
     """The program with the most common set of tasks and the median length, and those that run the same one.
 
     A task is told by its place among those of its name, so in an iteration with other ops the n-th is another one.
@@ -119,7 +119,7 @@ def _template(
     return template, [p for p in programs if _alike(_ops(p), _ops(template))]
 
 
-def _ops(p: Program) -> frozenset[tuple[object, ...]]:
+def _ops(p: RankProgram) -> frozenset[tuple[object, ...]]:
     return frozenset(k for k in p.keys if k[0] == "op") or frozenset(p.keys)
 
 
@@ -127,13 +127,13 @@ def _alike(a: frozenset[tuple[object, ...]], b: frozenset[tuple[object, ...]]) -
     return len(a & b) >= _ALIKE * max(len(a), len(b))
 
 
-def _rows(p: Program, row: dict[tuple[object, ...], int]) -> np.ndarray:
+def _rows(p: RankProgram, row: dict[tuple[object, ...], int]) -> np.ndarray:
     """Two rows: the template's tasks that ``p`` has, and which tasks of ``p`` they are."""
     spot = [(row[key], i) for i, key in enumerate(p.keys) if key in row]
     return np.array(spot, dtype=np.int64).reshape(-1, 2).T
 
 
-def _edges(template: Program, programs: list[Program], row: dict[tuple[object, ...], int]) -> Edges:
+def _edges(template: RankProgram, programs: list[RankProgram], row: dict[tuple[object, ...], int]) -> Edges:
     """The template's edges, and the waits that other iterations show: what had ended before leaves no sign."""
     found = dict.fromkeys((a, b, k, 0) for (a, b), k in template.edges.items())
     found |= dict.fromkeys((row[a], b, k, 1) for (a, b), k in template.carried.items() if a in row)
@@ -152,7 +152,7 @@ def _edges(template: Program, programs: list[Program], row: dict[tuple[object, .
     )
 
 
-def _not_in(p: Program, row: dict[tuple[object, ...], int], n: int, edges: Edges) -> np.ndarray:
+def _not_in(p: RankProgram, row: dict[tuple[object, ...], int], n: int, edges: Edges) -> np.ndarray:
     """Launch and stream edges that ``p`` lacks though it has both tasks: there they are other ops by the same name."""
     place = np.full(len(p.keys) + 1, -1, dtype=np.int64)
     to, of = _rows(p, row)
@@ -174,7 +174,7 @@ def _median(x: np.ndarray) -> np.ndarray:
     return 0.5 * (ordered[(count - 1) // 2, at] + ordered[count // 2, at])
 
 
-def _match_sums(p: Program, duration: np.ndarray, own: np.ndarray) -> np.ndarray:
+def _match_sums(p: RankProgram, duration: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Scale the work of each thread and stream so that its sum is the median of the measured sums.
 
     Noise is skewed: a sum of medians lies below the median of sums, by percents on a launch-bound thread.
@@ -206,7 +206,7 @@ def _contradicted(edges: Edges, delay: np.ndarray, late: np.ndarray) -> np.ndarr
     return inferred & np.nan_to_num(seen < -1000.0, nan=False).any(axis=0)
 
 
-def _lags(p: Program, start: np.ndarray, delay: np.ndarray, edges: Edges) -> np.ndarray:
+def _lags(p: RankProgram, start: np.ndarray, delay: np.ndarray, edges: Edges) -> np.ndarray:
     """Lag of each edge. delay: [iterations, edges] in ns, NaN where an iteration lacks the edge.
 
     An op's start is explained by the one edge that bound it; only that one is a sample.

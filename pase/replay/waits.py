@@ -1,7 +1,7 @@
 """What device ops and blocked calls of an iteration wait for: their stream, other streams, launches, each other.
 
 What an op waits for may belong to the iteration before, where the CPU runs ahead of the device: such edges stand in
-``Program.carried``.
+``RankProgram.carried``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.replay.graph import EDGES
-from pase.replay.tasks import Program, Thread
+from pase.replay.tasks import RankProgram, Thread
 from pase.replay.types import COLLECTIVE, Timeline
 
 __all__ = ["BLOCKED_NS", "SYNC", "WAIT", "Launches", "add_waits"]
@@ -62,7 +62,7 @@ class _Before:
         return {s: i for i, s in enumerate(self.stream)}
 
 
-def _before(p: Program, before: Program | None) -> _Before:
+def _before(p: RankProgram, before: RankProgram | None) -> _Before:
     if before is None:
         return _Before(keys=[], stream=[], end=np.zeros(0, np.int64))
     ops = [i for i, d in enumerate(before.device) if d[1] == "stream"]
@@ -75,7 +75,7 @@ def _before(p: Program, before: Program | None) -> _Before:
     )
 
 
-def add_waits(t: Timeline, p: Program, x: Launches, before: Program | None) -> None:
+def add_waits(t: Timeline, p: RankProgram, x: Launches, before: RankProgram | None) -> None:
     """All edges into device ops, and those into calls that wait for them."""
     old = _before(p, before)
     _stream_edges(t, p, x, old)
@@ -87,7 +87,7 @@ def add_waits(t: Timeline, p: Program, x: Launches, before: Program | None) -> N
     _between_executions(p, x, old)
 
 
-def _stream_edges(t: Timeline, p: Program, x: Launches, old: _Before) -> None:
+def _stream_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
     last: dict[int, int] = {}
     ended = old.last_on()
     for e, task in zip(t["lane"][x.ops].tolist(), x.task, strict=True):
@@ -101,7 +101,7 @@ def _stream_edges(t: Timeline, p: Program, x: Launches, old: _Before) -> None:
         last[e] = task
 
 
-def _launch_edges(t: Timeline, p: Program, x: Launches) -> None:
+def _launch_edges(t: Timeline, p: RankProgram, x: Launches) -> None:
     """An op may start once its launch has begun, so it hangs on the work before the call.
 
     Of a CUDA graph the first op of each stream hangs on the launch, the others on their stream.
@@ -116,7 +116,7 @@ def _launch_edges(t: Timeline, p: Program, x: Launches) -> None:
                     p.edge(x.work_task[c], task, "launch")
 
 
-def _stream_waits(t: Timeline, p: Program, x: Launches, old: _Before) -> None:
+def _stream_waits(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
     """Cross-stream edges: from stated data flow, or from StreamWaitEvent calls."""
     names = [t.names[n] for n in t["name"][x.ops].tolist()]
     if t.dataflow and any(n in t.dataflow for n in names):
@@ -148,7 +148,7 @@ def _stream_waits(t: Timeline, p: Program, x: Launches, old: _Before) -> None:
                 last_on[p.device[x.task[op]][0]] = x.task[op]
 
 
-def _unexplained_waits(p: Program, x: Launches, old: _Before) -> None:
+def _unexplained_waits(p: RankProgram, x: Launches, old: _Before) -> None:
     """An op that starts after a pause which nothing known explains, just as one on another stream ends, waited."""
     bound = dict.fromkeys(x.task, -(1 << 62))
     for a, b in p.edges:
@@ -181,7 +181,7 @@ def _just_ended(ends: np.ndarray, stream: list[str], start: int, own: str) -> in
     return -1
 
 
-def _dataflow_waits(t: Timeline, p: Program, x: Launches, names: list[str]) -> None:
+def _dataflow_waits(t: Timeline, p: RankProgram, x: Launches, names: list[str]) -> None:
     """XLA: a collective stream waits for all compute launched before; compute waits where data flow says."""
     seen: dict[str, int] = {}
     last_on: dict[str, int] = {}
@@ -199,7 +199,7 @@ def _dataflow_waits(t: Timeline, p: Program, x: Launches, names: list[str]) -> N
         last_on[stream] = i
 
 
-def _sync_edges(t: Timeline, p: Program, x: Launches, old: _Before) -> None:
+def _sync_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
     """Edges from device ops to the calls that waited for them; the call then keeps only its own work."""
     by_end = sorted(x.task, key=lambda i: p.end[i])
     ends = np.array([p.end[i] for i in by_end], dtype=np.int64)
@@ -224,13 +224,13 @@ def _sync_edges(t: Timeline, p: Program, x: Launches, old: _Before) -> None:
                             p.edge(i, call, "sync")
 
 
-def _blocks(p: Program, op: int, call: int) -> None:
+def _blocks(p: RankProgram, op: int, call: int) -> None:
     p.edge(op, call, "sync")
     if p.start[call] < p.end[op] <= p.end[call]:
         p.blocked[call] = p.end[op]
 
 
-def _queue_depth(t: Timeline, p: Program, x: Launches) -> None:
+def _queue_depth(t: Timeline, p: RankProgram, x: Launches) -> None:
     """A full launch queue: a slow launch with many ops outstanding waits until the op ``depth`` before is done."""
     for thread in x.threads:
         launches = [c for c in thread.calls.tolist() if int(t["correlation"][c]) in x.of_call]
@@ -254,7 +254,7 @@ def _queue_depth(t: Timeline, p: Program, x: Launches) -> None:
             p.edge(op[k - depth], call[k], "depth")
 
 
-def _between_executions(p: Program, x: Launches, old: _Before) -> None:
+def _between_executions(p: RankProgram, x: Launches, old: _Before) -> None:
     """Where no thread marks the steps, a thread that begins when all of the execution before has ended awaited it."""
     if p.root >= 0 or p.tail >= 0 or not old.keys:
         return

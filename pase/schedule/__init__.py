@@ -4,27 +4,27 @@
 """
 
 from pase.schedule.bound import lower_bound_s
-from pase.schedule.compare import Outcome, compare_policies
+from pase.schedule.compare import PolicyResult, compare_policies
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan, whole
 from pase.schedule.registry import Options, all_policies, get_policy
 from pase.schedule.simulate import Evaluation, as_sequence, evaluate
-from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer, problem_from_times
+from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, SendTime, Transfer, problem_from_times
 
 # What they were called before a compilation and a trace had problems of their own.
 Problem, Tensor = ScheduleProblem, Transfer
 
 __all__ = [
-    "Block",
     "BucketPlan",
-    "Curve",
+    "ComputeBlock",
     "Evaluation",
     "Link",
     "Message",
     "Options",
-    "Outcome",
     "Piece",
+    "PolicyResult",
     "Problem",
     "ScheduleProblem",
+    "SendTime",
     "Tensor",
     "Transfer",
     "Update",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pase.schedule.types import Curve, ScheduleProblem
+from pase.schedule.types import ScheduleProblem, SendTime
 from pase.schedule.view import PlainView, plain_view, positions
 
 __all__ = ["delayed_bound_s", "jackson_s", "lower_bound_s", "preemptive_bound_s"]
@@ -25,7 +25,7 @@ def jackson_s(ready: np.ndarray, seconds: np.ndarray, tail: np.ndarray) -> float
     return float(jackson(ready, seconds.astype(float), tail, np.argsort(ready, kind="stable")))
 
 
-def _minorants(curve: Curve, most_bytes: float) -> Iterator[tuple[float, float]]:
+def _minorants(curve: SendTime, most_bytes: float) -> Iterator[tuple[float, float]]:
     """(a, b) with a + b * bytes <= seconds for every message of at most that many bytes."""
     yield 0.0, curve.best_s_per_byte(most_bytes)
     a = curve.startup_s
@@ -46,7 +46,7 @@ def _weights(rates: np.ndarray) -> list[np.ndarray]:
     return out
 
 
-def _table(problem: ScheduleProblem) -> tuple[np.ndarray, list[list[Curve | None]]]:
+def _table(problem: ScheduleProblem) -> tuple[np.ndarray, list[list[SendTime | None]]]:
     """(axis group of each tensor, curve of each group on each link)."""
     axes = sorted({t.axes for t in problem.tensors})
     which = np.asarray([axes.index(t.axes) for t in problem.tensors], int)

@@ -13,11 +13,11 @@ from pase.schedule.registry import Options, Policy, all_policies, get_policy
 from pase.schedule.simulate import Evaluation, as_sequence, evaluate
 from pase.schedule.types import ScheduleProblem
 
-__all__ = ["Outcome", "compare_policies"]
+__all__ = ["PolicyResult", "compare_policies"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PolicyResult:
     """One policy's plan and what it costs; plan None where the policy does not apply, with the reason in note."""
 
     policy: str
@@ -58,7 +58,7 @@ class Outcome:
 
 def compare_policies(
     problem: ScheduleProblem, names: Iterable[str] | None, options: Options
-) -> list[Outcome]:
+) -> list[PolicyResult]:
     """Every policy named (None: all), ours last and warm-started from the others, each as one fixed order.
 
     A policy that does not apply is in the list with its reason when all were asked for, and an error when named.
@@ -66,7 +66,7 @@ def compare_policies(
     wanted = [get_policy(n) for n in names] if names is not None else list(all_policies().values())
     wanted.sort(key=lambda p: p.name == "ours")
     bound = lower_bound_s(problem)
-    out: list[Outcome] = []
+    out: list[PolicyResult] = []
     for policy in wanted:
         reason = _why_not(problem, policy, options)
         try:
@@ -79,12 +79,14 @@ def compare_policies(
         except Infeasible as e:
             if names is not None:
                 raise
-            out.append(Outcome(policy=policy.name, plan=None, evaluation=None, bound_s=bound, note=str(e)))
+            out.append(
+                PolicyResult(policy=policy.name, plan=None, evaluation=None, bound_s=bound, note=str(e))
+            )
             continue
         if plan.period == 1 and plan.staleness == 0:
             plan = as_sequence(problem, plan)
         evaluation = evaluate(problem, plan)
-        out.append(Outcome(policy=policy.name, plan=plan, evaluation=evaluation, bound_s=bound))
+        out.append(PolicyResult(policy=policy.name, plan=plan, evaluation=evaluation, bound_s=bound))
     # What ours proved holds for everybody.
     proven = max([bound, *(_sync_bound(o.plan) for o in out if o.policy == "ours" and o.plan)])
     late = delayed_bound_s(problem, options.staleness)

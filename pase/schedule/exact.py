@@ -24,7 +24,7 @@ import numpy as np
 
 from pase.schedule.chain import plain_iteration_s
 from pase.schedule.plan import BucketPlan, Message, Piece
-from pase.schedule.types import Curve, ScheduleProblem
+from pase.schedule.types import ScheduleProblem, SendTime
 from pase.schedule.view import PlainView, plain_view
 
 __all__ = ["Exact", "exact_plan", "slots_needed"]
@@ -58,7 +58,7 @@ def exact_plan(
     best_s = plain_iteration_s(problem, start, view)
     if best_s <= bound_s * (1 + PROVEN):
         return Exact(plan=start, iteration_s=best_s, bound_s=min(bound_s, best_s), proven=True, seconds=0.0)
-    model = _Model(problem, view, best_s, max(bound_s, view.compute))
+    model = _IntegerProgram(problem, view, best_s, max(bound_s, view.compute))
     matrix = coo_matrix(
         (np.asarray(model.value), (np.asarray(model.row), np.asarray(model.column))),
         shape=(len(model.low), model.size),
@@ -93,7 +93,7 @@ def exact_plan(
     )
 
 
-def _falls_per_byte(c: Curve) -> bool:
+def _falls_per_byte(c: SendTime) -> bool:
     """Whether seconds per byte never rise with size, and so fusing never costs more."""
     rates = [y / x for x, y in zip(c.bytes_, c.seconds, strict=True) if x > 0]
     last = c.seconds[-1] - c.tail_s_per_byte * c.bytes_[-1]
@@ -114,7 +114,7 @@ def slots_needed(problem: ScheduleProblem, view: PlainView, link: int, best_s: f
     return max(1, min(2 * n, int(room / startup * (1 + 1e-9)) if startup > 0 else 2 * n))
 
 
-class _Model:
+class _IntegerProgram:
     """The program's rows and columns. Column 0 is the iteration; times and work are in units of `scale`."""
 
     def __init__(self, problem: ScheduleProblem, view: PlainView, best_s: float, bound_s: float) -> None:
@@ -239,7 +239,7 @@ class _Model:
         return BucketPlan(policy="ours", messages=messages)
 
 
-def _stretches(c: Curve, most_bytes: float) -> Iterator[tuple[float, float, float, float]]:
+def _stretches(c: SendTime, most_bytes: float) -> Iterator[tuple[float, float, float, float]]:
     """(from bytes, seconds there, seconds per byte, width in bytes) of the curve up to most_bytes."""
     xs, ys = list(c.bytes_), list(c.seconds)
     if xs[0] > 0:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pase.schedule.types import Curve, ScheduleProblem
+from pase.schedule.types import ScheduleProblem, SendTime
 from pase.schedule.view import PlainView
 
 __all__ = ["Instance", "construct", "instance", "preemptive"]
@@ -73,7 +73,7 @@ def instance(problem: ScheduleProblem, view: PlainView) -> Instance:
     most = float(problem.nbytes)
     for g, name in enumerate(names):
         for link in problem.links:
-            curve: Curve | None = link.curve_for(name) if link.carries(name) else None
+            curve: SendTime | None = link.curve_for(name) if link.carries(name) else None
             first = len(corners)
             if curve is not None:
                 corners += zip(curve.bytes_, curve.seconds, strict=True)

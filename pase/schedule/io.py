@@ -11,9 +11,17 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
-from pase.files.codec import Count, NotNegative, Size, convert, json_schema, to_tree
+from pase.files.codec import AtLeastOne, Count, NotNegative, convert, json_schema, to_tree
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan
-from pase.schedule.types import Block, Curve, Link, Phase, ScheduleProblem, Transfer, problem_from_times
+from pase.schedule.types import (
+    BlockPhase,
+    ComputeBlock,
+    Link,
+    ScheduleProblem,
+    SendTime,
+    Transfer,
+    problem_from_times,
+)
 
 __all__ = [
     "PLAN_SCHEMA",
@@ -62,7 +70,7 @@ class BlockForm(Closed, kw_only=True):
     """A stretch of compute. after: the blocks it waits for, where the problem is a dataflow."""
 
     name: str | UnsetType = UNSET
-    phase: Phase
+    phase: BlockPhase
     seconds: NotNegative
     after: tuple[Count, ...] | UnsetType = UNSET
 
@@ -71,7 +79,7 @@ class TransferForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
     """What is sent once per iteration, by blocks (ready_after, needed_before) or by times (ready_s, next_use_s)."""
 
     name: str
-    nbytes: Size
+    nbytes: AtLeastOne
     ready_after: Count | None = None
     needed_before: Count | None = None
     ready_s: NotNegative | UnsetType = UNSET
@@ -102,19 +110,19 @@ class PieceForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
 
     tensor: str
     offset: Count
-    nbytes: Size
+    nbytes: AtLeastOne
 
 
 class MessageForm(Closed, kw_only=True, rename={"nbytes": "bytes"}):
     """Pieces that travel together."""
 
     link: str
-    nbytes: Size | UnsetType = UNSET
+    nbytes: AtLeastOne | UnsetType = UNSET
     update: Count = 0
     pieces: Annotated[tuple[PieceForm, ...], Meta(min_length=1)]
     hold_s: NotNegative | UnsetType = UNSET
     iteration: Count | UnsetType = UNSET
-    phase: Phase | UnsetType | None = UNSET
+    phase: BlockPhase | UnsetType | None = UNSET
     start_s: float | UnsetType = UNSET
 
 
@@ -136,10 +144,10 @@ class PlanForm(Closed, kw_only=True):
     problem: str
     policy: str
     dispatch: Literal["sequence", "priority"]
-    credit_bytes: Size = 1
+    credit_bytes: AtLeastOne = 1
     barrier: bool = False
     links: Annotated[tuple[str, ...], Meta(min_length=1)]
-    period: Size
+    period: AtLeastOne
     updates: Annotated[tuple[UpdateForm, ...], Meta(min_length=1)]
     messages: tuple[MessageForm, ...]
     detail: dict[str, Any] = {}
@@ -175,27 +183,27 @@ def _read(data: Any, form: type[T], version: str, where: str) -> T:
     return convert(data, form, where)
 
 
-def _curve_form(c: Curve) -> CurveForm:
+def _curve_form(c: SendTime) -> CurveForm:
     if len(c.bytes_) == 1 and c.bytes_[0] == 0:
         return CurveForm(alpha_s=c.seconds[0], beta_s_per_byte=c.tail_s_per_byte)
     return CurveForm(bytes_=c.bytes_, seconds=c.seconds, tail_s_per_byte=c.tail_s_per_byte)
 
 
-def _curve(form: CurveForm) -> Curve:
+def _curve(form: CurveForm) -> SendTime:
     line, table, tail = (
         (form.alpha_s, form.beta_s_per_byte),
         (form.bytes_, form.seconds),
         form.tail_s_per_byte,
     )
     if form.alpha_s is not UNSET and form.beta_s_per_byte is not UNSET and {*table, tail} == {UNSET}:
-        return Curve.alpha_beta(alpha_s=form.alpha_s, beta_s_per_byte=form.beta_s_per_byte)
+        return SendTime.alpha_beta(alpha_s=form.alpha_s, beta_s_per_byte=form.beta_s_per_byte)
     if form.bytes_ is UNSET or form.seconds is UNSET or {*line} != {UNSET}:
         raise PaseError("a cost curve is either alpha_s and beta_s_per_byte, or bytes and seconds")
     if tail is not UNSET:
-        return Curve(bytes_=form.bytes_, seconds=form.seconds, tail_s_per_byte=tail)
+        return SendTime(bytes_=form.bytes_, seconds=form.seconds, tail_s_per_byte=tail)
     if len(form.bytes_) != len(form.seconds):
         raise PaseError(f"a cost curve has {len(form.bytes_)} bytes but {len(form.seconds)} seconds")
-    return Curve.table(form.bytes_, form.seconds)
+    return SendTime.table(form.bytes_, form.seconds)
 
 
 def _link_form(link: Link) -> dict[str, Any]:
@@ -258,7 +266,7 @@ def problem_from_json(data: Any, *, where: str = "problem") -> ScheduleProblem:
         return ScheduleProblem(
             name=form.name,
             blocks=tuple(
-                Block(
+                ComputeBlock(
                     name=f"{b.phase} {i}" if b.name is UNSET else b.name,
                     phase=b.phase,
                     seconds=b.seconds,

@@ -9,7 +9,7 @@ from pase.errors import PaseError
 from pase.files.quantities import parse_rate, parse_seconds
 from pase.schedule.io import PROBLEM_SCHEMA, problem_from_json
 from pase.schedule.pipedream import looks_like_pipedream, read_pipedream
-from pase.schedule.types import Curve, Link, ScheduleProblem
+from pase.schedule.types import Link, ScheduleProblem, SendTime
 
 __all__ = ["load_problem", "parse_link"]
 
@@ -30,10 +30,10 @@ def parse_link(text: str) -> Link:
             f"--link: '{text}' is neither NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) nor NAME:FILE.csv"
         )
     startup_s, rate = parse_seconds(parts[1], "--link"), parse_rate(parts[2], "--link")
-    return Link(name=parts[0], curve=Curve.alpha_beta(alpha_s=startup_s, beta_s_per_byte=1.0 / rate))
+    return Link(name=parts[0], curve=SendTime.alpha_beta(alpha_s=startup_s, beta_s_per_byte=1.0 / rate))
 
 
-def _curve_from_csv(path: Path) -> Curve:
+def _curve_from_csv(path: Path) -> SendTime:
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         cells = line.split(",")
@@ -46,7 +46,7 @@ def _curve_from_csv(path: Path) -> Curve:
                 ) from None
     if not rows:
         raise PaseError(f"{path}: no rows of bytes and seconds")
-    return Curve.table([r[0] for r in rows], [r[1] for r in rows])
+    return SendTime.table([r[0] for r in rows], [r[1] for r in rows])
 
 
 def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = False) -> ScheduleProblem:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from pase.errors import PaseError
-from pase.schedule.types import Block, Link, ScheduleProblem, Transfer
+from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, Transfer
 
 __all__ = ["Layer", "looks_like_pipedream", "problem_from_layers", "read_pipedream"]
 
@@ -123,7 +123,7 @@ def problem_from_layers(
         for a in layer.after:
             readers[a].append(i)
     blocks = [
-        Block(
+        ComputeBlock(
             name=layer.name, phase="forward", seconds=layer.forward_s, after=layer.after if dataflow else None
         )
         for layer in layers
@@ -132,7 +132,7 @@ def problem_from_layers(
     for i in reversed(range(n)):
         waits = tuple(sorted(2 * n - 1 - r for r in readers[i])) or (i,)
         blocks.append(
-            Block(
+            ComputeBlock(
                 name=f"{layers[i].name}'",
                 phase="backward",
                 seconds=layers[i].backward_s,

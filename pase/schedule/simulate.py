@@ -95,7 +95,7 @@ def evaluate(
         )
     periods = 3 if problem.is_plain and not delayed else 4 + 2 * delayed
     while True:
-        run = _Run(problem, plan, periods, seconds)
+        run = _Periods(problem, plan, periods, seconds)
         start, end = run_jobs(kernel=kernel, **run.arrays)
         if np.isnan(end).any():
             stuck = int(np.flatnonzero(np.isnan(end))[0])
@@ -118,7 +118,7 @@ def evaluate(
     return _report(problem, plan, run, start, end, period_s, timeline)
 
 
-class _Run:
+class _Periods:
     """The jobs of several periods, as the arrays `run_jobs` takes."""
 
     def __init__(
@@ -274,7 +274,7 @@ def message_name(problem: ScheduleProblem, message: Message) -> str:
 def _report(
     problem: ScheduleProblem,
     plan: BucketPlan,
-    run: _Run,
+    run: _Periods,
     start: np.ndarray,
     end: np.ndarray,
     period_s: float,
@@ -320,7 +320,7 @@ def _report(
     )
 
 
-def _exposed(run: _Run, start: np.ndarray, end: np.ndarray, t0: float, t1: float) -> float:
+def _exposed(run: _Periods, start: np.ndarray, end: np.ndarray, t0: float, t1: float) -> float:
     """Seconds in [t0, t1] in which some link is busy and compute is not."""
     b0, b1 = np.clip(start[run.base :], t0, t1), np.clip(end[run.base :], t0, t1)
     c0, c1 = np.clip(start[: run.base], t0, t1), np.clip(end[: run.base], t0, t1)
@@ -335,7 +335,7 @@ def _union(lo: np.ndarray, hi: np.ndarray) -> float:
     return float(np.maximum(0.0, hi - np.maximum(lo, before)).sum())
 
 
-def _timeline(run: _Run, start: np.ndarray, end: np.ndarray, t0: float, t1: float) -> Iterator[Interval]:
+def _timeline(run: _Periods, start: np.ndarray, end: np.ndarray, t0: float, t1: float) -> Iterator[Interval]:
     problem = run.problem
     shown = np.flatnonzero((end > t0) & (start < t1) & (end > start))
     for job in shown[np.argsort(start[shown], kind="stable")].tolist():

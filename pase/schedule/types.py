@@ -13,13 +13,21 @@ import numpy as np
 
 from pase.errors import PaseError
 
-__all__ = ["Block", "Curve", "Link", "Phase", "ScheduleProblem", "Transfer", "problem_from_times"]
+__all__ = [
+    "BlockPhase",
+    "ComputeBlock",
+    "Link",
+    "ScheduleProblem",
+    "SendTime",
+    "Transfer",
+    "problem_from_times",
+]
 
-Phase = Literal["forward", "backward"]
+BlockPhase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class SendTime:
     """Seconds to send one message, by its bytes: piecewise linear, never falling.
 
     ``bytes_`` and ``seconds`` are the corners (at least one, bytes ascending); before the first corner
@@ -56,12 +64,12 @@ class Curve:
             )
 
     @staticmethod
-    def alpha_beta(*, alpha_s: float, beta_s_per_byte: float) -> Curve:
+    def alpha_beta(*, alpha_s: float, beta_s_per_byte: float) -> SendTime:
         """alpha + beta * bytes."""
-        return Curve(bytes_=(0.0,), seconds=(float(alpha_s),), tail_s_per_byte=float(beta_s_per_byte))
+        return SendTime(bytes_=(0.0,), seconds=(float(alpha_s),), tail_s_per_byte=float(beta_s_per_byte))
 
     @staticmethod
-    def table(nbytes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    def table(nbytes: Sequence[float], seconds: Sequence[float]) -> SendTime:
         """From measured points; noise that makes time fall with size is lifted to the running maximum, and a rise
         of less than a millionth counts as none (its inverse would be lost in rounding).
         """
@@ -78,7 +86,7 @@ class Curve:
             tail = tail if tail > 0 else ys[-1] / xs[-1]
         else:
             tail = ys[-1] / xs[-1] if xs.size and xs[-1] > 0 else 0.0
-        return Curve(bytes_=tuple(xs.tolist()), seconds=tuple(ys.tolist()), tail_s_per_byte=float(tail))
+        return SendTime(bytes_=tuple(xs.tolist()), seconds=tuple(ys.tolist()), tail_s_per_byte=float(tail))
 
     def seconds_for(self, nbytes: float) -> float:
         """Seconds for one message of that many bytes; 0 for an empty one."""
@@ -136,20 +144,20 @@ class Link:
     """
 
     name: str
-    curve: Curve
-    by_axes: dict[str, Curve] = field(default_factory=dict)
+    curve: SendTime
+    by_axes: dict[str, SendTime] = field(default_factory=dict)
     axes: tuple[str, ...] | None = None
 
     def carries(self, group: str) -> bool:
         """Whether tensors of that axis group may go here."""
         return self.axes is None or group in self.axes
 
-    def curve_for(self, group: str) -> Curve:
+    def curve_for(self, group: str) -> SendTime:
         return self.by_axes.get(group, self.curve)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class ComputeBlock:
     """A stretch of compute on the one compute stream. Blocks stand in execution order.
 
     after: indices of blocks it waits for, used only where the problem is ``dataflow``;
@@ -157,7 +165,7 @@ class Block:
     """
 
     name: str
-    phase: Phase
+    phase: BlockPhase
     seconds: float
     after: tuple[int, ...] | None = None
 
@@ -200,7 +208,7 @@ class ScheduleProblem:
     """
 
     name: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[ComputeBlock, ...]
     tensors: tuple[Transfer, ...]
     links: tuple[Link, ...]
     dataflow: bool = False
@@ -341,12 +349,12 @@ def problem_from_times(
     starts = sorted({0.0, *(min(max(t[3], 0.0), forward_s) for t in tensors)} - {forward_s})
     ends = sorted({total, *(min(max(t[2], forward_s), total) for t in tensors)} - {forward_s})
     blocks = [
-        Block(name=f"forward {i}", phase="forward", seconds=b - a)
+        ComputeBlock(name=f"forward {i}", phase="forward", seconds=b - a)
         for i, (a, b) in enumerate(zip(starts, [*starts[1:], forward_s], strict=True))
     ]
     forward_blocks = len(blocks)
     blocks += [
-        Block(name=f"backward {i}", phase="backward", seconds=b - a)
+        ComputeBlock(name=f"backward {i}", phase="backward", seconds=b - a)
         for i, (a, b) in enumerate(zip([forward_s, *ends[:-1]], ends, strict=True))
     ]
     made = []

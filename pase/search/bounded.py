@@ -17,13 +17,13 @@ import numpy as np
 from pase.errors import Infeasible
 from pase.search.bundle import Bundle, next_prices
 from pase.search.check import cost_of
-from pase.search.clock import DEFAULT_SECONDS, Clock
+from pase.search.clock import DEFAULT_SECONDS, Deadline
 from pase.search.contract import Contracted, contract, fixed_bytes, restrict
 from pase.search.exact import eliminate_pairwise
 from pase.search.flat import Flat, flatten
 from pase.search.ilp import IlpJob, ilp_problem, solve_ilp
 from pase.search.rows import Rows, memory_rows
-from pase.search.types import MemoryProfile, Progress, Solution
+from pase.search.types import MemoryProfile, SearchProgress, Solution
 from pase.tables.types import CostTables
 
 __all__ = ["bounded_search"]
@@ -35,7 +35,7 @@ _SWEEPS = 100
 _CUTS = 12  # cutting-plane steps a turn
 
 
-class _State:
+class _SearchState:
     """The incumbent and the bound, in terms of the original problem."""
 
     def __init__(self, tables: CostTables, memory: MemoryProfile | None, began: float) -> None:
@@ -145,7 +145,7 @@ def bounded_search(
     time_limit: float | None,
     seed: int,
     began: float,
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     known: tuple[np.ndarray, float] | None = None,
     gap: float = 0.0,
     rounds: int | None = None,
@@ -156,8 +156,8 @@ def bounded_search(
     rounds: at most so many turns, none of which then waits for an integer program in another process.
     Raises Infeasible where it is proven that nothing fits.
     """
-    clock = Clock(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
-    state = _State(tables, memory, began)
+    clock = Deadline(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
+    state = _SearchState(tables, memory, began)
     state.enough = gap
     if known is not None:
         state.offer(known[0])
@@ -171,7 +171,7 @@ def bounded_search(
     return _solution(state, method)
 
 
-def _solution(state: _State, method: str) -> Solution:
+def _solution(state: _SearchState, method: str) -> Solution:
     seconds = time.perf_counter() - state.began
     feasible = state.choice is not None
     cheapest = [int(c.argmin()) for c in state.tables.node_costs]
@@ -191,7 +191,12 @@ def _solution(state: _State, method: str) -> Solution:
 
 
 def _rounds(
-    state: _State, left: Contracted, seed: int, clock: Clock, progress: Progress | None, rounds: int | None
+    state: _SearchState,
+    left: Contracted,
+    seed: int,
+    clock: Deadline,
+    progress: SearchProgress | None,
+    rounds: int | None,
 ) -> str:
     rng = np.random.default_rng(seed)
     now = clock.run("residual", _Residual, left, state.memory)
@@ -268,7 +273,7 @@ def _rounds(
         pool.shutdown()
 
 
-def _refuse_hopeless(state: _State, now: _Residual) -> None:
+def _refuse_hopeless(state: _SearchState, now: _Residual) -> None:
     if state.choice is None and now.rows.points and now.rows.capacity.min() < 0:
         assert state.memory is not None
         raise Infeasible(
@@ -277,7 +282,7 @@ def _refuse_hopeless(state: _State, now: _Residual) -> None:
         )
 
 
-def _eliminate(state: _State, now: _Residual) -> bool:
+def _eliminate(state: _SearchState, now: _Residual) -> bool:
     """Finish exactly by elimination, where no memory limit stands and what is left is narrow."""
     if now.rows.points:
         return False
@@ -289,7 +294,7 @@ def _eliminate(state: _State, now: _Residual) -> bool:
     return True
 
 
-def _settle_small(state: _State, now: _Residual, clock: Clock) -> bool:
+def _settle_small(state: _SearchState, now: _Residual, clock: Deadline) -> bool:
     """A small residual goes to the integer program at once, in this process."""
     usable, pairs = _usable_pairs(state, now)
     if pairs + now.flat.cost.size > _SMALL_ILP:
@@ -299,7 +304,7 @@ def _settle_small(state: _State, now: _Residual, clock: Clock) -> bool:
     return _take(state, now, solve_ilp(ilp_problem(now.flat, now.rows, usable, scale, seconds)))
 
 
-def _raise_bound(state: _State, now: _Residual) -> None:
+def _raise_bound(state: _SearchState, now: _Residual) -> None:
     from pase.search.kernels_memory import dual_ascent
 
     flat = now.flat
@@ -381,12 +386,12 @@ def _remember(now: _Residual, choice: np.ndarray) -> None:
 
 
 def _neighbourhoods(
-    state: _State,
+    state: _SearchState,
     now: _Residual,
     price: np.ndarray,
     rounded: np.ndarray,
     rng: np.random.Generator,
-    clock: Clock,
+    clock: Deadline,
 ) -> None:
     """Search around the dual's rounded choice, then around the best; as far as the time goes."""
     from pase.search.kernels_memory import lns, polish
@@ -434,7 +439,7 @@ def _press(now: _Residual, price: np.ndarray, choice: np.ndarray, rng: np.random
     return choice
 
 
-def _usable_pairs(state: _State, now: _Residual) -> tuple[np.ndarray, int]:
+def _usable_pairs(state: _SearchState, now: _Residual) -> tuple[np.ndarray, int]:
     """(bool per entry: may an answer as good as the best use it; their number over all edges)."""
     flat = now.flat
     usable = np.isfinite(flat.entries)
@@ -457,7 +462,7 @@ def _usable_pairs(state: _State, now: _Residual) -> tuple[np.ndarray, int]:
     return usable, int((count[flat.matrix + area] - count[flat.matrix]).sum())
 
 
-def _take(state: _State, now: _Residual, answer: tuple[str, np.ndarray | None, float]) -> bool:
+def _take(state: _SearchState, now: _Residual, answer: tuple[str, np.ndarray | None, float]) -> bool:
     """Use an integer program's answer; True if it settles the search."""
     status, choice, bound = answer
     if choice is not None:
@@ -474,7 +479,7 @@ def _take(state: _State, now: _Residual, answer: tuple[str, np.ndarray | None, f
     return state.done()
 
 
-def _affordable(state: _State, now: _Residual) -> list[np.ndarray] | None:
+def _affordable(state: _SearchState, now: _Residual) -> list[np.ndarray] | None:
     """Per node, which configs a choice as good as the best may use; None where few would go."""
     from pase.search.kernels_flat import trws_pass
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["DEFAULT_SECONDS", "Clock"]
+__all__ = ["DEFAULT_SECONDS", "Deadline"]
 
 DEFAULT_SECONDS = 60.0
 """For searches that no elimination order fits, where no limit is given."""
@@ -17,7 +17,7 @@ T = TypeVar("T")
 _MARGIN = 1.25  # a piece may take this much longer than the longest of its kind
 
 
-class Clock:
+class Deadline:
     """ends_at: seconds of ``time.perf_counter``. Remembers what the longest piece of each kind took."""
 
     def __init__(self, ends_at: float) -> None:

@@ -47,7 +47,7 @@ class Contracted:
     constant: float
     members: list[list[tuple[int, np.ndarray]]]
     fixed: list[tuple[int, int]]
-    _work: _Work
+    _work: _Contraction
 
     def expand(self, choice: np.ndarray) -> np.ndarray:
         """The original choice, int64 [original nodes], of a choice over ``nodes``."""
@@ -62,7 +62,7 @@ class Contracted:
         return out
 
 
-class _Work:
+class _Contraction:
     def __init__(self, tables: CostTables, memory: MemoryProfile | None) -> None:
         n = len(tables.node_costs)
         self.tables = tables
@@ -305,7 +305,7 @@ def contract(
 ) -> Contracted:
     """Apply the reductions until none applies, or ``until`` (of ``perf_counter``): what they leave is as good a
     problem, only larger. Raises Infeasible where they leave nothing."""
-    work = _Work(tables, memory)
+    work = _Contraction(tables, memory)
     work.run(until)
     return _snapshot(work)
 
@@ -320,7 +320,7 @@ def restrict(contracted: Contracted, keep: list[np.ndarray], until: float = floa
     return _snapshot(work)
 
 
-def _snapshot(work: _Work) -> Contracted:
+def _snapshot(work: _Contraction) -> Contracted:
     nodes = [v for v in range(len(work.costs)) if not work.gone[v]]
     at = {v: i for i, v in enumerate(nodes)}
     pairs, matrices = [], []

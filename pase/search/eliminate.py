@@ -8,7 +8,7 @@ import numpy as np
 
 from pase.errors import Infeasible
 from pase.search import kernels_numpy
-from pase.search.factors import Factor, Pool, View
+from pase.search.factors import ConfigPartition, Factor, Pool
 from pase.search.plan import Elimination, EliminationPlan, joint_view
 
 __all__ = ["back_substitute", "run_plan"]
@@ -80,17 +80,19 @@ def _memory_order(group: list[Factor], scope: tuple[int, ...], pool: Pool) -> li
     return [u for u in out if u in scope]
 
 
-def _shaped(out: np.ndarray, have: list[int], step: Elimination, views: dict[int, View]) -> np.ndarray:
+def _shaped(
+    out: np.ndarray, have: list[int], step: Elimination, views: dict[int, ConfigPartition]
+) -> np.ndarray:
     """Axes in the order of the step's scope; memory stays as it is."""
     table = out.reshape([views[u].n for u in have])
     return table.transpose([have.index(u) for u in step.out.scope])
 
 
 def _parts(
-    group: list[Factor], v: int, scope: list[int], views: dict[int, View], pool: Pool, most: int
-) -> list[tuple[View, np.ndarray]]:
+    group: list[Factor], v: int, scope: list[int], views: dict[int, ConfigPartition], pool: Pool, most: int
+) -> list[tuple[ConfigPartition, np.ndarray]]:
     """At most ``most`` tables whose sum is the group's: (v's view there, float64 [view.n, entries of scope])."""
-    parts: dict[View, np.ndarray] = {}
+    parts: dict[ConfigPartition, np.ndarray] = {}
     for f in group:
         view = f.views[f.scope.index(v)]
         order = [u for u in (v, *scope) if u in f.scope]
@@ -116,7 +118,7 @@ def _parts(
     return out
 
 
-def _at(table: np.ndarray, have: View, want: View, pool: Pool) -> np.ndarray:
+def _at(table: np.ndarray, have: ConfigPartition, want: ConfigPartition, pool: Pool) -> np.ndarray:
     return table if have is want else table.take(pool.sub(have, want), axis=0)
 
 

@@ -14,9 +14,9 @@ from pase.search.factors import Factor, Pool, load
 from pase.search.plan import EliminationPlan, plan_elimination
 from pase.tables.types import CostTables, EdgeTable
 
-__all__ = ["Kernel", "best_plan", "eliminate_pairwise", "kernels_for"]
+__all__ = ["KernelName", "best_plan", "eliminate_pairwise", "kernels_for"]
 
-Kernel = Literal["numba", "numpy"]
+KernelName = Literal["numba", "numpy"]
 
 MAX_WORK = 20_000_000_000  # min-plus operations: some seconds on two cores
 MAX_ENTRIES = 100_000_000  # entries of all tables together, 8 bytes each
@@ -32,7 +32,7 @@ class _Rented:
     work = 0.0
 
 
-def kernels_for(kernel: Kernel, work: float) -> ModuleType:
+def kernels_for(kernel: KernelName, work: float) -> ModuleType:
     """The kernel module for about that much work: numpy's, or numba's where asked for and worth its import.
 
     It is worth it once numpy would have worked for as long as the import takes: at most twice the least time.

@@ -16,10 +16,10 @@ import numpy as np
 from pase.errors import Infeasible
 from pase.tables.types import CostTables
 
-__all__ = ["Factor", "Pool", "View", "load"]
+__all__ = ["ConfigPartition", "Factor", "Pool", "load"]
 
 
-class View:
+class ConfigPartition:
     """A partition of a node's K configs: ``cls`` int32 [K] into ``n`` classes, ``rep`` one config of each."""
 
     __slots__ = ("cls", "key", "n", "rep")
@@ -33,7 +33,7 @@ class Factor:
 
     __slots__ = ("scope", "sig", "views")
 
-    def __init__(self, scope: tuple[int, ...], views: tuple[View, ...], sig: int) -> None:
+    def __init__(self, scope: tuple[int, ...], views: tuple[ConfigPartition, ...], sig: int) -> None:
         self.scope, self.views, self.sig = scope, views, sig
 
 
@@ -43,14 +43,14 @@ class Pool:
 
     arrays: dict[int, np.ndarray] = field(default_factory=dict)
     _sigs: dict[Hashable, int] = field(default_factory=dict)
-    _views: dict[Hashable, View] = field(default_factory=dict)
-    _joints: dict[tuple[int, int], View] = field(default_factory=dict)
+    _views: dict[Hashable, ConfigPartition] = field(default_factory=dict)
+    _joints: dict[tuple[int, int], ConfigPartition] = field(default_factory=dict)
     _subs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def sig(self, key: Hashable) -> int:
         return self._sigs.setdefault(key, len(self._sigs))
 
-    def view(self, cls: np.ndarray) -> View:
+    def view(self, cls: np.ndarray) -> ConfigPartition:
         """The view with these classes; the classes are renumbered so that each occurs."""
         # Renumbered by first config, so that equal partitions are one view whatever their numbers.
         present, first, inverse = np.unique(cls, return_index=True, return_inverse=True)
@@ -61,11 +61,11 @@ class Pool:
         key = canonical.tobytes()
         view = self._views.get(key)
         if view is None:
-            view = View(len(self._views), canonical, int(present.size), first[by_first])
+            view = ConfigPartition(len(self._views), canonical, int(present.size), first[by_first])
             self._views[key] = view
         return view
 
-    def joint(self, a: View, b: View) -> View:
+    def joint(self, a: ConfigPartition, b: ConfigPartition) -> ConfigPartition:
         """The coarsest view that refines both."""
         if a is b or b.n == 1:
             return a
@@ -78,7 +78,7 @@ class Pool:
             self._joints[key] = view
         return view
 
-    def sub(self, coarse: View, fine: View) -> np.ndarray:
+    def sub(self, coarse: ConfigPartition, fine: ConfigPartition) -> np.ndarray:
         """int32 [fine.n]: the class of ``coarse`` that each class of ``fine`` lies in."""
         key = (coarse.key, fine.key)
         got = self._subs.get(key)
@@ -123,7 +123,7 @@ def load(
     Raises Infeasible where a node has no config of finite cost.
     """
     factors: list[Factor] = []
-    by_id: dict[Hashable, tuple[View, int]] = {}
+    by_id: dict[Hashable, tuple[ConfigPartition, int]] = {}
     shrunk: dict[Hashable, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     occur: dict[int, np.ndarray] = {}
     for v, costs in enumerate(tables.node_costs):
@@ -140,7 +140,7 @@ def load(
             pool.arrays[got[1]] = array
             by_id[id(costs), mark] = got
         factors.append(Factor((v,), (got[0],), got[1]))
-    parts_by_id: dict[Hashable, list[tuple[tuple[int, ...], tuple[View, ...], int]]] = {}
+    parts_by_id: dict[Hashable, list[tuple[tuple[int, ...], tuple[ConfigPartition, ...], int]]] = {}
     for e in tables.edges:
         which = (id(e.cost), id(e.src_class), id(e.dst_class))
         parts = parts_by_id.get(which)
@@ -172,8 +172,8 @@ def _store(pool: Pool, array: np.ndarray) -> int:
 
 
 def _split(
-    table: np.ndarray, src: View, dst: View
-) -> list[tuple[tuple[int, ...], tuple[View, ...], np.ndarray]]:
+    table: np.ndarray, src: ConfigPartition, dst: ConfigPartition
+) -> list[tuple[tuple[int, ...], tuple[ConfigPartition, ...], np.ndarray]]:
     """The table itself, or the one or two vectors whose exact sum it is."""
     if src.n == 1 and dst.n == 1 and table[0, 0] == 0.0:
         return []

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.search.factors import Pool, View
+from pase.search.factors import ConfigPartition, Pool
 from pase.search.plan import Elimination
-from pase.search.priced import Priced
+from pase.search.priced import PricedTables
 
 __all__ = ["Labels", "label_choices"]
 
@@ -53,7 +53,13 @@ class Labels:
 
 
 def label_choices(
-    priced: Priced, pool: Pool, prices: np.ndarray, least: float, room: np.ndarray, cap: float, work: int
+    priced: PricedTables,
+    pool: Pool,
+    prices: np.ndarray,
+    least: float,
+    room: np.ndarray,
+    cap: float,
+    work: int,
 ) -> Labels:
     """All choices whose cost at the prices is at most ``cap`` above the least.
 
@@ -114,10 +120,10 @@ def _depth_first(steps: list[Elimination]) -> list[Elimination]:
     return order
 
 
-def _seen_later(order: list[Elimination], pool: Pool) -> list[dict[int, View]]:
+def _seen_later(order: list[Elimination], pool: Pool) -> list[dict[int, ConfigPartition]]:
     """After each step, the nodes chosen by then that later steps look at, and how finely."""
-    out: list[dict[int, View]] = [{}] * len(order)
-    later: dict[int, View] = {}
+    out: list[dict[int, ConfigPartition]] = [{}] * len(order)
+    later: dict[int, ConfigPartition] = {}
     for i in range(len(order) - 1, -1, -1):
         out[i] = dict(later)
         step = order[i]
@@ -127,7 +133,7 @@ def _seen_later(order: list[Elimination], pool: Pool) -> list[dict[int, View]]:
     return out
 
 
-def _state(now: dict[int, np.ndarray], views: dict[int, View], size: int) -> np.ndarray:
+def _state(now: dict[int, np.ndarray], views: dict[int, ConfigPartition], size: int) -> np.ndarray:
     """A number per label: equal where these views of the open nodes' configs do not tell labels apart; int64 [size]."""
     out = np.zeros(size, np.int64)
     many = 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.search.factors import Factor, Pool, View
+from pase.search.factors import ConfigPartition, Factor, Pool
 from pase.tables.types import CostTables
 
 __all__ = ["Elimination", "EliminationPlan", "dependent_sets", "generate_seq", "plan_elimination"]
@@ -28,7 +28,13 @@ class Elimination:
     __slots__ = ("factors", "fresh", "groups", "out", "v", "view")
 
     def __init__(
-        self, v: int, view: View, factors: list[Factor], out: Factor, groups: list[list[Factor]], fresh: bool
+        self,
+        v: int,
+        view: ConfigPartition,
+        factors: list[Factor],
+        out: Factor,
+        groups: list[list[Factor]],
+        fresh: bool,
     ) -> None:
         self.v, self.view, self.factors, self.out, self.groups = v, view, factors, out, groups
         self.fresh = fresh
@@ -109,11 +115,11 @@ class _Planner:
             self.at[u][self._serial] = f
         self._serial += 1
 
-    def dims(self, v: int) -> tuple[View | None, dict[int, View]]:
+    def dims(self, v: int) -> tuple[ConfigPartition | None, dict[int, ConfigPartition]]:
         """v's view as its neighbours see it, and each neighbour's view as v sees it."""
         joint = self.pool.joint
-        own: View | None = None
-        near: dict[int, View] = {}
+        own: ConfigPartition | None = None
+        near: dict[int, ConfigPartition] = {}
         for f in self.at[v].values():
             if len(f.scope) == 1:
                 continue
@@ -189,7 +195,7 @@ class _Planner:
         return step, _work(step, near, self.pool), size, list(scope)
 
 
-def joint_view(group: list[Factor], v: int, pool: Pool) -> View:
+def joint_view(group: list[Factor], v: int, pool: Pool) -> ConfigPartition:
     """v's configs as the factors of a group tell them apart."""
     own = group[0].views[group[0].scope.index(v)]
     for f in group[1:]:
@@ -197,7 +203,7 @@ def joint_view(group: list[Factor], v: int, pool: Pool) -> View:
     return own
 
 
-def _work(step: Elimination, near: dict[int, View], pool: Pool) -> int:
+def _work(step: Elimination, near: dict[int, ConfigPartition], pool: Pool) -> int:
     """Min-plus operations: the side of more classes is minimised over configs, then the two are multiplied."""
     sizes = []
     for group in step.groups:
@@ -214,7 +220,7 @@ def _work(step: Elimination, near: dict[int, View], pool: Pool) -> int:
     return step.view.n * right + few * made
 
 
-def _two_groups(joint: list[Factor], v: int, views: dict[int, View]) -> list[list[Factor]]:
+def _two_groups(joint: list[Factor], v: int, views: dict[int, ConfigPartition]) -> list[list[Factor]]:
     """Split v's factors into at most two groups: contained scopes together, the larger group small."""
     bins: list[tuple[set[int], list[Factor]]] = []
     for f in sorted(joint, key=lambda f: -len(f.scope)):

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.search.eliminate import back_substitute, run_plan
-from pase.search.exact import Kernel, best_plan, kernels_for
+from pase.search.exact import KernelName, best_plan, kernels_for
 from pase.search.factors import Pool, load
 from pase.search.plan import EliminationPlan
 from pase.tables.types import CostTables
 
-__all__ = ["Priced", "prepare"]
+__all__ = ["PricedTables", "prepare"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Priced:
+class PricedTables:
     """Tables whose nodes hold bytes, ready to be eliminated at any price per byte.
 
     held: per node float64 [K, sums], the bytes that config k adds to each sum.
@@ -28,7 +28,7 @@ class Priced:
     plan: EliminationPlan
     pool: Pool
     node_sigs: tuple[int, ...]
-    kernel: Kernel
+    kernel: KernelName
     threads: int
 
     def at(self, prices: np.ndarray) -> tuple[np.ndarray, float, Pool]:
@@ -43,8 +43,8 @@ class Priced:
 
 
 def prepare(
-    tables: CostTables, held: Sequence[np.ndarray], kernel: Kernel, threads: int, seed: int
-) -> Priced | None:
+    tables: CostTables, held: Sequence[np.ndarray], kernel: KernelName, threads: int, seed: int
+) -> PricedTables | None:
     """None where no order fits. Nodes are alike where both their costs and their bytes are."""
     marks = tuple(h.tobytes() for h in held)
     pool = Pool()
@@ -55,6 +55,6 @@ def prepare(
     sigs = tuple(f.sig for f in factors[: len(held)])
     for sig in set(sigs):
         del pool.arrays[sig]
-    return Priced(
+    return PricedTables(
         tables=tables, held=tuple(held), plan=plan, pool=pool, node_sigs=sigs, kernel=kernel, threads=threads
     )  # fmt: skip

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pase.registry import Registry
-from pase.search.types import MemoryProfile, Progress, Solution
+from pase.search.types import MemoryProfile, SearchProgress, Solution
 from pase.tables.types import CostTables
 
 if TYPE_CHECKING:
-    from pase.search.exact import Kernel
+    from pase.search.exact import KernelName
 
-__all__ = ["SEARCHES", "Run", "Search", "SearchOptions", "register"]
+__all__ = ["SEARCHES", "RunSearch", "Search", "SearchOptions", "register"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class SearchOptions:
 
     time_limit: float | None = None
     seed: int = 0
-    kernel: Kernel = "numba"
-    progress: Progress | None = None
+    kernel: KernelName = "numba"
+    progress: SearchProgress | None = None
 
 
-Run = Callable[[CostTables, MemoryProfile | None, SearchOptions], Solution]
+RunSearch = Callable[[CostTables, MemoryProfile | None, SearchOptions], Solution]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +35,19 @@ class Search:
 
     name: str
     summary: str
-    run: Run
+    run: RunSearch
     takes_limit: bool = True
 
 
 SEARCHES = Registry[Search]("search", package="pase.search.methods")
 
 
-def register(name: str, summary: str, *, takes_limit: bool = True, rank: int = 1) -> Callable[[Run], Run]:
+def register(
+    name: str, summary: str, *, takes_limit: bool = True, rank: int = 1
+) -> Callable[[RunSearch], RunSearch]:
     """Decorator: make the function a search of that name. rank: the place in lists."""
 
-    def add(run: Run) -> Run:
+    def add(run: RunSearch) -> RunSearch:
         SEARCHES.add(name, Search(name=name, summary=summary, run=run, takes_limit=takes_limit), rank=rank)
         return run
 

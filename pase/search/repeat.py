@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.search.eliminate import back_substitute, run_plan
-from pase.search.exact import Kernel, kernels_for
-from pase.search.factors import Pool, View, load
+from pase.search.exact import KernelName, kernels_for
+from pase.search.factors import ConfigPartition, Pool, load
 from pase.search.plan import EliminationPlan, plan_elimination
 from pase.tables.types import CostTables, EdgeTable
 
@@ -38,7 +38,7 @@ class Folded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _RepeatedBlocks:
     """Blocks 0 … count-1 of ``period`` nodes from node ``start``; ``speaker``: offset of the node whose
     edges lead to the next block."""
 
@@ -48,7 +48,7 @@ class _Run:
     speaker: int
 
 
-def fold(tables: CostTables, kernel: Kernel, threads: int = 1) -> Folded | None:
+def fold(tables: CostTables, kernel: KernelName, threads: int = 1) -> Folded | None:
     """Fold the longest run of equal blocks; None where there is none worth it. Infeasible if a block is."""
     ends = np.array([(e.src, e.dst) for e in tables.edges], np.int64).reshape(-1, 2)
     run = _find_run(tables, ends)
@@ -89,7 +89,7 @@ def _reordered(tables: CostTables, order: np.ndarray, ends: np.ndarray) -> CostT
     return CostTables(node_costs=tuple(tables.node_costs[v] for v in order), edges=edges, names=names)
 
 
-def _find_run(tables: CostTables, ends: np.ndarray) -> _Run | None:
+def _find_run(tables: CostTables, ends: np.ndarray) -> _RepeatedBlocks | None:
     n = len(tables.node_costs)
     if n < 2 * _FEWEST_BLOCKS or not len(ends):
         return None
@@ -113,7 +113,7 @@ def _find_run(tables: CostTables, ends: np.ndarray) -> _Run | None:
         if m in last:
             gaps[v - last[m]] += 1
         last[m] = v
-    best: _Run | None = None
+    best: _RepeatedBlocks | None = None
     for period, _ in gaps.most_common(6):
         same = np.concatenate([[False], mark[period:] == mark[:-period], [False]])
         flips = np.flatnonzero(same[1:] != same[:-1])
@@ -134,7 +134,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _cut(ends: np.ndarray, start: int, period: int, length: int) -> _Run | None:
+def _cut(ends: np.ndarray, start: int, period: int, length: int) -> _RepeatedBlocks | None:
     """Where to cut the run into blocks, so that one node of a block speaks to the next block."""
     # Edges at a block well inside the run stand for all.
     middle = start + period * (length // period // 2)
@@ -148,18 +148,18 @@ def _cut(ends: np.ndarray, start: int, period: int, length: int) -> _Run | None:
         speakers = np.unique((low[crossing] - start - shift) % period)
         count = (length - shift) // period
         if speakers.size == 1 and count >= _FEWEST_BLOCKS:
-            return _Run(start=start + shift, period=period, count=count, speaker=int(speakers[0]))
+            return _RepeatedBlocks(start=start + shift, period=period, count=count, speaker=int(speakers[0]))
     return None
 
 
 @dataclass(eq=False)
-class _Block:
+class _FoldedBlock:
     """One block, eliminated down to its two speakers. Node 0 is the predecessor's speaker, node 1 + j
     the block's node j. ``table`` float64 [classes of the predecessor, configs of the speaker]."""
 
     plan: EliminationPlan
     pool: Pool
-    view: View
+    view: ConfigPartition
     table: np.ndarray
     size: int
     speaker: int
@@ -171,7 +171,9 @@ class _Block:
         return back_substitute(self.plan, self.pool, self.size, given)[1:]
 
 
-def _block(tables: CostTables, ends: np.ndarray, run: _Run, kernel: Kernel, threads: int) -> _Block | None:
+def _block(
+    tables: CostTables, ends: np.ndarray, run: _RepeatedBlocks, kernel: KernelName, threads: int
+) -> _FoldedBlock | None:
     first = run.start + run.period  # block 1 stands for all that have a predecessor
     before = run.start + run.speaker
     inside = (ends >= first) & (ends < first + run.period)
@@ -212,10 +214,12 @@ def _block(tables: CostTables, ends: np.ndarray, run: _Run, kernel: Kernel, thre
             part = part if f.scope[0] == 0 else part.T
             back, front = f.views if f.scope[0] == 0 else f.views[::-1]
             table = table + part[np.ix_(pool.sub(back, view), front.cls)]
-    return _Block(plan, pool, view, table, len(costs), speaker)
+    return _FoldedBlock(plan, pool, view, table, len(costs), speaker)
 
 
-def _fold_run(tables: CostTables, ends: np.ndarray, run: _Run, kernel: Kernel, threads: int) -> Folded | None:
+def _fold_run(
+    tables: CostTables, ends: np.ndarray, run: _RepeatedBlocks, kernel: KernelName, threads: int
+) -> Folded | None:
     block = _block(tables, ends, run, kernel, threads)
     if block is None:
         return None

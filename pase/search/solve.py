@@ -9,13 +9,13 @@ import numpy as np
 
 from pase.search import kernels_numpy
 from pase.search.check import cost_of
-from pase.search.clock import DEFAULT_SECONDS, Clock
+from pase.search.clock import DEFAULT_SECONDS, Deadline
 from pase.search.eliminate import back_substitute, run_plan
-from pase.search.exact import Kernel, best_plan, kernels_for
+from pase.search.exact import KernelName, best_plan, kernels_for
 from pase.search.factors import Pool, load
 from pase.search.plan import EliminationPlan, generate_seq, plan_elimination
 from pase.search.repeat import fold
-from pase.search.types import MemoryProfile, Progress, Solution
+from pase.search.types import MemoryProfile, SearchProgress, Solution
 from pase.search.within import Within, fits
 from pase.tables.types import CostTables
 
@@ -40,7 +40,7 @@ NOTHING_KNOWN = Known()
 
 
 def find_best_strategy(
-    tables: CostTables, order: tuple[int, ...] | None = None, *, kernel: Kernel = "numba"
+    tables: CostTables, order: tuple[int, ...] | None = None, *, kernel: KernelName = "numba"
 ) -> Solution:
     """PaSE's FindBestStrategy: exact, by the given order of nodes (default: GenerateSeq's).
 
@@ -58,7 +58,7 @@ def find_best_strategy(
 
 
 def _finish(
-    tables: CostTables, plan: EliminationPlan, pool: Pool, kernel: Kernel, threads: int, began: float
+    tables: CostTables, plan: EliminationPlan, pool: Pool, kernel: KernelName, threads: int, began: float
 ) -> Solution:
     kernels = kernels_for(kernel, plan.work)
     bound = run_plan(plan, pool, kernels, threads)
@@ -81,9 +81,9 @@ def solve(
     memory: MemoryProfile | None = None,
     time_limit: float | None = None,
     seed: int = 0,
-    kernel: Kernel = "numba",
+    kernel: KernelName = "numba",
     threads: int = 2,
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     gap: float = 0.0,
     rounds: int | None = None,
     known: Known = NOTHING_KNOWN,
@@ -113,7 +113,7 @@ def solve(
         return free
     begin = None
     if memory is not None and free is not None:
-        clock = Clock(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
+        clock = Deadline(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
         within = _within(tables, memory, kernel, threads, seed, clock)
         within.below, within.price = known.below, known.byte_price
         if within.run(free.choice):
@@ -144,7 +144,7 @@ def price_memory(
     """
     if fits(memory, free.choice):
         return free.bound, 0.0
-    within = _within(tables, memory, "numba", 2, 0, Clock(np.inf))
+    within = _within(tables, memory, "numba", 2, 0, Deadline(np.inf))
     within.price = byte_price
     if byte_price:
         within.below = -np.inf  # whatever bound the first price gives is enough
@@ -165,7 +165,7 @@ def _settled(within: Within, free: Solution, began: float) -> Solution:
 
 
 def _within(
-    tables: CostTables, memory: MemoryProfile, kernel: Kernel, threads: int, seed: int, clock: Clock
+    tables: CostTables, memory: MemoryProfile, kernel: KernelName, threads: int, seed: int, clock: Deadline
 ) -> Within:
     def folded(priced: CostTables) -> tuple[np.ndarray, float]:
         at = solve(priced, kernel=kernel, threads=threads, seed=seed)
@@ -177,7 +177,9 @@ def _within(
     )  # fmt: skip
 
 
-def _eliminate(tables: CostTables, kernel: Kernel, threads: int, seed: int, began: float) -> Solution | None:
+def _eliminate(
+    tables: CostTables, kernel: KernelName, threads: int, seed: int, began: float
+) -> Solution | None:
     """The optimum without a limit; None where no order fits."""
     if len(tables.node_costs) > _MAX_PLANNED_NODES:
         return None
@@ -191,7 +193,7 @@ def _eliminate(tables: CostTables, kernel: Kernel, threads: int, seed: int, bega
 
 
 def _fold_and_solve(
-    tables: CostTables, kernel: Kernel, threads: int, seed: int, began: float
+    tables: CostTables, kernel: KernelName, threads: int, seed: int, began: float
 ) -> Solution | None:
     """Through repeated blocks, where there are some and what is left can be eliminated."""
     small = tables

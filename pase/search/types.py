@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["MemoryProfile", "Progress", "Solution"]
+__all__ = ["MemoryProfile", "SearchProgress", "Solution"]
 
-Progress = Callable[[str, float, float, float], None]
+SearchProgress = Callable[[str, float, float, float], None]
 """Called with (phase, best cost, bound, seconds)."""
 
 

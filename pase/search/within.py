@@ -15,10 +15,10 @@ import numpy as np
 
 from pase.errors import Infeasible
 from pase.search.check import cost_of
-from pase.search.exact import Kernel
+from pase.search.exact import KernelName
 from pase.search.hull import best_prices
 from pase.search.labels import label_choices
-from pase.search.priced import Priced, prepare
+from pase.search.priced import PricedTables, prepare
 from pase.search.sums import Sums, alike, sums_of
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables
@@ -52,7 +52,7 @@ class Within:
     tables: CostTables
     memory: MemoryProfile
     eliminate: Eliminate | None
-    kernel: Kernel
+    kernel: KernelName
     threads: int
     seed: int
     below: float = np.inf
@@ -183,7 +183,7 @@ class _Oracle:
     sums: Sums
 
     @cached_property
-    def priced(self) -> Priced | None:
+    def priced(self) -> PricedTables | None:
         s = self.search
         return prepare(s.tables, self.sums.held, s.kernel, s.threads, s.seed)
 

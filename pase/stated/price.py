@@ -15,7 +15,7 @@ from pase.stated.memory import RankMemory, rank_memory
 from pase.stated.parts import parts_of
 from pase.stated.place import place
 from pase.stated.program import Program
-from pase.stated.step import Run
+from pase.stated.step import StatedStep
 from pase.stated.strategy import Strategy
 from pase.stated.timeline import Pipeline
 
@@ -88,7 +88,7 @@ def price_strategy(
         )
     placed = place(graph, s, model)
     parts = parts_of(graph, placed, s, program, model, share)
-    run = Run(parts=parts, s=s, program=program, model=_flat(model), mesh=placed.mesh, micro_batches=m)
+    run = StatedStep(parts=parts, s=s, program=program, model=_flat(model), mesh=placed.mesh, micro_batches=m)
     seconds, pipeline = run.step()
     work = step_work(graph, model.machine)
     part = examples / (work.examples or examples)

@@ -11,11 +11,11 @@ from pase.stated.program import Program
 from pase.stated.strategy import Strategy
 from pase.stated.timeline import Pipeline, Unit, passes, pipelined, stage_layers
 
-__all__ = ["Run"]
+__all__ = ["StatedStep"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class StatedStep:
     """A strategy's step, put together from its parts. model: collectives as single calls of a library."""
 
     parts: Parts

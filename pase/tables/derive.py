@@ -102,7 +102,7 @@ class Work:
     padding: np.ndarray | float = 1.0
 
 
-Tile = tuple[int, int]
+TileShape = tuple[int, int]
 """Rows and lanes of the tiles that a device stores arrays in."""
 
 
@@ -120,7 +120,7 @@ def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh
 
 
 def _padded(
-    node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh, tile: Tile | None
+    node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh, tile: TileShape | None
 ) -> Any:
     """The factor by which tiles pad the local part of a tensor, under each config; 1 where nothing is padded."""
     if tile is None or len(tensor.shape) < 2:
@@ -137,7 +137,12 @@ def _grad(graph: Graph, op: Op, tensor: str) -> bool:
 
 
 def node_work(
-    graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam", tile: Tile | None = None
+    graph: Graph,
+    node: Node,
+    cfg: np.ndarray,
+    mesh: Mesh,
+    optimizer: str = "adam",
+    tile: TileShape | None = None,
 ) -> Iterator[Work]:
     """The node's local work under each config; tile: what the device stores arrays in, if it pads them."""
     if node.kind == "parameter":
@@ -203,7 +208,7 @@ def node_work(
 
 def _products(
     graph: Graph, node: Node, op: Op, flops: np.ndarray, nbytes: np.ndarray, cfg: np.ndarray, mesh: Mesh,
-    tile: Tile | None,
+    tile: TileShape | None,
 ) -> Iterator[Work]:  # fmt: skip
     """A matmul or conv forward, and one product for each operand that has a gradient."""
     x, w = (set(a.map.dims) for a in op.reads)

@@ -18,14 +18,14 @@ from pase.machine import COLLECTIVES, CollectiveKind, Mesh
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
 from pase.tables.reshard_path import canonical_collectives
 
-__all__ = ["KNOWN_PLANS", "Plans", "Step", "compare", "reshard"]
+__all__ = ["KNOWN_PLANS", "Plans", "ReshardStep", "compare", "reshard"]
 
 
 _KIND = {kind: k for k, kind in enumerate(COLLECTIVES)}
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One collective per pair of layouts: axes as bit sets (0: none), and bytes as CostModel.collective has
     them, in units of the whole tensor."""
 
@@ -50,7 +50,7 @@ class Plans:
         return price[self.codes].sum(axis=1)[self.index]
 
 
-def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[Step]:
+def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
     """Steps from each src layout to each dst layout: int64 [S, axes], [D, axes] -> arrays [S, D].
 
     A dst state of PARTIAL lets the tensor stay (or become) partial over that axis.
@@ -61,11 +61,11 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[Step]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
+def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tuple[ReshardStep, ...]:
     return tuple(_reshard(np.array([src], np.int64), np.array([dst], np.int64), mesh))
 
 
-def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[Step]:
+def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
     n, steps = len(mesh.sizes), []
     (plans,) = compare([(src, dst)], mesh)
     ways = np.array([mesh.ways(s) for s in range(1 << n)], dtype=float)
@@ -75,7 +75,7 @@ def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[Step]:
             on = (code >= 0) & (code >> 2 * n == k)
             if on.any():
                 axes = np.where(on, code >> n & (1 << n) - 1, 0)
-                steps.append(Step(kind, axes, 1.0 / ways[code & (1 << n) - 1]))
+                steps.append(ReshardStep(kind, axes, 1.0 / ways[code & (1 << n) - 1]))
     return steps
 
 

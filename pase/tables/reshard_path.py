@@ -23,7 +23,7 @@ from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
 __all__ = ["Move", "moves", "overlap", "path"]
 
 
-Kind = CollectiveKind | Literal["slice"]
+MoveKind = CollectiveKind | Literal["slice"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Move:
     split: the axes (a bit set) that split the larger of its local buffers: the tensor over their ways.
     """
 
-    kind: Kind
+    kind: MoveKind
     axes: int
     split: int
     after: tuple[int, ...]
@@ -51,7 +51,7 @@ def path(src: Sequence[int], dst: Sequence[int], mesh: Mesh) -> list[tuple[int, 
 
 
 def overlap(a: int, ways_a: int, b: int, ways_b: int) -> bool:
-    """Do two digits (by strides, see ``_Walk``) select from the same part of the same tensor dim?"""
+    """Do two digits (by strides, see ``_LayoutWalk``) select from the same part of the same tensor dim?"""
     if a < 0 or b < 0 or a // _DIM != b // _DIM:
         return False
     return a % _DIM < b % _DIM * ways_b and b % _DIM < a % _DIM * ways_a
@@ -80,13 +80,13 @@ def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[
     ]
 
 
-Case = tuple[tuple[int, int, int], ...]
+AxisChanges = tuple[tuple[int, int, int], ...]
 """What decides the moves: per axis (ways, src, dst), sorted, tensor dims numbered as they appear."""
 
 
 def _canonical(
     src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]
-) -> tuple[Case, list[int], list[int]]:
+) -> tuple[AxisChanges, list[int], list[int]]:
     """The case, which axis stands in each of its places, and the tensor dim of each of its numbers.
 
     Axes that have nothing to do count as having one way.
@@ -112,7 +112,7 @@ def _blocks(state: int) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def canonical_moves(case: Case) -> tuple[Move, ...]:
+def canonical_moves(case: AxisChanges) -> tuple[Move, ...]:
     """``moves`` of a case."""
     w, extent = _walked(case)
     return tuple(
@@ -121,7 +121,7 @@ def canonical_moves(case: Case) -> tuple[Move, ...]:
     )
 
 
-def canonical_collectives(case: Case) -> tuple[tuple[CollectiveKind, int, int], ...]:
+def canonical_collectives(case: AxisChanges) -> tuple[tuple[CollectiveKind, int, int], ...]:
     """(kind, axes, split) of its moves but the free ones."""
     w, _ = _walked(case)
     return tuple((kind, axes, split) for kind, axes, split, _ in w.done if kind != "slice")
@@ -132,14 +132,14 @@ def _turned(states: Sequence[int], extent: Mapping[int, int]) -> list[int]:
     return [s if s < 0 else s - s % _DIM + extent[s // _DIM] // (s % _DIM) for s in states]
 
 
-def _walked(case: Case) -> tuple[_Walk, dict[int, int]]:
+def _walked(case: AxisChanges) -> tuple[_LayoutWalk, dict[int, int]]:
     """The case's walk, done, and per tensor dim the extent of which every digit is a whole stride."""
     sizes, src, dst = zip(*case, strict=True)
     extent: dict[int, int] = {}
     for s in (*src, *dst):
         if s >= 0:
             extent[s // _DIM] = lcm(extent.get(s // _DIM, 1), s % _DIM)
-    w = _Walk(_turned(src, extent), _turned(dst, extent), sizes, extent)
+    w = _LayoutWalk(_turned(src, extent), _turned(dst, extent), sizes, extent)
     while w.unsettled() and (
         w.enter("slice", REPLICATED)
         or w.enter("reduce_scatter", PARTIAL)
@@ -163,7 +163,7 @@ Span = tuple[int, int, int]
 """What digits select from: (tensor dim, low, high); a digit of stride s and n ways is (dim, s, s * n)."""
 
 
-class _Walk:
+class _LayoutWalk:
     """``now`` on its way to ``goal``; a method makes its kind of moves, if there are any, and tells.
 
     Digits are (tensor dim, stride) here: the neighbour below one of stride s has n ways and stride s / n.
@@ -174,7 +174,7 @@ class _Walk:
     ) -> None:
         self.now, self.goal, self.sizes = now, goal, sizes
         self.axes = range(len(sizes))
-        self.done: list[tuple[Kind, int, int, tuple[int, ...]]] = []  # the fields of each Move
+        self.done: list[tuple[MoveKind, int, int, tuple[int, ...]]] = []  # the fields of each Move
         self.extent = extent
         # What follows from ``now``, until the next move.
         self._holders: list[list[int]] | None = None
@@ -184,7 +184,7 @@ class _Walk:
     def unsettled(self) -> bool:
         return any(g >= 0 and s != g for s, g in zip(self.now, self.goal, strict=True))
 
-    def enter(self, kind: Kind, state: int, *, solid: bool = True) -> bool:
+    def enter(self, kind: MoveKind, state: int, *, solid: bool = True) -> bool:
         """All free axes in this state (REPLICATED: slice, PARTIAL: reduce-scatter) take their digits.
 
         solid: where one would hang in the air, it takes the topmost place in its tensor dim instead.
@@ -357,7 +357,7 @@ class _Walk:
         for t in sorted({self.now[a] // _DIM for a in axes}, reverse=True):
             self._move("all_gather", {a: REPLICATED for a in axes if self.now[a] // _DIM == t})
 
-    def _move(self, kind: Kind, change: dict[int, int]) -> bool:
+    def _move(self, kind: MoveKind, change: dict[int, int]) -> bool:
         if not change:
             return False
         before = self._split()

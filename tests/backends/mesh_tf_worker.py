@@ -52,9 +52,9 @@ def rules(count: int = 400) -> list[dict[str, Any]]:
 
 def random_dims(shape: tuple[int, ...], axes: dict[str, int], prefix: str) -> Any:
     """A tensor's dims, each in one to three factors, and each mesh axis on a factor of its own or on none."""
-    from pase.backends.mtf_names import Dim
+    from pase.backends.mtf_names import MeshTfDim
 
-    groups: list[list[Dim]] = []
+    groups: list[list[MeshTfDim]] = []
     for i, extent in enumerate(shape):
         factors = []
         while extent > 1 and len(factors) < 2 and RNG.random() < 0.5:
@@ -62,7 +62,7 @@ def random_dims(shape: tuple[int, ...], axes: dict[str, int], prefix: str) -> An
             factors.append(f)
             extent //= f
         factors += [extent] if extent > 1 else []
-        groups.append([Dim(f"{prefix}{i}{k}", f) for k, f in enumerate(factors)])
+        groups.append([MeshTfDim(f"{prefix}{i}{k}", f) for k, f in enumerate(factors)])
     for axis, ways in axes.items():
         free = [
             (i, k)
@@ -72,7 +72,7 @@ def random_dims(shape: tuple[int, ...], axes: dict[str, int], prefix: str) -> An
         ]
         if free and RNG.random() < 0.8:
             i, k = free[RNG.integers(len(free))]
-            groups[i][k] = Dim(groups[i][k].base, groups[i][k].size, axis)
+            groups[i][k] = MeshTfDim(groups[i][k].base, groups[i][k].size, axis)
     return tuple(tuple(g) for g in groups)
 
 

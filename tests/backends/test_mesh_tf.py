@@ -20,7 +20,7 @@ import pase
 from bench.cases.plans import case_of, reduced
 from pase.backends import registry, to_mesh_tf
 from pase.backends.mtf_moves import direct, moves
-from pase.backends.mtf_names import Dim, Names, flat, merged_axes
+from pase.backends.mtf_names import MeshTfDim, Names, flat, merged_axes
 from pase.backends.mtf_rules import check_layout, check_tensor
 from pase.errors import PaseError
 from pase.ir import from_text
@@ -114,9 +114,9 @@ def layouts(draw):
             group = []
             while extent > 1 and draw(st.booleans()):
                 f = draw(st.sampled_from([d for d in range(2, extent + 1) if extent % d == 0]))
-                group.append(Dim(f"{prefix}{i}{len(group)}", f))
+                group.append(MeshTfDim(f"{prefix}{i}{len(group)}", f))
                 extent //= f
-            groups.append([*group, *([Dim(f"{prefix}{i}{len(group)}", extent)] if extent > 1 else [])])
+            groups.append([*group, *([MeshTfDim(f"{prefix}{i}{len(group)}", extent)] if extent > 1 else [])])
         for axis, ways in AXES.items():
             free = [
                 (i, k)
@@ -126,7 +126,7 @@ def layouts(draw):
             ]
             if free and draw(st.booleans()):
                 i, k = draw(st.sampled_from(free))
-                groups[i][k] = Dim(groups[i][k].base, groups[i][k].size, axis)
+                groups[i][k] = MeshTfDim(groups[i][k].base, groups[i][k].size, axis)
         return tuple(map(tuple, groups))
 
     return one("a"), one("b")
@@ -145,8 +145,8 @@ def test_moves_end_where_they_should_by_steps_that_lower_both_ways(pair):
 
 
 def test_two_axes_do_not_trade_places_in_one_reshape():
-    a, b = Dim("a", 6, "x"), Dim("b", 6, "y")
-    steps = moves(((a,), (b,)), ((Dim("a", 6, "y"),), (Dim("b", 6, "x"),)), AXES)
+    a, b = MeshTfDim("a", 6, "x"), MeshTfDim("b", 6, "y")
+    steps = moves(((a,), (b,)), ((MeshTfDim("a", 6, "y"),), (MeshTfDim("b", 6, "x"),)), AXES)
     assert len(steps) > 1
 
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from bench.cases.plans import measured, reduced, total_error
-from pase.backends.truth import Row, unmatched
+from pase.backends.truth import CollectiveRow, unmatched
 
 EXACT = [
     ("mlp", "data_parallel"),
@@ -55,12 +55,14 @@ def test_data_parallelism_sends_every_gradient_once():
 
 
 def test_errors_are_signed_and_relative():
-    assert Row(kind="all_gather", predicted=90, on_cpu=90, compiled=100).error == pytest.approx(-0.1)
-    assert Row(kind="all_gather", predicted=0, on_cpu=0, compiled=0).error == 0
-    assert Row(kind="all_gather", predicted=5, on_cpu=5, compiled=0).error == 1
+    assert CollectiveRow(kind="all_gather", predicted=90, on_cpu=90, compiled=100).error == pytest.approx(
+        -0.1
+    )
+    assert CollectiveRow(kind="all_gather", predicted=0, on_cpu=0, compiled=0).error == 0
+    assert CollectiveRow(kind="all_gather", predicted=5, on_cpu=5, compiled=0).error == 1
     rows = [
-        Row(kind="a", predicted=0, on_cpu=50, compiled=100),
-        Row(kind="b", predicted=0, on_cpu=100, compiled=100),
+        CollectiveRow(kind="a", predicted=0, on_cpu=50, compiled=100),
+        CollectiveRow(kind="b", predicted=0, on_cpu=100, compiled=100),
     ]
     assert total_error(rows) == pytest.approx(-0.25)
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.to_torch import BucketHook, attach, ddp_options, gradient_problem
-from pase.schedule import BucketPlan, Curve, Link, Options, ScheduleProblem, Update, get_policy, whole
+from pase.schedule import BucketPlan, Link, Options, ScheduleProblem, SendTime, Update, get_policy, whole
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +53,8 @@ def optimizer_of(m: torch.nn.Module) -> torch.optim.Optimizer:
 
 def problem_of(m: torch.nn.Module) -> ScheduleProblem:
     links = (
-        Link(name="a", curve=Curve.alpha_beta(alpha_s=2e-6, beta_s_per_byte=1e-8)),
-        Link(name="b", curve=Curve.alpha_beta(alpha_s=2e-6, beta_s_per_byte=2e-8)),
+        Link(name="a", curve=SendTime.alpha_beta(alpha_s=2e-6, beta_s_per_byte=1e-8)),
+        Link(name="b", curve=SendTime.alpha_beta(alpha_s=2e-6, beta_s_per_byte=2e-8)),
     )
     return gradient_problem(m, links, forward_s=5e-6, backward_s=9e-6)
 

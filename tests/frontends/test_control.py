@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from pase.errors import PaseError
-from pase.frontends.from_jax import Traced, trace
+from pase.frontends.from_jax import TracedJax, trace
 from pase.ir import Op, simplify, verify
 from pase.ops.branches import SELDOM
 from tests.frontends.cases import W, X
@@ -18,7 +18,7 @@ from tests.frontends.cases import W, X
 S = jax.ShapeDtypeStruct
 
 
-def products(traced: Traced) -> list[Op]:
+def products(traced: TracedJax) -> list[Op]:
     graph = verify(simplify(verify(traced.graph)))
     return [op for n in graph.nodes for op in n.ops if op.kind == "matmul"]
 

@@ -11,7 +11,7 @@ from pase import zoo
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.ir import AccessMap, named, simplify
-from pase.paper import PROTOTYPE, SOUND, Flow, build, complete, layers_of
+from pase.paper import PROTOTYPE, SOUND, LayerFlow, build, complete, layers_of
 from pase.paper.costs import flow_cost
 from pase.search import solve
 from pase.search.check import brute_force
@@ -28,7 +28,7 @@ def reduced(model):
 
 def transfer(shape, a, b, times=1.0):
     nothing = AccessMap(())
-    flow = Flow(src="u", dst="v", shape=shape, written=nothing, read=nothing, times=times)
+    flow = LayerFlow(src="u", dst="v", shape=shape, written=nothing, read=nothing, times=times)
     return flow_cost(flow, np.array([a]), np.array([b]), PROTOTYPE)[0, 0] / R
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.cases.timelines import Run, simulate, write
+from bench.cases.timelines import ImaginedRun, simulate, write
 from pase.replay.clocks import align, collective_costs
 from pase.replay.ingest import load
 from pase.replay.matching import match_collectives
@@ -112,7 +112,9 @@ def test_ranks_without_a_shared_collective_are_reported() -> None:
 
 
 def test_work_is_told_from_waiting(tmp_path: Path) -> None:
-    run = simulate(Run(ranks=3, slow_rank=2, slow_by=1.5, kernel_us=300.0, skew_us=(0.0, 4000.0, -3000.0)))
+    run = simulate(
+        ImaginedRun(ranks=3, slow_rank=2, slow_by=1.5, kernel_us=300.0, skew_us=(0.0, 4000.0, -3000.0))
+    )
     t = align(load(write(run, tmp_path / "x")))
     matches, problems = match_collectives(t)
     assert not problems

@@ -10,14 +10,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from bench.cases.timelines import Run, simulate, trace, write
+from bench.cases.timelines import ImaginedRun, simulate, trace, write
 from pase.cli import main
 from pase.replay.timeline_io import schema
 
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
-    return write(simulate(Run(ranks=2, iterations=4, noise=0.01)), tmp_path / "traces")
+    return write(simulate(ImaginedRun(ranks=2, iterations=4, noise=0.01)), tmp_path / "traces")
 
 
 def _run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -70,7 +70,7 @@ def test_replay_against_traces_compares_op_by_op(
 
 
 def test_diagnose_explains_with_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    slow = Run(ranks=3, iterations=4, kernel_us=300.0, between_us=4.0, slow_rank=1, slow_by=1.4)
+    slow = ImaginedRun(ranks=3, iterations=4, kernel_us=300.0, between_us=4.0, slow_rank=1, slow_by=1.4)
     folder = write(simulate(slow), tmp_path / "slow")
     page, timeline = tmp_path / "page.html", tmp_path / "t.json"
     report = _json(capsys, "diagnose", folder, "-o", page, "--timeline", timeline)
@@ -86,7 +86,9 @@ def test_diagnose_explains_with_numbers(capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_optimize_reports_steps_and_buckets(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run = Run(ranks=2, iterations=3, layers=16, bucket_layers=1, bucket_bytes=1 << 18, bucket_growth=0.2)
+    run = ImaginedRun(
+        ranks=2, iterations=3, layers=16, bucket_layers=1, bucket_bytes=1 << 18, bucket_growth=0.2
+    )
     run.collective_us = 300.0
     folder = write(simulate(run), tmp_path / "x")
     report = _json(capsys, "optimize", folder, "--passes", "tensor-fusion", "-o", tmp_path / "plan.json")
@@ -181,8 +183,8 @@ def test_a_layout_is_replayed_as_it_is_scheduled(capsys: pytest.CaptureFixture[s
 def test_traces_of_different_runs_are_told_apart(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:
-    folder = write(simulate(Run(ranks=2, iterations=3)), tmp_path / "x")
-    later = json.dumps(trace(simulate(Run(ranks=2, iterations=3)), 1)).replace(
+    folder = write(simulate(ImaginedRun(ranks=2, iterations=3)), tmp_path / "x")
+    later = json.dumps(trace(simulate(ImaginedRun(ranks=2, iterations=3)), 1)).replace(
         "ProfilerStep#", "ProfilerStep#10"
     )
     (folder / "rank1.json.gz").unlink()

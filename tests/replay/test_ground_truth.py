@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.cases.timelines import Run, simulate, write
+from bench.cases.timelines import ImaginedRun, simulate, write
 from pase.replay.clocks import align
 from pase.replay.graph import EDGES
 from pase.replay.ingest import load
@@ -22,14 +22,14 @@ HOST_BOUND = {"kernel_us": 12.0, "between_us": 60.0}
 COMM_BOUND = {"kernel_us": 60.0, "bucket_bytes": 64 << 20}
 
 
-def _measured(tmp_path: Path, run: Run):
+def _measured(tmp_path: Path, run: ImaginedRun):
     return measure(align(load(write(run, tmp_path / "traces"))))
 
 
 @pytest.mark.parametrize("shape", [GPU_BOUND, HOST_BOUND, COMM_BOUND])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_error_below_half_a_percent(tmp_path: Path, shape: dict, ranks: int) -> None:
-    run = simulate(Run(ranks=ranks, **shape))
+    run = simulate(ImaginedRun(ranks=ranks, **shape))
     m = _measured(tmp_path, run)
     predictions = held_out(m, [1, 2, 3, 4])
     assert len(predictions) == 4 * ranks
@@ -40,7 +40,7 @@ def test_error_below_half_a_percent(tmp_path: Path, shape: dict, ranks: int) -> 
 
 @pytest.mark.parametrize("shape", [GPU_BOUND, HOST_BOUND, COMM_BOUND])
 def test_noise_averages_out(tmp_path: Path, shape: dict) -> None:
-    run = simulate(Run(ranks=2, iterations=9, noise=0.05, **shape))
+    run = simulate(ImaginedRun(ranks=2, iterations=9, noise=0.05, **shape))
     m = _measured(tmp_path, run)
     predictions = held_out(m, list(range(1, 9)))
     for rank in (0, 1):
@@ -51,7 +51,7 @@ def test_noise_averages_out(tmp_path: Path, shape: dict) -> None:
 
 @pytest.mark.parametrize("shape", [GPU_BOUND, HOST_BOUND, COMM_BOUND])
 def test_every_dependency_is_found(tmp_path: Path, shape: dict) -> None:
-    run = simulate(Run(ranks=2, **shape))
+    run = simulate(ImaginedRun(ranks=2, **shape))
     m = _measured(tmp_path, run)
     for (rank, iteration), p in m.programs.items():
         buckets = [i for i, n in enumerate(p.name) if "AllReduce" in n]
@@ -72,7 +72,7 @@ def test_every_dependency_is_found(tmp_path: Path, shape: dict) -> None:
 
 
 def test_no_wait_is_invented(tmp_path: Path) -> None:
-    run = simulate(Run(ranks=2, **COMM_BOUND))
+    run = simulate(ImaginedRun(ranks=2, **COMM_BOUND))
     m = _measured(tmp_path, run)
     g = estimate(m, [1, 2, 3])
     waits = np.flatnonzero(g.edge_kind == EDGES.index("wait"))
@@ -89,17 +89,17 @@ def test_no_wait_is_invented(tmp_path: Path) -> None:
     ],
 )
 def test_what_if_agrees_with_a_run_under_the_change(tmp_path: Path, knob: tuple, change: dict) -> None:
-    base = Run(ranks=2, kernel_us=100.0, between_us=4.0, bucket_bytes=48 << 20, collective_us=1e-9)
+    base = ImaginedRun(ranks=2, kernel_us=100.0, between_us=4.0, bucket_bytes=48 << 20, collective_us=1e-9)
     m = _measured(tmp_path, simulate(base))
     g = estimate(m, [1, 2, 3, 4])
     predicted = max(evaluate(apply(g, [knob])).values())
-    other = simulate(Run(**{**_fields(base), **change}))
+    other = simulate(ImaginedRun(**{**_fields(base), **change}))
     truth = max(np.median(t[1:]) for t in other.iteration_us) * 1e3
     # One bucket size cannot tell latency from bandwidth: the assumed 20 µs a collective is the error.
     assert abs(predicted / truth - 1) < 0.02, (predicted, truth)
 
 
-def _fields(run: Run) -> dict:
+def _fields(run: ImaginedRun) -> dict:
     keep = (
         "ranks",
         "kernel_us",
@@ -113,7 +113,7 @@ def _fields(run: Run) -> dict:
 
 
 def test_a_straggler_shows_as_waiting_of_the_others(tmp_path: Path) -> None:
-    run = simulate(Run(ranks=3, slow_rank=1, slow_by=1.3, **GPU_BOUND))
+    run = simulate(ImaginedRun(ranks=3, slow_rank=1, slow_by=1.3, **GPU_BOUND))
     m = _measured(tmp_path, run)
     from pase.replay.breakdown import breakdowns
 
@@ -122,12 +122,12 @@ def test_a_straggler_shows_as_waiting_of_the_others(tmp_path: Path) -> None:
     assert waiting[1] < 0.02 * waiting[0]
     assert waiting[1] < 0.02 * waiting[2]
     balanced = max(evaluate(apply(g, [("balance", "", 1.0)])).values())
-    even = simulate(Run(ranks=3, **GPU_BOUND))
+    even = simulate(ImaginedRun(ranks=3, **GPU_BOUND))
     assert abs(balanced / (np.median(even.iteration_us[0][1:]) * 1e3) - 1) < 0.01
 
 
 def test_long_runs_are_held_out_in_folds(tmp_path: Path) -> None:
-    m = _measured(tmp_path, simulate(Run(ranks=1, iterations=12, noise=0.02)))
+    m = _measured(tmp_path, simulate(ImaginedRun(ranks=1, iterations=12, noise=0.02)))
     iterations = list(range(12))
     single, folded = held_out(m, iterations, folds=12), held_out(m, iterations, folds=3)
     assert [p.iteration for p in folded] == [p.iteration for p in single] == iterations

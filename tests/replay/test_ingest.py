@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.cases.timelines import Run, simulate, trace, write
+from bench.cases.timelines import ImaginedRun, simulate, trace, write
 from pase.errors import PaseError
 from pase.replay.chrome import read_chrome
 from pase.replay.ingest import load
@@ -41,7 +41,7 @@ def _file(tmp_path: Path, events: list, **header: object) -> Path:
 
 
 def test_a_kineto_event_keeps_what_replay_needs(tmp_path: Path) -> None:
-    t = load(write(simulate(Run(ranks=2, iterations=2)), tmp_path / "x"))
+    t = load(write(simulate(ImaginedRun(ranks=2, iterations=2)), tmp_path / "x"))
     assert t.ranks == (0, 1)
     e = next(x for x in t if x.kind == "collective")
     assert (e.operation, e.nbytes, e.lane) == ("all_reduce", 25 << 20, "20")
@@ -76,7 +76,7 @@ def test_times_keep_nanoseconds_at_unix_epoch(tmp_path: Path) -> None:
 
 
 def test_a_cut_trace_gives_what_came_before_the_cut(tmp_path: Path) -> None:
-    run = simulate(Run(ranks=1, iterations=4))
+    run = simulate(ImaginedRun(ranks=1, iterations=4))
     text = json.dumps(trace(run, 0))
     (tmp_path / "a.json").write_text(text[: len(text) // 2])
     packed = gzip.compress(text.encode())
@@ -126,7 +126,7 @@ def test_a_clock_jump_keeps_the_longest_stretch(tmp_path: Path) -> None:
 
 
 def test_two_files_of_one_rank(tmp_path: Path) -> None:
-    run = simulate(Run(ranks=1, iterations=2))
+    run = simulate(ImaginedRun(ranks=1, iterations=2))
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(json.dumps(trace(run, 0)))
     t = load(tmp_path)
@@ -141,14 +141,14 @@ def test_ranks_come_from_names_where_the_files_do_not_say(tmp_path: Path) -> Non
 
 
 def test_a_missing_rank_is_reported(tmp_path: Path) -> None:
-    folder = write(simulate(Run(ranks=3, iterations=2)), tmp_path / "x")
+    folder = write(simulate(ImaginedRun(ranks=3, iterations=2)), tmp_path / "x")
     (folder / "rank1.json.gz").unlink()
     t = load(folder)
     assert any("1 of 3 ranks left no trace (1)" in str(p) for p in t.problems)
 
 
 def test_one_bad_file_does_not_spoil_the_others(tmp_path: Path) -> None:
-    folder = write(simulate(Run(ranks=2, iterations=2)), tmp_path / "x")
+    folder = write(simulate(ImaginedRun(ranks=2, iterations=2)), tmp_path / "x")
     (folder / "notes.json").write_text('{"hello": 1}')
     t = load(folder)
     assert t.ranks == (0, 1)
@@ -341,7 +341,7 @@ def _without_sizes(document: dict) -> dict:
 
 
 def test_sizes_come_from_annotations_around_the_launch(tmp_path: Path) -> None:
-    document = _without_sizes(trace(simulate(Run(ranks=1, iterations=2)), 0))
+    document = _without_sizes(trace(simulate(ImaginedRun(ranks=1, iterations=2)), 0))
     kernels = {e["args"]["correlation"]: e for e in document["traceEvents"] if "AllReduce" in e["name"]}
     for e in list(document["traceEvents"]):
         if e["cat"] == "cuda_runtime" and e["args"].get("correlation") in kernels:
@@ -373,7 +373,7 @@ def _execution_trace(sizes: list[int]) -> str:
 
 
 def test_sizes_come_from_an_execution_trace(tmp_path: Path) -> None:
-    document = _without_sizes(trace(simulate(Run(ranks=1, iterations=3)), 0))
+    document = _without_sizes(trace(simulate(ImaginedRun(ranks=1, iterations=3)), 0))
     (tmp_path / "t.json").write_text(json.dumps(document))
     assert {e.nbytes for e in load(tmp_path) if e.kind == "collective"} == {-1}
     # Four buckets an iteration; the execution trace holds two iterations.
@@ -400,7 +400,7 @@ def test_spoilt_traces_are_used_as_far_as_sound_or_refused(tmp_path: Path, seed:
     from pase.replay.model import measure
 
     rng = random.Random(seed)
-    run = simulate(Run(ranks=2, iterations=3, layers=6))
+    run = simulate(ImaginedRun(ranks=2, iterations=3, layers=6))
     for r in range(2):
         events = trace(run, r)["traceEvents"]
         for _ in range(rng.choice([3, 40, 300])):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pase.replay.graph import EDGES
-from pase.replay.tasks import Program
+from pase.replay.tasks import RankProgram
 from pase.replay.times import Edges, _lags
 from pase.replay.types import KINDS
 
@@ -14,7 +14,7 @@ MS = 1_000_000
 def test_an_iteration_without_a_predecessor_says_nothing_of_the_others():
     """An update waits for an early op on another lane and for the all-reduce before it on its own. Where the all-reduce
     ran on another lane, under another name, the update did not start 200 ms late after the early op."""
-    p = Program(rank=0, iteration=0)
+    p = RankProgram(rank=0, iteration=0)
     lanes = [("lane 2", "stream"), ("lane", "stream"), ("lane", "stream")]
     early, reduce, update = (
         p.task((name,), lane, name, KERNEL, 0, 1)

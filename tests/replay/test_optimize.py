@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.cases.timelines import Run, simulate, write
+from bench.cases.timelines import ImaginedRun, simulate, write
 from pase.errors import Infeasible, PaseError
 from pase.replay import passes
 from pase.replay.clocks import align
@@ -128,7 +128,7 @@ def test_fusing_past_a_matrix_product_that_may_need_the_result_is_refused() -> N
 
 def test_small_collectives_are_fused_on_a_trace(tmp_path: Path) -> None:
     run = simulate(
-        Run(
+        ImaginedRun(
             ranks=2,
             layers=24,
             bucket_layers=1,
@@ -146,7 +146,7 @@ def test_small_collectives_are_fused_on_a_trace(tmp_path: Path) -> None:
 
 
 def test_launch_bound_runs_gain_from_op_fusion(tmp_path: Path) -> None:
-    run = simulate(Run(ranks=2, layers=16, kernel_us=5.0, between_us=50.0))
+    run = simulate(ImaginedRun(ranks=2, layers=16, kernel_us=5.0, between_us=50.0))
     for events in run.events.values():
         for e in events:
             if e["name"].startswith(("fwd_", "adam_")):
@@ -200,7 +200,7 @@ def test_parts_help_parameter_servers_and_not_rings() -> None:
 
 
 def test_memory_passes_meet_the_limit_or_say_so(tmp_path: Path) -> None:
-    run = simulate(Run(ranks=2, kernel_us=100.0, between_us=4.0))
+    run = simulate(ImaginedRun(ranks=2, kernel_us=100.0, between_us=4.0))
     m = measure(align(load(write(run, tmp_path / "x"))))
     g = estimate(m, m.steady())
     use = MemoryUse(rank=0, peak_bytes=16 << 30, start_bytes=4 << 30, kept=0.4)

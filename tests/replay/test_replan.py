@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.cases.timelines import Run, simulate, write
+from bench.cases.timelines import ImaginedRun, simulate, write
 from pase.bridges.replan import as_measured, replan, what_if_bucket_plan
 from pase.bridges.trace_profile import problem_from_timeline
 from pase.errors import PaseError
@@ -17,17 +17,27 @@ from pase.replay import align, estimate, load, measure, replay_graph
 from pase.replay.graph import build_graph
 from pase.replay.steady import evaluate
 from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS
-from pase.schedule import Block, BucketPlan, Curve, Link, Message, Piece, ScheduleProblem, Transfer, whole
+from pase.schedule import (
+    BucketPlan,
+    ComputeBlock,
+    Link,
+    Message,
+    Piece,
+    ScheduleProblem,
+    SendTime,
+    Transfer,
+    whole,
+)
 from pase.schedule.load import parse_link
 
 GROWTH = 0.2
 
 
-def run_of(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> Run:
+def run_of(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> ImaginedRun:
     """Buckets of that many layers each, sizes so that every such run sends the same bytes for each layer."""
     n = layers_a_bucket
     first = 1 + GROWTH * (n - 1) / 2
-    return Run(
+    return ImaginedRun(
         **(
             dict(layers=12, iterations=4, bucket_layers=n, collective_us=150.0)
             | {"bucket_bytes": round(mib * 2**20 * n * first), "bucket_growth": GROWTH * n / first}
@@ -36,13 +46,13 @@ def run_of(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> Run:
     )
 
 
-def graph_of(run: Run, folder: Path):  # type: ignore[no-untyped-def]
+def graph_of(run: ImaginedRun, folder: Path):  # type: ignore[no-untyped-def]
     t = align(load(write(simulate(run), folder)))
     m = measure(t)
     return t, estimate(m, m.steady())
 
 
-def truth_ms(run: Run) -> float:
+def truth_ms(run: ImaginedRun) -> float:
     return float(np.median(np.array(simulate(run).iteration_us)[:, 1:])) / 1e3
 
 
@@ -140,10 +150,10 @@ def test_work_between_parts_goes_behind_the_message_where_it_may(reader: str, mo
     tasks += [{**send, "duration_ns": 50.0, "nbytes": 40, "name": "sum"} for _ in range(2)]
     g = build_graph(tasks, [(0, 1), (1, 2), (2, 3), (0, 4), (4, 1), (2, 5), (5, 3)])
     assert replay_graph(g).makespan_ns == 320
-    link = Link(name="net", curve=Curve.alpha_beta(alpha_s=10e-9, beta_s_per_byte=1e-9))
+    link = Link(name="net", curve=SendTime.alpha_beta(alpha_s=10e-9, beta_s_per_byte=1e-9))
     p = ScheduleProblem(
         name="two",
-        blocks=tuple(Block(name=n, phase=n, seconds=1e-7) for n in ("forward", "backward")),  # type: ignore[arg-type]
+        blocks=tuple(ComputeBlock(name=n, phase=n, seconds=1e-7) for n in ("forward", "backward")),  # type: ignore[arg-type]
         tensors=tuple(
             Transfer(name=f"{k} all_reduce", nbytes=40, ready_after=1, needed_before=0) for k in (0, 1)
         ),

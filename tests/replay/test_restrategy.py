@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pase
-from bench.cases.timelines import Run, simulate, write
+from bench.cases.timelines import ImaginedRun, simulate, write
 from pase.bridges.restrategy import _scaled, by_ratio, predicted
 from pase.errors import PaseError
 from pase.replay.graph import build_graph
@@ -63,7 +63,7 @@ def test_a_layout_that_predicts_none_of_the_runs_collectives_is_not_its_layout()
 def test_the_same_strategy_changes_nothing_and_another_by_its_ratio(
     layouts: dict[str, Path], tmp_path: Path
 ) -> None:
-    traces = write(simulate(Run(ranks=2, iterations=3)), tmp_path / "t")
+    traces = write(simulate(ImaginedRun(ranks=2, iterations=3)), tmp_path / "t")
     common = ("replay", traces, "--layout", layouts["data"], "--json")
     code, out, err = run(*common, "--what-if", f"strategy={layouts['data']}")
     assert code == 0, err
@@ -96,7 +96,7 @@ def test_layouts_are_compared_as_predicted(layouts: dict[str, Path]) -> None:
 def test_what_has_no_common_measure_is_refused(layouts: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(PaseError, match="differ in devices"):
         by_ratio(layouts["data"], layouts["eight"])
-    traces = write(simulate(Run(ranks=2, iterations=2)), tmp_path / "t")
+    traces = write(simulate(ImaginedRun(ranks=2, iterations=2)), tmp_path / "t")
     code, _, err = run("replay", traces, "--what-if", f"strategy={layouts['data']}")
     assert code == 2 and "--layout NOW.json" in " ".join(err.split())
 
@@ -104,7 +104,9 @@ def test_what_has_no_common_measure_is_refused(layouts: dict[str, Path], tmp_pat
 def test_bucket_plans_from_the_command(tmp_path: Path) -> None:
     traces = write(
         simulate(
-            Run(iterations=3, bucket_layers=1, bucket_bytes=1 << 20, bucket_growth=0.3, collective_us=400.0)
+            ImaginedRun(
+                iterations=3, bucket_layers=1, bucket_bytes=1 << 20, bucket_growth=0.3, collective_us=400.0
+            )
         ),
         tmp_path / "t",
     )

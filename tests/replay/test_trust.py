@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.cases.timelines import Run, simulate, write
+from bench.cases.timelines import ImaginedRun, simulate, write
 from pase.cli import main
 from pase.errors import Infeasible
 from pase.replay.breakdown import breakdowns
@@ -20,7 +20,7 @@ from pase.replay.diagnose import diagnose_run
 from pase.replay.ingest import load
 from pase.replay.model import Measured, measure
 from pase.replay.steady import evaluate
-from pase.replay.trust import Run as Trusted
+from pase.replay.trust import Run
 from pase.replay.types import Timeline
 from pase.replay.whatif import apply
 
@@ -35,7 +35,7 @@ def _main(argv: list[str]) -> int:
     return int(e.value.code or 0)
 
 
-def _measured(tmp_path: Path, run: Run) -> Measured:
+def _measured(tmp_path: Path, run: ImaginedRun) -> Measured:
     return measure(align(load(write(run, tmp_path / "traces"))))
 
 
@@ -75,7 +75,7 @@ def test_a_cpu_that_runs_ahead_does_not_change_what_is_measured(tmp_path: Path) 
     m = measure(load(path))
     assert list(m.left_out) == [0] and "nothing shows where the iteration before ended" in m.left_out[0]
     assert [m.measured_ns[0, i] / 1e6 for i in m.steady()] == pytest.approx(truth, rel=1e-6)
-    run = Trusted(measured=m)
+    run = Run(measured=m)
     assert not run.doubts
     assert run.replayed_ns / 1e6 == pytest.approx(truth[0], rel=2e-3)
     assert run.error(worst=True) < 2e-3
@@ -92,7 +92,7 @@ def test_a_cpu_that_runs_ahead_does_not_change_what_is_measured(tmp_path: Path) 
 @pytest.mark.parametrize("name", TRACES)
 def test_few_iterations_do_not_explode(name: str, count: int) -> None:
     t = _cut(load(SHARED / name), count)
-    run = Trusted(measured=measure(align(t)))
+    run = Run(measured=measure(align(t)))
     low, high = run.lengths_ns.min(), run.lengths_ns.max()
     assert 0.9 * low < run.replayed_ns < 1.1 * high or run.doubts
     worst = run.error(worst=True)
@@ -112,11 +112,11 @@ def _cut(t: Timeline, count: int) -> Timeline:
     "shape", [{"kernel_us": 300.0, "between_us": 4.0}, {"kernel_us": 12.0, "between_us": 60.0}]
 )
 def test_parts_sum_to_the_iteration_and_the_path_to_the_replay(tmp_path: Path, shape: dict[str, Any]) -> None:
-    m = _measured(tmp_path, simulate(Run(ranks=2, noise=0.05, **shape)))
+    m = _measured(tmp_path, simulate(ImaginedRun(ranks=2, noise=0.05, **shape)))
     for b in breakdowns(m):
         assert sum(b.parts.values()) == b.total_ns
         assert b.total_ns == sum(round(m.measured_ns[b.rank, i]) for i in b.iterations)
-    run = Trusted(measured=m)
+    run = Run(measured=m)
     assert sum(s.added_ns for s in run.replay.path()) == pytest.approx(run.replayed_ns, rel=1e-9)
 
 
@@ -126,7 +126,7 @@ def test_a_rank_late_by_hand_is_named_and_balance_helps(tmp_path: Path, rank: in
     """Its host does 5 ms more before the first launch of each step."""
     late = 5000.0
     run = simulate(
-        Run(ranks=ranks, iterations=6, slow_rank=rank, late_us=late, kernel_us=200.0, between_us=4.0)
+        ImaginedRun(ranks=ranks, iterations=6, slow_rank=rank, late_us=late, kernel_us=200.0, between_us=4.0)
     )
     m = _measured(tmp_path, run)
     d = diagnose_run(m)
@@ -135,7 +135,7 @@ def test_a_rank_late_by_hand_is_named_and_balance_helps(tmp_path: Path, rank: in
     assert all(s.where == "host" for s in d.stragglers if s.rank == rank and s.caused_ns > 1e6)
     balanced = max(evaluate(apply(d.run.graph, [("balance", "", 1.0)])).values())
     assert balanced < d.run.replayed_ns
-    even = simulate(Run(ranks=ranks, iterations=6, kernel_us=200.0, between_us=4.0))
+    even = simulate(ImaginedRun(ranks=ranks, iterations=6, kernel_us=200.0, between_us=4.0))
     assert balanced == pytest.approx(np.median(even.iteration_us[0][1:]) * 1e3, rel=0.02)
 
 
@@ -193,7 +193,9 @@ def _args(number: int) -> dict[str, Any]:
 def test_reports_name_the_same_iteration_and_one_clock(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    run = Run(ranks=2, iterations=5, bucket_layers=1, bucket_bytes=1 << 18, bucket_growth=0.2, noise=0.02)
+    run = ImaginedRun(
+        ranks=2, iterations=5, bucket_layers=1, bucket_bytes=1 << 18, bucket_growth=0.2, noise=0.02
+    )
     folder = write(simulate(run), tmp_path / "x")
     reports = {}
     for command in ("replay", "diagnose", "optimize"):
@@ -222,7 +224,7 @@ def test_what_ifs_are_refused_where_replay_is_not_to_be_believed(
         shift += 20_000.0 if e["name"] in ("gemm_30", "gemm_60", "gemm_90") else 0.0
         e["ts"] += shift
     path.write_text(json.dumps(document))
-    run = Trusted(measured=measure(load(path)))
+    run = Run(measured=measure(load(path)))
     assert run.unexplained > 0.3 and run.headline.startswith("Do not rely")
     with pytest.raises(Infeasible, match="nothing in the trace explains"):
         run.must_be_believed("x", force=False)
@@ -233,7 +235,7 @@ def test_what_ifs_are_refused_where_replay_is_not_to_be_believed(
 
 
 def test_one_iteration_states_no_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = write(simulate(Run(ranks=1, iterations=1)), tmp_path / "x")
+    folder = write(simulate(ImaginedRun(ranks=1, iterations=1)), tmp_path / "x")
     assert _main(["replay", str(folder), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert "unknown" in report["headline"]
@@ -244,7 +246,7 @@ def test_one_iteration_states_no_error(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_correlation_ids_used_again_are_paired_in_time(tmp_path: Path) -> None:
-    run = simulate(Run(ranks=1, iterations=4))
+    run = simulate(ImaginedRun(ranks=1, iterations=4))
     events = run.events[0]
     per_step = sum("correlation" in e["args"] for e in events if e["cat"] == "kernel") // 4
     for e in events:
@@ -253,15 +255,15 @@ def test_correlation_ids_used_again_are_paired_in_time(tmp_path: Path) -> None:
     folder = write(run, tmp_path / "x")
     m = measure(load(folder))
     assert len({m.iteration_of[0, i].ops for i in m.iterations()}) == 1
-    want = Trusted(measured=_measured(tmp_path / "own", simulate(Run(ranks=1, iterations=4))))
-    assert Trusted(measured=m).measured_ns == want.measured_ns
+    want = Run(measured=_measured(tmp_path / "own", simulate(ImaginedRun(ranks=1, iterations=4))))
+    assert Run(measured=m).measured_ns == want.measured_ns
 
 
 def test_reports_fit_eighty_columns(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    folder = write(simulate(Run(ranks=3, iterations=4, skew_us=(0.0, 25e3, -17e3))), tmp_path / "x")
+    folder = write(simulate(ImaginedRun(ranks=3, iterations=4, skew_us=(0.0, 25e3, -17e3))), tmp_path / "x")
     for command in ("replay", "diagnose", "optimize"):
         assert _main([command, str(folder)]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -269,7 +271,7 @@ def test_reports_fit_eighty_columns(
 
 
 def test_a_cut_file_leaves_its_last_iteration_out(tmp_path: Path) -> None:
-    folder = write(simulate(Run(ranks=1, iterations=4)), tmp_path / "x")
+    folder = write(simulate(ImaginedRun(ranks=1, iterations=4)), tmp_path / "x")
     path = folder / "rank0.json.gz"
     with gzip.open(path, "rt") as f:
         document = json.load(f)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from bench.cases.schedules import chain, link, random_problem, small_problems, vgg19
 from pase.errors import PaseError
 from pase.schedule import (
-    Block,
     BucketPlan,
+    ComputeBlock,
     Message,
     Options,
     Piece,
@@ -28,7 +28,7 @@ from pase.schedule import (
     whole,
 )
 from pase.schedule.chain import plain_iteration_s
-from pase.schedule.types import Curve
+from pase.schedule.types import SendTime
 
 
 def by_hand(problem: ScheduleProblem, order: tuple[int, ...]) -> float:
@@ -110,7 +110,10 @@ def test_links_are_exclusive_and_tensors_ready() -> None:
 
 def test_a_gather_needed_in_its_own_iteration() -> None:
     """Forward waits for the gather (2 s), backward makes the gradient, and the next gather waits for its scatter."""
-    blocks = (Block(name="f", phase="forward", seconds=1.0), Block(name="b", phase="backward", seconds=2.0))
+    blocks = (
+        ComputeBlock(name="f", phase="forward", seconds=1.0),
+        ComputeBlock(name="b", phase="backward", seconds=2.0),
+    )
     scatter = Transfer(name="g", nbytes=3, ready_after=1, needed_before=None, kind="reduce_scatter")
     gather = Transfer(name="p", nbytes=2, ready_after=None, needed_before=0, kind="all_gather", follows=(0,))
     problem = ScheduleProblem(name="zero", blocks=blocks, tensors=(scatter, gather), links=(link(),))
@@ -147,7 +150,10 @@ def test_merging_two_batches_halves_the_load() -> None:
 
 
 def test_a_dead_order_is_named() -> None:
-    blocks = (Block(name="f", phase="forward", seconds=1.0), Block(name="b", phase="backward", seconds=1.0))
+    blocks = (
+        ComputeBlock(name="f", phase="forward", seconds=1.0),
+        ComputeBlock(name="b", phase="backward", seconds=1.0),
+    )
     first = Transfer(name="gather", nbytes=1, ready_after=None, needed_before=0, lag=0, kind="all_gather")
     grad = Transfer(name="grad", nbytes=1, ready_after=1, needed_before=0)
     problem = ScheduleProblem(name="dead", blocks=blocks, tensors=(first, grad), links=(link(),))
@@ -185,7 +191,7 @@ def test_updates_must_take_every_iteration_once() -> None:
     )
 )
 def test_a_curve_and_its_inverse(points: list[tuple[int, float]]) -> None:
-    c = Curve.table([p[0] for p in points], [p[1] for p in points])
+    c = SendTime.table([p[0] for p in points], [p[1] for p in points])
     x = np.linspace(0, 2e6, 101)[1:]
     s = c.seconds_of(x)
     assert (np.diff(s) >= -1e-12).all()

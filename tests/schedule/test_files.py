@@ -27,7 +27,7 @@ from pase.schedule.io import plan_from_json, plan_to_json, problem_from_json, pr
 from pase.schedule.load import load_problem, parse_link
 from pase.schedule.pipedream import read_pipedream
 from pase.schedule.policies.tictac import parameter_server
-from pase.schedule.types import Block, Curve, Link, ScheduleProblem, Transfer
+from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
 from pase.tables.itemize import Collective, NodeCost
 
 
@@ -61,8 +61,8 @@ def run(*args: str) -> tuple[int, str, str]:
 def test_problems_come_back_as_they_went() -> None:
     table = Link(
         name="t",
-        curve=Curve.table([1, 5], [2.0, 3.0]),
-        by_axes={"m": Curve.table([4], [1.0])},
+        curve=SendTime.table([1, 5], [2.0, 3.0]),
+        by_axes={"m": SendTime.table([4], [1.0])},
         axes=("", "m"),
     )
     server = parameter_server(random_problem(4, 1), push=link("up"), pull=link("down"))
@@ -297,7 +297,10 @@ def test_stages_of_a_layout_follow_one_another() -> None:
 def test_messages_do_not_wait_for_each_other_in_a_circle() -> None:
     """Two stages of one kind over the same axes, and two parameters whose stages are swapped, fused where possible."""
     net = link("net", alpha_s=1.0, beta=0.0)
-    blocks = (Block(name="f", phase="forward", seconds=1.0), Block(name="b", phase="backward", seconds=1.0))
+    blocks = (
+        ComputeBlock(name="f", phase="forward", seconds=1.0),
+        ComputeBlock(name="b", phase="backward", seconds=1.0),
+    )
 
     def tensor(name: str, kind: str, follows: tuple[int, ...]) -> Transfer:
         after = None if follows else 1

@@ -18,7 +18,16 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from bench.cases.schedules import link  # noqa: E402
 from pase.backends.to_jax_buckets import BucketRunner, gradient_problem  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
-from pase.schedule import Block, BucketPlan, Options, ScheduleProblem, Transfer, Update, get_policy, whole  # noqa: E402
+from pase.schedule import (  # noqa: E402
+    BucketPlan,
+    ComputeBlock,
+    Options,
+    ScheduleProblem,
+    Transfer,
+    Update,
+    get_policy,
+    whole,
+)
 
 LAYERS, WIDTH = 3, 16
 
@@ -299,7 +308,8 @@ def sharded_problem(params: Any, sizes: dict[str, int]) -> ScheduleProblem:
             tensors += [replace(t, follows=tuple(f + base for f in t.follows)) for t in made]
     n = len(leaves)
     blocks = [
-        Block(name=f"b{i}", phase="forward" if i < n else "backward", seconds=1e-6) for i in range(2 * n)
+        ComputeBlock(name=f"b{i}", phase="forward" if i < n else "backward", seconds=1e-6)
+        for i in range(2 * n)
     ]
     return ScheduleProblem(
         name="sharded",

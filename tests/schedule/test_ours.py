@@ -13,12 +13,12 @@ from bench.cases.schedules import chain, link, profile, random_problem, small_pr
 from pase.errors import PaseError
 from pase.schedule import (
     BucketPlan,
-    Curve,
     Link,
     Message,
     Options,
     Piece,
     ScheduleProblem,
+    SendTime,
     all_policies,
     check_plan,
     compare_policies,
@@ -155,7 +155,7 @@ def test_cp_sat_finds_the_optimum_of_whole_buckets() -> None:
 
 def test_exact_on_a_measured_table_and_two_groups() -> None:
     """A concave table (three stretches) and tensors that may not share a message."""
-    curve = Curve.table([1, 10, 30], [3.0, 5.0, 7.0])
+    curve = SendTime.table([1, 10, 30], [3.0, 5.0, 7.0])
     problem = chain([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [9, 12, 8], Link(name="net", curve=curve))
     problem = replace(
         problem, tensors=tuple(replace(t, axes="ab"[i % 2]) for i, t in enumerate(problem.tensors))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from bench.cases.schedules import chain, link, random_problem, vgg19
 from pase.schedule import (
     BucketPlan,
-    Curve,
     Link,
     Options,
     ScheduleProblem,
+    SendTime,
     all_policies,
     check_plan,
     evaluate,
@@ -215,7 +215,7 @@ def test_a_dag_with_many_receives_in_both_forms() -> None:
 
 
 def test_heterogeneous_links_take_their_own_time() -> None:
-    slow = Link(name="slow", curve=Curve.alpha_beta(alpha_s=0.0, beta_s_per_byte=2.0), axes=("model",))
+    slow = Link(name="slow", curve=SendTime.alpha_beta(alpha_s=0.0, beta_s_per_byte=2.0), axes=("model",))
     fast = replace(link("fast"), axes=("", "data"))
     problem = chain([1.0], [1.0], [3], fast, slow)
     problem = replace(problem, tensors=(replace(problem.tensors[0], axes="model"),))

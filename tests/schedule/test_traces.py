@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.cases.timelines import Run, simulate, write
+from bench.cases.timelines import ImaginedRun, simulate, write
 from pase.bridges.trace_profile import fit_curve, is_trace, problem_from_timeline, problem_from_traces
 from pase.cli import main
 from pase.errors import Infeasible, PaseError
@@ -23,9 +23,11 @@ from tests.needs import SHARED
 KERNEL_US = 120.0
 
 
-def imagined(**changed: Any) -> Run:
+def imagined(**changed: Any) -> ImaginedRun:
     return simulate(
-        Run(**({"layers": 12, "bucket_layers": 3, "bucket_growth": 0.5, "kernel_us": KERNEL_US} | changed))
+        ImaginedRun(
+            **({"layers": 12, "bucket_layers": 3, "bucket_growth": 0.5, "kernel_us": KERNEL_US} | changed)
+        )
     )
 
 

@@ -10,14 +10,14 @@ from pase.commands.solve import _since_start
 from pase.errors import Infeasible
 from pase.search import brute_force, cost_of, solve, verify
 from pase.search.bounded import bounded_search
-from pase.search.clock import Clock
+from pase.search.clock import Deadline
 from pase.search.contract import contract
 
 from .instances import random_memory, random_tables
 
 
 def test_a_piece_begins_where_its_like_would_end_in_time() -> None:
-    clock = Clock(time.perf_counter() + 60.0)
+    clock = Deadline(time.perf_counter() + 60.0)
     assert clock.allows("move")
     clock.took("move", 1.0)
     clock.took("move", 0.5)
@@ -26,7 +26,7 @@ def test_a_piece_begins_where_its_like_would_end_in_time() -> None:
     assert not clock.allows("bound") and clock.allows("move")
     assert clock.run("other", lambda a, b: a + b, 2, b=3) == 5
     assert set(clock.longest) == {"move", "bound", "other"}
-    assert not Clock(time.perf_counter() - 1.0).allows("move")
+    assert not Deadline(time.perf_counter() - 1.0).allows("move")
 
 
 def test_reductions_that_stop_at_once_keep_the_optimum() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import published_steps
-from bench.published_rows import Row, read
+from bench.published_rows import PublishedRow, read
 from bench.published_steps import configured, price_row, program_of, summary
 from pase.errors import Infeasible, PaseError
 from tests.needs import SHARED
@@ -27,9 +27,9 @@ odd = st.sampled_from(
 )
 
 
-def row(**changed: str) -> Row:
+def row(**changed: str) -> PublishedRow:
     columns = BASE | changed
-    return Row(id=columns["id"], columns=columns)
+    return PublishedRow(id=columns["id"], columns=columns)
 
 
 def test_a_row_is_priced_as_its_own_configuration():

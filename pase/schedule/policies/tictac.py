@@ -16,7 +16,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, whole
 from pase.schedule.registry import Options, register
-from pase.schedule.types import Block, Link, ScheduleProblem, Transfer
+from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, Transfer
 from pase.schedule.view import fastest_link, ready_order
 
 __all__ = ["dependencies", "parameter_server", "tac", "tac_order", "tic", "tic_order", "update_properties"]
@@ -57,7 +57,7 @@ def parameter_server(problem: ScheduleProblem, *, push: Link, pull: Link) -> Sch
 
 def dependencies(problem: ScheduleProblem) -> np.ndarray:
     """op.dep as bool [blocks, tensors]: the transfers each block waits for, directly or through other blocks."""
-    blocks: tuple[Block, ...] = problem.blocks
+    blocks: tuple[ComputeBlock, ...] = problem.blocks
     dep = np.zeros((len(blocks), len(problem.tensors)), bool)
     for i, t in enumerate(problem.tensors):
         if t.needed_before is not None:

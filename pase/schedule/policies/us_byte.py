@@ -10,7 +10,7 @@ import numpy as np
 from pase.schedule.chain import message_arrays, sequence_s
 from pase.schedule.plan import BucketPlan, Message, Piece
 from pase.schedule.registry import MIB, Options, register
-from pase.schedule.types import Curve, ScheduleProblem
+from pase.schedule.types import ScheduleProblem, SendTime
 from pase.schedule.view import fastest_link, need_order, plain_view
 
 __all__ = ["us_byte"]
@@ -101,7 +101,7 @@ def _fill(
     return early, late
 
 
-def _blocks(curve: Curve, gap_s: float) -> int:
+def _blocks(curve: SendTime, gap_s: float) -> int:
     """ceil((gap - alpha) / (beta S_p)), at least 1; a table's beta is its rise over one block."""
     beta = curve.seconds_for(2 * BLOCK_BYTES) - curve.seconds_for(BLOCK_BYTES)
     if gap_s <= curve.startup_s:

@@ -12,7 +12,7 @@ import onnx
 from onnx import numpy_helper
 
 from pase.errors import PaseError
-from pase.frontends.from_onnx import Lowering, lowered
+from pase.frontends.from_onnx import OnnxLowering, lowered
 from pase.frontends.onnx_model import load
 
 __all__ = ["DATA", "light", "model_of", "node_cases", "read_case", "stored_models"]
@@ -38,7 +38,7 @@ def node_cases() -> tuple[Any, ...]:
     return tuple(c for c in node.collect_testcases(None) if c.model is not None and c.data_sets)
 
 
-def read_case(case: Any) -> tuple[Any, Lowering] | None:
+def read_case(case: Any) -> tuple[Any, OnnxLowering] | None:
     """A case lowered; at need with its small inputs as initializers (shapes and axes have to be known), all but the
     first, or all. None where pase refuses it with a message."""
     for keep in (None, 0, -1):

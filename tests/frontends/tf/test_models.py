@@ -16,7 +16,7 @@ import tensorflow as tf
 import pase
 from pase.errors import PaseError
 from pase.frontends import registry
-from pase.frontends.from_tf import Traced, trace
+from pase.frontends.from_tf import TracedTf, trace
 from pase.ir import Place, named, simplify, verify
 from tests.frontends.tf.graphs import convnet, frozen, lstm, transformer
 from tests.frontends.tf.twins import TWINS, twin
@@ -50,7 +50,7 @@ def _ops(node: Any) -> Any:
         yield from _ops(child)
 
 
-def shapes_agree(traced: Traced) -> int:
+def shapes_agree(traced: TracedTf) -> int:
     """Every result has the shape that TensorFlow infers by itself; returns how many were compared."""
     compared = 0
     for node in traced.program.main.nodes:

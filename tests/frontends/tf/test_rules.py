@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from pase.errors import PaseError
 from pase.frontends import from_tf
-from pase.frontends.from_tf import Traced, trace
+from pase.frontends.from_tf import TracedTf, trace
 from pase.frontends.tf_rules import RULES
 from pase.ir import Node, Place, simplify, verify
 from tests.frontends.tf.cases import CASES, IDS, IMAGES, W, X
 from tests.frontends.tf.graphs import graph
 
 
-def traced(name: str) -> Traced:
+def traced(name: str) -> TracedTf:
     spec, f = CASES[name]
 
     @tf.function(autograph=False)
