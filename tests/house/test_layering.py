@@ -44,6 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.hlo": {"pase.machine"},
     "pase.replay": {"pase.ir", "pase.machine", "pase.hlo"},
     "pase.calibrate": {"pase.machine", "pase.replay"},
+    # Schedules of stages, their simulation and the best cuts: numbers in, numbers out.
+    "pase.pipeline": set(),
     # Plan data, and what follows from it alone: its file, its table, its communication as a scheduling problem.
     "pase.plan": {
         "pase.ir", "pase.ops", "pase.machine", "pase.tables", "pase.memory", "pase.costmodels", "pase.schedule",
@@ -91,6 +93,7 @@ OUTSIDE: dict[str, set[str]] = {
     "pase.search": {"numba"},
     "pase.schedule": {"numba", "networkx", "scipy", "msgspec"},
     "pase.hlo": set(),
+    "pase.pipeline": {"numba", "scipy"},
     "pase.replay": {"numba", "networkx", "scipy", "msgspec"},
     "pase.calibrate": set(),
     "pase.costmodels": set(),
@@ -114,7 +117,7 @@ MAY_USE_FRAMEWORKS = {
 }
 
 # Layers with loops that need numba: at the top of files named *kernel*, elsewhere inside of functions.
-COMPILED = {"pase.search", "pase.replay", "pase.schedule"}
+COMPILED = {"pase.search", "pase.replay", "pase.schedule", "pase.pipeline"}
 
 
 def modules() -> list[tuple[str, Path]]:

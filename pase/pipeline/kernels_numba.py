@@ -1,0 +1,34 @@
+"""``kernels_numpy``, compiled, action by action; both come to the same bits. It imports numba: import it inside
+functions only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+__all__ = ["run"]
+
+
+def jit(f: Callable[..., Any]) -> Any:
+    """njit, cached on disk where a folder is writable."""
+    try:
+        return numba.njit(cache=True, nogil=True)(f)
+    except RuntimeError:
+        return numba.njit(nogil=True)(f)
+
+
+@jit
+def run(wave, before, waits, spent, late, begin):  # type: ignore[no-untyped-def]
+    end, by = np.empty(spent.size), np.empty(spent.size, np.int64)
+    for a in range(spent.size):
+        own, other = before[a], waits[a]
+        at = end[own] if own >= 0 else begin[a]
+        by[a] = own
+        if other >= 0 and end[other] + late[a] > at:
+            at = end[other] + late[a]
+            by[a] = other
+        end[a] = at + spent[a]
+    return end, by

@@ -1,0 +1,1 @@
+"""One file a family of schedules; each registers what it defines (``pase.pipeline.registry``)."""

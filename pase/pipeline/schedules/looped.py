@@ -1,0 +1,44 @@
+"""Schedules of several stages a rank, round the ranks: interleaved 1F1B, and the circular one of a single program."""
+
+from __future__ import annotations
+
+from pase.pipeline.registry import register
+from pase.pipeline.types import Action, Kind
+
+
+def _turns(ranks: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) in the order of forwards: groups of as many micro-batches as ranks pass all chunks."""
+    groups = [range(at, min(at + ranks, micro_batches)) for at in range(0, micro_batches, ranks)]
+    return [(c, i) for group in groups for c in range(chunks) for i in group]
+
+
+@register(
+    "interleaved", "1F1B with several stages a rank: fill and drain in chunks, as many times the transfers",
+    source="Narayanan et al., SC 2021, section 2.2.2; Megatron-LM, core/pipeline_parallel/schedules.py",
+    chunks=(2, 0), multiple=True,
+)  # fmt: skip
+def interleaved(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
+    turns = _turns(ranks, micro_batches, chunks)
+    out = []
+    for r in range(ranks):
+        forward = [Action(c * ranks + r, Kind.FORWARD, i) for c, i in turns]
+        backward = [Action((chunks - 1 - c) * ranks + r, Kind.BACKWARD, i) for c, i in turns]
+        warm = min(2 * (ranks - r - 1) + (chunks - 1) * ranks, len(turns))
+        order = forward[:warm]
+        for n, b in enumerate(backward):
+            order += [*forward[warm + n : warm + n + 1], b]
+        out.append(order)
+    return out
+
+
+@register(
+    "circular", "one program: a scan in which every rank runs a stage each turn, then its derivative",
+    source="praxis, layers/pipeline.py; maxtext, layers/pipeline.py", chunks=(1, 0), lockstep=True, multiple=True,
+)  # fmt: skip
+def circular(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
+    turns = _turns(ranks, micro_batches, chunks)
+    return [
+        [Action(c * ranks + r, Kind.FORWARD, i) for c, i in turns]
+        + [Action(c * ranks + r, Kind.BACKWARD, i) for c, i in reversed(turns)]
+        for r in range(ranks)
+    ]

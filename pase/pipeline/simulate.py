@@ -1,0 +1,167 @@
+"""A step of a pipeline, action by action: each begins once its rank is free and what it needs has arrived.
+
+Sends are asynchronous: an activation takes its time on the way and holds neither rank. Who begins when follows from the
+lists alone, so that one order of all actions serves any times, and a step's seconds are a longest path: they only grow
+with any of the times, and each path is a lower bound, linear in them (``Path``), for every cut of the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+
+from pase.pipeline import kernels_numpy
+from pase.pipeline.order import order_of
+from pase.pipeline.types import Kind, Schedule, StageTimes
+
+__all__ = ["Path", "Simulated", "in_flight", "peak_bytes", "simulate"]
+
+_IMPORT_ACTIONS = 2_000_000  # what numpy's twin steps through while numba and its kernel load, about 1 s
+
+
+class _Rented:
+    """Actions that numpy's twin has stepped through in this process. Either kernel gives the same bits."""
+
+    actions = 0
+
+
+def kernels_for(kernel: Literal["auto", "numba", "numpy"], actions: int) -> ModuleType:
+    """numpy's kernel until it has worked for as long as numba takes to load, then numba's."""
+    if kernel not in ("auto", "numba", "numpy"):
+        raise ValueError(f"kernel {kernel!r}: there are 'auto', 'numba' and 'numpy'")
+    loaded = "pase.pipeline.kernels_numba" in sys.modules
+    if kernel == "numpy" or (kernel == "auto" and not loaded and _Rented.actions < _IMPORT_ACTIONS):
+        _Rented.actions += actions
+        return kernels_numpy
+    from pase.pipeline import kernels_numba
+
+    return kernels_numba
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Path:
+    """A chain of actions that wait for one another: its length is a lower bound on the step, whatever the times.
+
+    runs: how often each kind of action of each stage stands in it, float64 [kinds, stages]; crossed: how often each
+    cut, float64 [stages - 1]; first, last: the ranks at which it begins and ends.
+    """
+
+    runs: np.ndarray
+    crossed: np.ndarray
+    first: int
+    last: int
+
+    def seconds(self, times: StageTimes) -> float:
+        return float(
+            (self.runs * times.by_kind).sum() + self.crossed @ times.send
+            + times.before[self.first] + times.after[self.last]
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Simulated:
+    """A simulated step. start, end: seconds of each action, as ``order_of`` has them; busy: seconds that each
+    rank works on micro-batches, float64 [ranks].
+
+    step_s: until the last rank is done. period_s: of one step after another where no rank waits for all others between
+    them, the longest that one rank takes: zero-bubble schedules count so (their optimizer checks norms afterwards).
+    """
+
+    schedule: Schedule
+    step_s: float
+    period_s: float
+    start: np.ndarray
+    end: np.ndarray
+    busy: np.ndarray
+    path: Path
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step that ranks on average are idle, or busy with what they do once a step.
+
+        >>> from pase.pipeline.registry import schedule
+        >>> simulate(schedule("1f1b", 4, 12), StageTimes.of([1.0] * 4, 2.0, 0.0, ranks=4)).bubble
+        0.2
+        """
+        return 1 - float(self.busy.mean()) / self.step_s if self.step_s else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """How much more the busiest rank works than the average one."""
+        mean = float(self.busy.mean())
+        return float(self.busy.max()) / mean - 1 if mean else 0.0
+
+
+def simulate(
+    schedule: Schedule, times: StageTimes, *, kernel: Literal["auto", "numba", "numpy"] = "auto"
+) -> Simulated:
+    """A step under the schedule with stages of these times. PaseError where the schedule deadlocks."""
+    if times.forward.size != schedule.stages:
+        raise ValueError(f"times of {times.forward.size} stages for a schedule of {schedule.stages}")
+    order = order_of(schedule)
+    spent = times.by_kind[order.kind, order.stage]
+    late = np.append(times.send, 0.0)[order.send]  # -1: the zero at the end
+    if schedule.lockstep:
+        spent, late = _lockstep(times, order.kind, spent), np.where(order.waits >= 0, _turn_s(times), 0.0)
+    begin = times.before[order.rank]
+    end, by = kernels_for(kernel, order.kind.size).run(
+        order.wave, order.before, order.waits, spent, late, begin
+    )
+    total = end[order.last] + times.after
+    last = int(total.argmax())
+    first = np.array([end.size] * schedule.ranks)
+    np.minimum.at(first, order.rank, np.arange(end.size))
+    spans = total - (end - spent)[first] + times.before
+    busy = np.bincount(order.rank, times.by_kind[order.kind, order.stage], schedule.ranks)
+    return Simulated(
+        schedule=schedule, step_s=float(total[last]), period_s=float(spans.max()), start=end - spent, end=end,
+        busy=busy, path=_path(schedule, by, last),
+    )  # fmt: skip
+
+
+def _turn_s(times: StageTimes) -> float:
+    return float(times.send.max(initial=0.0))
+
+
+def _lockstep(times: StageTimes, kind: np.ndarray, spent: np.ndarray) -> np.ndarray:
+    """In lockstep each turn takes as long as the slowest stage's, whatever a rank has in it."""
+    slowest = times.by_kind.max(axis=1)
+    out: np.ndarray = np.maximum(spent, slowest[kind])
+    return out
+
+
+def _path(schedule: Schedule, by: np.ndarray, last: int) -> Path:
+    """The longest path, back from the action that ends it; by: which action each one waited for, -1 at its start."""
+    order = order_of(schedule)
+    runs, crossed = np.zeros((len(Kind), schedule.stages)), np.zeros(schedule.stages - 1)
+    at = first = int(order.last[last])
+    while at >= 0:
+        runs[order.kind[at], order.stage[at]] += 1
+        if by[at] >= 0 and by[at] == order.waits[at] and order.send[at] >= 0:
+            crossed[order.send[at]] += 1
+        first, at = at, int(by[at])
+    return Path(runs=runs, crossed=crossed, first=int(order.rank[first]), last=last)
+
+
+def in_flight(schedule: Schedule, rank: int) -> np.ndarray:
+    """What the rank holds after each of its actions: micro-batches whose activations each stage holds, and those of
+    which its gradients of weights still need a part; float64 [actions, 2, stages]."""
+    change = np.zeros((len(schedule.orders[rank]), 2, schedule.stages))
+    for row, a in zip(change, schedule.orders[rank], strict=True):
+        row[0, a.stage] = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1, Kind.WEIGHT: 0}[a.kind]
+        row[1, a.stage] = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: -1}[a.kind]
+    return np.cumsum(change, axis=0)
+
+
+def peak_bytes(schedule: Schedule, kept: np.ndarray, for_weights: np.ndarray | float = 0.0) -> np.ndarray:
+    """The most bytes of activations that each rank holds at once, float64 [ranks].
+
+    kept: of one micro-batch of each stage until its backward; for_weights: what of them is left until its WEIGHT.
+    """
+    left = np.broadcast_to(np.asarray(for_weights, float), kept.shape)
+    held = (in_flight(schedule, r) for r in range(schedule.ranks))
+    return np.array([float((h[:, 0] @ kept + h[:, 1] @ left).max(initial=0.0)) for h in held])

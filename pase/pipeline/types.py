@@ -1,0 +1,120 @@
+"""A pipeline's schedule as data: for each rank the list of what it does, in order; and what its stages take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Action", "Kind", "Schedule", "StageTimes"]
+
+
+class Kind(IntEnum):
+    """What a stage does with a micro-batch. BACKWARD is INPUT and WEIGHT at once."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    INPUT = 2
+    """The gradient of what entered the stage, which the stage before waits for."""
+    WEIGHT = 3
+    """The gradients of the stage's weights, which nothing in the step waits for but its end."""
+
+
+class Action(NamedTuple):
+    """One stage's work on one micro-batch; printed as ``torch.distributed.pipelining`` writes it.
+
+    >>> str(Action(2, Kind.INPUT, 5))
+    '2I5'
+    """
+
+    stage: int
+    kind: Kind
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{'FBIW'[self.kind]}{self.micro}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """Who does what in which order. rank_of: stage -> rank; several stages of one rank are its chunks.
+
+    orders: per rank its actions, first to last. lockstep: all ranks begin each turn together, as one program that ends
+    each turn with a permutation of activations does; idle slots then take as long as busy ones.
+    """
+
+    name: str
+    micro_batches: int
+    rank_of: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+    lockstep: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are worked out apart from those of activations."""
+        return any(a.kind is Kind.WEIGHT for a in self.orders[0])
+
+    def __str__(self) -> str:
+        """One line a rank, as ``_PipelineScheduleRuntime._load_csv`` of PyTorch reads it."""
+        return "\n".join(",".join(map(str, order)) for order in self.orders)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageTimes:
+    """Seconds of each stage for one micro-batch, float64 [stages], and of each rank once a step, float64 [ranks].
+
+    input, weight: backward's two parts. again: recomputation, before a backward or its INPUT part. send: from a stage
+    to the next one where that is on another rank, float64 [stages - 1]; gradients take as long on the way back.
+    before, after: of a rank's first and last action (weights gathered once; gradients summed, the update).
+    """
+
+    forward: np.ndarray
+    input: np.ndarray
+    weight: np.ndarray
+    again: np.ndarray
+    send: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+
+    @classmethod
+    def of(
+        cls, forward: object, input: object, weight: object, *, ranks: int, again: object = 0.0, send: object = 0.0,
+        before: object = 0.0, after: object = 0.0,
+    ) -> StageTimes:  # fmt: skip
+        """From sequences or single numbers; the number of stages is the longest's.
+
+        >>> StageTimes.of([1, 2], 1.0, 0.0, ranks=2).full.tolist()
+        [2.0, 3.0]
+        """
+        per_stage = np.broadcast_arrays(
+            *(np.atleast_1d(np.asarray(x, float)) for x in (forward, input, weight, again))
+        )
+        f, i, w, a = per_stage
+        return cls(
+            forward=f, input=i, weight=w, again=a, send=np.broadcast_to(np.asarray(send, float), (f.size - 1,)),
+            before=np.broadcast_to(np.asarray(before, float), (ranks,)),
+            after=np.broadcast_to(np.asarray(after, float), (ranks,)),
+        )  # fmt: skip
+
+    @cached_property
+    def by_kind(self) -> np.ndarray:
+        """float64 [kinds, stages]."""
+        first = self.again + self.input
+        return np.stack([self.forward, first + self.weight, first, self.weight])
+
+    @property
+    def full(self) -> np.ndarray:
+        """All that a stage does with a micro-batch, float64 [stages]."""
+        out: np.ndarray = self.forward + self.again + self.input + self.weight
+        return out
