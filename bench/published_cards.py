@@ -36,9 +36,12 @@ def _meta_h100(memory_bytes: int) -> Machine:
         for k in m.device.attention_kernels
     )
     return _device(
-        m, memory_bytes=memory_bytes, memory_bandwidth_bytes_per_s=2.4e12, efficiency=efficiency,
+        m,
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=2.4e12,
+        efficiency=efficiency,
         attention_kernels=kernels,
-    )  # fmt: skip
+    )
 
 
 def _a100_40() -> Machine:

@@ -79,9 +79,17 @@ def _mixture(row: PublishedRow, common: dict[str, Any], d: int, heads: int, head
         )
     kv = row.whole("kv_heads") or heads
     return _traced(
-        "mixture", **common, d=d, ff=ff, experts=experts, chosen=chosen, kv_heads=kv, group=heads // kv,
-        head_dim=head_dim, theta=1e4,
-    )  # fmt: skip
+        "mixture",
+        **common,
+        d=d,
+        ff=ff,
+        experts=experts,
+        chosen=chosen,
+        kv_heads=kv,
+        group=heads // kv,
+        head_dim=head_dim,
+        theta=1e4,
+    )
 
 
 @cache

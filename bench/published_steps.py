@@ -184,13 +184,20 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     remat = (row.text("act_ckpt") or "none").lower()
     expert = row.whole("ep") or 1
     s = Strategy(
-        data=data, shard=ranks // data, zero=zero,  # type: ignore[arg-type]
-        tensor=tp, sequence=tp > 1 and (row.text("sp") or "yes").lower() == "yes",
-        context=cp, expert=math.gcd(ranks, expert), pipeline=pp, chunks=_chunks(row, pp),
-        micro=micro if own % micro == 0 else 1, remat=remat if remat in ("none", "selective", "full") else "none",  # type: ignore[arg-type]
+        data=data,
+        shard=ranks // data,
+        zero=zero,  # type: ignore[arg-type]
+        tensor=tp,
+        sequence=tp > 1 and (row.text("sp") or "yes").lower() == "yes",
+        context=cp,
+        expert=math.gcd(ranks, expert),
+        pipeline=pp,
+        chunks=_chunks(row, pp),
+        micro=micro if own % micro == 0 else 1,
+        remat=remat if remat in ("none", "selective", "full") else "none",  # type: ignore[arg-type]
         precision="fp8" if "FP8" in precision or "FP4" in precision else "bf16",
         asynchronous="async" in row.notes and "vanilla" not in row.notes,
-    )  # fmt: skip
+    )
     return s, batch
 
 

@@ -144,8 +144,19 @@ def cut(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    drop, drop_kind, double, move, stretch, shift_rest, nonsense, ids, streams, names, marks, cut,
-)  # fmt: skip
+    drop,
+    drop_kind,
+    double,
+    move,
+    stretch,
+    shift_rest,
+    nonsense,
+    ids,
+    streams,
+    names,
+    marks,
+    cut,
+)
 
 
 def mutated(documents: list[Document], rng: np.random.Generator) -> tuple[list[Document], list[str]]:

@@ -78,9 +78,8 @@ def main() -> None:
 
     batch = {"x": x, "y": labels}
     plan = pase.compile(
-        loss_fn, params, batch, stats,
-        devices=len(jax.devices()), machine="1080tix8", mesh="8", carry={1: 1},
-    )  # fmt: skip
+        loss_fn, params, batch, stats, devices=len(jax.devices()), machine="1080tix8", mesh="8", carry={1: 1}
+    )
     optimizer = optax.adam(1e-2)
     step = plan.jax.train_step(optimizer)
     params, batch, stats = plan.jax.device_put(params, batch, stats)

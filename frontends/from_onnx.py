@@ -314,9 +314,15 @@ class OnnxLowering:
                 f"functions and graphs are nested more than {_MOST_DEPTH} deep; does it call itself?"
             )
         return OnnxLowering(
-            b=self.b, model=self.model, unknown=self.unknown, left=self.left, opsets=self.opsets, outer=self,
-            depth=self.depth + 1, attributes=self.attributes,
-        )  # fmt: skip
+            b=self.b,
+            model=self.model,
+            unknown=self.unknown,
+            left=self.left,
+            opsets=self.opsets,
+            outer=self,
+            depth=self.depth + 1,
+            attributes=self.attributes,
+        )
 
     # Control flow, conservatively.
 

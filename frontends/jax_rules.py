@@ -10,7 +10,7 @@ from typing import Any
 from pase.ir import Size, Tensor, functions, parse_size
 from pase.ir.functions import FUNCTIONS, Function
 from pase.ir.sizes import is_one, product
-from pase.ops import GraphBuilder, indexed, nests
+from pase.ops import GraphBuilder, indexed, nests, windows
 from pase.registry import Registry
 
 __all__ = ["RULES", "Elementwise", "lowers"]
@@ -18,7 +18,7 @@ __all__ = ["RULES", "Elementwise", "lowers"]
 JaxRule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]]
 """Of an equation and its operands' tensors (None: a literal) makes one tensor per result."""
 
-RULES: Registry[JaxRule] = Registry("rule for JAX primitive")
+RULES: Registry[JaxRule] = Registry("rule for JAX primitive", package="pase.frontends", prefix="jax_rules")
 lowers = RULES.register
 
 _SAME_NAME = (
@@ -29,14 +29,35 @@ _SAME_NAME = (
     "one_minus_square"
 )
 _OTHER_NAME = {
-    "add_any": "add", "convert_element_type": "cast", "select_n": "select", "logistic": "sigmoid", "eq_to": "eq",
-    "le_to": "le", "lt_to": "lt", "shift_right_logical": "shift_right", "shift_right_arithmetic": "shift_right",
-    "shift_left": "shift_left", "igamma_grad_a": "igamma_grad", "regularized_incomplete_beta": "incomplete_beta",
+    "add_any": "add",
+    "convert_element_type": "cast",
+    "select_n": "select",
+    "logistic": "sigmoid",
+    "eq_to": "eq",
+    "le_to": "le",
+    "lt_to": "lt",
+    "shift_right_logical": "shift_right",
+    "shift_right_arithmetic": "shift_right",
+    "shift_left": "shift_left",
+    "igamma_grad_a": "igamma_grad",
+    "regularized_incomplete_beta": "incomplete_beta",
     **dict.fromkeys(
-        ("copy_p", "sharding_constraint", "name", "pvary", "pcast", "reshard", "mesh_cast", "layout_constraint",
-         "relayout", "reduced_vary_cast", "vary_unreduced_cast"), "copy"
+        (
+            "copy_p",
+            "sharding_constraint",
+            "name",
+            "pvary",
+            "pcast",
+            "reshard",
+            "mesh_cast",
+            "layout_constraint",
+            "relayout",
+            "reduced_vary_cast",
+            "vary_unreduced_cast",
+        ),
+        "copy",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -107,13 +128,21 @@ def _conv(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[T
         return spec[0], spec[1], spec[2:]
 
     return [
-        nests.conv(
-            b, _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1), _shape(eqn.outvars[0]), _dtype(eqn.outvars[0]),
-            x_dims=triple(dn.lhs_spec), w_dims=triple(dn.rhs_spec), out_dims=triple(dn.out_spec),
-            strides=p["window_strides"], dilation=p["rhs_dilation"], input_dilation=p["lhs_dilation"],
+        windows.conv(
+            b,
+            _operand(b, eqn, ins, 0),
+            _operand(b, eqn, ins, 1),
+            _shape(eqn.outvars[0]),
+            _dtype(eqn.outvars[0]),
+            x_dims=triple(dn.lhs_spec),
+            w_dims=triple(dn.rhs_spec),
+            out_dims=triple(dn.out_spec),
+            strides=p["window_strides"],
+            dilation=p["rhs_dilation"],
+            input_dilation=p["lhs_dilation"],
             groups=p["feature_group_count"],
         )
-    ]  # fmt: skip
+    ]
 
 
 def _opaque(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None], flops: float = 0.0) -> Sequence[Tensor]:
@@ -249,7 +278,7 @@ def _pool(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[T
     if any(d != 1 for d in p["base_dilation"]):
         return _opaque(b, eqn, ins)
     return [
-        nests.window_reduce(
+        windows.window_reduce(
             b,
             FUNCTIONS[eqn.primitive.name],
             _operand(b, eqn, ins),
@@ -277,26 +306,53 @@ def _gather(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence
         return [nests.reshape(b, x, shape)]  # x[:, 0] of a dim of one element
     return [
         indexed.gather(
-            b, "gather", x, ids, shape, offset_dims=d.offset_dims, collapsed=d.collapsed_slice_dims,
-            indexed=d.start_index_map, slice_sizes=[_size(n) for n in p["slice_sizes"]],
-            x_batch=d.operand_batching_dims, ids_batch=d.start_indices_batching_dims,
+            b,
+            "gather",
+            x,
+            ids,
+            shape,
+            offset_dims=d.offset_dims,
+            collapsed=d.collapsed_slice_dims,
+            indexed=d.start_index_map,
+            slice_sizes=[_size(n) for n in p["slice_sizes"]],
+            x_batch=d.operand_batching_dims,
+            ids_batch=d.start_indices_batching_dims,
         )
-    ]  # fmt: skip
+    ]
 
 
-@lowers("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min",
-        "scatter-max", "scatter_max", "scatter-sub", "scatter_sub")  # fmt: skip
+@lowers(
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+    "scatter-mul",
+    "scatter_mul",
+    "scatter-min",
+    "scatter_min",
+    "scatter-max",
+    "scatter_max",
+    "scatter-sub",
+    "scatter_sub",
+)
 def _scatter(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     d = eqn.params["dimension_numbers"]
     x, ids, updates = (_operand(b, eqn, ins, i) for i in range(3))
     return [
         indexed.scatter(
-            b, eqn.primitive.name, x, ids, updates, window_dims=d.update_window_dims, inserted=d.inserted_window_dims,
-            indexed=d.scatter_dims_to_operand_dims, x_batch=d.operand_batching_dims,
-            ids_batch=d.scatter_indices_batching_dims, combines=eqn.primitive.name != "scatter",
+            b,
+            eqn.primitive.name,
+            x,
+            ids,
+            updates,
+            window_dims=d.update_window_dims,
+            inserted=d.inserted_window_dims,
+            indexed=d.scatter_dims_to_operand_dims,
+            x_batch=d.operand_batching_dims,
+            ids_batch=d.scatter_indices_batching_dims,
+            combines=eqn.primitive.name != "scatter",
             function=FUNCTIONS.get(eqn.primitive.name.replace("-", "_")) or functions.SCATTER,
         )
-    ]  # fmt: skip
+    ]
 
 
 @lowers("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -339,8 +395,19 @@ def _debug(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[
     return []
 
 
-@lowers("random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in", "random_clone",
-        "rng_bit_generator", "threefry2x32", "empty", "create_token", "platform_index")  # fmt: skip
+@lowers(
+    "random_seed",
+    "random_wrap",
+    "random_unwrap",
+    "random_split",
+    "random_fold_in",
+    "random_clone",
+    "rng_bit_generator",
+    "threefry2x32",
+    "empty",
+    "create_token",
+    "platform_index",
+)
 def _small(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Key arithmetic: small, on every device alike."""
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
@@ -354,63 +421,6 @@ def _barrier(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
         x = _operand(b, eqn, ins, i)
         out += nests.elementwise(b, functions.COPY, [x], [_dtype(v)], name=eqn.primitive.name, shape=x.shape)
     return out
-
-
-@lowers("ragged_dot_general")
-def _ragged_dot(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Rows of x in consecutive groups, each times the weights of its group. Rows and groups are not split: where
-    groups begin is known at run time only. The group sizes, a few integers, are not counted as traffic."""
-    d = eqn.params["ragged_dot_dimension_numbers"]
-    (contracting, batch) = d.dot_dimension_numbers
-    x, w = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
-    plain = len(d.rhs_group_dimensions) == 1 and not any(batch) and len(x.shape) == 2 and len(w.shape) == 3
-    if not plain or eqn.params["group_offset"] is not None:
-        points = product([*_shape(eqn.outvars[0]), *(x.shape[i] for i in contracting[0])])
-        return _opaque(b, eqn, ins, flops=2.0 * float(points))  # type: ignore[arg-type]
-    (k,) = contracting[0]
-    return [
-        nests.grouped_product(
-            b, x, w, k, contracting[1][0], d.rhs_group_dimensions[0], _dtype(eqn.outvars[0])
-        )
-    ]
-
-
-@lowers("fft")
-def _fft(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The transformed dims are not split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
-    lengths = eqn.params["fft_lengths"]
-    points = product(_size(n) for n in lengths)
-    flops = 5.0 * math.log2(points) if isinstance(points, int) else 50.0
-    x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
-    rank = len(x.shape) - len(lengths)
-    return nests.batched(
-        b, "fft", [x], [(shape, _dtype(eqn.outvars[0]))], rank, flops=flops * _count(shape[rank:])
-    )
-
-
-# FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
-_MATRIX = {
-    "cholesky": 1 / 3, "lu": 2 / 3, "qr": 4 / 3, "geqrf": 4 / 3, "geqp3": 4 / 3, "householder_product": 4 / 3,
-    "ormqr": 4 / 3, "eigh": 9.0, "eig": 25.0, "svd": 21.0, "schur": 25.0, "hessenberg": 10 / 3,
-    "tridiagonal": 4 / 3, "triangular_solve": 1.0, "symmetric_product": 1.0, "lu_pivots_to_permutation": 0.0,
-    "tridiagonal_solve": 0.0, "cholesky_update": 0.0,
-}  # fmt: skip
-
-
-@lowers(*_MATRIX)
-def _matrix(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """A factorisation or solve: a batch of matrices may be split, a matrix not."""
-    inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
-    rank = min(max(len(t.shape) for t in inputs) - 2, *(len(t.shape) for t in inputs))
-    rank = max(rank, 0)
-    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
-    lead = inputs[0].shape[:rank]
-    if any(shape[:rank] != lead for shape in (*(t.shape for t in inputs), *(o for o, _ in outs))):
-        rank = 0
-    side = max((_count(t.shape[rank:]) for t in inputs), default=1.0) ** 0.5
-    return nests.batched(
-        b, eqn.primitive.name, inputs, outs, rank, flops=_MATRIX[eqn.primitive.name] * side**3
-    )
 
 
 @lowers("select_and_scatter_add", "select_and_scatter", "select_and_gather_add", "random_gamma")

@@ -126,12 +126,35 @@ def _sparse_product(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> 
 
 
 @lowers(
-    "bcoo_transpose", "bcoo_todense", "bcoo_fromdense", "bcoo_extract", "bcoo_reduce_sum", "bcoo_broadcast_in_dim",
-    "bcoo_multiply_sparse", "bcoo_multiply_dense", "bcoo_spdot_general", "bcoo_sort_indices", "bcoo_sum_duplicates",
-    "bcoo_concatenate", "bcoo_dynamic_slice", "bcoo_slice", "bcoo_squeeze", "bcoo_reshape", "bcoo_gather",
-    "bcoo_dot_general_sampled", "bcoo_rdot_general", "bcsr_dot_general", "bcsr_todense", "bcsr_extract", "csr_todense",
-    "csr_matvec", "csr_matmat", "coo_todense", "coo_matvec", "coo_matmat",
-)  # fmt: skip
+    "bcoo_transpose",
+    "bcoo_todense",
+    "bcoo_fromdense",
+    "bcoo_extract",
+    "bcoo_reduce_sum",
+    "bcoo_broadcast_in_dim",
+    "bcoo_multiply_sparse",
+    "bcoo_multiply_dense",
+    "bcoo_spdot_general",
+    "bcoo_sort_indices",
+    "bcoo_sum_duplicates",
+    "bcoo_concatenate",
+    "bcoo_dynamic_slice",
+    "bcoo_slice",
+    "bcoo_squeeze",
+    "bcoo_reshape",
+    "bcoo_gather",
+    "bcoo_dot_general_sampled",
+    "bcoo_rdot_general",
+    "bcsr_dot_general",
+    "bcsr_todense",
+    "bcsr_extract",
+    "csr_todense",
+    "csr_matvec",
+    "csr_matmat",
+    "coo_todense",
+    "coo_matvec",
+    "coo_matmat",
+)
 def _sparse(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """A few operations an element; not split."""
     return _opaque(b, eqn, ins, flops=10.0 * max(_count(_shape(v)) for v in (*eqn.invars, *eqn.outvars)))
@@ -144,8 +167,15 @@ def _of_all_examples(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) ->
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, flops=flops, differentiable=False)
 
 
-@lowers("select_if_vmap", "nonbatchable", "nondifferentiable", "nondifferentiable_backward", "nontraceable",
-        "announce_jaxpr", "branched_error_if")  # fmt: skip
+@lowers(
+    "select_if_vmap",
+    "nonbatchable",
+    "nondifferentiable",
+    "nondifferentiable_backward",
+    "nontraceable",
+    "announce_jaxpr",
+    "branched_error_if",
+)
 def _passed_on(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Equinox's checks: what comes in goes out. A choice among two costs one operation a point."""
     if len(eqn.outvars) != 1:

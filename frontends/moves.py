@@ -92,11 +92,17 @@ def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
     n = len(ids.shape)
     return c.value(
         indexed.gather(
-            c.b, "gather", c.tensor(x), c.tensor(lead), shape,
-            offset_dims=[i for i in range(len(shape)) if not axis <= i < axis + n], collapsed=(axis,), indexed=(axis,),
+            c.b,
+            "gather",
+            c.tensor(x),
+            c.tensor(lead),
+            shape,
+            offset_dims=[i for i in range(len(shape)) if not axis <= i < axis + n],
+            collapsed=(axis,),
+            indexed=(axis,),
             slice_sizes=[1 if i == axis else s for i, s in enumerate(x.shape)],
         )
-    )  # fmt: skip
+    )
 
 
 def take_along(c: Site, x: Value, ids: Value, axis: int) -> Value:
@@ -112,7 +118,16 @@ def take_along(c: Site, x: Value, ids: Value, axis: int) -> Value:
     lead = c.reshape(ids, (*ids.shape, 1))
     return c.value(
         indexed.gather(
-            c.b, "gather", c.tensor(x), c.tensor(lead), ids.shape, offset_dims=(), collapsed=(axis,), indexed=(axis,),
-            slice_sizes=[1] * rank, x_batch=others, ids_batch=others,
+            c.b,
+            "gather",
+            c.tensor(x),
+            c.tensor(lead),
+            ids.shape,
+            offset_dims=(),
+            collapsed=(axis,),
+            indexed=(axis,),
+            slice_sizes=[1] * rank,
+            x_batch=others,
+            ids_batch=others,
         )
-    )  # fmt: skip
+    )

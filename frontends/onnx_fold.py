@@ -19,15 +19,37 @@ FOLDS: Registry[OnnxFold] = Registry("rule for small values of ONNX op")
 _folds = FOLDS.register
 
 _BINARY: dict[str, Any] = {
-    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Pow": np.power, "Equal": np.equal, "Less": np.less,
-    "Greater": np.greater, "LessOrEqual": np.less_equal, "GreaterOrEqual": np.greater_equal, "And": np.logical_and,
-    "Or": np.logical_or, "Xor": np.logical_xor,
-}  # fmt: skip
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Pow": np.power,
+    "Equal": np.equal,
+    "Less": np.less,
+    "Greater": np.greater,
+    "LessOrEqual": np.less_equal,
+    "GreaterOrEqual": np.greater_equal,
+    "And": np.logical_and,
+    "Or": np.logical_or,
+    "Xor": np.logical_xor,
+}
 _UNARY: dict[str, Any] = {
-    "Neg": np.negative, "Abs": np.abs, "Floor": np.floor, "Ceil": np.ceil, "Round": np.round, "Sqrt": np.sqrt,
-    "Exp": np.exp, "Log": np.log, "Sign": np.sign, "Not": np.logical_not, "Cos": np.cos, "Sin": np.sin,
-    "Reciprocal": np.reciprocal, "Identity": lambda a: a, "IsNaN": np.isnan, "IsInf": np.isinf,
-}  # fmt: skip
+    "Neg": np.negative,
+    "Abs": np.abs,
+    "Floor": np.floor,
+    "Ceil": np.ceil,
+    "Round": np.round,
+    "Sqrt": np.sqrt,
+    "Exp": np.exp,
+    "Log": np.log,
+    "Sign": np.sign,
+    "Not": np.logical_not,
+    "Cos": np.cos,
+    "Sin": np.sin,
+    "Reciprocal": np.reciprocal,
+    "Identity": lambda a: a,
+    "IsNaN": np.isnan,
+    "IsInf": np.isinf,
+}
 _VARIADIC: dict[str, Any] = {"Max": np.maximum, "Min": np.minimum, "Sum": np.add}
 _REDUCE: dict[str, Any] = {
     "ReduceProd": np.prod,

@@ -41,11 +41,19 @@ def _gather_nd(c: OnnxCall) -> Value:
         return nothing(shape, x.dtype)
     return c.value(
         indexed.gather(
-            c.b, "gather", c.tensor(x), c.tensor(ids), shape, offset_dims=list(range(n, len(shape))), collapsed=found,
-            indexed=found, slice_sizes=[1 if i < batch + k else s for i, s in enumerate(x.shape)],
-            x_batch=list(range(batch)), ids_batch=list(range(batch)),
+            c.b,
+            "gather",
+            c.tensor(x),
+            c.tensor(ids),
+            shape,
+            offset_dims=list(range(n, len(shape))),
+            collapsed=found,
+            indexed=found,
+            slice_sizes=[1 if i < batch + k else s for i, s in enumerate(x.shape)],
+            x_batch=list(range(batch)),
+            ids_batch=list(range(batch)),
         )
-    )  # fmt: skip
+    )
 
 
 @lowers("ScatterElements", "Scatter")
@@ -71,11 +79,17 @@ def _scatter_nd(c: OnnxCall) -> Value:
     found = list(range(k))
     return c.value(
         indexed.scatter(
-            c.b, "scatter", c.tensor(x), c.tensor(ids), c.tensor(updates),
-            window_dims=list(range(n, len(updates.shape))), inserted=found, indexed=found,
+            c.b,
+            "scatter",
+            c.tensor(x),
+            c.tensor(ids),
+            c.tensor(updates),
+            window_dims=list(range(n, len(updates.shape))),
+            inserted=found,
+            indexed=found,
             combines=c.text("reduction", "none") != "none",
         )
-    )  # fmt: skip
+    )
 
 
 @lowers("TensorScatter")

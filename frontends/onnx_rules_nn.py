@@ -9,7 +9,7 @@ from pase.frontends.onnx_rules import activation, lowers, nothing
 from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.values import Value
 from pase.ir import Tensor, functions
-from pase.ops import composites, nests
+from pase.ops import composites, nests, windows
 
 __all__ = ["opaque_per_batch"]
 
@@ -63,10 +63,19 @@ def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Valu
     if math.prod(shape) == 0 or x.elements == 0 or w.elements == 0:
         return nothing(shape, dtype or x.dtype)
     dims = tuple(range(2, n + 2))
-    out = nests.conv(
-        c.b, c.tensor(x), c.tensor(w), shape, dtype or x.dtype, x_dims=(0, 1, dims), w_dims=(0, 1, dims),
-        out_dims=(0, 1, dims), strides=_positive(c, "strides", n), dilation=dilation, groups=groups,
-    )  # fmt: skip
+    out = windows.conv(
+        c.b,
+        c.tensor(x),
+        c.tensor(w),
+        shape,
+        dtype or x.dtype,
+        x_dims=(0, 1, dims),
+        w_dims=(0, 1, dims),
+        out_dims=(0, 1, dims),
+        strides=_positive(c, "strides", n),
+        dilation=dilation,
+        groups=groups,
+    )
     return c.value(out)
 
 
@@ -111,10 +120,19 @@ def _causal(c: OnnxCall) -> Sequence[Value]:
         raise c.fail(f"a filter {list(w.shape)} on {list(x.shape)}")
     n = len(x.shape) - 2
     dims = tuple(range(2, n + 2))
-    made = nests.conv(
-        c.b, c.tensor(x), c.tensor(w), x.shape, x.dtype, x_dims=(0, 1, dims), w_dims=(0, 1, dims),
-        out_dims=(0, 1, dims), strides=[1] * n, dilation=[1] * n, groups=x.shape[1],
-    )  # fmt: skip
+    made = windows.conv(
+        c.b,
+        c.tensor(x),
+        c.tensor(w),
+        x.shape,
+        x.dtype,
+        x_dims=(0, 1, dims),
+        w_dims=(0, 1, dims),
+        out_dims=(0, 1, dims),
+        strides=[1] * n,
+        dilation=[1] * n,
+        groups=x.shape[1],
+    )
     return [_biased(c, c.value(made), 2), nothing((*x.shape[:-1], w.shape[-1] - 1), x.dtype)]
 
 
@@ -148,10 +166,20 @@ def _conv_transpose(c: OnnxCall) -> Value:
     if math.prod(shape) == 0:
         return nothing(shape, x.dtype)
     w_dims = (0, 1, dims) if groups > 1 else (1, 0, dims)
-    out = nests.conv(
-        c.b, c.tensor(x), c.tensor(w), shape, x.dtype, x_dims=(0, 1, dims), w_dims=w_dims, out_dims=(0, 1, dims),
-        strides=[1] * n, dilation=dilation, input_dilation=strides, groups=groups,
-    )  # fmt: skip
+    out = windows.conv(
+        c.b,
+        c.tensor(x),
+        c.tensor(w),
+        shape,
+        x.dtype,
+        x_dims=(0, 1, dims),
+        w_dims=w_dims,
+        out_dims=(0, 1, dims),
+        strides=[1] * n,
+        dilation=dilation,
+        input_dilation=strides,
+        groups=groups,
+    )
     return _biased(c, c.value(out), 2)
 
 
@@ -172,7 +200,7 @@ def _pool(c: OnnxCall) -> Sequence[Value | None]:
     function = functions.WINDOW_MAX if c.op == "MaxPool" else functions.WINDOW_SUM
     strides = _positive(c, "strides", n)
     out = c.value(
-        nests.window_reduce(
+        windows.window_reduce(
             c.b, function, c.tensor(x), shape, [1, 1, *kernel], [1, 1, *strides], [1, 1, *dilation]
         )
     )
@@ -202,7 +230,7 @@ def _lrn(c: OnnxCall) -> Value:
         raise c.fail(f"{size} neighbouring channels of {list(x.shape)}")
     square = c.elementwise([x], functions.SQUARE)
     window = [size if i == 1 else 1 for i in range(len(x.shape))]
-    total = nests.window_reduce(
+    total = windows.window_reduce(
         c.b, functions.WINDOW_SUM, c.tensor(square), x.shape, window, [1] * len(x.shape)
     )
     scale = c.elementwise([c.value(total)], functions.POW, flops=12.0)

@@ -306,10 +306,16 @@ def _region(
         v = outs[k]
         if isinstance(v, TensorList):
             length = v.length or 1
-            whole = tensors[at] if v.stacked is not None else nests.broadcast(
-                b, nests.reshape(b, tensors[at], (1, *tensors[at].shape)), (length, *tensors[at].shape),
-                range(len(tensors[at].shape) + 1),
-            )  # fmt: skip
+            whole = (
+                tensors[at]
+                if v.stacked is not None
+                else nests.broadcast(
+                    b,
+                    nests.reshape(b, tensors[at], (1, *tensors[at].shape)),
+                    (length, *tensors[at].shape),
+                    range(len(tensors[at].shape) + 1),
+                )
+            )
             result[k] = replace(v, stacked=whole, parts=())
         else:
             result[k] = tensors[at]

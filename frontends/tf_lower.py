@@ -35,10 +35,22 @@ __all__ = ["PASSED_ON", "TfLowering"]
 
 _LOOKS_BEHIND = frozenset(
     {
-        "Reshape", "MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "_FusedMatMul", "Identity", "IdentityN",
-        "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits", "Shape", "Size", "Rank", "ShapeN",
+        "Reshape",
+        "MatMul",
+        "BatchMatMul",
+        "BatchMatMulV2",
+        "BatchMatMulV3",
+        "_FusedMatMul",
+        "Identity",
+        "IdentityN",
+        "SparseSoftmaxCrossEntropyWithLogits",
+        "SoftmaxCrossEntropyWithLogits",
+        "Shape",
+        "Size",
+        "Rank",
+        "ShapeN",
     }
-)  # fmt: skip
+)
 """Ops that read a reshape's source; for others the reshape is made."""
 
 

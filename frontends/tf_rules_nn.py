@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pase.frontends.tf_rules import lowers, opaque
+from pase.frontends.tf_rules_products import matmul
 from pase.frontends.tf_values import Absent, Reshaped, StaticValue, TfCall, TfValue, elements
 from pase.ir import Tensor, functions
-from pase.ops import composites, nests
+from pase.ops import composites, nests, windows
 from pase.ops.activations import ACTIVATIONS
 
 __all__: list[str] = []
@@ -68,19 +69,32 @@ def _conv(c: TfCall) -> Sequence[TfValue]:
     for k, i in enumerate(spatial):
         reach = (filters[k] - 1) * dilations[i] + 1
         out[i] = _extent(c, i, shape[i], reach, strides[i])
-    made = nests.conv(
-        c.b, x, w, c.make(out), c.type("T"), x_dims=(batch, channel, spatial),
-        w_dims=(rank - 1, rank - 2, range(rank - 2)), out_dims=(batch, channel, spatial),
-        strides=[strides[i] for i in spatial], dilation=[dilations[i] for i in spatial],
+    made = windows.conv(
+        c.b,
+        x,
+        w,
+        c.make(out),
+        c.type("T"),
+        x_dims=(batch, channel, spatial),
+        w_dims=(rank - 1, rank - 2, range(rank - 2)),
+        out_dims=(batch, channel, spatial),
+        strides=[strides[i] for i in spatial],
+        dilation=[dilations[i] for i in spatial],
         groups=shape[channel] // inner,
-    )  # fmt: skip
+    )
     return [_fused(c, made, channel) if c.node.op == "_FusedConv2D" else made]
 
 
 _FUSED = {
-    "Relu": "relu", "Relu6": "relu6", "Elu": "elu", "LeakyRelu": "leaky_relu", "Tanh": "tanh", "Sigmoid": "sigmoid",
-    "GeluExact": "gelu", "GeluApproximate": "gelu_tanh",
-}  # fmt: skip
+    "Relu": "relu",
+    "Relu6": "relu6",
+    "Elu": "elu",
+    "LeakyRelu": "leaky_relu",
+    "Tanh": "tanh",
+    "Sigmoid": "sigmoid",
+    "GeluExact": "gelu",
+    "GeluApproximate": "gelu_tanh",
+}
 
 
 def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
@@ -100,7 +114,6 @@ def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
 
 @lowers("_FusedMatMul")
 def _fused_matmul(c: TfCall) -> Sequence[TfValue]:
-    from pase.frontends.tf_rules import matmul
 
     c.rank(0, 2), c.rank(1, 2)
     made = matmul(c, c.flag("transpose_a"), c.flag("transpose_b"), c.type("T"))
@@ -121,13 +134,20 @@ def _transposed(c: TfCall) -> Sequence[TfValue]:
     if filters[-1] != shape[channel] or out[batch] != shape[batch] or out[channel] != filters[-2]:
         raise c.fail(f"filters of shape {filters} do not take {shape} to {out}")
     return [
-        nests.conv(
-            c.b, c.x(2), c.x(1), out, c.type("T"), x_dims=(batch, channel, spatial),
-            w_dims=(rank - 2, rank - 1, range(rank - 2)), out_dims=(batch, channel, spatial),
-            strides=[1] * len(spatial), dilation=[dilations[i] for i in spatial],
+        windows.conv(
+            c.b,
+            c.x(2),
+            c.x(1),
+            out,
+            c.type("T"),
+            x_dims=(batch, channel, spatial),
+            w_dims=(rank - 2, rank - 1, range(rank - 2)),
+            out_dims=(batch, channel, spatial),
+            strides=[1] * len(spatial),
+            dilation=[dilations[i] for i in spatial],
             input_dilation=[strides[i] for i in spatial],
         )
-    ]  # fmt: skip
+    ]
 
 
 @lowers("MaxPool", "AvgPool", "MaxPoolV2", "MaxPool3D", "AvgPool3D", "MaxPoolWithArgmax")
@@ -143,7 +163,7 @@ def _pool(c: TfCall) -> Sequence[TfValue]:
         raise c.fail(f"a window of {window} moved by {strides} does not fit a tensor of {rank} dims")
     out = [_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)]
     function = functions.WINDOW_SUM if c.node.op.startswith("Avg") else functions.WINDOW_MAX
-    made = nests.window_reduce(c.b, function, x, c.make(out), window, strides, name=c.node.op)
+    made = windows.window_reduce(c.b, function, x, c.make(out), window, strides, name=c.node.op)
     if function is functions.WINDOW_SUM:
         made = composites.apply(c.b, functions.DIV, made)
     return (
@@ -268,10 +288,17 @@ def _crop(c: TfCall) -> Sequence[TfValue]:
 
 # FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
 _MATRIX = {
-    "Cholesky": 1 / 3, "Qr": 4 / 3, "SelfAdjointEigV2": 9.0, "Svd": 21.0, "MatrixInverse": 2.0,
-    "MatrixDeterminant": 2 / 3, "LogMatrixDeterminant": 2 / 3, "MatrixSolve": 8 / 3, "MatrixTriangularSolve": 1.0,
+    "Cholesky": 1 / 3,
+    "Qr": 4 / 3,
+    "SelfAdjointEigV2": 9.0,
+    "Svd": 21.0,
+    "MatrixInverse": 2.0,
+    "MatrixDeterminant": 2 / 3,
+    "LogMatrixDeterminant": 2 / 3,
+    "MatrixSolve": 8 / 3,
+    "MatrixTriangularSolve": 1.0,
     "Lu": 2 / 3,
-}  # fmt: skip
+}
 
 
 @lowers(*_MATRIX)

@@ -255,8 +255,17 @@ def _reverse(c: TfCall) -> Sequence[TfValue]:
     return [nests.restrict(c.b, op, [x], x.shape, [i not in axes for i in range(rank)])]
 
 
-@lowers("MatrixBandPart", "MatrixDiagPartV3", "MatrixDiagPart", "MatrixDiag", "MatrixDiagV3", "MatrixSetDiagV3",
-        "MatrixSetDiag", "DiagPart", "Diag")  # fmt: skip
+@lowers(
+    "MatrixBandPart",
+    "MatrixDiagPartV3",
+    "MatrixDiagPart",
+    "MatrixDiag",
+    "MatrixDiagV3",
+    "MatrixSetDiagV3",
+    "MatrixSetDiag",
+    "DiagPart",
+    "Diag",
+)
 def _matrix_part(c: TfCall) -> Sequence[TfValue]:
     """A triangle, or a diagonal; the dims of the matrix are not split where its shape changes."""
     x, shape, op = c.x(), c.shape(0), c.node.op
@@ -305,11 +314,19 @@ def _gather(c: TfCall) -> Sequence[TfValue]:
     offset = [i for i in range(len(out)) if batch <= i < axis or i >= axis + len(ids) - batch]
     return [
         indexed.gather(
-            c.b, "gather", x, nests.reshape(c.b, c.x(1), (*ids, 1)), out, offset_dims=offset, collapsed=(axis,),
-            indexed=(axis,), slice_sizes=[1 if i == axis or i < batch else s for i, s in enumerate(shape)],
-            x_batch=range(batch), ids_batch=range(batch),
+            c.b,
+            "gather",
+            x,
+            nests.reshape(c.b, c.x(1), (*ids, 1)),
+            out,
+            offset_dims=offset,
+            collapsed=(axis,),
+            indexed=(axis,),
+            slice_sizes=[1 if i == axis or i < batch else s for i, s in enumerate(shape)],
+            x_batch=range(batch),
+            ids_batch=range(batch),
         )
-    ]  # fmt: skip
+    ]
 
 
 @lowers("GatherNd", "ResourceGatherNd")
@@ -321,14 +338,27 @@ def _gather_nd(c: TfCall) -> Sequence[TfValue]:
     out = c.make([*ids[:-1], *shape[n:]])
     return [
         indexed.gather(
-            c.b, "gather", x, c.x(1), out, offset_dims=range(len(ids) - 1, len(out)), collapsed=range(n),
-            indexed=range(n), slice_sizes=[1] * n + list(shape[n:]),
+            c.b,
+            "gather",
+            x,
+            c.x(1),
+            out,
+            offset_dims=range(len(ids) - 1, len(out)),
+            collapsed=range(n),
+            indexed=range(n),
+            slice_sizes=[1] * n + list(shape[n:]),
         )
-    ]  # fmt: skip
+    ]
 
 
-@lowers("ScatterNd", "TensorScatterUpdate", "TensorScatterAdd", "TensorScatterSub", "TensorScatterMax",
-        "TensorScatterMin")  # fmt: skip
+@lowers(
+    "ScatterNd",
+    "TensorScatterUpdate",
+    "TensorScatterAdd",
+    "TensorScatterSub",
+    "TensorScatterMax",
+    "TensorScatterMin",
+)
 def _scatter(c: TfCall) -> Sequence[TfValue]:
     fresh = c.node.op == "ScatterNd"
     at, of = (0, 1) if fresh else (1, 2)
@@ -340,14 +370,28 @@ def _scatter(c: TfCall) -> Sequence[TfValue]:
     x = c.b.constant(shape, c.dtype(of)) if fresh else c.x(0)
     return [
         indexed.scatter(
-            c.b, c.node.op, x, c.x(at), c.x(of), window_dims=range(len(ids) - 1, len(updates)), inserted=range(n),
-            indexed=range(n), combines=c.node.op != "TensorScatterUpdate",
+            c.b,
+            c.node.op,
+            x,
+            c.x(at),
+            c.x(of),
+            window_dims=range(len(ids) - 1, len(updates)),
+            inserted=range(n),
+            indexed=range(n),
+            combines=c.node.op != "TensorScatterUpdate",
         )
-    ]  # fmt: skip
+    ]
 
 
-@lowers("UnsortedSegmentSum", "SegmentSum", "SegmentMean", "UnsortedSegmentMax", "UnsortedSegmentMin",
-        "SegmentMax", "SegmentSumV2")  # fmt: skip
+@lowers(
+    "UnsortedSegmentSum",
+    "SegmentSum",
+    "SegmentMean",
+    "UnsortedSegmentMax",
+    "UnsortedSegmentMin",
+    "SegmentMax",
+    "SegmentSumV2",
+)
 def _segment(c: TfCall) -> Sequence[TfValue]:
     """Rows added up by the segment they belong to."""
     shape, ids = c.shape(0), c.shape(1)
@@ -358,9 +402,16 @@ def _segment(c: TfCall) -> Sequence[TfValue]:
     rows = nests.reshape(c.b, c.x(1), (*ids, 1))
     return [
         indexed.scatter(
-            c.b, c.node.op, x, rows, c.x(0), window_dims=range(len(ids), len(shape)), inserted=(0,), indexed=(0,),
+            c.b,
+            c.node.op,
+            x,
+            rows,
+            c.x(0),
+            window_dims=range(len(ids), len(shape)),
+            inserted=(0,),
+            indexed=(0,),
         )
-    ]  # fmt: skip
+    ]
 
 
 @lowers("Cumsum", "Cumprod", "CumulativeLogsumexp")

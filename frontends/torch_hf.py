@@ -58,9 +58,10 @@ def _class(transformers: Any, name: str) -> Any:
     if getattr(found, "config_class", None) is None:
         near = difflib.get_close_matches(name, dir(transformers), n=1)
         raise PaseError(
-            f"transformers has no model class '{name}'" + (f" (did you mean '{near[0]}'?)" if near else "")
+            f"transformers has no model class '{name}'"
+            + (f" (did you mean '{near[0]}'?)" if near else "")
             + "; write hf:LlamaForCausalLM?num_hidden_layers=2&batch=8&sequence=512"
-        )  # fmt: skip
+        )
     return found
 
 

@@ -26,28 +26,105 @@ lowers = RULES.register
 """Op (with "namespace::" before it where that is not aten) -> rule."""
 
 _FUNCTIONS = {
-    "add": "add", "sub": "sub", "rsub": "sub", "mul": "mul", "neg": "neg", "abs": "abs", "sign": "sign", "sgn": "sign",
-    "maximum": "max", "minimum": "min", "fmax": "max", "fmin": "min", "clamp": "clamp", "hardtanh": "clamp",
-    "clamp_min": "max", "clamp_max": "min", "exp": "exp", "exp2": "exp2", "expm1": "expm1", "log": "log",
-    "log2": "log2", "log10": "log", "log1p": "log1p", "sqrt": "sqrt", "rsqrt": "rsqrt", "reciprocal": "reciprocal",
-    "sin": "sin", "cos": "cos", "tan": "tan", "sinh": "sinh", "cosh": "cosh", "asin": "asin", "acos": "acos",
-    "atan": "atan", "asinh": "asinh", "acosh": "acosh", "atanh": "atanh", "atan2": "atan2", "erf": "erf",
-    "erfc": "erfc", "erfinv": "erf_inv", "lgamma": "lgamma", "digamma": "digamma", "xlogy": "xlogy", "floor": "floor",
-    "ceil": "ceil", "round": "round", "trunc": "floor", "fmod": "rem", "remainder": "rem", "floor_divide": "floor",
-    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "isnan": "is_nan", "isinf": "is_inf",
-    "isfinite": "is_finite", "logical_and": "all_of", "logical_or": "any_of", "logical_not": "is_false",
-    "logical_xor": "ne", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "not",
-    "__and__": "and", "__or__": "or", "__xor__": "xor", "__lshift__": "shift_left", "__rshift__": "shift_right",
-    "bitwise_left_shift": "shift_left", "bitwise_right_shift": "shift_right", "where": "select", "real": "real",
-    "imag": "imag", "conj": "conj", "_conj": "conj", "detach": "stop_gradient",
-}  # fmt: skip
+    "add": "add",
+    "sub": "sub",
+    "rsub": "sub",
+    "mul": "mul",
+    "neg": "neg",
+    "abs": "abs",
+    "sign": "sign",
+    "sgn": "sign",
+    "maximum": "max",
+    "minimum": "min",
+    "fmax": "max",
+    "fmin": "min",
+    "clamp": "clamp",
+    "hardtanh": "clamp",
+    "clamp_min": "max",
+    "clamp_max": "min",
+    "exp": "exp",
+    "exp2": "exp2",
+    "expm1": "expm1",
+    "log": "log",
+    "log2": "log2",
+    "log10": "log",
+    "log1p": "log1p",
+    "sqrt": "sqrt",
+    "rsqrt": "rsqrt",
+    "reciprocal": "reciprocal",
+    "sin": "sin",
+    "cos": "cos",
+    "tan": "tan",
+    "sinh": "sinh",
+    "cosh": "cosh",
+    "asin": "asin",
+    "acos": "acos",
+    "atan": "atan",
+    "asinh": "asinh",
+    "acosh": "acosh",
+    "atanh": "atanh",
+    "atan2": "atan2",
+    "erf": "erf",
+    "erfc": "erfc",
+    "erfinv": "erf_inv",
+    "lgamma": "lgamma",
+    "digamma": "digamma",
+    "xlogy": "xlogy",
+    "floor": "floor",
+    "ceil": "ceil",
+    "round": "round",
+    "trunc": "floor",
+    "fmod": "rem",
+    "remainder": "rem",
+    "floor_divide": "floor",
+    "eq": "eq",
+    "ne": "ne",
+    "lt": "lt",
+    "le": "le",
+    "gt": "gt",
+    "ge": "ge",
+    "isnan": "is_nan",
+    "isinf": "is_inf",
+    "isfinite": "is_finite",
+    "logical_and": "all_of",
+    "logical_or": "any_of",
+    "logical_not": "is_false",
+    "logical_xor": "ne",
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "bitwise_xor": "xor",
+    "bitwise_not": "not",
+    "__and__": "and",
+    "__or__": "or",
+    "__xor__": "xor",
+    "__lshift__": "shift_left",
+    "__rshift__": "shift_right",
+    "bitwise_left_shift": "shift_left",
+    "bitwise_right_shift": "shift_right",
+    "where": "select",
+    "real": "real",
+    "imag": "imag",
+    "conj": "conj",
+    "_conj": "conj",
+    "detach": "stop_gradient",
+}
 """Ops that are one function, point by point, of operands that broadcast -> the function (``pase.ir.functions``)."""
 
 _ACTIVATIONS = {
-    "relu": "relu", "relu6": "relu6", "leaky_relu": "leaky_relu", "sigmoid": "sigmoid", "tanh": "tanh", "elu": "elu",
-    "selu": "selu", "celu": "celu", "softplus": "softplus", "silu": "silu", "mish": "mish",
-    "hardsigmoid": "hard_sigmoid", "hardswish": "hard_silu",
-}  # fmt: skip
+    "relu": "relu",
+    "relu6": "relu6",
+    "leaky_relu": "leaky_relu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "elu": "elu",
+    "selu": "selu",
+    "celu": "celu",
+    "softplus": "softplus",
+    "silu": "silu",
+    "mish": "mish",
+    "hardsigmoid": "hard_sigmoid",
+    "hardswish": "hard_silu",
+}
 
 
 def _elementwise(function: Function, c: TorchCall) -> Value:
@@ -138,9 +215,7 @@ def _over(
 ) -> Value:
     if not x.shape:
         return x
-    (out,) = nests.reduce(
-        c.b, function, [c.tensor(x)], axes, [c.out()[1]], keepdims=keep, combines=combines
-    )  # fmt: skip
+    (out,) = nests.reduce(c.b, function, [c.tensor(x)], axes, [c.out()[1]], keepdims=keep, combines=combines)
     return c.value(out)
 
 
@@ -210,9 +285,19 @@ def _softmax(c: TorchCall) -> Value:
     return c.value(make(c.b, c.tensor(x), c.dims("dim", len(x.shape))))
 
 
-_SEQUENTIAL = {"cumsum": "cumsum", "cumprod": "cumprod", "cummax": "cummax", "cummin": "cummin",
-               "logcumsumexp": "cumlogsumexp", "sort": "sort", "argsort": "sort", "topk": "top_k",
-               "kthvalue": "top_k", "median": "sort", "multinomial": "random"}  # fmt: skip
+_SEQUENTIAL = {
+    "cumsum": "cumsum",
+    "cumprod": "cumprod",
+    "cummax": "cummax",
+    "cummin": "cummin",
+    "logcumsumexp": "cumlogsumexp",
+    "sort": "sort",
+    "argsort": "sort",
+    "topk": "top_k",
+    "kthvalue": "top_k",
+    "median": "sort",
+    "multinomial": "random",
+}
 """What goes along a dim in order."""
 
 

@@ -12,7 +12,7 @@ from pase.frontends.torch_values import TorchCall
 from pase.frontends.values import Value
 from pase.ir import functions
 from pase.ir.functions import FUNCTIONS
-from pase.ops import composites, nests
+from pase.ops import composites, nests, windows
 from pase.ops.attention import attention
 
 __all__: list[str] = []
@@ -131,13 +131,21 @@ def _convolution(c: TorchCall) -> Value:
         w = c.transpose(c.reshape(w, (groups, per, *w.shape[1:])), [0, 2, 1, *range(3, rank + 1)])
         w = c.reshape(w, (w.shape[0] * w.shape[1], per, *w.shape[3:]))
     out = c.value(
-        nests.conv(
-            c.b, c.tensor(x), c.tensor(w), shape, c.out()[1], x_dims=(0, 1, dims),
-            w_dims=(1, 0, dims) if turned and groups == 1 else (0, 1, dims), out_dims=(0, 1, dims),
-            strides=[1] * n if turned else strides, dilation=dilation, input_dilation=strides if turned else (),
+        windows.conv(
+            c.b,
+            c.tensor(x),
+            c.tensor(w),
+            shape,
+            c.out()[1],
+            x_dims=(0, 1, dims),
+            w_dims=(1, 0, dims) if turned and groups == 1 else (0, 1, dims),
+            out_dims=(0, 1, dims),
+            strides=[1] * n if turned else strides,
+            dilation=dilation,
+            input_dilation=strides if turned else (),
             groups=groups,
         )
-    )  # fmt: skip
+    )
     if bias is not None:
         out = c.elementwise([out, _a_channel(c, bias, rank)], functions.ADD)
     return c.reshape(out, c.shape_out)
@@ -146,15 +154,23 @@ def _convolution(c: TorchCall) -> Value:
 _POOLS = {"max_pool": functions.WINDOW_MAX, "avg_pool": functions.WINDOW_SUM}
 
 
-@lowers("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
-        "avg_pool1d", "avg_pool2d", "avg_pool3d")  # fmt: skip
+@lowers(
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+)
 def _pool(c: TorchCall) -> Sequence[Value]:
     n = int(c.op[8])
     x = _space(c, c.x(), n + 2)
     kernel = c.ints("kernel_size", n)
     strides, dilation = c.ints("stride", n, kernel), c.ints("dilation", n, [1] * n)
     shape = (*x.shape[:2], *c.shape_out[-n:])
-    made = nests.window_reduce(
+    made = windows.window_reduce(
         c.b, _POOLS[c.op[:8]], c.tensor(x), shape, [1, 1, *kernel], [1, 1, *strides], [1, 1, *dilation]
     )
     out = c.value(made)
@@ -164,8 +180,16 @@ def _pool(c: TorchCall) -> Sequence[Value]:
     return [found, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]
 
 
-@lowers("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "_adaptive_avg_pool2d",
-        "_adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")  # fmt: skip
+@lowers(
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+)
 def _adaptive(c: TorchCall) -> Sequence[Value]:
     """To so many elements a dim: to one, a mean or a maximum over space; else windows that may overlap by one."""
     n = int(c.op[c.op.index("pool") + 4])
@@ -179,10 +203,14 @@ def _adaptive(c: TorchCall) -> Sequence[Value]:
         ways = [-(-s // t) for s, t in zip(x.shape[-n:], sizes, strict=True)]
         steps = [max(s // t, 1) for s, t in zip(x.shape[-n:], sizes, strict=True)]
         front = [1] * (rank - n)
-        made = nests.window_reduce(
-            c.b, _POOLS["max_pool" if largest else "avg_pool"], c.tensor(x), c.shape_out, [*front, *ways],
+        made = windows.window_reduce(
+            c.b,
+            _POOLS["max_pool" if largest else "avg_pool"],
+            c.tensor(x),
+            c.shape_out,
+            [*front, *ways],
             [*front, *steps],
-        )  # fmt: skip
+        )
     out = c.value(made) if largest else c.elementwise([c.value(made)], functions.DIV)
     return [out, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]
 
@@ -221,8 +249,13 @@ def _group_norm(c: TorchCall) -> Sequence[Value]:
     return [out, c.reshape(c.value(found.mean), two), c.reshape(c.value(found.inverse), two)]
 
 
-@lowers("batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit", "native_batch_norm",
-        "_native_batch_norm_legit_no_training")  # fmt: skip
+@lowers(
+    "batch_norm",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit",
+    "native_batch_norm",
+    "_native_batch_norm_legit_no_training",
+)
 def _batch_norm(c: TorchCall) -> Sequence[Value]:
     """In training by the batch's own mean and variance, of which the running ones take a part; else by the latter."""
     x = c.x("input")
@@ -270,8 +303,20 @@ def _dropout(c: TorchCall) -> Sequence[Value]:
     return [c.value(out), c.value(mask)]
 
 
-@lowers("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal", "uniform",
-        "exponential", "randperm", "normal_functional")  # fmt: skip
+@lowers(
+    "rand",
+    "randn",
+    "randint",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "bernoulli",
+    "normal",
+    "uniform",
+    "exponential",
+    "randperm",
+    "normal_functional",
+)
 def _random(c: TorchCall) -> Value:
     return c.value(nests.generate(c.b, functions.RANDOM, *c.out(), name=c.op))
 

@@ -15,9 +15,29 @@ from pase.ops import indexed, nests
 __all__: list[str] = []
 
 
-@lowers("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "alias", "clone",
-        "contiguous", "lift_fresh_copy", "view_copy", "_reshape_alias", "copy", "resolve_conj", "resolve_neg",
-        "broadcast_to", "expand", "expand_copy", "expand_as", "as_strided_copy")  # fmt: skip
+@lowers(
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "unflatten",
+    "alias",
+    "clone",
+    "contiguous",
+    "lift_fresh_copy",
+    "view_copy",
+    "_reshape_alias",
+    "copy",
+    "resolve_conj",
+    "resolve_neg",
+    "broadcast_to",
+    "expand",
+    "expand_copy",
+    "expand_as",
+    "as_strided_copy",
+)
 def _view(c: TorchCall) -> Value:
     """The same elements in another shape, those of dims of one perhaps repeated."""
     x, (shape, dtype) = c.x("src" if c.op == "copy" else "self"), c.out()
@@ -84,8 +104,16 @@ def _select(c: TorchCall) -> Value:
     return c.reshape(_cut(c, x, axis, at, at + 1), c.shape_out)
 
 
-@lowers("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "split_with_sizes_copy",
-        "unsafe_chunk")  # fmt: skip
+@lowers(
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unbind",
+    "tensor_split",
+    "unsafe_split",
+    "split_with_sizes_copy",
+    "unsafe_chunk",
+)
 def _split(c: TorchCall) -> Sequence[Value]:
     x = c.x()
     axis = c.axis(c.arg("dim", 0), len(x.shape))
@@ -134,10 +162,26 @@ def _interleave(c: TorchCall) -> Value:
     return c.reshape(spread(c, x, (*x.shape[: axis + 1], times, *x.shape[axis + 2 :])), shape)
 
 
-@lowers("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d",
-        "replication_pad3d", "flip", "roll", "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d",
-        "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d", "_upsample_bilinear2d_aa",
-        "upsample_nearest3d", "_upsample_bicubic2d_aa")  # fmt: skip
+@lowers(
+    "pad",
+    "constant_pad_nd",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+    "flip",
+    "roll",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_linear1d",
+    "upsample_trilinear3d",
+    "_upsample_bilinear2d_aa",
+    "upsample_nearest3d",
+    "_upsample_bicubic2d_aa",
+)
 def _restrict(c: TorchCall) -> Value:
     """Dims whose elements change places are whole on a device."""
     x, shape = c.values[0], c.shape_out
@@ -205,10 +249,16 @@ def _index(c: TorchCall) -> Value:
     first = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
     n = len(ids[0].shape)
     made = indexed.gather(
-        c.b, "gather", c.tensor(x), c.tensor(_together(c, ids)), c.shape_out,
-        offset_dims=[i for i in range(len(c.shape_out)) if not first <= i < first + n], collapsed=at, indexed=at,
+        c.b,
+        "gather",
+        c.tensor(x),
+        c.tensor(_together(c, ids)),
+        c.shape_out,
+        offset_dims=[i for i in range(len(c.shape_out)) if not first <= i < first + n],
+        collapsed=at,
+        indexed=at,
         slice_sizes=[1 if i in at else s for i, s in enumerate(x.shape)],
-    )  # fmt: skip
+    )
     return c.value(made)
 
 
@@ -221,10 +271,16 @@ def _index_put(c: TorchCall) -> Value:
     kept = [s for i, s in enumerate(x.shape) if i not in at]
     shape = (*kept[:first], *ids[0].shape, *kept[first:])
     made = indexed.scatter(
-        c.b, "scatter", c.tensor(x), c.tensor(_together(c, ids)), c.tensor(_wide(c, new, shape)),
-        window_dims=[i for i in range(len(shape)) if not first <= i < first + n], inserted=at, indexed=at,
+        c.b,
+        "scatter",
+        c.tensor(x),
+        c.tensor(_together(c, ids)),
+        c.tensor(_wide(c, new, shape)),
+        window_dims=[i for i in range(len(shape)) if not first <= i < first + n],
+        inserted=at,
+        indexed=at,
         combines=bool(c.arg("accumulate", False)),
-    )  # fmt: skip
+    )
     return c.value(made)
 
 
@@ -233,10 +289,16 @@ def _index_add(c: TorchCall) -> Value:
     x, ids, new = c.x(), c.x("index"), c.x("source")
     axis = c.axis(c.arg("dim"), len(x.shape))
     made = indexed.scatter(
-        c.b, "scatter", c.tensor(x), c.tensor(c.reshape(ids, (ids.elements, 1))), c.tensor(new),
-        window_dims=[i for i in range(len(new.shape)) if i != axis], inserted=[axis], indexed=[axis],
+        c.b,
+        "scatter",
+        c.tensor(x),
+        c.tensor(c.reshape(ids, (ids.elements, 1))),
+        c.tensor(new),
+        window_dims=[i for i in range(len(new.shape)) if i != axis],
+        inserted=[axis],
+        indexed=[axis],
         combines=c.op == "index_add",
-    )  # fmt: skip
+    )
     return c.value(made)
 
 
@@ -268,9 +330,26 @@ def _arange(c: TorchCall) -> Value:
     return c.value(nests.generate(c.b, functions.IOTA, *c.out()))
 
 
-@lowers("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "empty", "empty_like", "new_full",
-        "new_zeros", "new_ones", "new_empty", "scalar_tensor", "fill", "empty_strided", "new_empty_strided", "eye",
-        "empty_permuted")  # fmt: skip
+@lowers(
+    "full",
+    "full_like",
+    "zeros",
+    "zeros_like",
+    "ones",
+    "ones_like",
+    "empty",
+    "empty_like",
+    "new_full",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "scalar_tensor",
+    "fill",
+    "empty_strided",
+    "new_empty_strided",
+    "eye",
+    "empty_permuted",
+)
 def _filled(c: TorchCall) -> Value:
     return c.filled(*c.out()) if c.op != "eye" else c.nothing(*c.out())
 

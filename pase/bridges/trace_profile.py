@@ -129,9 +129,16 @@ def problem_from_timeline(
     forward_s = _forward_end_s(t, g, mine & ~sends, free.start_ns, zero, last_s, backward)
     forward_s = min([forward_s, *(s.ready_s for s in gradients)])
     return _problem(
-        kept, between, gradients, forward_s=forward_s, backward_s=last_s, end_s=end_s,
-        links=tuple(links) or _links(kept), name=f"{name}, rank {rank}", source=source,
-    )  # fmt: skip
+        kept,
+        between,
+        gradients,
+        forward_s=forward_s,
+        backward_s=last_s,
+        end_s=end_s,
+        links=tuple(links) or _links(kept),
+        name=f"{name}, rank {rank}",
+        source=source,
+    )
 
 
 def _collectives(

@@ -104,11 +104,17 @@ def _print(model: str, points: list[ScalePoint]) -> None:
         hours = row["device_hours_per_1e9_tokens"]
         reached = min(round(_WIDTH * gain / most), _WIDTH)
         out.add_row(
-            str(p.devices), " ".join(f"{k}={v}" for k, v in row["mesh"].items()), cost_text(p.plan.cost, p.plan.unit),
-            "" if row["mfu"] is None else f"{row['mfu']:.1%}", bytes_text(row["memory_bytes"]),
-            "yes" if row["fits"] else "NO", f"{p.device_s:.3g}", "" if hours is None else f"{hours:.3g}",
-            f"×{gain:.2f}", "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
-        )  # fmt: skip
+            str(p.devices),
+            " ".join(f"{k}={v}" for k, v in row["mesh"].items()),
+            cost_text(p.plan.cost, p.plan.unit),
+            "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            bytes_text(row["memory_bytes"]),
+            "yes" if row["fits"] else "NO",
+            f"{p.device_s:.3g}",
+            "" if hours is None else f"{hours:.3g}",
+            f"×{gain:.2f}",
+            "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
+        )
     name = known[0].plan.machine if known and known[0].plan is not None else ""
     console().print(
         f"{model} on {name}: the same whole batch on each number of devices; predictions", highlight=False

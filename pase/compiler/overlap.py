@@ -108,9 +108,12 @@ def solve_hiding(
     assert best is not None
     optimal = best.cost <= bound * (1 + 1e-9)
     return replace(
-        best, bound=min(bound, best.cost), optimal=optimal, certificate="elimination at weights of hidden time",
+        best,
+        bound=min(bound, best.cost),
+        optimal=optimal,
+        certificate="elimination at weights of hidden time",
         method=f"{best.method}, {len(lines)} weights",
-    )  # fmt: skip
+    )
 
 
 def _crossing(lines: Sequence[tuple[float, float]], bound: float) -> list[float]:

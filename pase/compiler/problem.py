@@ -42,9 +42,14 @@ class SplitProblem:
 
     @classmethod
     def of(
-        cls, raw: Graph, devices: int, machine: str | Path | Machine | None, cost_model: str, optimizer: str,
+        cls,
+        raw: Graph,
+        devices: int,
+        machine: str | Path | Machine | None,
+        cost_model: str,
+        optimizer: str,
         overlap: str = "none",
-    ) -> SplitProblem:  # fmt: skip
+    ) -> SplitProblem:
         """The problem of a traced graph as it is written; PaseError where it has sizes that are not bound."""
         from pase import costmodels
         from pase.ir import named, simplify

@@ -123,9 +123,17 @@ def _terms(tree: ast.expr) -> float:
 
 
 _CALLS = {
-    "floordiv": "//", "floor_div": "//", "mod": "%", "Mod": "%",
-    "max": "max", "Max": "max", "min": "min", "Min": "min", "floor": "floor", "ceiling": "ceiling",
-}  # fmt: skip
+    "floordiv": "//",
+    "floor_div": "//",
+    "mod": "%",
+    "Mod": "%",
+    "max": "max",
+    "Max": "max",
+    "min": "min",
+    "Min": "min",
+    "floor": "floor",
+    "ceiling": "ceiling",
+}
 
 
 def _evaluate(tree: ast.expr, text: str, exact: bool = True) -> Any:

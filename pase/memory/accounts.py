@@ -28,9 +28,13 @@ class Account(Protocol):
     """Predicts what a strategy holds on a device, and states a limit on it for the search."""
 
     def memory(
-        self, graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], moved: tuple[Collective, ...],
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        configs: Mapping[str, np.ndarray],
+        moved: tuple[Collective, ...],
         optimizer: str,
-    ) -> Memory:  # fmt: skip
+    ) -> Memory:
         """Peak bytes on one device; configs: node name -> int8 [axes]; moved: the strategy's collectives."""
         ...
 
@@ -60,9 +64,13 @@ class KeptAndInFlight:
     """What is kept throughout or in a region, and the most that is in flight at once."""
 
     def memory(
-        self, graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], moved: tuple[Collective, ...],
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        configs: Mapping[str, np.ndarray],
+        moved: tuple[Collective, ...],
         optimizer: str,
-    ) -> Memory:  # fmt: skip
+    ) -> Memory:
         return account.memory(graph, mesh, configs, moved, optimizer)
 
     def profile(
@@ -84,9 +92,13 @@ class Course:
     tile: tuple[int, ...]
 
     def memory(
-        self, graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], moved: tuple[Collective, ...],
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        configs: Mapping[str, np.ndarray],
+        moved: tuple[Collective, ...],
         optimizer: str,
-    ) -> Memory:  # fmt: skip
+    ) -> Memory:
         return course.peak(graph, mesh, configs, optimizer, self.tile)
 
     def profile(

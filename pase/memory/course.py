@@ -184,9 +184,15 @@ def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
 
 
 def _parameter(
-    graph: Graph, n: Node, local: np.ndarray, cfg: np.ndarray, mesh: Mesh, optimizer: str, when: _Moments,
+    graph: Graph,
+    n: Node,
+    local: np.ndarray,
+    cfg: np.ndarray,
+    mesh: Mesh,
+    optimizer: str,
+    when: _Moments,
     tied: bool,
-) -> Iterator[HeldBytes]:  # fmt: skip
+) -> Iterator[HeldBytes]:
     """The parameter, its optimizer state, and its gradient: there once backward has begun, and with micro-batches a
     sum beside it from the first on. Of a tied one the readers' parts are counted at the end."""
     t = graph.tensors[n.ops[0].writes[0].tensor]
@@ -243,9 +249,13 @@ def peak(
 
 
 def needs(
-    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], moved: tuple[Collective, ...], optimizer: str,
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    moved: tuple[Collective, ...],
+    optimizer: str,
     machine: Machine,
-) -> Memory:  # fmt: skip
+) -> Memory:
     """Predicted peak bytes on one device, by the account that holds for the machine's compiler."""
     if machine.fuses_products:
         return peak(graph, mesh, configs, optimizer, machine.device.memory_tile)
@@ -253,9 +263,13 @@ def needs(
 
 
 def profile(
-    graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray], limit_bytes: float, optimizer: str = "adam",
+    graph: Graph,
+    mesh: Mesh,
+    configs: Sequence[np.ndarray],
+    limit_bytes: float,
+    optimizer: str = "adam",
     tile: tuple[int, ...] = (),
-) -> MemoryProfile:  # fmt: skip
+) -> MemoryProfile:
     """A lower bound on the same account, as a limit for the search: of each node what it holds throughout the span of
     moments at which it holds something; what is in flight is left out. configs: per node its int8 [K, axes]."""
     from pase.search import MemoryProfile
@@ -288,6 +302,9 @@ def _made_again(graph: Graph, op: Op, wanted: Mapping[str, object], made: Mappin
     size = graph.tensors[op.writes[0].tensor].elements
     large = [a.tensor for a in op.reads if bool(graph.tensors[a.tensor].elements == size)]
     return any(t in wanted or t in made for t in large) and all(
-        t in wanted or t not in made or graph.tensors[t].role == "constant"
-        or _made_again(graph, made[t], wanted, made) for t in large
-    )  # fmt: skip
+        t in wanted
+        or t not in made
+        or graph.tensors[t].role == "constant"
+        or _made_again(graph, made[t], wanted, made)
+        for t in large
+    )

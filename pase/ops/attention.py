@@ -14,10 +14,16 @@ __all__ = ["attention"]
 
 
 def attention(
-    b: GraphBuilder, q: Tensor, k: Tensor, v: Tensor, beside: Sequence[Tensor] = (), *, causal: bool = False,
+    b: GraphBuilder,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beside: Sequence[Tensor] = (),
+    *,
+    causal: bool = False,
     order: Sequence[int] = (0, 1, 2, 3),
     extra_flops: float = 0.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """softmax(q kᵀ) v for queries [b, q, heads, d], keys [b, s, kv heads, d], values [b, s, kv heads, e].
 
     Query heads that share a key-value head are neighbours. ``beside``: a bias or a mask that broadcasts to

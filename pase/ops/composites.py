@@ -130,6 +130,15 @@ def _picked(b: GraphBuilder, x: Tensor, labels: Tensor) -> Tensor:
     rank = len(x.shape) - 1
     ids = nests.reshape(b, labels, (*labels.shape, 1))
     return indexed.gather(
-        b, "gather", x, ids, labels.shape, offset_dims=(), collapsed=(rank,), indexed=(rank,),
-        slice_sizes=[1] * (rank + 1), x_batch=tuple(range(rank)), ids_batch=tuple(range(rank)),
-    )  # fmt: skip
+        b,
+        "gather",
+        x,
+        ids,
+        labels.shape,
+        offset_dims=(),
+        collapsed=(rank,),
+        indexed=(rank,),
+        slice_sizes=[1] * (rank + 1),
+        x_batch=tuple(range(rank)),
+        ids_batch=tuple(range(rank)),
+    )

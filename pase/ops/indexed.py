@@ -17,10 +17,19 @@ __all__ = ["columns", "gather", "manual", "scatter"]
 
 
 def gather(
-    b: GraphBuilder, name: str, x: Tensor, ids: Tensor, shape: Sequence[Size], *, offset_dims: Sequence[int],
-    collapsed: Sequence[int], indexed: Sequence[int], slice_sizes: Sequence[Size],
-    x_batch: Sequence[int] = (), ids_batch: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
+    b: GraphBuilder,
+    name: str,
+    x: Tensor,
+    ids: Tensor,
+    shape: Sequence[Size],
+    *,
+    offset_dims: Sequence[int],
+    collapsed: Sequence[int],
+    indexed: Sequence[int],
+    slice_sizes: Sequence[Size],
+    x_batch: Sequence[int] = (),
+    ids_batch: Sequence[int] = (),
+) -> Tensor:
     """XLA's gather; ids' last dim is the index vector. An indexed dim taken one element at a time may be
     split: each shard looks up what it has, and the rows are summed."""
     dims: Dims = {}
@@ -56,10 +65,20 @@ def gather(
 
 
 def scatter(
-    b: GraphBuilder, name: str, x: Tensor, ids: Tensor, updates: Tensor, *, window_dims: Sequence[int],
-    inserted: Sequence[int], indexed: Sequence[int], x_batch: Sequence[int] = (), ids_batch: Sequence[int] = (),
-    combines: bool = True, function: Function = SCATTER,
-) -> Tensor:  # fmt: skip
+    b: GraphBuilder,
+    name: str,
+    x: Tensor,
+    ids: Tensor,
+    updates: Tensor,
+    *,
+    window_dims: Sequence[int],
+    inserted: Sequence[int],
+    indexed: Sequence[int],
+    x_batch: Sequence[int] = (),
+    ids_batch: Sequence[int] = (),
+    combines: bool = True,
+    function: Function = SCATTER,
+) -> Tensor:
     """XLA's scatter. combines: updates add up (or take a maximum), so that shards of them give partial results."""
     dims: Dims = {}
     walks_x: list[Walk] = [Walk()] * len(x.shape)
@@ -97,9 +116,15 @@ def scatter(
 
 
 def columns(
-    b: GraphBuilder, name: str, sparse: Sequence[Tensor], dense: Tensor, free: Sequence[int], shape: Sequence[Size],
-    dtype: str, first: int,
-) -> Tensor:  # fmt: skip
+    b: GraphBuilder,
+    name: str,
+    sparse: Sequence[Tensor],
+    dense: Tensor,
+    free: Sequence[int],
+    shape: Sequence[Size],
+    dtype: str,
+    first: int,
+) -> Tensor:
     """A sparse matrix (its elements, their indices) times a dense one: dim ``free[k]`` of the latter is dim
     ``first + k`` of the result, and may be split. FLOPs: two an element and a column."""
     dims: Dims = {}

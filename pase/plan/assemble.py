@@ -48,12 +48,27 @@ def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
 
 
 def assemble(
-    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], *, model: CostModel, machine: Machine,
-    name: str, optimizer: str, cost: float, bound: float, optimal: bool, baselines: Mapping[str, float],
-    skipped: Mapping[str, str], tried: Sequence[Tried], seconds: Mapping[str, float],
-    provenance: Mapping[str, str], traced: Traced | None, graph_digest: str,
-    accumulate: int = 1, remat: Sequence[Block] = (),
-) -> PlanData:  # fmt: skip
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    *,
+    model: CostModel,
+    machine: Machine,
+    name: str,
+    optimizer: str,
+    cost: float,
+    bound: float,
+    optimal: bool,
+    baselines: Mapping[str, float],
+    skipped: Mapping[str, str],
+    tried: Sequence[Tried],
+    seconds: Mapping[str, float],
+    provenance: Mapping[str, str],
+    traced: Traced | None,
+    graph_digest: str,
+    accumulate: int = 1,
+    remat: Sequence[Block] = (),
+) -> PlanData:
     """Everything that follows from (graph, mesh, configs); configs: node name -> int8 [axes]."""
     moved = collectives(graph, mesh, configs, model)
     costs = node_costs(graph, mesh, configs, model, moved, optimizer)
@@ -61,13 +76,19 @@ def assemble(
     c = constraints(graph, mesh, states, stages(mesh, machine))
     nodes = tuple(
         NodePlan(
-            name=n.name, op=n.kind, einsum=n.main.einsum,
-            sizes={d.name: number(d.size, n.name) for d in n.space if d.kind not in ("pending", "state", "ring")},
-            split=split_of(n, configs[n.name], mesh), times=number(n.times, n.name),
-            source=str(n.source), cost=costs[n.name],
+            name=n.name,
+            op=n.kind,
+            einsum=n.main.einsum,
+            sizes={
+                d.name: number(d.size, n.name) for d in n.space if d.kind not in ("pending", "state", "ring")
+            },
+            split=split_of(n, configs[n.name], mesh),
+            times=number(n.times, n.name),
+            source=str(n.source),
+            cost=costs[n.name],
         )
         for n in graph.nodes
-    )  # fmt: skip
+    )
     leaves: dict[str, dict[str, TensorPlan]] = {"parameter": {}, "input": {}}
     uses: dict[str, dict[tuple[tuple[str, ...], ...], None]] = {}
     for e in graph.edges:
@@ -81,16 +102,42 @@ def assemble(
     for t in graph.tensors.values():
         if t.role in leaves and t.name in graph.producer:
             leaves[t.role][t.path] = TensorPlan(
-                shape=tuple(number(s, t.path) for s in shapes.get(t.path, t.shape)), dtype=t.dtype,
-                storage=c.storage[t.name], used_as=tuple(uses.get(t.name, ())), state=c.state.get(t.name),
-            )  # fmt: skip
+                shape=tuple(number(s, t.path) for s in shapes.get(t.path, t.shape)),
+                dtype=t.dtype,
+                storage=c.storage[t.name],
+                used_as=tuple(uses.get(t.name, ())),
+                state=c.state.get(t.name),
+            )
     return PlanData(
-        model=name, devices=mesh.devices, machine=machine.name, machine_digest=machine.digest,
-        device_memory=machine.device.memory_bytes, cost_model=model.name, unit=model.unit, optimizer=optimizer,
-        mesh=mesh, nodes=nodes, parameters=leaves["parameter"], inputs=leaves["input"], define=c.define,
-        read=c.read, copies=c.copies, accesses=equation_layouts(graph, states),
-        collectives=moved, memory=needs(graph, mesh, configs, moved, optimizer, machine), cost=cost, optimal=optimal,
-        bound=bound, baselines=dict(baselines), skipped=dict(skipped), tried=tuple(tried), seconds=dict(seconds),
-        accumulate=accumulate, remat=tuple(remat), graph_digest=graph_digest, provenance=dict(provenance),
-        traced=traced, work=step_work(graph, machine),
-    )  # fmt: skip
+        model=name,
+        devices=mesh.devices,
+        machine=machine.name,
+        machine_digest=machine.digest,
+        device_memory=machine.device.memory_bytes,
+        cost_model=model.name,
+        unit=model.unit,
+        optimizer=optimizer,
+        mesh=mesh,
+        nodes=nodes,
+        parameters=leaves["parameter"],
+        inputs=leaves["input"],
+        define=c.define,
+        read=c.read,
+        copies=c.copies,
+        accesses=equation_layouts(graph, states),
+        collectives=moved,
+        memory=needs(graph, mesh, configs, moved, optimizer, machine),
+        cost=cost,
+        optimal=optimal,
+        bound=bound,
+        baselines=dict(baselines),
+        skipped=dict(skipped),
+        tried=tuple(tried),
+        seconds=dict(seconds),
+        accumulate=accumulate,
+        remat=tuple(remat),
+        graph_digest=graph_digest,
+        provenance=dict(provenance),
+        traced=traced,
+        work=step_work(graph, machine),
+    )

@@ -135,10 +135,16 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
         if i.message is None:
             events.append(
                 Event(
-                    rank=0, lane="compute", device=True, kind="kernel", name=i.name, start_ns=start,
-                    duration_ns=stop - start, iteration=0,
+                    rank=0,
+                    lane="compute",
+                    device=True,
+                    kind="kernel",
+                    name=i.name,
+                    start_ns=start,
+                    duration_ns=stop - start,
+                    iteration=0,
                 )
-            )  # fmt: skip
+            )
             continue
         m = buckets.messages[i.message]
         t = problem.tensors[m.pieces[0].tensor]
@@ -147,11 +153,19 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
             groups.setdefault(over, Group(name=over))
         events.append(
             Event(
-                rank=0, lane=i.resource, device=True, kind="collective", name=f"{t.kind}: {i.name}", start_ns=start,
-                duration_ns=stop - start, nbytes=m.nbytes, operation=t.kind if t.kind in OPERATIONS else "",
-                group=over, iteration=0,
+                rank=0,
+                lane=i.resource,
+                device=True,
+                kind="collective",
+                name=f"{t.kind}: {i.name}",
+                start_ns=start,
+                duration_ns=stop - start,
+                nbytes=m.nbytes,
+                operation=t.kind if t.kind in OPERATIONS else "",
+                group=over,
+                iteration=0,
             )
-        )  # fmt: skip
+        )
     return from_events(
         events,
         groups=tuple(groups.values()),

@@ -191,9 +191,14 @@ def _sums(
 
 
 def _gathers(
-    out: list[Transfer], stages: list[Collective], name: str, dtype: str, at: tuple[int, int], last: int | None,
+    out: list[Transfer],
+    stages: list[Collective],
+    name: str,
+    dtype: str,
+    at: tuple[int, int],
+    last: int | None,
     times: int,
-) -> None:  # fmt: skip
+) -> None:
     """A parameter's gather for forward, behind its gradient's sum of the step before (last), and again for backward,
     stage after stage. at: the blocks of forward and of backward that need it."""
     lag = 0 if last is None else 1

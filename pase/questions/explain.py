@@ -391,12 +391,18 @@ def _work(plan: PlanData, problem: SplitProblem, v: int, chosen: int) -> tuple[W
         timed = plan.unit == "s" and once > 0
         out.append(
             WorkItem(
-                phase=w.phase, kind=w.kind, dtype=w.dtype, flops=flops, nbytes=nbytes, times=w.times,
-                mnk=None if w.mnk is None else tuple(float(np.ravel(x)[0]) for x in w.mnk), cost=w.times * once,
+                phase=w.phase,
+                kind=w.kind,
+                dtype=w.dtype,
+                flops=flops,
+                nbytes=nbytes,
+                times=w.times,
+                mnk=None if w.mnk is None else tuple(float(np.ravel(x)[0]) for x in w.mnk),
+                cost=w.times * once,
                 achieved_flops=flops / once / device.peak(w.dtype) if timed else None,
                 achieved_bytes=nbytes / once / device.memory_bandwidth_bytes_per_s if timed else None,
             )
-        )  # fmt: skip
+        )
     return tuple(out)
 
 

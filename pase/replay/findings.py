@@ -144,9 +144,15 @@ def _blocking(s: Scene) -> list[Finding]:
     keep, carried = ~sync, g.carried.kind != EDGES.index("sync")
     c = g.carried
     without = replace(
-        g, src=g.src[keep], dst=g.dst[keep], lag_ns=g.lag_ns[keep], edge_kind=g.edge_kind[keep],
-        carried=replace(c, src=c.src[carried], dst=c.dst[carried], lag_ns=c.lag_ns[carried], kind=c.kind[carried]),
-    )  # fmt: skip
+        g,
+        src=g.src[keep],
+        dst=g.dst[keep],
+        lag_ns=g.lag_ns[keep],
+        edge_kind=g.edge_kind[keep],
+        carried=replace(
+            c, src=c.src[carried], dst=c.dst[carried], lag_ns=c.lag_ns[carried], kind=c.kind[carried]
+        ),
+    )
     cost = s.saved(without) if sync.any() or not carried.all() else 0.0
     out = []
     for b in s.parts:

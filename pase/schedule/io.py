@@ -231,11 +231,18 @@ def problem_to_json(p: ScheduleProblem) -> dict[str, Any]:
     )
     tensors = tuple(
         TransferForm(
-            name=t.name, nbytes=t.nbytes, ready_after=t.ready_after, needed_before=t.needed_before, lag=t.lag,  # type: ignore[arg-type]
-            axes=t.axes, kind=t.kind, dtype=t.dtype, follows=t.follows or UNSET,
+            name=t.name,
+            nbytes=t.nbytes,
+            ready_after=t.ready_after,
+            needed_before=t.needed_before,
+            lag=t.lag,  # type: ignore[arg-type]
+            axes=t.axes,
+            kind=t.kind,
+            dtype=t.dtype,
+            follows=t.follows or UNSET,
         )
         for t in p.tensors
-    )  # fmt: skip
+    )
     form = ProblemForm(
         schema=PROBLEM_SCHEMA,
         name=p.name,
@@ -351,11 +358,19 @@ def plan_to_json(
         for i, m in enumerate(plan.messages)
     )
     form = PlanForm(
-        schema=PLAN_SCHEMA, problem=problem.name, policy=plan.policy, dispatch=plan.dispatch,
-        credit_bytes=plan.credit_bytes, barrier=plan.barrier, links=tuple(link.name for link in problem.links),
-        period=plan.period, updates=tuple(UpdateForm(first=u.first, last=u.last, at=u.at) for u in plan.updates),
-        messages=messages, detail=plan.detail, evaluation=UNSET if evaluation is None else evaluation,
-    )  # fmt: skip
+        schema=PLAN_SCHEMA,
+        problem=problem.name,
+        policy=plan.policy,
+        dispatch=plan.dispatch,
+        credit_bytes=plan.credit_bytes,
+        barrier=plan.barrier,
+        links=tuple(link.name for link in problem.links),
+        period=plan.period,
+        updates=tuple(UpdateForm(first=u.first, last=u.last, at=u.at) for u in plan.updates),
+        messages=messages,
+        detail=plan.detail,
+        evaluation=UNSET if evaluation is None else evaluation,
+    )
     costs = {"link_costs": [_link_form(link) for link in problem.links]} if link_costs else {}
     return {**to_tree(form), **costs}
 

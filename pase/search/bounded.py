@@ -412,9 +412,20 @@ def _neighbourhoods(
             if not clock.allows("moves"):
                 return
             clock.run(
-                "moves", lns, flat.graph, now.rows.limit, flat.cost, price, start, best, stats,
-                steps // 3, largest, 0.0, seed,
-            )  # fmt: skip
+                "moves",
+                lns,
+                flat.graph,
+                now.rows.limit,
+                flat.cost,
+                price,
+                start,
+                best,
+                stats,
+                steps // 3,
+                largest,
+                0.0,
+                seed,
+            )
             if stats[0] + now.left.constant < state.cost:
                 state.offer(now.left.expand(best))
 

@@ -57,4 +57,4 @@ def prepare(
         del pool.arrays[sig]
     return PricedTables(
         tables=tables, held=tuple(held), plan=plan, pool=pool, node_sigs=sigs, kernel=kernel, threads=threads
-    )  # fmt: skip
+    )

@@ -157,11 +157,19 @@ def _settled(within: Within, free: Solution, began: float) -> Solution:
     choice = free.choice if within.choice is None else within.choice
     cost = free.cost if within.choice is None else within.cost
     return Solution(
-        choice=choice, cost=cost, bound=min(within.bound, within.cost), optimal=within.optimal,
-        feasible=within.choice is not None, seconds=time.perf_counter() - began, order=free.order,
-        method="elimination at prices per byte", certificate="elimination at the best price per byte, and labels",
-        work=free.work, peak_entries=free.peak_entries, byte_price=within.price,
-    )  # fmt: skip
+        choice=choice,
+        cost=cost,
+        bound=min(within.bound, within.cost),
+        optimal=within.optimal,
+        feasible=within.choice is not None,
+        seconds=time.perf_counter() - began,
+        order=free.order,
+        method="elimination at prices per byte",
+        certificate="elimination at the best price per byte, and labels",
+        work=free.work,
+        peak_entries=free.peak_entries,
+        byte_price=within.price,
+    )
 
 
 def _within(
@@ -172,9 +180,14 @@ def _within(
         return at.choice, at.bound
 
     return Within(
-        tables=tables, memory=memory, eliminate=folded if len(tables.node_costs) >= _WORTH_FOLDING else None,
-        kernel=kernel, threads=threads, seed=seed, stop=lambda: clock.left <= 0,
-    )  # fmt: skip
+        tables=tables,
+        memory=memory,
+        eliminate=folded if len(tables.node_costs) >= _WORTH_FOLDING else None,
+        kernel=kernel,
+        threads=threads,
+        seed=seed,
+        stop=lambda: clock.left <= 0,
+    )
 
 
 def _eliminate(

@@ -95,9 +95,15 @@ class Within:
                 return False
             start = np.append(prices, prices.max()) if prices.size else np.array([self.price])
             dual = best_prices(
-                oracle.at, sums.used, sums.room, (free, cost_of(self.tables, free)), below=self.below, start=start,
-                ceiling=self._ceiling, stop=self.stop,
-            )  # fmt: skip
+                oracle.at,
+                sums.used,
+                sums.room,
+                (free, cost_of(self.tables, free)),
+                below=self.below,
+                start=start,
+                ceiling=self._ceiling,
+                stop=self.stop,
+            )
             prices = dual.prices
             self.price = float(prices.sum())
             self._prove(dual.bound)

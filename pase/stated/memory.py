@@ -31,9 +31,14 @@ class RankMemory:
     @property
     def total(self) -> float:
         return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.gathered + self.logits
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.gathered
+            + self.logits
             + self.reserve
-        )  # fmt: skip
+        )
 
 
 def rank_memory(parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: Pipeline | None) -> RankMemory:
@@ -60,9 +65,16 @@ def _apart(part: Part, s: Strategy, mesh: Mesh) -> float:
 
 
 def _rank(
-    parts: Parts, s: Strategy, program: Program, mesh: Mesh, name: str, blocks: int, first: bool, last: bool,
+    parts: Parts,
+    s: Strategy,
+    program: Program,
+    mesh: Mesh,
+    name: str,
+    blocks: int,
+    first: bool,
+    last: bool,
     pipe: Pipeline | None,
-) -> RankMemory:  # fmt: skip
+) -> RankMemory:
     """Of a rank with so many blocks and these ends."""
     p, b = program, program.bytes
     ends = [parts.first] * first + [parts.last] * last
@@ -86,6 +98,9 @@ def _rank(
         parameters=b.weight * (apart if s.zero == 3 else elements),
         gradients=b.gradient * (apart if s.zero >= 2 else elements),
         optimizer=b.state * (apart if s.zero >= 1 else elements),
-        activations=held + max(working, 0.0), gathered=gathered,
-        logits=parts.logits * (4 * p.logits + 2) if last else 0.0, reserve=p.reserve_bytes, rank=name,
-    )  # fmt: skip
+        activations=held + max(working, 0.0),
+        gathered=gathered,
+        logits=parts.logits * (4 * p.logits + 2) if last else 0.0,
+        reserve=p.reserve_bytes,
+        rank=name,
+    )

@@ -181,9 +181,15 @@ def _scaled(w: Work, program: Program, model: CostModel) -> Iterator[tuple[Work,
     each: tuple[tuple[float, Phase], ...] = ((rows * k + n * k, "forward"), (rows * n, "backward"))
     for elements, phase in each:
         cast = replace(
-            w, kind="memory", dtype="bfloat16", flops=np.zeros(1), mnk=None, phase=phase, padding=1.0,
+            w,
+            kind="memory",
+            dtype="bfloat16",
+            flops=np.zeros(1),
+            mnk=None,
+            phase=phase,
+            padding=1.0,
             nbytes=np.array([elements * (4 + 2 * program.fp8_passes)]),
-        )  # fmt: skip
+        )
         yield cast, float(np.ravel(work_price(cast, model))[0])
 
 
@@ -217,9 +223,16 @@ def _on_device(graph: Graph, placed: Baseline, n: Node, access: Access) -> float
 
 
 def _send(
-    graph: Graph, placed: Baseline, s: Strategy, program: Program, model: CostModel,
-    parts: dict[str, Part], where: dict[str, Where], turns: dict[str, float], share: float,
-) -> None:  # fmt: skip
+    graph: Graph,
+    placed: Baseline,
+    s: Strategy,
+    program: Program,
+    model: CostModel,
+    parts: dict[str, Part],
+    where: dict[str, Where],
+    turns: dict[str, float],
+    share: float,
+) -> None:
     """Collectives between products into their parts; sums of parameters' gradients as the elements that they sum."""
     stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
     summed: dict[str, tuple[str, ...]] = {}
@@ -236,10 +249,14 @@ def _send(
         )
         parts[at].sent.append(
             Sent(
-                kind=c.kind, axes=c.axes, nbytes=c.nbytes * share, seconds=seconds, backward=c.phase == "backward",
+                kind=c.kind,
+                axes=c.axes,
+                nbytes=c.nbytes * share,
+                seconds=seconds,
+                backward=c.phase == "backward",
                 runs_again=again,
             )
-        )  # fmt: skip
+        )
     for n in graph.nodes:
         if n.kind == "parameter" and graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
             a = n.ops[0].writes[0]
@@ -251,9 +268,15 @@ def _send(
 
 
 def _hold(
-    graph: Graph, placed: Baseline, s: Strategy, program: Program, parts: dict[str, Part],
-    where: dict[str, Where], turns: dict[str, float], share: float,
-) -> None:  # fmt: skip
+    graph: Graph,
+    placed: Baseline,
+    s: Strategy,
+    program: Program,
+    parts: dict[str, Part],
+    where: dict[str, Where],
+    turns: dict[str, float],
+    share: float,
+) -> None:
     """What backward needs of each part: by what a compiler keeps, or by what each kernel's own backward reads."""
     makers = {a.tensor: n for n in graph.nodes for op in n.ops for a in op.writes}
     eighth: set[str] = set()
@@ -295,9 +318,12 @@ def _read_again(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
     by_weights: set[str] = set()
     out: set[str] = set()
     views = {
-        a.tensor: op.reads[0].tensor for n in graph.nodes for op in n.ops for a in op.writes
+        a.tensor: op.reads[0].tensor
+        for n in graph.nodes
+        for op in n.ops
+        for a in op.writes
         if op.kind in ("view", "copy") and op.reads
-    }  # fmt: skip
+    }
 
     def root(t: str) -> str:
         while t in views:
@@ -321,7 +347,11 @@ def _read_again(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
 def _logits(graph: Graph, where: dict[str, Where]) -> tuple[Node, Access] | None:
     """The largest tensor that a product makes behind the blocks, with its node: the logits."""
     made = [
-        (n, a) for n in graph.nodes if where[n.name] == "last" and n.kind == "matmul"
-        for op in n.ops if op.kind == "matmul" for a in op.writes
-    ]  # fmt: skip
+        (n, a)
+        for n in graph.nodes
+        if where[n.name] == "last" and n.kind == "matmul"
+        for op in n.ops
+        if op.kind == "matmul"
+        for a in op.writes
+    ]
     return max(made, key=lambda m: number(graph.tensors[m[1].tensor].elements, m[0].name), default=None)

@@ -20,9 +20,7 @@ __all__ = ["place", "stage_mesh"]
 
 def stage_mesh(s: Strategy) -> Mesh:
     """The devices of one stage, in Megatron's order: tensor parallelism innermost, then context, experts, data."""
-    axes = {
-        "data": s.ranks // s.expert, "expert": s.expert, "context": s.context, "model": s.tensor,
-    }  # fmt: skip
+    axes = {"data": s.ranks // s.expert, "expert": s.expert, "context": s.context, "model": s.tensor}
     kept = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
     return Mesh(names=tuple(kept), sizes=tuple(kept.values()))
 

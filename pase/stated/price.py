@@ -93,17 +93,27 @@ def price_strategy(
     work = step_work(graph, model.machine)
     part = examples / (work.examples or examples)
     work = StepWork(
-        flops=work.flops * part, at_peak_s=work.at_peak_s * part, examples=examples,
+        flops=work.flops * part,
+        at_peak_s=work.at_peak_s * part,
+        examples=examples,
         tokens=None if work.tokens is None else round(work.tokens * part),
-    )  # fmt: skip
+    )
     if s.precision == "fp8":
         work = replace(work, at_peak_s=_fp8_peak_s(graph, work, model.machine, part))
     return Priced(
-        strategy=s, program=program.name, machine=model.machine.name, mesh=placed.mesh, micro_batches=m,
-        step_s=sum(seconds.values()), seconds=seconds, moved=run.moved(),
+        strategy=s,
+        program=program.name,
+        machine=model.machine.name,
+        mesh=placed.mesh,
+        micro_batches=m,
+        step_s=sum(seconds.values()),
+        seconds=seconds,
+        moved=run.moved(),
         memory=rank_memory(parts, s, program, placed.mesh, pipeline),
-        device_memory=model.machine.device.memory_bytes, work=work, pipeline=pipeline,
-    )  # fmt: skip
+        device_memory=model.machine.device.memory_bytes,
+        work=work,
+        pipeline=pipeline,
+    )
 
 
 def _flat(model: CostModel) -> CostModel:

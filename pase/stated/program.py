@@ -189,5 +189,5 @@ for _p in (
         source="EAGER's; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
         "sums them after backward (megatron/model/distributed.py)",
     ),
-):  # fmt: skip
+):
     PROGRAMS.add(_p.name, _p)

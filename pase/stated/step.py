@@ -115,10 +115,12 @@ class StatedStep:
             launched = part.host_s[int(backward)]
             out.append(
                 Unit(
-                    compute_s=max(device, launched - sent), sent_s=sent,
-                    gather_s=self.gather_s(part) if gathers else 0.0, sum_s=self.sum_s(part) if sums else 0.0,
+                    compute_s=max(device, launched - sent),
+                    sent_s=sent,
+                    gather_s=self.gather_s(part) if gathers else 0.0,
+                    sum_s=self.sum_s(part) if sums else 0.0,
                 )
-            )  # fmt: skip
+            )
         return out[::-1] if backward else out
 
     @property
@@ -150,9 +152,7 @@ class StatedStep:
         (f, fx), (b, bx) = each[False]
         (g, gx), (c, cx) = each[True]
         exposed = (m - 1) * (fx + bx) + gx + cx
-        sent = sum(
-            self.sent_s(part, back) * k for part, k in self._counted(n) for back in (False, True)
-        )  # fmt: skip
+        sent = sum(self.sent_s(part, back) * k for part, k in self._counted(n) for back in (False, True))
         total = (m - 1) * (f + b) + g + c
         return self._causes(total, exposed, m * sent) | self._update(n, True, True)
 

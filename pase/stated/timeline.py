@@ -68,9 +68,15 @@ class Pipeline:
 
 
 def pipelined(
-    forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int, chunks: int, send_s: float,
-    schedule: Schedule, *, sends_beside: bool,
-) -> Pipeline:  # fmt: skip
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    micro_batches: int,
+    chunks: int,
+    send_s: float,
+    schedule: Schedule,
+    *,
+    sends_beside: bool,
+) -> Pipeline:
     """Step of a pipeline of unequal stages: seconds of each for one micro-batch, all its chunks; send_s: one transfer.
 
     1F1B and GPipe: the larger of two bounds by which any such order is held, within 0.5% of a simulation on average:

@@ -56,10 +56,16 @@ def _priced(charge: Charge, node: str, source: str, model: CostModel, mesh: Mesh
         return None
     cost = float(np.ravel(charge_price(charge, model, mesh))[0])
     return Collective(
-        kind=charge.kind, tensor=charge.tensor, axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
-        nbytes=round(nbytes), times=round(charge.times * turns), phase=charge.phase, node=node, source=source,
+        kind=charge.kind,
+        tensor=charge.tensor,
+        axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
+        nbytes=round(nbytes),
+        times=round(charge.times * turns),
+        phase=charge.phase,
+        node=node,
+        source=source,
         cost=cost,
-    )  # fmt: skip
+    )
 
 
 def collectives(
@@ -89,9 +95,13 @@ def collectives(
 
 
 def node_costs(
-    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], model: CostModel,
-    moved: tuple[Collective, ...], optimizer: str = "adam",
-) -> dict[str, NodeCost]:  # fmt: skip
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    model: CostModel,
+    moved: tuple[Collective, ...],
+    optimizer: str = "adam",
+) -> dict[str, NodeCost]:
     """Per node: compute, communication (``moved``: the result of ``collectives``) and optimizer update."""
     communication: dict[str, float] = {}
     for c in moved:

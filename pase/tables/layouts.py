@@ -373,9 +373,12 @@ def write_rule(node: Node, op: Op, access: Access) -> LayoutRule:
     summed = () if settled else _not_walked(node, op, access)
     state = state_index(node)
     return LayoutRule(
-        walks=_walks(node, access), partial=summed, pending=_pending(node), state=state[0] if state else None,
+        walks=_walks(node, access),
+        partial=summed,
+        pending=_pending(node),
+        state=state[0] if state else None,
         homes=_state_dims(node) if state else (),
-    )  # fmt: skip
+    )
 
 
 def read_rule(node: Node, op: Op, access: Access) -> LayoutRule:

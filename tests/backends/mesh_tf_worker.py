@@ -169,31 +169,51 @@ def models() -> dict[str, Any]:
             keras.Sequential(
                 [layers.Dense(32, activation="relu"), layers.Dense(16, activation="tanh"), layers.Dense(8)]
             ),
-            (16, 16), 8,
+            (16, 16),
+            8,
         ),
         "alexnet": of(
-            keras.Sequential([
-                layers.Conv2D(8, 11, 4, activation="relu"), layers.MaxPool2D(3, 2),
-                layers.Conv2D(16, 5, padding="same", activation="relu"), layers.MaxPool2D(3, 2),
-                layers.Conv2D(16, 3, padding="same", activation="relu"), layers.AveragePooling2D(2, 2),
-                layers.Flatten(), layers.Dense(32, activation="relu"), layers.Dense(8),
-            ]),
-            (8, 67, 67, 3), 8,
+            keras.Sequential(
+                [
+                    layers.Conv2D(8, 11, 4, activation="relu"),
+                    layers.MaxPool2D(3, 2),
+                    layers.Conv2D(16, 5, padding="same", activation="relu"),
+                    layers.MaxPool2D(3, 2),
+                    layers.Conv2D(16, 3, padding="same", activation="relu"),
+                    layers.AveragePooling2D(2, 2),
+                    layers.Flatten(),
+                    layers.Dense(32, activation="relu"),
+                    layers.Dense(8),
+                ]
+            ),
+            (8, 67, 67, 3),
+            8,
         ),
         "rows": of(
-            keras.Sequential([
-                layers.Conv2D(4, 3, padding="same", activation="relu"), layers.MaxPool2D(2, 2),
-                layers.Conv2D(4, 5, padding="same", activation="relu"), layers.Conv2D(4, 3, 2, padding="same"),
-                layers.Flatten(), layers.Dense(8),
-            ]),
-            (4, 16, 16, 2), 8,
+            keras.Sequential(
+                [
+                    layers.Conv2D(4, 3, padding="same", activation="relu"),
+                    layers.MaxPool2D(2, 2),
+                    layers.Conv2D(4, 5, padding="same", activation="relu"),
+                    layers.Conv2D(4, 3, 2, padding="same"),
+                    layers.Flatten(),
+                    layers.Dense(8),
+                ]
+            ),
+            (4, 16, 16, 2),
+            8,
         ),
         "lstm": of(
-            keras.Sequential([layers.Embedding(32, 16), layers.LSTM(16, return_sequences=True), layers.Dense(32)]),
-            (8, 3), 32, 32, (8, 3),
+            keras.Sequential(
+                [layers.Embedding(32, 16), layers.LSTM(16, return_sequences=True), layers.Dense(32)]
+            ),
+            (8, 3),
+            32,
+            32,
+            (8, 3),
         ),
         "transformer": of(transformer, (8, 8), 32, 32, (8, 8)),
-    }  # fmt: skip
+    }
 
 
 def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: str) -> dict[str, Any]:

@@ -129,9 +129,12 @@ def test_parts_are_the_whole(split: dict[str, str], mesh: str, causal: bool) -> 
 
 
 RINGS = [
-    ("r", {"r": "a"}, "a=8"), ("rh", {"r": "a", "h": "b"}, "a=4,b=2"), ("br", {"b": "a", "r": "b"}, "a=4,b=2"),
-    ("rr", {"r": "ab"}, "a=2,b=4"), ("rg", {"r": "b", "g": "a"}, "a=2,b=4"),
-]  # fmt: skip
+    ("r", {"r": "a"}, "a=8"),
+    ("rh", {"r": "a", "h": "b"}, "a=4,b=2"),
+    ("br", {"b": "a", "r": "b"}, "a=4,b=2"),
+    ("rr", {"r": "ab"}, "a=2,b=4"),
+    ("rg", {"r": "b", "g": "a"}, "a=2,b=4"),
+]
 
 
 @pytest.mark.usefixtures("float64")

@@ -89,14 +89,20 @@ class Form(Struct, kw_only=True, forbid_unknown_fields=True):
         ({"kind": "ring", "leaves": []}, "at leaves: must be an object, got []"),
         ({"kind": "ring", "leaves": {"a": [], "b": {}}}, "at leaves/b: must be a list, got {}"),
         ({"kind": "ring", "leaves": {"a": [{"ways": 0}]}}, "at leaves/a/0/ways: must be at least 1, got 0"),
-        ({"kind": "ring", "leaves": {"a": [{"ways": True}]}}, "at leaves/a/0/ways: must be a whole number, got True"),
-        ({"kind": "ring", "leaves": {"a": [{"ways": 1, "rate": 0}]}}, "at leaves/a/0/rate: must be above 0, got 0"),
+        (
+            {"kind": "ring", "leaves": {"a": [{"ways": True}]}},
+            "at leaves/a/0/ways: must be a whole number, got True",
+        ),
+        (
+            {"kind": "ring", "leaves": {"a": [{"ways": 1, "rate": 0}]}},
+            "at leaves/a/0/rate: must be above 0, got 0",
+        ),
         ({"kind": "ring", "leaves": {"a": [{}]}}, "at leaves/a/0/ways: is missing"),
         ({"kind": "ring", "at": []}, "at at: must have at least 1 entry, got []"),
         ({"kind": "ring", "at": ["x"]}, "at at/0: must be a whole number, got 'x'"),
         ([], "at the top: must be an object, got []"),
     ],
-)  # fmt: skip
+)
 def test_an_error_says_what_and_where(tree, message):
     with pytest.raises(PaseError) as e:
         convert(tree, Form, "f.json")

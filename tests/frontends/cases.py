@@ -260,8 +260,26 @@ def _prints(p: Any, x: Any) -> Any:
 
 def _activations(p: Any, x: Any) -> Any:
     n = jax.nn
-    each = (n.relu, n.gelu, n.silu, n.softplus, n.elu, n.selu, n.leaky_relu, n.hard_swish, n.mish, n.glu, n.softmax,
-            n.log_softmax, n.standardize, n.logsumexp, n.relu6, n.celu, n.soft_sign, n.squareplus)  # fmt: skip
+    each = (
+        n.relu,
+        n.gelu,
+        n.silu,
+        n.softplus,
+        n.elu,
+        n.selu,
+        n.leaky_relu,
+        n.hard_swish,
+        n.mish,
+        n.glu,
+        n.softmax,
+        n.log_softmax,
+        n.standardize,
+        n.logsumexp,
+        n.relu6,
+        n.celu,
+        n.soft_sign,
+        n.squareplus,
+    )
     return sum(jnp.sum(f(x @ p)) for f in each)
 
 

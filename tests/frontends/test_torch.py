@@ -30,7 +30,7 @@ SMALL = {
     "bert": "hf:BertForMaskedLM?num_hidden_layers=2&hidden_size=64&intermediate_size=96&num_attention_heads=4"
     "&vocab_size=120&batch=2&sequence=16",
     "resnet": "hf:ResNetForImageClassification?embedding_size=8&hidden_sizes=[8,16]&depths=[1,2]&batch=2",
-}  # fmt: skip
+}
 
 
 @cache

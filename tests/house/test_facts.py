@@ -11,8 +11,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CORE = ("ir", "ops", "tables", "search", "baselines", "memory", "costmodels", "compiler", "plan")
 TAKES_APART = {
-    "startswith", "endswith", "partition", "rpartition", "split", "rsplit", "removeprefix", "removesuffix",
-}  # fmt: skip
+    "startswith",
+    "endswith",
+    "partition",
+    "rpartition",
+    "split",
+    "rsplit",
+    "removeprefix",
+    "removesuffix",
+}
 STRIPS = {"strip", "lstrip", "rstrip"}  # of white space, it is no taking apart
 
 # file -> the text that it reads or writes. Whoever adds a line here says what text it is; a fact that

@@ -10,9 +10,32 @@ from hypothesis import strategies as st
 WIDTH, ROWS, SEQ = 8, 4, 6
 
 STEPS = (
-    "matmul", "matmul", "attend", "add", "mul", "tanh", "softmax", "norm", "transposed", "heads", "split", "concat",
-    "shift", "gather", "cumsum", "sort", "pool", "scan", "remat", "jit", "argmax", "scale", "self", "mean", "outer",
-)  # fmt: skip
+    "matmul",
+    "matmul",
+    "attend",
+    "add",
+    "mul",
+    "tanh",
+    "softmax",
+    "norm",
+    "transposed",
+    "heads",
+    "split",
+    "concat",
+    "shift",
+    "gather",
+    "cumsum",
+    "sort",
+    "pool",
+    "scan",
+    "remat",
+    "jit",
+    "argmax",
+    "scale",
+    "self",
+    "mean",
+    "outer",
+)
 
 programs = st.lists(
     st.tuples(st.sampled_from(STEPS), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=9

@@ -58,9 +58,12 @@ def check(before: Graph, after: Graph) -> None:
     readers: dict[str, set[str]] = {}
     for n in after.nodes:  # several readers in one loop go through one copy
         for op, a in n.reads:
-            if after.tensors[a.tensor].elements != 1 and after.producer[a.tensor].kind not in (
-                "copy", "parameter", "input",
-            ) if a.tensor in after.producer else False:  # fmt: skip
+            if (
+                after.tensors[a.tensor].elements != 1
+                and after.producer[a.tensor].kind not in ("copy", "parameter", "input")
+                if a.tensor in after.producer
+                else False
+            ):
                 readers.setdefault(f"{a.tensor} {op.scope}", set()).add(n.name)
     assert all(len(who) == 1 for who in readers.values()), readers
 

@@ -60,11 +60,28 @@ def test_jax_and_sympy_spellings(text: str, same: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "b b", "b +", "1.5", "__import__('os')", "b.real", "b[0]", "lambda: 1", "b // 0", "b / 2", "'b'", "True",
-        "9" * 30, "b" * 500, "((a+b+c+d)**16)**16 // (a+b)", "9**9**9", "2**10**10", "floor(b, s)", "max()",
+        "",
+        "b b",
+        "b +",
+        "1.5",
+        "__import__('os')",
+        "b.real",
+        "b[0]",
+        "lambda: 1",
+        "b // 0",
+        "b / 2",
+        "'b'",
+        "True",
+        "9" * 30,
+        "b" * 500,
+        "((a+b+c+d)**16)**16 // (a+b)",
+        "9**9**9",
+        "2**10**10",
+        "floor(b, s)",
+        "max()",
         "(" * 200 + "b" + ")" * 200,
     ],
-)  # fmt: skip
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(PaseError):
         parse_size(text)

@@ -113,11 +113,20 @@ def test_the_page_takes_what_a_session_writes(tmp_path):
     session = Session(folder=tmp_path, results=tmp_path)
     rows = [
         {
-            "network": "n", "hosts": 2, "model": "m", "batch": 8, "strategy": s, "same_as": None, "predicted_s": p,
-            "predicted_compute_s": p / 2, "measured_s": t, "spread": 0.0, "commit": session.commit,
+            "network": "n",
+            "hosts": 2,
+            "model": "m",
+            "batch": 8,
+            "strategy": s,
+            "same_as": None,
+            "predicted_s": p,
+            "predicted_compute_s": p / 2,
+            "measured_s": t,
+            "spread": 0.0,
+            "commit": session.commit,
         }
         for s, p, t in (("ours", 1.0, 1.0), ("fsdp", 2.0, 2.5), ("no split", 3.0, 4.0))
-    ]  # fmt: skip
+    ]
     session.write("strategies", {"summary": strategies.summary(rows), "rows": rows})
     assert session.kept("strategies", ["other"]) == rows and not session.kept("strategies", ["n"])
     page = tmp_path / "page.md"

@@ -14,9 +14,15 @@ MS = 1e6
 
 def task(ms, mb, lane="stream 0", operation="all_reduce", **more):
     return {
-        "device": (0, lane), "duration_ns": ms * MS, "kind": COLLECTIVE, "nbytes": round(mb * 1e6),
-        "operation": OPERATIONS.index(operation), "ways": 2, "name": operation, **more,
-    }  # fmt: skip
+        "device": (0, lane),
+        "duration_ns": ms * MS,
+        "kind": COLLECTIVE,
+        "nbytes": round(mb * 1e6),
+        "operation": OPERATIONS.index(operation),
+        "ways": 2,
+        "name": operation,
+        **more,
+    }
 
 
 def test_a_known_wire_tells_bytes_from_startups_even_of_one_collective():

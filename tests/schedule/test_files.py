@@ -227,9 +227,16 @@ def stepped(**changes: Any) -> PlanData:
     ) -> Collective:
         cost = times * (1.0 + nbytes / 8)
         return Collective(
-            kind=kind, tensor=tensor, axes=tuple(axes), nbytes=nbytes, times=times, phase=phase, node="dot",
-            source=source, cost=cost,
-        )  # fmt: skip
+            kind=kind,
+            tensor=tensor,
+            axes=tuple(axes),
+            nbytes=nbytes,
+            times=times,
+            phase=phase,
+            node="dot",
+            source=source,
+            cost=cost,
+        )
 
     def node(name: str, op: str, times: int, compute: float, update: float = 0.0) -> NodePlan:
         cost = NodeCost(compute=compute, communication=0.0, update=update)
@@ -237,18 +244,41 @@ def stepped(**changes: Any) -> PlanData:
 
     memory = Memory(parameters=0, gradients=0, optimizer=0, activations=0, buffers=0)
     plan = PlanData(
-        model="toy", devices=8, machine="", machine_digest="", device_memory=0, cost_model="analytic", unit="s",
-        optimizer="adam", mesh=Mesh(names=("a", "b"), sizes=(4, 2)), parameters={}, inputs={}, define={}, read={},
-        memory=memory, cost=0.0, optimal=True, bound=0.0, baselines={}, skipped={}, tried=(), seconds={},
-        graph_digest="", provenance={},
-        nodes=(node("w", "parameter", 1, 0.0, 4.0), node("dot", "matmul", 2, 6.0), node("loss", "map", 1, 3.0)),
+        model="toy",
+        devices=8,
+        machine="",
+        machine_digest="",
+        device_memory=0,
+        cost_model="analytic",
+        unit="s",
+        optimizer="adam",
+        mesh=Mesh(names=("a", "b"), sizes=(4, 2)),
+        parameters={},
+        inputs={},
+        define={},
+        read={},
+        memory=memory,
+        cost=0.0,
+        optimal=True,
+        bound=0.0,
+        baselines={},
+        skipped={},
+        tried=(),
+        seconds={},
+        graph_digest="",
+        provenance={},
+        nodes=(
+            node("w", "parameter", 1, 0.0, 4.0),
+            node("dot", "matmul", 2, 6.0),
+            node("loss", "map", 1, 3.0),
+        ),
         collectives=(
             move("all_gather", "t1", "a", 8, 4, "forward", "w"),
             move("reduce_scatter", "t1", "a", 8, 2, "backward", "w"),
             move("all_reduce", "t1", "b", 2, 2, "backward", "w"),
             move("all_reduce", "t2", "b", 16, 2, "forward", "x"),
         ),
-    )  # fmt: skip
+    )
     return replace(plan, **changes)
 
 
@@ -366,9 +396,19 @@ def profile_file(tmp_path: Path) -> Path:
 def test_all_policies_as_json(profile_file: Path, tmp_path: Path) -> None:
     out, drawing = tmp_path / "b.json", tmp_path / "g.html"
     code, stdout, _ = run(
-        str(profile_file), "--policy", "all", "--json", "--staleness", "1", "-o", str(out), "--gantt", str(drawing),
-        "--link", "net:100us:1GB/s",
-    )  # fmt: skip
+        str(profile_file),
+        "--policy",
+        "all",
+        "--json",
+        "--staleness",
+        "1",
+        "-o",
+        str(out),
+        "--gantt",
+        str(drawing),
+        "--link",
+        "net:100us:1GB/s",
+    )
     assert code == 0
     data = json.loads(stdout)
     rows = {r["policy"]: r for r in data["policies"]}

@@ -136,8 +136,12 @@ def test_a_sequence_is_split_over_context_parallel_ranks():
 
 @pytest.mark.parametrize(
     ("text", "devices", "says"),
-    [("dp=32", 32, "none of its batch dims"), ("tp=11", 11, "heads, hidden units"), ("ep=2,dp=2", 2, "expert dims")],
-)  # fmt: skip
+    [
+        ("dp=32", 32, "none of its batch dims"),
+        ("tp=11", 11, "heads, hidden units"),
+        ("ep=2,dp=2", 2, "expert dims"),
+    ],
+)
 def test_what_cannot_be_split_so_says_why(text, devices, says):
     with pytest.raises(Infeasible, match=says):
         place(GRAPH, parse(text, devices), MODEL)

@@ -17,11 +17,29 @@ from tests.needs import SHARED
 
 GIVEN = SHARED / "published_steps" / "given.csv"
 BASE = {
-    "id": "ttn001", "model": "Llama-3 8B", "layers": "4", "hidden": "512", "heads": "8", "kv_heads": "4", "ffn": "1024",
-    "vocab": "1024", "gpu": "H100-80GB", "gpus": "8", "global_batch": "16", "micro_batch": "2", "seq": "256", "dp": "8",
-    "dp_type": "zero3", "tp": "1", "pp": "1", "cp": "1", "precision": "BF16", "act_ckpt": "selective",
-    "step_s": "0.01", "notes": "eager",
-}  # fmt: skip
+    "id": "ttn001",
+    "model": "Llama-3 8B",
+    "layers": "4",
+    "hidden": "512",
+    "heads": "8",
+    "kv_heads": "4",
+    "ffn": "1024",
+    "vocab": "1024",
+    "gpu": "H100-80GB",
+    "gpus": "8",
+    "global_batch": "16",
+    "micro_batch": "2",
+    "seq": "256",
+    "dp": "8",
+    "dp_type": "zero3",
+    "tp": "1",
+    "pp": "1",
+    "cp": "1",
+    "precision": "BF16",
+    "act_ckpt": "selective",
+    "step_s": "0.01",
+    "notes": "eager",
+}
 odd = st.sampled_from(
     ["", "unknown", "0", "1", "2", "3", "8", "-1", "x", "1e400", "nan", "FP8", "zero1", "hsdp", "4.5"]
 )

@@ -13,18 +13,35 @@ ways = st.sampled_from([1, 2, 3, 8])
 
 
 @given(
-    data=ways, shard=ways, tensor=ways, context=ways, pipeline=ways, chunks=ways, zero=st.integers(0, 3),
-    sp=st.booleans(), micro=st.none() | st.integers(1, 9), remat=st.sampled_from([None, "none", "selective", "full"]),
+    data=ways,
+    shard=ways,
+    tensor=ways,
+    context=ways,
+    pipeline=ways,
+    chunks=ways,
+    zero=st.integers(0, 3),
+    sp=st.booleans(),
+    micro=st.none() | st.integers(1, 9),
+    remat=st.sampled_from([None, "none", "selective", "full"]),
     precision=st.sampled_from(["bf16", "fp8"]),
-)  # fmt: skip
+)
 def test_what_is_written_is_read_again(
     data, shard, tensor, context, pipeline, chunks, zero, sp, micro, remat, precision
 ):
     zero = zero if shard > 1 else 0
     s = Strategy(
-        data=data, shard=shard, zero=zero, tensor=tensor, sequence=sp, context=context, pipeline=pipeline,
-        chunks=chunks if pipeline > 1 else 1, micro=micro, remat=remat, precision=precision,
-    )  # fmt: skip
+        data=data,
+        shard=shard,
+        zero=zero,
+        tensor=tensor,
+        sequence=sp,
+        context=context,
+        pipeline=pipeline,
+        chunks=chunks if pipeline > 1 else 1,
+        micro=micro,
+        remat=remat,
+        precision=precision,
+    )
     assert parse(str(s), s.devices) == s
 
 

@@ -71,10 +71,21 @@ def test_huge_dims_cost_no_memory() -> None:
     dims = tf.make_tensor_proto([huge, huge], "int64")
     const: Any = ("d", "Const", [], {"value": tf.compat.v1.AttrValue(tensor=dims)})
     zero: Any = ("z", "Const", [], {"value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(0.0))})
-    t = trace(graph(const, zero, ("f", "Fill", ["d", "z"], {}), ("s", "Max", ["f", "a"], {}),
-                    ("a", "Range", ["i0", "i2", "i1"], {}),
-                    *((f"i{k}", "Const", [], {"value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(k))})
-                      for k in range(3)), PRODUCT, ("o", "Add", ["y", "s"], {})))  # fmt: skip
+    t = trace(
+        graph(
+            const,
+            zero,
+            ("f", "Fill", ["d", "z"], {}),
+            ("s", "Max", ["f", "a"], {}),
+            ("a", "Range", ["i0", "i2", "i1"], {}),
+            *(
+                (f"i{k}", "Const", [], {"value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(k))})
+                for k in range(3)
+            ),
+            PRODUCT,
+            ("o", "Add", ["y", "s"], {}),
+        )
+    )
     assert t.graph.outputs
 
 

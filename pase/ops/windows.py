@@ -1,0 +1,121 @@
+"""Loop nests in which a window slides over dims: convolutions and pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pase.errors import PaseError
+from pase.ir import AccessMap, DimKind, Size, Tensor, Walk, Window
+from pase.ir.functions import Function
+from pase.ir.sizes import is_one, quotient
+from pase.ops.builder import GraphBuilder, Read, Write
+from pase.ops.nests import Dims
+
+__all__ = ["conv", "window_reduce"]
+
+
+def _windowed(
+    name: str, size_in: Size, size_out: Size, extent: int, stride: int, dims: Dims, dilated: bool
+) -> Walk:
+    """A spatial dim: split only where blocks of the output sit over blocks of the input."""
+    if is_one(size_out) and is_one(size_in):
+        return Walk()
+    aligned = not dilated and size_in == size_out * stride
+    dims[name] = (size_out, "parallel" if aligned else "replicated")
+    return Walk((name,), Window(extent=extent, stride=stride) if extent > 1 or stride > 1 else None)
+
+
+def conv(
+    b: GraphBuilder,
+    x: Tensor,
+    w: Tensor,
+    shape: Sequence[Size],
+    dtype: str,
+    *,
+    x_dims: tuple[int, int, Sequence[int]],
+    w_dims: tuple[int, int, Sequence[int]],
+    out_dims: tuple[int, int, Sequence[int]],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    input_dilation: Sequence[int] = (),
+    groups: int = 1,
+) -> Tensor:
+    """Convolution. Dim triples: x (batch, channel, spatial), w (out-channel, in-channel, spatial), out as x."""
+    xb, xc, xs = x_dims
+    wn, wc, ws = w_dims
+    ob, on, os = out_dims
+    dims: Dims = {}
+
+    def dim(name: str, size: Size, kind: DimKind) -> tuple[str, ...]:
+        if is_one(size):
+            return ()
+        dims[name] = (size, kind)
+        return (name,)
+
+    batch = dim("b", x.shape[xb], "parallel")
+    g = dim("g", groups, "parallel") if groups > 1 else ()
+    per_group = quotient(w.shape[wn], groups)
+    if per_group is None:
+        raise PaseError(f"convolution at {b.source}: {w.shape[wn]} output channels in {groups} groups")
+    c = dim("c", w.shape[wc], "reduction")
+    n = dim("n", per_group, "parallel")
+    there = 1.0  # the part of a window that meets elements of x; the others are zeros between them
+    walks_x: list[Walk] = [Walk()] * len(x.shape)
+    walks_w: list[Walk] = [Walk()] * len(w.shape)
+    walks_o: list[Walk] = [Walk()] * len(shape)
+    walks_x[xb] = walks_o[ob] = Walk(batch)
+    walks_x[xc], walks_w[wc] = Walk(g + c), Walk(c)
+    walks_w[wn], walks_o[on] = Walk(g + n), Walk(g + n)
+    for k, (i, j, o) in enumerate(zip(xs, ws, os, strict=True)):
+        extent = w.shape[j]
+        if not isinstance(extent, int):
+            raise PaseError(f"convolution at {b.source}: a filter's extent must be a number, got {extent}")
+        up = bool(input_dilation) and input_dilation[k] != 1
+        there /= input_dilation[k] if up else 1
+        reach = (extent - 1) * dilation[k] + 1
+        walks_x[i] = _windowed(f"h{k}", x.shape[i], shape[o], reach, strides[k], dims, up)
+        walks_o[o] = Walk((f"h{k}",)) if f"h{k}" in dims and not is_one(shape[o]) else Walk()
+        if not is_one(extent):
+            dims[f"r{k}"] = (extent, "window")
+            walks_w[j] = Walk((f"r{k}",))
+    reads = [Read(x, AccessMap(tuple(walks_x))), Read(w, AccessMap(tuple(walks_w)))]
+    return b.nest(
+        "conv",
+        "conv",
+        reads,
+        [Write(tuple(shape), dtype, AccessMap(tuple(walks_o)))],
+        dims,
+        flops=2.0 * there,
+    )[0]
+
+
+def window_reduce(
+    b: GraphBuilder,
+    function: Function,
+    x: Tensor,
+    shape: Sequence[Size],
+    window: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int] = (),
+    *,
+    name: str = "",
+) -> Tensor:
+    """Pooling over every dim whose window is larger than one."""
+    dims: Dims = {}
+    walks: list[Walk] = []
+    points = 1
+    for i, (s_in, s_out) in enumerate(zip(x.shape, shape, strict=True)):
+        reach = (window[i] - 1) * (dilation[i] if dilation else 1) + 1
+        if window[i] == 1 and strides[i] == 1 and s_in == s_out:
+            walks.append(Walk(() if is_one(s_in) else (f"d{i}",)))
+            if not is_one(s_in):
+                dims[f"d{i}"] = (s_in, "parallel")
+        else:
+            walks.append(_windowed(f"d{i}", s_in, s_out, reach, strides[i], dims, False))
+            points *= window[i]
+    out = AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])
+    write = Write(tuple(shape), x.dtype, out)
+    read = Read(x, AccessMap(tuple(walks)))
+    return b.nest(
+        name or function.name, "window", [read], [write], dims, function=function, flops=float(points)
+    )[0]
