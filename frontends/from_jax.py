@@ -15,6 +15,7 @@ from typing import Any
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
 from pase.frontends.jax_control import CONTROL, AtRunTime
+from pase.frontends.jax_derivatives import has_own_rule, lower_with_rule
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import Elementwise
 from pase.frontends.jax_rules_outside import RULES
@@ -327,6 +328,8 @@ class _JaxLowering:
                 q, k, v, *beside = (self.of(x) for x in eqn.invars)
                 out = attention(self.b, q, k, v, beside, causal=call.causal, order=call.order)
                 self.write(eqn.outvars, [out])
+            elif has_own_rule(self, eqn):
+                lower_with_rule(self, eqn, f"{prefix}{i}.")
             elif name in INLINED:
                 self._call(eqn, f"{prefix}{i}.")
             elif name in CONTROL:
@@ -364,8 +367,7 @@ class _JaxLowering:
     def _call(self, eqn: Any, prefix: str) -> None:
         jaxpr, _ = inner_jaxpr(eqn)
         inner = self.inner()
-        for var in jaxpr.constvars:
-            inner.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
+        inner.constants(jaxpr)
         self.bind(inner, jaxpr.invars, eqn.invars)
         if eqn.primitive.name in KEPT_WHOLE and not self.inside:
             inner.inside = self.b.eqn.path
@@ -376,6 +378,11 @@ class _JaxLowering:
         else:
             inner.eqns(jaxpr.eqns, prefix)
         self._return(inner, jaxpr.outvars, eqn.outvars)
+
+    def constants(self, jaxpr: Any) -> None:
+        """What the jaxpr brings along."""
+        for var in jaxpr.constvars:
+            self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
 
     def bind(self, inner: _JaxLowering, names: Sequence[Any], values: Sequence[Any]) -> None:
         for var, value in zip(names, values, strict=True):

@@ -84,7 +84,7 @@ def scan(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
     nc, nk = scan_groups(eqn)
     inner = lower.inner()
-    _constants(lower, inner, jaxpr)
+    inner.constants(jaxpr)
     at, source = b.eqn, b.source
     consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
     _settled(lower, inner, consts, eqn.invars[:nc], at, "const")
@@ -126,8 +126,8 @@ def while_(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     with (
         nullcontext() if lower.inside else b.without_gradient()
     ):  # inside, the user's own rule differentiates it
-        _constants(lower, asks, cond)
-        _constants(lower, inner, body)
+        asks.constants(cond)
+        inner.constants(body)
         _settled(lower, asks, cond.invars[:nc], eqn.invars[:nc], at, "ask")
         _settled(lower, inner, body.invars[:nb], eqn.invars[nc : nc + nb], at, "const")
         carried = _carried(lower, inner, body.invars[nb:], eqn.invars[nc + nb :], at)
@@ -166,7 +166,7 @@ def cond(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     made: list[list[Tensor]] = []
     for k, (body, chance) in enumerate(zip(bodies, likely, strict=True)):
         inner = lower.inner()
-        _constants(lower, inner, body)
+        inner.constants(body)
         lower.bind(inner, body.invars, eqn.invars[1:])
         with b.region("branch", f"{prefix}{k}.", chance=chance):
             inner.eqns(body.eqns, f"{prefix}{k}.")
@@ -191,7 +191,7 @@ def _one_platform(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     """Of code written for each platform, the first branch that can be lowered is priced; a backend keeps it whole."""
     inner = lower.inner()
     body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.told.copy()))
-    _constants(lower, inner, body)
+    inner.constants(body)
     lower.bind(inner, body.invars, eqn.invars[1:])
     inner.inside = lower.inside or lower.b.eqn.path
     inner.eqns(body.eqns, prefix)
@@ -220,11 +220,6 @@ def shard_map(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
         f"of the shard_map at {b.source or 'an unknown line'} work and layouts are priced, not the collectives inside"
     )
     lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
-
-
-def _constants(lower: _JaxLowering, inner: _JaxLowering, jaxpr: Any) -> None:
-    for var in jaxpr.constvars:
-        inner.env[var] = lower.b.constant(_shape(var), _dtype(var))
 
 
 def _settled(

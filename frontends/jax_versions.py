@@ -33,6 +33,7 @@ __all__ = [
     "is_dropped",
     "is_literal",
     "opened",
+    "pulled_back",
     "scan_groups",
     "source_line",
     "static_arguments",
@@ -197,6 +198,57 @@ def flash_attention_backward(
     given = (q, k, v, None, None, result, jnp.ones_like(sums), sums)
     dq, dk, dv, *_ = flash._flash_attention_bwd(False, causal, scale, blocks, False, given, gradient)
     return dq, dk, dv
+
+
+def pulled_back(eqn: Any, wrt: Sequence[bool]) -> tuple[Any, Any, list[bool]]:
+    """A call with a derivative rule of its own, as jax.vjp runs it: (forward, backward, which results have a gradient).
+
+    wrt: of each operand, whether it has a gradient. forward: jaxpr from the operands to the call's results and what it
+    keeps; backward: jaxpr from what is kept and the results' gradients to those of the operands that have one. Results
+    that nothing reads are left out.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    info = _debug_info_inside(eqn)
+    used = [v.aval for v in eqn.outvars if not is_dropped(v)]
+    smooth = [bool(jnp.issubdtype(a.dtype, jnp.inexact)) for a in used]
+
+    def forward(*args: Any) -> Any:
+        def of(*mine: Any) -> list[Any]:
+            own = iter(mine)
+            ins = [next(own) if on else x for x, on in zip(args, wrt, strict=True)]
+            return [y for y in evaluate(eqn, ins, info) if y is not None]
+
+        return jax.vjp(of, *(x for x, on in zip(args, wrt, strict=True) if on))
+
+    def backward(pull: Any, *gradients: Any) -> Any:
+        found, none = iter(gradients), jax.dtypes.float0
+        whole = [next(found) if on else np.zeros(a.shape, none) for a, on in zip(used, smooth, strict=True)]
+        return pull(whole)
+
+    def shapes(avals: Sequence[Any]) -> list[Any]:
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+
+    ahead, made = jax.make_jaxpr(forward, return_shape=True)(*shapes([v.aval for v in eqn.invars]))
+    back = jax.make_jaxpr(backward)(made[1], *shapes([a for a, on in zip(used, smooth, strict=True) if on]))
+    return ahead, _without_dead_code(back), smooth
+
+
+def _without_dead_code(closed: Any) -> Any:
+    """The jaxpr without what none of its results needs: a rule finds the gradients of operands that have none, too."""
+    from jax.extend.core import ClosedJaxpr
+    from jax.interpreters.partial_eval import dce_jaxpr
+
+    jaxpr, consts = opened(closed)
+    return ClosedJaxpr(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0], consts)
+
+
+def _debug_info_inside(eqn: Any) -> Any:
+    """That of the jaxpr which a call calls, to run the call by itself."""
+    jaxpr = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
+    return opened(jaxpr)[0].debug_info._replace(arg_names=None, result_paths=None)
 
 
 def evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:

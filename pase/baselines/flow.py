@@ -129,7 +129,7 @@ def _parameter_of(graph: Graph, tensor: str) -> str | None:
 def _weights(graph: Graph, classes: dict[DimKey, int]) -> Iterator[Weight]:
     for n in graph.nodes:
         for op in n.ops:
-            if op.kind not in ("matmul", "conv", "gather") or len(op.reads) != 2:
+            if op.kind not in ("matmul", "conv", "gather") or len(op.reads) != 2 or op.backward:
                 continue
             for weight, other in (op.reads, op.reads[::-1]):
                 parameter = _parameter_of(graph, weight.tensor)

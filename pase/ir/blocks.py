@@ -85,6 +85,8 @@ def mixes_examples(graph: Graph) -> str | None:
     summed: set[str] = set()
     for n in graph.nodes:
         for op in n.ops:
+            if op.backward:  # gradients are summed over the batch, as ever
+                continue
             own = {d for d in op.dims if classes[n.name, d] in batch}
             told = {a.tensor for a in op.reads} & summed
             if told and own:

@@ -169,7 +169,8 @@ CAUSAL_ATTENTION = _add("causal_attention", 2.0, "both")
 MOVE = _add("move", 0.0, "nothing")
 OPAQUE = _add("opaque", 0.0)
 CARRY = _add("carry", 0.0, "nothing")
-_LEAF = {name: _add(name, 0.0, "nothing") for name in ("parameter", "input", "constant", "output")}
+_WHOLE = ("parameter", "input", "constant", "cotangent", "gradient", "output")
+_LEAF = {name: _add(name, 0.0, "nothing") for name in _WHOLE}
 
 BY_KIND: dict[str, Function] = {
     "matmul": MATMUL, "conv": CONV, "gather": GATHER, "scatter": SCATTER, "view": MOVE, "copy": COPY,

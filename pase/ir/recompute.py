@@ -17,7 +17,10 @@ __all__ = ["mark_recomputed", "needs"]
 
 
 def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Tensors that the op's own derivative needs, of those that it reads and writes. tensors: the graph's."""
+    """Tensors that the op's own derivative needs, of those that it reads and writes; of an op that runs in backward,
+    all that it reads. tensors: the graph's."""
+    if op.backward:
+        return tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant" and not a.gradient)
     if not op.differentiable:
         return ()
     data = tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant")
@@ -42,6 +45,8 @@ def mark_recomputed(graph: Graph) -> Graph:
     needed: dict[tuple[Scope, ...] | None, set[str]] = defaultdict(set)
     ops = [op for n in graph.nodes for op in n.ops if op.remat]
     region = {a.tensor: op.region for op in ops for a in op.writes}
+    for op in (op for n in graph.nodes for op in n.ops if op.backward and op.region is not None):
+        needed[op.region].update(a.tensor for a in op.reads if not a.gradient)
     for op in ops:
         here = op.region
         if any(graph.tensors[a.tensor].needs_grad for a in op.writes):

@@ -161,6 +161,7 @@ class _NodeGroups:
             op = n.ops[0]
             if (
                 op.kind not in ("view", "elementwise")
+                or op.backward
                 or not op.reads
                 or set(op.dims) != set(op.reads[0].map.dims)
             ):
@@ -225,7 +226,7 @@ class _NodeGroups:
             else:
                 near = [p for p in before if self._is_light(p) and level[p] == top]
                 groups = list(dict.fromkeys(self.find(p) for p in near))
-                joins = all(self._op(p).loops == op.loops for p in near)
+                joins = all(self._op(p).stage == op.stage for p in near)
                 free = any(self._whole(g) for g in (*groups, i))
                 level.append(top if joins and self.add(i, groups, free=free) else top + 1)
         for i in range(len(self.graph.nodes)):  # what has one reader may go there, whatever its level
@@ -235,7 +236,7 @@ class _NodeGroups:
                 if (
                     len(readers) == 1
                     and self._is_light(target)
-                    and self._op(target).loops == self._op(i).loops
+                    and self._op(target).stage == self._op(i).stage
                 ):
                     self.join(target, i, free=self._whole(target) or self._whole(i))
         for root in {self.find(i) for i in range(len(self.graph.nodes)) if self._is_light(i)}:
@@ -291,7 +292,7 @@ class _NodeGroups:
             (target,) = outside
             reader = self._op(target)
             takes = ("matmul", "conv", "attention", "gather", "scatter", "output")
-            if reader.kind in takes and reader.loops == self._op(root).loops:
+            if reader.kind in takes and reader.stage == self._op(root).stage:
                 self.join(target, root, free=True)
 
     def join_results(self) -> None:
@@ -310,7 +311,7 @@ class _NodeGroups:
             if (
                 alone
                 and kind in ("matmul", "conv", "attention", "gather")
-                and self._op(source).loops == op.loops
+                and self._op(source).stage == op.stage
             ):
                 self.join(source, i, free=True)
 
@@ -428,7 +429,7 @@ def _with_copies(graph: Graph) -> Graph:
             name="copy", kind="copy", function=functions.COPY,
             reads=(Access(t, m, again=(t, scope) in again),), writes=(Access(new, m),),
             flops_per_point=0, over=(), source=op.source or inside.source, eqn=op.eqn, scope=scope, times=inside.times,
-            chance=inside.chance, remat=inside.remat,
+            chance=inside.chance, remat=inside.remat, backward=all(o.backward for o in who.values()),
         )  # fmt: skip
         pending = [Dim(name="pending", size=0, kind="pending")] if tensor.needs_grad else []
         copies[producer.name].append(

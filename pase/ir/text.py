@@ -11,10 +11,11 @@
 
 One line a tensor, one a node, one an op under it. An op's line: kind, name, reads ``->`` writes, each a tensor
 and its access map (``sparse`` before it where few elements are touched, ``again`` where backward reads it
-anew), then what differs from the default: ``fn`` (the function, where neither kind nor name says it),
-``flops`` (per point), ``over`` (dims), ``times``, ``chance``, ``scope`` (once per enclosing loop), ``remat``,
-``nodiff``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with other
-characters than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
+anew, ``gradient`` where its gradient is handed back), then what differs from the default: ``fn`` (the function,
+where neither kind nor name says it), ``flops`` (per point), ``over`` (dims), ``times``, ``chance``, ``scope``
+(once per enclosing loop), ``remat``, ``backward``, ``nodiff``, ``eqn``, ``source``. A size is an integer, a
+symbol, or an expression in braces. A name with other characters than letters, digits and ``_.@:~/<>+*-`` is a
+JSON string. ``#`` starts a comment line.
 """
 
 from __future__ import annotations
@@ -93,8 +94,12 @@ def _size(size: Size) -> str:
     return text if _INTEGER.fullmatch(text) or _SYMBOL.fullmatch(text) else f"{{{text}}}"
 
 
+_MARKS = ("sparse", "again", "gradient")
+"""Flags of an access, which stand before it."""
+
+
 def _access(a: Access) -> str:
-    return f"{'sparse ' if a.sparse else ''}{'again ' if a.again else ''}{_word(a.tensor)}[{a.map}]"
+    return "".join(f"{mark} " for mark in _MARKS if getattr(a, mark)) + f"{_word(a.tensor)}[{a.map}]"
 
 
 def _implied(kind: str, name: str) -> Function | None:
@@ -120,7 +125,7 @@ def _op(op: Op, sources: bool, functions: bool) -> str:
     if op.chance != 1:
         more.append(f"chance={float(op.chance)!r}")
     more += [f"scope={_word(str(s))}" for s in op.scope]
-    more += ["remat"] * op.remat + ["nodiff"] * (not op.differentiable)
+    more += ["remat"] * op.remat + ["backward"] * op.backward + ["nodiff"] * (not op.differentiable)
     if op.eqn:
         more.append(f"eqn={_word(str(op.eqn))}")
     if op.source and sources:
@@ -348,7 +353,7 @@ def _read_op(line: _Line) -> Op:
             if key in more:
                 line.fail(f"'{key}' stands twice", at_key)
             match key:
-                case "remat":
+                case "remat" | "backward":
                     more[key] = True
                 case "nodiff":
                     more[key] = True
@@ -404,7 +409,7 @@ def _read_op(line: _Line) -> Op:
 
 def _read_access(line: _Line) -> Access:
     marks = {}
-    for mark in ("sparse", "again"):
+    for mark in _MARKS:
         line.at_end()
         found = re.compile(rf"{mark}(?= +[^\[ ])").match(line.text, line.position)
         marks[mark] = found is not None

@@ -20,6 +20,7 @@ from pase.ir.sizes import Size, bind_size, free_symbols, product
 
 __all__ = [
     "LEAF",
+    "WORKLESS",
     "Access",
     "AccessMap",
     "Dim",
@@ -69,8 +70,15 @@ OpKind = Literal[
     "constant",
     "copy",
     "carry",
+    "cotangent",
+    "gradient",
     "output",
 ]
+
+WORKLESS: frozenset[OpKind] = frozenset(
+    ("input", "constant", "copy", "carry", "cotangent", "gradient", "output")
+)
+"""Kinds of ops that compute nothing: they stand for a layout, and what is paid is the way into it."""
 
 LEAF: frozenset[OpKind] = frozenset(("parameter", "input", "constant"))
 """Kinds of ops that read nothing: what the model is given."""
@@ -190,12 +198,14 @@ class Access:
     sparse: only as many elements are touched as the op has points (an embedding lookup, one layer's slice of a
     stack), not the whole tensor.
     again: inside a rematerialised region, and backward needs the value: it is gathered a second time.
+    gradient: of a read: nothing is read; the tensor's gradient is handed back here (an op of kind "gradient").
     """
 
     tensor: str
     map: AccessMap
     sparse: bool = False
     again: bool = False
+    gradient: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +220,9 @@ class Op:
     times: how often it runs in a step (the product of the trip counts of its scope).
     chance: of the conditional branches around it to be taken, by which its time is weighted; memory is not.
     remat: its forward runs again during backward.
+    backward: it runs during backward: a derivative rule that the user wrote is made of such ops. What it reads of
+    forward is kept for it. An op of kind "cotangent" hands a value on and gives the rule the value's gradient, in the
+    same layout; one of kind "gradient" hands back what the rule found for an operand.
     """
 
     name: str
@@ -226,6 +239,7 @@ class Op:
     times: Size = 1
     chance: float = 1.0
     remat: bool = False
+    backward: bool = False
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
@@ -243,6 +257,11 @@ class Op:
     def loops(self) -> tuple[Scope, ...]:
         """The loops and branches around it, outermost first."""
         return tuple(s for s in self.scope if s.kind != "remat")
+
+    @property
+    def stage(self) -> tuple[tuple[Scope, ...], bool]:
+        """When it runs: in which loops and branches, and whether in backward. Ops of one stage may be one node."""
+        return self.loops, self.backward
 
     @property
     def einsum(self) -> str:
@@ -407,7 +426,7 @@ class Graph:
             for op, a in n.reads:
                 if a.tensor not in self.producer:
                     continue
-                key = (n.name, a.tensor, a.map, op.scope, frozenset(op.dims))
+                key = (n.name, a.tensor, a.map, op.scope, frozenset(op.dims), a.gradient)
                 old = found.get(key)
                 edge = Edge(src=self.producer[a.tensor].name, dst=n.name, tensor=a.tensor, op=op, access=a)
                 if old is not None and (old.op.differentiable or not op.differentiable):

@@ -14,7 +14,8 @@ def verify(graph: Graph) -> Graph:
 
     Names are unique; every tensor read is written once, is constant, or is a carry; every map has one walk per
     tensor dim; sizes agree (a window times its stride, for conv and pooling, may differ by its padding);
-    no access walks a dim twice; dims that an op works on exist.
+    no access walks a dim twice; dims that an op works on exist; gradients are handed back to tensors that have one,
+    by ops that do nothing else.
     """
     seen: set[str] = set()
     written: set[str] = set()
@@ -56,6 +57,12 @@ def _check(graph: Graph, n: Node, op: Op, a: Access) -> None:
         )
     if len(set(a.map.dims)) != len(a.map.dims):
         raise _wrong(n, f"op {op.name}: map '{a.map}' walks a dim twice")
+    if a.gradient != (op.kind == "gradient" and len(op.reads) == 2 and a is op.reads[1]):
+        raise _wrong(
+            n, f"op {op.name}: the second read of a 'gradient' op hands a gradient back, and no other"
+        )
+    if a.gradient and not (t.needs_grad and op.differentiable):
+        raise _wrong(n, f"op {op.name} hands a gradient back to {t.name}, which has none")
     for w, size in zip(a.map.walks, t.shape, strict=True):
         for d in w.dims:
             if d not in n.space:

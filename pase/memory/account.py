@@ -18,6 +18,7 @@ import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import turns_of
+from pase.ir.types import WORKLESS
 from pase.machine import Mesh
 from pase.memory.residuals import kept
 from pase.tables.derive import OPTIMIZERS, node_charges
@@ -173,7 +174,7 @@ def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
     """What the node reads and makes while it runs, each tensor once: (op, access, the node that makes it). What stays
     inside of the node, what is read in part, and what nodes that do no work hand on is left out."""
     seen: set[str] = set()
-    for op in () if n.kind in ("parameter", "input", "output", "copy", "carry") else n.ops:
+    for op in () if n.kind == "parameter" or n.kind in WORKLESS else n.ops:
         for a in (*op.writes, *op.reads):
             source = graph.producer.get(a.tensor)
             inner = a.tensor in n.internal and not graph.read_outside(n, a.tensor)

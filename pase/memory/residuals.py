@@ -3,7 +3,7 @@
 The derivative of an op needs operands of products and of non-linear functions, or their results (exp, tanh, …).
 A compiler does not keep a value that it can make again within the reader's own fusion: cheap elementwise ops, casts
 and views of one large operand are followed back to that operand, and that is kept. Sums of two activations are
-kept as they are.
+kept as they are. A derivative rule that the user wrote needs what its backward reads of forward, as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _kept(graph: Graph) -> Iterator[Kept]:
     seen: set[tuple[str, bool]] = set()
     for n in graph.nodes:
         for op in n.ops:
-            if not any(graph.tensors[a.tensor].needs_grad for a in op.writes):
+            if not op.backward and not any(graph.tensors[a.tensor].needs_grad for a in op.writes):
                 continue
             for t in needs(op, graph.tensors):
                 root = _root(graph, n, t, maker, constant)
@@ -75,9 +75,11 @@ def _root(
         if t not in maker or t in constant:
             return None
         n, op = maker[t]
-        if op.kind == "copy":
+        if op.kind == "copy" or (op.kind == "cotangent" and graph.tensors[t].needs_grad):
             t = op.reads[0].tensor
             continue
+        if op.backward or op.kind == "cotangent":  # made in backward itself
+            return None
         if n.kind in ("parameter", "constant"):
             return None
         if n is not reader or op.kind not in ("elementwise", "view", "generate") or op.function.expensive:

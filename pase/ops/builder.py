@@ -38,11 +38,12 @@ _MAX_NODES = 2_000_000
 
 @dataclass(frozen=True)
 class Read:
-    """A tensor read through a map. sparse: see ``pase.ir.Access``."""
+    """A tensor read through a map. sparse, gradient: see ``pase.ir.Access``."""
 
     tensor: Tensor
     map: AccessMap
     sparse: bool = False
+    gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class GraphBuilder:
     _times: Size = 1
     _chance: float = 1.0
     _remat: bool = False
+    _backward: bool = False
     _count: int = 0
 
     @contextmanager
@@ -103,6 +105,16 @@ class GraphBuilder:
             yield
         finally:
             self.frozen = before
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """What is added here runs during backward, once, where the forward around it runs."""
+        before = self._backward, self._remat
+        self._backward, self._remat = True, False
+        try:
+            yield
+        finally:
+            self._backward, self._remat = before
 
     def parameter(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
         """A parameter: a node whose config is the layout it is stored in."""
@@ -166,7 +178,7 @@ class GraphBuilder:
             name=name,
             kind=kind,
             function=function,
-            reads=tuple(Access(r.tensor.name, r.map, r.sparse) for r in reads),
+            reads=tuple(Access(r.tensor.name, r.map, r.sparse, gradient=r.gradient) for r in reads),
             writes=tuple(Access(t.name, w.map, w.sparse) for t, w in zip(out, writes, strict=True)),
             flops_per_point=function.flops if flops is None else flops,
             over=None if over is None else tuple(over),
@@ -177,6 +189,7 @@ class GraphBuilder:
             times=self._times,
             chance=self._chance,
             remat=self._remat and not self.saved,
+            backward=self._backward,
         )
         space = IterationSpace(tuple(Dim(name=n, size=s, kind=k) for n, (s, k) in dims.items()))
         self.nodes.append(Node(name=node_name, space=space, ops=(op,)))

@@ -31,7 +31,7 @@ Digit: TypeAlias = "tuple[int, int] | None"
 """(tensor dim, blocks that this and the more major axes cut it in), as in ``pase.tables.layouts``; None: replicated."""
 Digits: TypeAlias = tuple[Digit, ...]
 
-_NO_EQUATION = ("output", "copy", "parameter", "input", "constant")
+_NO_EQUATION = ("output", "copy", "parameter", "input", "constant", "cotangent", "gradient")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class EquationLayouts:
 class NodeStates:
     """Of each op of a node, the states of each access, int64 [axes] (see ``pase.tables.layouts``).
 
-    reads: None where a node only hands on what it reads (a copy, an output).
+    reads: None where a node only hands on what it reads (a copy, an output), or runs in backward.
     """
 
     reads: tuple[tuple[np.ndarray | None, ...], ...]
@@ -68,7 +68,7 @@ def access_states(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -
         config = configs[n.name][None, :]
 
         def read(op: Op, a: Access, n: Node = n, config: np.ndarray = config) -> np.ndarray | None:
-            if n.kind in ("copy", "output"):
+            if n.kind in ("copy", "output") or op.backward:  # no equation of the program's own stands there
                 return None
             return np.asarray(read_states(n, op, a, graph.tensors[a.tensor], config, mesh)[0])
 
@@ -88,7 +88,7 @@ def equation_layouts(graph: Graph, states: Mapping[str, NodeStates]) -> dict[Pla
     for n in graph.nodes:
         of_node = states[n.name]
         for op, reads, writes in zip(n.ops, of_node.reads, of_node.writes, strict=True):
-            if op.kind in _NO_EQUATION:
+            if op.kind in _NO_EQUATION or op.backward:
                 continue
             both = found.setdefault(op.eqn, ({}, {}))
             for kept, accesses, rows in ((both[0], op.reads, reads), (both[1], op.writes, writes)):

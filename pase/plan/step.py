@@ -223,6 +223,11 @@ class _FusedKernel:
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
 
+    @property
+    def backward(self) -> bool:
+        """Does it run in backward?"""
+        return self.ops[0].backward
+
     def passes_back(self, graph: Graph) -> bool:
         """Is its gradient no more than its outputs' gradients handed on? A sum's is."""
         whole = {graph.tensors[a.tensor].elements for a in (*self.reads, *self.writes)}
@@ -295,11 +300,13 @@ def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]
     times = float(number(node.times, node.name))
     for op in node.ops:
         if op.kind in _HEAVY:
-            out["forward"] += times * (2 if op.remat else 1)
+            out["backward" if op.backward else "forward"] += times * (2 if op.remat else 1)
             grads = [a for a in op.reads if op.differentiable and graph.tensors[a.tensor].needs_grad]
             out["backward"] += times * (len(grads) if op.kind in ("matmul", "conv") else bool(grads))
     for kernel in _kernels(graph, node, executor):
-        out["forward"] += times * (2 if any(op.remat for op in kernel.ops) else 1)
+        out["backward" if kernel.backward else "forward"] += times * (
+            2 if any(op.remat for op in kernel.ops) else 1
+        )
         grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]
         sums = sum(graph.producer[a.tensor].kind == "parameter" for a in grads)
         out["backward"] += times * ((len(grads) > sums and not kernel.passes_back(graph)) + sums)
@@ -321,7 +328,8 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
         dtype = graph.tensors[kernel.ops[-1].writes[0].tensor].dtype
         forward = local(kernel.reads) + local(kernel.writes)
         yield Work(
-            kind="memory", dtype=dtype, flops=np.zeros(1), nbytes=np.array([forward]), mnk=None, phase="forward",
+            kind="memory", dtype=dtype, flops=np.zeros(1), nbytes=np.array([forward]), mnk=None,
+            phase="backward" if kernel.backward else "forward",
             times=times * (2 if any(op.remat for op in kernel.ops) else 1),
         )  # fmt: skip
         grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]

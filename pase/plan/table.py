@@ -139,7 +139,7 @@ def layer_table(plan: PlanData) -> Any:
         at[_KINDS[c.kind]] = at.get(_KINDS[c.kind], 0.0) + c.nbytes * c.times
     for n in plan.nodes:
         if n.op in ("parameter", "input") or (
-            n.op in ("copy", "carry", "output") and not n.cost.communication
+            n.op in ("copy", "carry", "cotangent", "gradient", "output") and not n.cost.communication
         ):
             continue
         turns = f" ×{n.times}" if n.times > 1 else ""

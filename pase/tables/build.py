@@ -188,11 +188,11 @@ def _edges(
 ) -> Iterator[EdgeTable]:
     """Edges that cost something under some pair of layouts."""
     layouts = _Layouts(known.rules, mesh)
-    ends: dict[tuple[int, int, str], tuple[np.ndarray, np.ndarray]] = {}
+    ends: dict[tuple[int, int, bool], tuple[np.ndarray, np.ndarray]] = {}
     classes = [(layouts.of(e.write, space[e.src]), layouts.of(e.read, space[e.dst])) for e in known.edges]
     for e, (src, dst) in zip(known.edges, classes, strict=True):
         for f in known.flows[e.flows]:
-            key = (id(src.rows), id(dst.rows), f.phase)
+            key = (id(src.rows), id(dst.rows), f.back)
             if key not in ends:
                 a, b = f.ends(src.rows, dst.rows)
                 ends[key] = (layouts.one(a), layouts.one(b))
@@ -205,11 +205,11 @@ def _edges(
         if where not in memo:
             cost, something = np.zeros((len(src.rows), len(dst.rows))), False
             for f in known.flows[e.flows]:
-                a, b = ends[id(src.rows), id(dst.rows), f.phase]
+                a, b = ends[id(src.rows), id(dst.rows), f.back]
                 one = plans[id(a), id(b)].cost(price.of(f))
                 something |= bool(one.any())
-                weight = sync if f.phase == "backward" and f.bucketed else 1.0
-                cost += weight * (one.T if f.phase == "backward" else one)
+                weight = sync if f.back and f.bucketed else 1.0
+                cost += weight * (one.T if f.back else one)
             memo[where] = cost if something else None
         matrix = memo[where]
         if matrix is not None:

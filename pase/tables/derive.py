@@ -8,6 +8,7 @@
   for a parameter that is the gradient synchronisation.
 - An axis on a parameter's *state* splits its gradient and the optimizer's work, which ends in a gather of the
   updated parameter.
+- A derivative rule that the user wrote is ops that run in backward; of it nothing is derived but collectives.
 - A windowed dim exchanges halos; an edge pays to go from the layout written to the layout read, and back
   for the gradient.
 
@@ -25,6 +26,7 @@ import numpy as np
 from pase.ir import Access, Edge, Graph, Node, Op, Tensor
 from pase.ir.blocks import turns_of
 from pase.ir.functions import CAUSAL_ATTENTION
+from pase.ir.types import WORKLESS
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import (
     PARTIAL,
@@ -106,6 +108,10 @@ TileShape = tuple[int, int]
 """Rows and lanes of the tiles that a device stores arrays in."""
 
 
+def _phase(op: Op) -> Phase:
+    return "backward" if op.backward else "forward"
+
+
 def _runs(op: Op, what: str) -> float:
     """How often the op runs in a step, on average."""
     return float(number(op.times, what)) * op.chance
@@ -150,7 +156,8 @@ def node_work(
         return
     internal = node.internal
     zero = np.zeros(len(cfg))
-    light_flops, light_bytes, back_flops, back_bytes = zero, zero, zero, zero
+    flops_of: dict[Phase, np.ndarray] = {"forward": zero, "backward": zero}  # of light ops together
+    bytes_of: dict[Phase, np.ndarray] = dict(flops_of)
     seen: set[str] = set()
     for op in node.ops:
         over = op.dims if op.over is None else op.over
@@ -178,32 +185,25 @@ def node_work(
             yield from _products(graph, node, op, flops, nbytes, cfg, mesh, tile)
         elif op.kind == "attention":
             yield from _attention(graph, node, op, flops, nbytes, cfg, mesh)
-        elif op.kind == "gather":
-            light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
-            for a in grads:  # a scatter-add into zeros of the table's local size
-                back_bytes = back_bytes + 2 * wrote + local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
-        elif op.kind not in ("carry", "copy", "output", "input", "constant"):
-            light_flops, light_bytes = light_flops + flops, light_bytes + nbytes
-            if grads:
-                back_flops, back_bytes = back_flops + 2 * flops, back_bytes + 2 * nbytes
+        elif op.kind not in WORKLESS:
+            flops_of[_phase(op)] = flops_of[_phase(op)] + flops
+            bytes_of[_phase(op)] = bytes_of[_phase(op)] + nbytes
+            if op.kind == "gather":
+                for a in grads:  # a scatter-add into zeros of the table's local size
+                    table = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
+                    bytes_of["backward"] = bytes_of["backward"] + 2 * wrote + table
+            elif grads:
+                flops_of["backward"] = flops_of["backward"] + 2 * flops
+                bytes_of["backward"] = bytes_of["backward"] + 2 * nbytes
     main = node.main
     times = _runs(main, node.name)
-    if light_flops.any() or light_bytes.any():
-        dtype = graph.tensors[(main.writes or main.reads)[0].tensor].dtype
-        yield Work(
-            kind="memory", dtype=dtype, flops=light_flops, nbytes=light_bytes, mnk=None, phase="forward",
-            times=times * (2 if main.remat else 1),
-        )  # fmt: skip
-        if back_flops.any() or back_bytes.any():
+    dtype = graph.tensors[(main.writes or main.reads)[0].tensor].dtype
+    for phase, runs in (("forward", times * (2 if main.remat else 1)), ("backward", times)):
+        if flops_of[phase].any() or bytes_of[phase].any():  # type: ignore[index]
             yield Work(
-                kind="memory",
-                dtype=dtype,
-                flops=back_flops,
-                nbytes=back_bytes,
-                mnk=None,
-                phase="backward",
-                times=times,
-            )
+                kind="memory", dtype=dtype, flops=flops_of[phase], nbytes=bytes_of[phase], mnk=None,  # type: ignore[index]
+                phase=phase, times=runs,  # type: ignore[arg-type]
+            )  # fmt: skip
 
 
 def _products(
@@ -234,7 +234,7 @@ def _products(
             padding=np.maximum(most / known, 1.0),
         )  # fmt: skip
 
-    yield product((m, n, k), "forward", runs)
+    yield product((m, n, k), _phase(op), runs)
     for a, mnk in zip(op.reads, ((m, k, n), (k, n, m)), strict=True):
         if _grad(graph, op, a.tensor):
             yield product(mnk, "backward", times)
@@ -270,7 +270,7 @@ def _attention(
     times = _runs(op, node.name)
     dtype = graph.tensors[op.reads[0].tensor].dtype
     yield Work(
-        kind="attention", dtype=dtype, flops=flops, nbytes=nbytes, mnk=(rows, keys, inner), phase="forward",
+        kind="attention", dtype=dtype, flops=flops, nbytes=nbytes, mnk=(rows, keys, inner), phase=_phase(op),
         times=times * (2 if op.remat else 1),
     )  # fmt: skip
     if any(_grad(graph, op, a.tensor) for a in op.reads):
@@ -329,7 +329,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
                 axes = axis_bits(cfg, dim_index(node, summed), mesh)
                 size = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
                 yield Charge(
-                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase="forward", times=runs
+                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase=_phase(op), times=runs
                 )
         for a in op.reads:
             t = graph.tensors[a.tensor]
@@ -349,7 +349,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
                 size = local_bytes(node, t, a, cfg, mesh) * part
                 axes = axis_bits(cfg, index, mesh)
                 yield Charge(
-                    kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="forward", times=runs
+                    kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase=_phase(op), times=runs
                 )
                 if _grad(graph, op, a.tensor):
                     yield Charge(
@@ -392,38 +392,47 @@ def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """A tensor, or its gradient, on its way along an edge: bytes of the whole, and how often in a step."""
+    """A tensor, or its gradient, on its way along an edge: bytes of the whole, and how often in a step.
+
+    back: it is the gradient, on its way from the reader.
+    """
 
     phase: Phase
+    back: bool
     nbytes: int
     times: float
     bucketed: bool
 
     def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The layouts that it leaves and those that it reaches; src from write_states, dst from read_states."""
-        if self.phase == "forward":
+        if not self.back:
             return forward_states(src), np.where(dst == PARTIAL, REPLICATED, dst)
         return dst, gradient_states(src)
 
 
 def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
-    """The tensor forward, and where it has a gradient, that one back."""
+    """The tensor to its reader, and where it has a gradient, that one back.
+
+    A parameter on its way to a reader that runs in backward counts as forward, as its second gather in a rematerialised
+    region does.
+    """
     tensor = graph.tensors[edge.tensor]
     nbytes, times = number(tensor.nbytes, tensor.name), _runs(edge.op, edge.dst)
     bucketed = graph.producer[edge.tensor].kind == "parameter"
     again = 2 if edge.access.again else 1
-    forward = Flow(phase="forward", nbytes=nbytes, times=times * again, bucketed=bucketed)
+    phase: Phase = "forward" if bucketed else _phase(edge.op)
+    there = Flow(phase=phase, back=False, nbytes=nbytes, times=times * again, bucketed=bucketed)
     if not (tensor.needs_grad and edge.op.differentiable):
-        return (forward,)
-    return forward, Flow(phase="backward", nbytes=nbytes, times=times, bucketed=bucketed)
+        return (there,)
+    back = Flow(phase="backward", back=True, nbytes=nbytes, times=times, bucketed=bucketed)
+    return (back,) if edge.access.gradient else (there, back)
 
 
 def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
     """Collectives of an edge for every pair of layouts; src from write_states, dst from read_states."""
     for flow in edge_flows(graph, edge):
         for step in reshard(*flow.ends(src, dst), mesh):
-            back = flow.phase == "backward"
-            axes, fraction = (step.axes.T, step.fraction.T) if back else (step.axes, step.fraction)
+            axes, fraction = (step.axes.T, step.fraction.T) if flow.back else (step.axes, step.fraction)
             yield Charge(
                 kind=step.kind, axes=axes, nbytes=fraction * flow.nbytes, tensor=edge.tensor, phase=flow.phase,
                 times=flow.times, bucketed=flow.bucketed,

@@ -114,7 +114,7 @@ def _cost_key(graph: Graph, n: Node) -> object:
         (
             op.kind, op.function is CAUSAL_ATTENTION, op.flops_per_point,
             None if op.over is None else tuple(place[d] for d in op.over),
-            op.differentiable, op.times, op.chance, op.remat, tuple(map(access, op.reads)),
+            op.differentiable, op.times, op.chance, op.remat, op.backward, tuple(map(access, op.reads)),
             tuple(map(access, op.writes)),
         )
         for op in n.ops

@@ -46,7 +46,7 @@ def test_traces(name: str) -> None:
         ("ragged", 2 * 128 * 32 * 64),
         ("fori", 3 * 2 * ROWS * 32 * 32),
         ("gradient_inside", 2 * 2 * ROWS * 32 * 32),
-        ("custom_vjp", 2 * ROWS * 32 * 32),
+        ("custom_vjp", 2 * 2 * ROWS * 32 * 32),  # its own rule finds the gradient of the weights by one more
         ("convolutions", 2 * 8 * 9 * (16 * 16 * 4 * 16 + 6 * 6 * 16 * 8 + 16 * 16 * 16 * 8)),
     ],
 )

@@ -134,7 +134,7 @@ def graphs(draw: Callable[..., Any]) -> Graph:
         space = IterationSpace(tuple(Dim(name=d, size=draw(sizes), kind=draw(kinds)) for d in dims))
         maps = st.builds(AccessMap, st.lists(walks(dims), max_size=3).map(tuple))
         accesses = st.lists(
-            st.builds(Access, st.sampled_from(keys), maps, st.booleans(), st.booleans()), max_size=3
+            st.builds(Access, st.sampled_from(keys), maps, *[st.booleans()] * 3), max_size=3
         ).map(tuple)
         op = st.builds(
             Op,
@@ -156,6 +156,7 @@ def graphs(draw: Callable[..., Any]) -> Graph:
             times=sizes,
             chance=st.sampled_from([1.0, 0.25, 0.001]),
             remat=st.booleans(),
+            backward=st.booleans(),
         )
         nodes.append(Node(name=name, space=space, ops=tuple(draw(st.lists(op, max_size=3)))))
     return Graph(

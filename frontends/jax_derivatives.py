@@ -1,0 +1,58 @@
+"""Calls with a derivative rule of their own (``jax.custom_vjp``): forward and backward are those of the rule.
+
+The rule's forward is lowered as it stands, without a gradient; its backward stands behind it as ops that run in
+backward, read what forward returned for them, and hand their results back to the operands. A backend keeps the call
+whole, so that all of it stands at the place of the call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pase.frontends.jax_versions import is_dropped, opened, pulled_back
+from pase.ir.types import is_floating
+from pase.ops import rules
+
+if TYPE_CHECKING:
+    from pase.frontends.from_jax import _JaxLowering
+
+__all__ = ["has_own_rule", "lower_with_rule"]
+
+_CALLS = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+def has_own_rule(lower: _JaxLowering, eqn: Any) -> bool:
+    """Is this a call whose backward runs, and is the user's? Not where it stands in another one's own forward."""
+    if eqn.primitive.name not in _CALLS or lower.inside or lower.b.frozen:
+        return False
+    made = any(is_floating(str(v.aval.dtype)) for v in eqn.outvars if not is_dropped(v))
+    return made and any((t := lower.read(v)) is not None and t.needs_grad for v in eqn.invars)
+
+
+def lower_with_rule(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
+    """The call's results, with the gradients that its rule gives them."""
+    b, at, source = lower.b, lower.b.eqn, lower.b.source
+    operands = [lower.of(v) for v in eqn.invars]
+    trained = [t for t in operands if t.needs_grad]
+    ahead, back, smooth = pulled_back(eqn, [t.needs_grad for t in operands])
+    forward, backward = opened(ahead)[0], opened(back)[0]
+    inner, rule = lower.inner(), lower.inner()
+    inner.inside = rule.inside = at.path
+    with b.without_gradient():
+        inner.constants(forward)
+        inner.write(forward.invars, operands)
+        inner.eqns(forward.eqns, prefix)
+    made = [inner.of(v) for v in forward.outvars]
+    results, kept = made[: len(smooth)], made[len(smooth) :]
+    b.eqn, b.source = at, source
+    seams = [rules.cotangent(b, t) if on else (t, None) for t, on in zip(results, smooth, strict=True)]
+    lower.write([v for v in eqn.outvars if not is_dropped(v)], [value for value, _ in seams])
+    lower.env.update({v: None for v in eqn.outvars if is_dropped(v)})
+    with b.in_backward():
+        with b.without_gradient():
+            rule.constants(backward)
+            rule.write(backward.invars, [*kept, *(g for _, g in seams if g is not None)])
+            rule.eqns(backward.eqns, prefix)
+        b.eqn, b.source = at, source
+        for operand, v in zip(trained, backward.outvars, strict=True):
+            rules.hand_back(b, operand, rule.of(v))

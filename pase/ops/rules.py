@@ -1,0 +1,29 @@
+"""How a derivative rule that the user wrote stands in the graph: its forward, its backward, and the gradients between.
+
+Neither its forward nor its backward is differentiated: what backward does is what its own ops do, and what it reads of
+forward is kept for it, as the user's forward returns it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pase.ir import Tensor
+from pase.ops.builder import GraphBuilder, Read, Write, _dims, _map
+
+__all__ = ["cotangent", "hand_back"]
+
+
+def cotangent(b: GraphBuilder, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(the value that a rule's forward made, now with a gradient; that gradient, for the rule's backward to read)."""
+    m, dims = _map(value.shape), {n: (s, "parallel") for n, s in _dims(value.shape)}
+    writes = [Write(value.shape, value.dtype, m)] * 2
+    out, gradient = b.nest("cotangent", "cotangent", [Read(value, m)], writes, dims, flops=0)  # type: ignore[arg-type]
+    out = b.tensors[out.name] = replace(out, needs_grad=True)
+    return out, gradient
+
+
+def hand_back(b: GraphBuilder, operand: Tensor, gradient: Tensor) -> None:
+    """What the rule found is the operand's gradient: it is brought to where the operand keeps it."""
+    m, dims = _map(operand.shape), {n: (s, "parallel") for n, s in _dims(operand.shape)}
+    b.nest("gradient", "gradient", [Read(gradient, m), Read(operand, m, gradient=True)], [], dims, flops=0)  # type: ignore[arg-type]
