@@ -74,6 +74,7 @@ def layout_answer(layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def zoo_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each zoo model and number of devices (name.devices, its layout.json without its times, and the seconds)."""
     import pase as package
     from pase import zoo
 
@@ -89,6 +90,7 @@ def zoo_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def search_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each of PaSE's recorded instances (name, the answer of pase solve, and the seconds)."""
     for file in sorted((data / "pase_instances").glob("*.json")):
         found = pase("solve", file)
         yield (
@@ -99,6 +101,7 @@ def search_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def schedule_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each scheduled model (name, what every policy makes of it, and the seconds)."""
     with tempfile.TemporaryDirectory() as folder:
         for name in SCHEDULED:
             file = Path(folder) / f"{name}.json"
@@ -108,6 +111,7 @@ def schedule_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def replay_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """For each recorded run (name, the report of pase replay, and the seconds)."""
     for name in REPLAYED:
         found = pase("replay", data / "traces" / name)
         yield name, {"seconds": {"cpu_s": found.pop("cpu_s", 0.0)}, "answer": numbers(found)}
@@ -147,6 +151,7 @@ def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
 
 
 def total_seconds(part: dict[str, Any]) -> dict[str, float]:
+    """The seconds of all rows of a part, added up by what they measure."""
     out: dict[str, float] = {}
     for row in part.values():
         for key, value in row["seconds"].items():
@@ -171,6 +176,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def main() -> None:
+    """Writes the answers to FILE, or compares two such files and prints where they differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,6 +23,7 @@ CASES = (("mlp", 256), ("mlp", 2048), ("gpt2", 32), ("alexnet", 32))
 
 
 def main() -> None:
+    """Writes bench/results/calibrate_cpu.json: the calibration, and each strategy's predicted and measured time."""
     options = parser(__doc__, "calibrate_cpu")
     options.add_argument("--budget", type=float, default=60.0, help="seconds that calibrating takes")
     options.add_argument("--devices", type=int, default=2)
@@ -60,6 +61,7 @@ def main() -> None:
 def predicted_and_measured(
     cases: list[tuple[str, int]], file: Path, devices: int, folder: Path
 ) -> list[dict]:
+    """One row a model: predicted and measured seconds of each of its strategies on host devices."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -88,6 +90,7 @@ def predicted_and_measured(
 
 
 def tau(a: list[float], b: list[float]) -> float:
+    """Kendall's rank correlation of two lists."""
     from scipy.stats import kendalltau
 
     return float(kendalltau(a, b).statistic)

@@ -133,6 +133,7 @@ REASONS: list[tuple[str, str, str, str]] = [
 
 
 def main(arguments: list[str]) -> None:
+    """Writes bench/results/comm_truth.json, and from it docs/communication-truth.md; --render writes the page alone."""
     if arguments != ["--render"]:
         wide = "--32" in arguments
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -149,6 +150,7 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(models: list[str], *, wide: bool) -> None:
+    """Compiles the models under every strategy and puts their rows into the result file."""
     from pase import zoo
 
     alike: dict[str, str] = {}
@@ -190,6 +192,7 @@ def _keep(row: dict[str, Any], alike: dict[str, str]) -> None:
 
 
 def rows_of(name: str) -> Iterator[dict[str, Any]]:
+    """One row a strategy of a model: predicted and compiled bytes, and how far its step is from the unsharded one."""
     import optax
 
     from bench.cases.plans import reduced
@@ -247,6 +250,7 @@ def lines(model: str, strategy: str, *, wide: bool) -> None:
 
 
 def wide_case(name: str) -> Any:
+    """A reduced zoo model with a batch of 32 on 32 devices."""
     from bench.cases.plans import case_of
     from pase import zoo
 
@@ -284,10 +288,12 @@ def wide_rows_of(name: str, known: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def error(bytes_: dict[str, int]) -> float:
+    """Relative error of the predicted bytes."""
     return (bytes_["on_cpu"] - bytes_["compiled"]) / max(bytes_["compiled"], 1)
 
 
 def reason(model: str, strategy: str, kind: str) -> str:
+    """Why prediction and program differ, from REASONS."""
     for m, s, k, why in REASONS:
         if fnmatch(model, m) and fnmatch(strategy, s) and fnmatch(kind, k):
             return why
@@ -332,6 +338,7 @@ def _summary(cells: list[tuple[dict[str, Any], str, dict[str, int]]]) -> list[st
 
 
 def page(result: dict[str, Any]) -> str:
+    """The text of docs/communication-truth.md."""
     searched = [r for r in result["rows"] if not r["strategy"].startswith("random")]
     cells = [(r, k, b) for r in searched for k, b in r["collectives"].items() if b["on_cpu"] or b["compiled"]]
     exact = sum(b["on_cpu"] == b["compiled"] for _, _, b in cells)

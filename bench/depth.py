@@ -17,6 +17,7 @@ LAYERS = (2, 8, 32, 128)
 
 
 def measured(layers: int) -> dict[str, object]:
+    """One row: what compiling a decoder of that many layers takes, whole and by part."""
     began = time.process_time()
     plan = pase.compile(f"zoo:llama3_8b?scan=0&batch=64&layers={layers}", devices=64, baselines=False)
     return {
@@ -30,6 +31,7 @@ def measured(layers: int) -> dict[str, object]:
 
 
 def main() -> None:
+    """Writes bench/results/depth.json: a row for each number of layers."""
     args = parser(__doc__, "depth").parse_args()
     pase.compile("zoo:mlp", devices=8)  # imports
     rows = []

@@ -87,6 +87,7 @@ def dropout_bytes(batch: int) -> float:
 
 
 def main() -> None:
+    """Writes bench/results/dpro_memory.json: predicted peak memory beside dPRO's measured and simulated figures."""
     args = parser(__doc__, "dpro_memory").parse_args()
     rows = []
     for name, built, optimizer, measured, theirs in wanted(((m[0], m) for m in models()), args.only):

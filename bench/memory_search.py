@@ -25,6 +25,7 @@ CASES = {
 
 
 def measured(model: str, devices: int) -> dict[str, object]:
+    """One row: the step found within the machine's memory, its proof, and what finding it took."""
     cpu, began = time.process_time(), time.perf_counter()
     plan = pase.compile(model, devices=devices, memory_limit="machine", baselines=False, time_limit=1e6)
     return {
@@ -47,6 +48,7 @@ def measured(model: str, devices: int) -> dict[str, object]:
 
 
 def main() -> None:
+    """Writes bench/results/memory_search.json: a row for each case."""
     args = parser(__doc__, "memory_search").parse_args()
     pase.compile("zoo:mlp", devices=8)  # imports
     rows = []

@@ -91,6 +91,7 @@ def models() -> dict[str, tuple[Any, list[Any]]]:
 
 
 def module(text: str) -> Any:
+    """The generated program as a module."""
     program = types.ModuleType("generated")
     exec(compile(text, "generated_mtf.py", "exec"), program.__dict__)
     return program
@@ -153,6 +154,7 @@ def as_strategy(names: Any, space: Any, rules: Mapping[str, str], axes: list[str
 
 
 def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
+    """One model's row: bytes, seconds and numbers of our layout and of auto_mtf's."""
     from pase.backends import to_mesh_tf
     from pase.backends.mtf_names import Names
     from pase.backends.mtf_rules import parse_pairs
@@ -240,6 +242,7 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Writes bench/results/mesh_tf.json after each model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -254,6 +257,7 @@ def main() -> None:
 
 
 def write(rows: dict[str, Any]) -> None:
+    """Writes the rows measured so far to bench/results/mesh_tf.json."""
     save({"devices": DEVICES, "mesh": MESH, "runs": RUNS, "models": rows}, RESULTS / "mesh_tf.json")
 
 

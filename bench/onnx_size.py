@@ -105,6 +105,7 @@ def blocks(count: int, d: int, weights: bool) -> Any:
 
 
 def measured(path: Path, simplify: bool, repeats: int) -> dict[str, Any]:
+    """Medians over fresh processes: seconds to load and to lower the file, and peak memory."""
     runs = []
     for _ in range(repeats):
         out = subprocess.run(
@@ -119,6 +120,7 @@ def measured(path: Path, simplify: bool, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Writes bench/results/onnx_size.json: a row for each size of file."""
     args = parser(__doc__, "onnx_size").parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

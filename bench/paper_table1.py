@@ -41,6 +41,7 @@ MODELS = (*PAPER_S, "transformer?scan=0")
 
 
 def main() -> None:
+    """Writes bench/results/paper_table1.json: our seconds beside the paper's and its prototype's."""
     options = parser(__doc__, "paper_table1")
     options.add_argument("--repeats", type=int, default=3)
     args = options.parse_args()

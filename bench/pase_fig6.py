@@ -75,6 +75,7 @@ def predicted(model: str, machine: str, devices: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Writes bench/results/pase_fig6.json: predicted speedups beside the figure's."""
     args = parser(__doc__, "pase_fig6").parse_args()
     rows: list[dict[str, Any]] = []
     cells = [

@@ -141,6 +141,7 @@ def predict(p: Published, recompute: str, m: Machine, executor: Executor = MEGAT
 
 
 def main() -> None:
+    """Writes bench/results/published.json: predicted beside published step times, and the mean absolute error."""
     args = parser(__doc__, "published").parse_args()
     m = machine.load("a100x8")
     rows: list[dict[str, Any]] = []

@@ -262,6 +262,7 @@ def _groups(answers: list[PricedRun]) -> Iterator[tuple[str, list[PricedRun]]]:
 
 
 def main() -> None:
+    """Writes a row for each run of the file, predicted beside measured, as text or JSON; with -o also to a file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

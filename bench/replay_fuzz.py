@@ -48,6 +48,7 @@ def _draw_indices(events: list[dict[str, Any]], rng: np.random.Generator, most: 
 
 
 def drop(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Events removed."""
     gone = set(_draw_indices(events, rng, 60))
     return [e for i, e in enumerate(events) if i not in gone] or events
 
@@ -66,10 +67,12 @@ def drop_kind(events: list[dict[str, Any]], rng: np.random.Generator) -> list[di
 
 
 def double(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Events written twice."""
     return events + [copy.deepcopy(events[i]) for i in _draw_indices(events, rng)]
 
 
 def move(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Starts shifted, by up to a second."""
     for i in _draw_indices(events, rng):
         if isinstance(events[i]["ts"], float):
             events[i]["ts"] += float(rng.normal() * 10.0 ** rng.integers(0, 7))
@@ -77,6 +80,7 @@ def move(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[st
 
 
 def stretch(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Durations scaled by up to four orders of magnitude, either way."""
     for i in _draw_indices(events, rng):
         if isinstance(events[i]["dur"], float):
             events[i]["dur"] *= float(10.0 ** rng.uniform(-4, 4))
@@ -94,6 +98,7 @@ def shift_rest(events: list[dict[str, Any]], rng: np.random.Generator) -> list[d
 
 
 def nonsense(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Times that are no times."""
     values: list[Any] = [float("nan"), float("inf"), -1.0, 0.0, 1e17, -1e17, "x", None, [], {}]
     for i in _draw_indices(events, rng, 5):
         events[i][str(rng.choice(["ts", "dur"]))] = values[int(rng.integers(len(values)))]
@@ -109,6 +114,7 @@ def ids(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str
 
 
 def streams(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Kernels moved to other streams."""
     for i in _draw_indices(events, rng):
         if "stream" in events[i]["args"]:
             events[i]["args"]["stream"] = int(rng.choice([7, 20, 99]))
@@ -116,6 +122,7 @@ def streams(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict
 
 
 def names(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Events renamed to what means something to the reader."""
     words = [
         "cudaDeviceSynchronize",
         "cudaMalloc",
@@ -140,6 +147,7 @@ def marks(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[s
 
 
 def cut(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """The end of the file missing."""
     return events[: max(1, int(rng.integers(len(events))))]
 
 
@@ -198,6 +206,7 @@ def verdict(folder: Path) -> str:
 
 
 def main() -> None:
+    """Writes bench/results/replay_fuzz.json: how the mutated traces ended, and the faults."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)

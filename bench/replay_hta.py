@@ -59,6 +59,7 @@ print(json.dumps(out))
 
 
 def main() -> None:
+    """Writes bench/results/replay_hta.json: HTA's sums beside ours, trace by trace."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--traces", type=Path, default=SHARED / "traces")
     parser.add_argument("--hta", type=Path, required=True, help="a Python that has HolisticTraceAnalysis")
@@ -79,12 +80,14 @@ def _version(python: Path) -> str:
 
 
 def theirs(python: Path, trace: Path) -> dict[str, Any]:
+    """HTA's sums of a trace, by name."""
     done = subprocess.run([python, "-c", THEIRS, trace], check=True, capture_output=True, text=True)
     numbers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return numbers
 
 
 def ours(trace: Path) -> dict[str, float]:
+    """The same sums by pase."""
     t = load(trace)
     (rank,) = t.ranks
     s = streams(t, rank)

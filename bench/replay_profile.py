@@ -57,6 +57,7 @@ sys.exit(max(abs(p.wait()) for p in ranks))
 
 
 def main() -> None:
+    """Writes bench/results/replay_profile.json: seconds with and without tracing, and the error of the replay."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

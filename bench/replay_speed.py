@@ -22,6 +22,7 @@ from bench.provenance import RESULTS, ROOT, save
 
 
 def main() -> None:
+    """Writes bench/results/replay_speed.json: seconds and memory to read a trace, and to replay a graph."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--part", choices=("read", "replay"))
@@ -43,6 +44,7 @@ def main() -> None:
 
 
 def part(name: str, *more: str) -> dict[str, Any]:
+    """One part of the bench in a process of its own; its row."""
     command = [sys.executable, "-m", "bench.replay_speed", "--part", name, *more]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return json.loads(done.stdout)
@@ -68,6 +70,7 @@ PADDING = {
 
 
 def generate(file: Path, size: int) -> int:
+    """Writes a Chrome trace of about this many bytes; the bytes written."""
     from bench.cases.timelines import ImaginedRun, simulate, trace
 
     document = trace(simulate(ImaginedRun(ranks=1, iterations=20, layers=200)), 0)
@@ -90,6 +93,7 @@ def generate(file: Path, size: int) -> int:
 
 
 def read(file: Path) -> dict[str, Any]:
+    """The row of reading a trace: events, seconds, memory."""
     from pase.replay.chrome import read_chrome
 
     begun = time.perf_counter()

@@ -41,6 +41,7 @@ RUNS = {
 
 
 def main() -> None:
+    """Writes bench/results/replay_traces.json: errors of prediction, and of clocks that were set wrong."""
     options = parser(__doc__, "replay_traces")
     options.add_argument("--traces", type=Path, default=SHARED / "traces")
     args = options.parse_args()
@@ -53,6 +54,7 @@ def main() -> None:
 
 
 def one_run(path: Path) -> dict[str, Any]:
+    """The row of a recorded run: its size, seconds to read and replay it, and the error on what was held out."""
     begun = time.perf_counter()
     t = align(load(path))
     loaded = time.perf_counter()
@@ -162,6 +164,7 @@ def alignment(path: Path) -> dict[str, Any]:
 
 
 def disturbed(t: Timeline, skew: np.ndarray, drift: np.ndarray) -> Timeline:
+    """The timeline with clocks set wrong: skew in ns and drift by rank."""
     columns = {k: v.copy() for k, v in t.columns.items()}
     for k, r in enumerate(t.ranks):
         mine = t.rank_of == r

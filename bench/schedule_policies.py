@@ -24,6 +24,7 @@ BANDWIDTHS = (5e9, 1e9, 2.5e8)
 
 
 def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, object]:
+    """The row of a problem: every policy's period over ours, the bound, the exact optimum where it is small enough."""
     seconds = float("inf")
     for _ in range(3):  # the least of three: what runs beside only adds
         began = time.process_time()
@@ -84,6 +85,7 @@ def large_plan() -> dict[str, object]:
 
 
 def main() -> None:
+    """Writes bench/results/schedule_policies.json: a row for each instance."""
     options = parser(__doc__, "schedule_policies")
     options.add_argument(
         "--quick", action="store_true", help="fewer seeds, exact solvers on smaller problems"

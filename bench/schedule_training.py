@@ -40,12 +40,14 @@ COLOURS = {
 
 
 def text(held_out: bool) -> np.ndarray:
+    """The bytes of the docs as training data, or of the one page that is held out."""
     files = sorted((ROOT / "docs").glob("*.md"))
     joined = "\n".join(f.read_text() for f in files if (f.name == HELD_OUT) == held_out)
     return np.frombuffer(joined.encode(), np.uint8).astype(np.int32)
 
 
 def batch_of(data: np.ndarray, g: np.random.Generator) -> dict[str, Any]:
+    """A batch of byte sequences and what follows each byte."""
     at = g.integers(0, len(data) - SEQ - 1, BATCH)
     rows = np.stack([data[a : a + SEQ + 1] for a in at])
     return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
@@ -62,6 +64,7 @@ def slow_links(params: Any, compute_s: float) -> tuple[Link, Link]:
 
 
 def main() -> None:
+    """Writes bench/results/schedule_training.json: loss curves with and without bucket plans."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--picture", type=Path)

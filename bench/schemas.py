@@ -32,6 +32,7 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main() -> None:
+    """Writes every schema file."""
     for file, make in SCHEMAS.items():
         write_atomically(ROOT / file, json.dumps(make(), indent=1) + "\n")
         print(f"wrote {file}")

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.arguments import parser
 from bench.cases import SHARED
-from bench.provenance import RESULTS, save
+from bench.provenance import save
 from pase.errors import Infeasible
 from pase.search import MemoryProfile, solve, verify
 from pase.search.contract import contract, fixed_bytes
@@ -28,13 +29,13 @@ TOO_LARGE: dict[str, Any] = {"cost": None, "bound": None, "optimal": False, "not
 DATA = SHARED
 
 
-def bench_arguments(doc: str | None, seconds: float, repeats: int = 3) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=seconds, help="time limit of each run")
-    parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--only", default="", help="run the rows whose name contains this")
-    parser.add_argument("--solvers", default="pase,cpsat,highs,toulbar2", help="comma-separated")
-    return parser.parse_args()
+def options(doc: str | None, result: str, *, seconds: float, repeats: int = 3) -> argparse.Namespace:
+    """The options of a search bench: those of every bench, a time limit, repeats, and which solvers."""
+    made = parser(doc, result)
+    made.add_argument("--seconds", type=float, default=seconds, help="time limit of each run")
+    made.add_argument("--repeats", type=int, default=repeats)
+    made.add_argument("--solvers", default="pase,cpsat,highs,toulbar2", help="comma-separated")
+    return made.parse_args()
 
 
 def _pase(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:
@@ -240,9 +241,10 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def write_results(name: str, args: argparse.Namespace, rows: list[dict[str, Any]], **more: Any) -> None:
-    """bench/results/<name>.json: what the run was, its settings, its rows."""
-    print("written to", save({"settings": vars(args), **more, "rows": rows}, RESULTS / f"{name}.json"))
+def write_results(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The result file: what the run was, its settings, its rows."""
+    settings = {k: v for k, v in vars(args).items() if k != "o"}
+    print("written to", save({"settings": settings, "rows": rows}, args.o))
 
 
 def contracted_size(tables: CostTables, memory: MemoryProfile | None) -> dict[str, int]:

@@ -14,15 +14,15 @@ import math
 
 import numpy as np
 
-from bench.search_common import bench_arguments, measure, write_results
+from bench.arguments import wanted
+from bench.search_common import measure, options, write_results
 from pase.tables.types import CostTables, EdgeTable
 
 BATCH, GROWTH, RATIO = 128, 32, 5000.0  # 10 TFLOPS over 16 GB/s, as the paper's prototype
 BLOCKS = {"densenet121": (6, 12, 24, 16), "densenet201": (6, 12, 48, 32)}
 
-LayerSizes = tuple[
-    int, int, int, int, int, int
-]  # batch, height, width, in channels, out channels, kernel taps
+LayerSizes = tuple[int, int, int, int, int, int]
+"""Batch, height, width, input channels, output channels, taps of the filter."""
 
 
 class TableBuilder:
@@ -115,12 +115,12 @@ def densenet(name: str, devices: int) -> CostTables:
 
 
 def main() -> None:
-    args = bench_arguments(__doc__, seconds=10.0)
+    """Writes bench/results/search_densenet.json: a row for each block and solver."""
+    args = options(__doc__, "search_densenet", seconds=10.0)
     rows = []
-    for name in BLOCKS:
-        tables = densenet(name, 32)
-        rows += measure(name + "@32", tables, None, args)
-    write_results("search_densenet", args, rows)
+    for name in wanted(((name, name) for name in BLOCKS), args.only):
+        rows += measure(name + "@32", densenet(name, 32), None, args)
+    write_results(args, rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.arguments import wanted
 from bench.provenance import ROOT
-from bench.search_common import bench_arguments, write_results
+from bench.search_common import options, write_results
 from pase.search import solve, verify
 from pase.tables.types import CostTables, EdgeTable
 
@@ -54,7 +54,8 @@ def stack(
 
 
 def main() -> None:
-    args = bench_arguments(__doc__, seconds=60.0)
+    """Writes bench/results/search_growth.json: seconds by number of layers; and a picture of them."""
+    args = options(__doc__, "search_growth", seconds=60.0)
     solve(stack(2))  # kernels
     rows = []
     for layers in wanted(((f"{layers} layers", layers) for layers in LAYERS), args.only):
@@ -73,11 +74,12 @@ def main() -> None:
             row[f"{kind}_work"] = found.work
         rows.append(row)
         print(row, flush=True)
-    write_results("search_growth", args, rows)
+    write_results(args, rows)
     plot(rows)
 
 
 def plot(rows: list[dict[str, object]]) -> None:
+    """Writes bench/results/search_growth.html, a picture of the rows."""
     import plotly.graph_objects as go
 
     figure = go.Figure()

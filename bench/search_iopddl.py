@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.search_common import DATA, bench_arguments, contracted_size, measure, write_results
+from bench.arguments import wanted
+from bench.search_common import DATA, contracted_size, measure, options, write_results
 from pase.search import Solution, verify
 from pase.search.readers import read_instance
 from pase.search.types import MemoryProfile
@@ -80,12 +81,12 @@ def by_command(
 
 
 def main() -> None:
-    args = bench_arguments(__doc__, seconds=0.0)
+    """Writes bench/results/search_iopddl.json: a row for each instance and solver."""
+    args = options(__doc__, "search_iopddl", seconds=0.0)
     rows: list[dict[str, object]] = []
     solvers = args.solvers.split(",")
-    for name, (known, limit) in BEST_KNOWN.items():
-        if args.only not in name:
-            continue
+    cases = ((name, (name, *case)) for name, case in BEST_KNOWN.items())
+    for name, known, limit in wanted(cases, args.only):
         path = DATA / "iopddl" / f"asplos-2025-iopddl-{name}.json.gz"
         began = time.perf_counter()
         tables, memory = read_instance(path)
@@ -105,9 +106,9 @@ def main() -> None:
         seconds = min(OTHERS_S, args.seconds or limit)
         others = ",".join(s for s in solvers if s in ("cpsat", "highs"))
         if others:
-            options = argparse.Namespace(solvers=others, seconds=seconds, repeats=0)
-            rows += [{**row, "best_known": known} for row in measure(name, tables, memory, options)]
-    write_results("search_iopddl" + (f"_{args.only}" if args.only else ""), args, rows)
+            how = argparse.Namespace(solvers=others, seconds=seconds, repeats=0)
+            rows += [{**row, "best_known": known} for row in measure(name, tables, memory, how)]
+    write_results(args, rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 
-from bench.search_common import DATA, bench_arguments, measure, write_results
+from bench.arguments import wanted
+from bench.search_common import DATA, measure, options, write_results
 from pase.search.readers import read_instance
 
 PAPER_S = {  # Table I, PaSE's column; for p = 8, 16, 64
@@ -21,11 +22,11 @@ PAPER_S = {  # Table I, PaSE's column; for p = 8, 16, 64
 
 
 def main() -> None:
-    args = bench_arguments(__doc__, seconds=20.0, repeats=5)
+    """Writes bench/results/search_pase.json: a row for each instance and solver."""
+    args = options(__doc__, "search_pase", seconds=20.0, repeats=5)
     rows = []
-    for path in sorted((DATA / "pase_instances").glob("*.json")):
-        if args.only not in path.stem:
-            continue
+    files = sorted((DATA / "pase_instances").glob("*.json"))
+    for path in wanted(((file.stem, file) for file in files), args.only):
         tables, _ = read_instance(path)
         optimum = json.loads(path.read_text())["exact"]["optimum"]
         model, p = path.stem.split("_p")
@@ -34,7 +35,7 @@ def main() -> None:
             row["paper_s"] = PAPER_S[model][int(p)]
             row["right"] = row.get("cost") == optimum
             rows.append(row)
-    write_results("search_pase", args, rows)
+    write_results(args, rows)
 
 
 if __name__ == "__main__":

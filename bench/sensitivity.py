@@ -21,6 +21,7 @@ DEVICES = 32
 
 
 def main() -> None:
+    """Writes bench/results/sensitivity.json: the strategy's regret at each changed figure of the machine."""
     args = parser(__doc__, "sensitivity").parse_args()
     rows: list[dict[str, Any]] = []
     for model in wanted(((m, m) for m in MODELS), args.only):

@@ -21,6 +21,7 @@ CASES = {
 
 
 def main() -> None:
+    """Writes bench/results/startup.json: median seconds of each command."""
     options = parser(__doc__, "startup")
     options.add_argument("--runs", type=int, default=21)
     args = options.parse_args()

@@ -35,11 +35,13 @@ BEFORE_S = {  # commit 67aa103, this machine, 64 devices: pairs priced one edge 
 
 
 def graph(name: str) -> Graph:
+    """The simplified graph of a zoo model."""
     m = zoo.get(name)
     return named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
 
 
 def seconds(g: Graph, devices: int, axes: int) -> tuple[float, int]:
+    """(CPU seconds to build the tables of all meshes, how many meshes)."""
     m = machine.load("h100x8")
     model = costmodels.get("analytic", m)
     meshes = machine.meshes(devices, m, axes, max_prime_axes=0)
@@ -52,6 +54,7 @@ def seconds(g: Graph, devices: int, axes: int) -> tuple[float, int]:
 
 
 def main() -> None:
+    """Writes bench/results/tables.json: a row for each model and number of devices."""
     options = parser(__doc__, "tables")
     options.add_argument("--repeats", type=int, default=3)
     args = options.parse_args()

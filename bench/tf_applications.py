@@ -32,6 +32,7 @@ BATCH = 2
 
 
 def names() -> list[str]:
+    """The models of keras.applications."""
     return [n for n in dir(keras.applications) if n[0].isupper() and callable(getattr(keras.applications, n))]
 
 
@@ -47,6 +48,7 @@ def _unweighted() -> None:
 
 
 def measured(name: str) -> dict[str, Any]:
+    """One model's row: multiply-adds, parameters, nodes, seconds."""
     t0 = time.perf_counter()
     model = getattr(keras.applications, name)(weights=None)
     built = time.perf_counter() - t0
@@ -84,6 +86,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Writes bench/results/tf_applications.json after each model."""
     found: dict[str, Any] = json.loads(FILE.read_text())["models"] if FILE.exists() and sys.argv[1:] else {}
     _unweighted()
     for name in sys.argv[1:] or names():

@@ -66,6 +66,7 @@ RECORDED = {
 
 
 def main(arguments: list[str]) -> None:
+    """Writes bench/results/tpu_aot.json, and from it the tables of docs/tpu-witness.md (with --render these alone)."""
     if "--predict" in arguments:
         for name in [a for a in arguments if not a.startswith("-")] or list(MODELS):
             predict(name)

@@ -14,6 +14,7 @@ def step_s(row: dict[str, Any]) -> float | None:
 
 
 def tables(result: dict[str, Any]) -> str:
+    """The tables as Markdown."""
     rows = result["rows"]
     lines = [
         f"Compiled with jax {result['jax']} and libtpu {result['libtpu']}; figures recorded from elsewhere (in",

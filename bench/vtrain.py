@@ -188,6 +188,7 @@ def composed(found: list[MeasuredRow]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Writes bench/results/vtrain.json: predicted beside measured steps, by measured and computed collectives."""
     options = parser(__doc__, "vtrain")
     options.add_argument("--multi", type=Path, help="vTrain's data/ground_truth_multi.csv")
     args = options.parse_args()

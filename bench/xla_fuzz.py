@@ -311,6 +311,7 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
+    """Writes bench/results/xla_fuzz.json: how each case ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--cases", type=numbers, help="these anew, as in 3,7-9; default: all that are missing"

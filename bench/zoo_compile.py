@@ -18,6 +18,7 @@ from pase import zoo
 
 
 def measured(name: str, devices: int) -> dict[str, object]:
+    """One model's row: predicted step, best baseline, seconds to compile."""
     began = time.perf_counter()
     plan = pase.compile(f"zoo:{name}", devices=devices)
     total = time.perf_counter() - began
@@ -43,6 +44,7 @@ def measured(name: str, devices: int) -> dict[str, object]:
 
 
 def main() -> None:
+    """Writes bench/results/zoo_compile.json: a row for each model and number of devices."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=None)
     parser.add_argument("--devices", default="8,32,64")

@@ -90,6 +90,7 @@ class Case:
 
 
 def case_of(fn: Any, params: Any, *batch: Any, name: str = "model", devices: int = DEVICES) -> Case:
+    """The case of a function of (params, *batch), split on the first devices of an h100x8."""
     traced = trace(fn, params, *batch, name=name)
     problem = SplitProblem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
     return Case(traced=traced, problem=problem)

@@ -36,6 +36,7 @@ EXPECTED_MIN = {"strategies": 36.0, "buckets": 8.0, "torch": 4.0, "replay": 4.0,
 
 
 def main() -> int:
+    """Runs the parts asked for, which write their result files and pages. Returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -19,6 +19,7 @@ from bench.netlab.steps import ROUNDS, Cell, in_turn, timed
 
 
 def main(job_file: str, rank: str) -> None:
+    """Runs a job file's tasks on this host; the first host writes one JSON row a task to the job's results file."""
     job = json.loads(Path(job_file).read_text())
     results = Path(job["results"])
 

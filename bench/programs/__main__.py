@@ -37,6 +37,7 @@ def run(name: str, limit_s: float, *options: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Writes bench/results/programs.json: for each program whether the sharded step agrees, or what stopped it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("programs", nargs="*", help="patterns of names")
     parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for each program")

@@ -26,12 +26,14 @@ def load() -> dict[str, Callable[[], LibraryProgram]]:
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Any:
+    """Normally distributed numbers of this shape."""
     import jax
 
     return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 def integers(high: int, *shape: int, seed: int = 0) -> Any:
+    """Whole numbers from 0 to high - 1."""
     import jax
 
     return jax.random.randint(jax.random.key(seed), shape, 0, high)

@@ -1,0 +1,33 @@
+"""What a reader of the sources may rely on: the formatter formats all of them, and the benches say what they write."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def sources(*rooms: str) -> list[Path]:
+    """The Python files of these folders, each once: folders linked into another are the same files."""
+    files = (file.resolve() for room in rooms for file in (ROOT / room).rglob("*.py"))
+    return sorted(set(files))
+
+
+BENCHES = [str(f.relative_to(ROOT)) for f in sources("bench")]
+
+
+@pytest.mark.parametrize("file", BENCHES)
+def test_public_functions_of_a_bench_say_what_they_write(file: str) -> None:
+    silent = [
+        node.name
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+        # A program of the corpus is what its name says, in the library that its module says.
+        and not any(ast.unparse(d) == "program" for d in node.decorator_list)
+    ]
+    assert not silent, f"{file}: without docstring: {silent}"
