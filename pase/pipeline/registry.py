@@ -15,7 +15,7 @@ __all__ = ["SCHEDULES", "Discipline", "looped", "register", "schedule", "vee"]
 
 Orders = Callable[[int, int, int], Sequence[Sequence[Action]]]
 """(ranks, micro-batches, chunks) -> per rank its actions in order."""
-Placement = Callable[[int, int], tuple[int, ...]]
+StageRanks = Callable[[int, int], tuple[int, ...]]
 """(ranks, chunks) -> the rank of each stage."""
 
 
@@ -50,7 +50,7 @@ class Discipline:
     orders: Orders
     source: str
     chunks: tuple[int, int] = (1, 1)
-    placement: Placement = looped
+    placement: StageRanks = looped
     lockstep: bool = False
     multiple: bool = False
     least: int = 0

@@ -23,7 +23,7 @@ __all__ = ["Path", "Simulated", "in_flight", "peak_bytes", "simulate"]
 _IMPORT_ACTIONS = 2_000_000  # what numpy's twin steps through while numba and its kernel load, about 1 s
 
 
-class _Rented:
+class _SteppedThrough:
     """Actions that numpy's twin has stepped through in this process. Either kernel gives the same bits."""
 
     actions = 0
@@ -34,8 +34,8 @@ def kernels_for(kernel: Literal["auto", "numba", "numpy"], actions: int) -> Modu
     if kernel not in ("auto", "numba", "numpy"):
         raise ValueError(f"kernel {kernel!r}: there are 'auto', 'numba' and 'numpy'")
     loaded = "pase.pipeline.kernels_numba" in sys.modules
-    if kernel == "numpy" or (kernel == "auto" and not loaded and _Rented.actions < _IMPORT_ACTIONS):
-        _Rented.actions += actions
+    if kernel == "numpy" or (kernel == "auto" and not loaded and _SteppedThrough.actions < _IMPORT_ACTIONS):
+        _SteppedThrough.actions += actions
         return kernels_numpy
     from pase.pipeline import kernels_numba
 

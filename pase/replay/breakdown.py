@@ -95,7 +95,7 @@ def breakdowns(m: Measured) -> list[Breakdown]:
     out = []
     for rank in sorted({r for r, _ in m.programs}):
         here = np.flatnonzero(rank_of == rank)
-        view = _Rank(t, rank, here)
+        view = _RankView(t, rank, here)
         parts: Counter[tuple[str, str]] = Counter()
         spans = [m.iteration_of[rank, i] for i in m.steady() if (rank, i) in m.iteration_of]
         for span in spans:
@@ -144,7 +144,7 @@ def _inside(at: np.ndarray, spans: np.ndarray) -> np.ndarray:
     return (k >= 0) & (at < spans[np.maximum(k, 0), 1])
 
 
-class _Rank:
+class _RankView:
     """Events of one rank, looked up by what they are."""
 
     def __init__(self, t: Timeline, rank: int, here: np.ndarray) -> None:

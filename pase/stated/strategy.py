@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 
 from pase.errors import PaseError
 
-__all__ = ["Precision", "Remat", "Schedule", "Strategy", "parse"]
+__all__ = ["Precision", "Remat", "ScheduleName", "Strategy", "parse"]
 
 Remat = Literal["none", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 Precision = Literal["bf16", "fp8"]
 
 
@@ -39,7 +39,7 @@ class Strategy:
     chunks: int = 1
     micro: int | None = None
     remat: Remat | None = None
-    schedule: Schedule | None = None
+    schedule: ScheduleName | None = None
     precision: Precision = "bf16"
     asynchronous: bool = False
 
@@ -79,7 +79,7 @@ _DEGREES = {
 _FLAGS = {"sp": "sequence", "async": "asynchronous"}
 _WORDS: Mapping[str, tuple[Any, ...]] = {
     "remat": get_args(Remat),
-    "schedule": get_args(Schedule),
+    "schedule": get_args(ScheduleName),
     "precision": get_args(Precision),
 }
 _KNOWN = f"{', '.join(f'{d}=N' for d in _DEGREES)}, zero=0..3, {', '.join(_FLAGS)}, " + ", ".join(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pase.stated.strategy import Schedule
+from pase.stated.strategy import ScheduleName
 
 __all__ = ["Pipeline", "Unit", "beside", "passes", "pipelined", "stage_layers"]
 
@@ -73,7 +73,7 @@ def pipelined(
     micro_batches: int,
     chunks: int,
     send_s: float,
-    schedule: Schedule,
+    schedule: ScheduleName,
     *,
     sends_beside: bool,
 ) -> Pipeline:
