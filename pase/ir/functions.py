@@ -173,7 +173,15 @@ _WHOLE = ("parameter", "input", "constant", "cotangent", "gradient", "output")
 _LEAF = {name: _add(name, 0.0, "nothing") for name in _WHOLE}
 
 BY_KIND: dict[str, Function] = {
-    "matmul": MATMUL, "conv": CONV, "gather": GATHER, "scatter": SCATTER, "view": MOVE, "copy": COPY,
-    "attention": ATTENTION, "opaque": OPAQUE, "carry": CARRY, **_LEAF,
-}  # fmt: skip
+    "matmul": MATMUL,
+    "conv": CONV,
+    "gather": GATHER,
+    "scatter": SCATTER,
+    "view": MOVE,
+    "copy": COPY,
+    "attention": ATTENTION,
+    "opaque": OPAQUE,
+    "carry": CARRY,
+    **_LEAF,
+}
 """Kind of loop nest -> the function of all ops of that kind; ops of other kinds say which function they are."""

@@ -426,11 +426,21 @@ def _with_copies(graph: Graph) -> Graph:
         walks, dims = _factored(producer, write)
         m = AccessMap(tuple(walks))
         copy = Op(
-            name="copy", kind="copy", function=functions.COPY,
-            reads=(Access(t, m, again=(t, scope) in again),), writes=(Access(new, m),),
-            flops_per_point=0, over=(), source=op.source or inside.source, eqn=op.eqn, scope=scope, times=inside.times,
-            chance=inside.chance, remat=inside.remat, backward=all(o.backward for o in who.values()),
-        )  # fmt: skip
+            name="copy",
+            kind="copy",
+            function=functions.COPY,
+            reads=(Access(t, m, again=(t, scope) in again),),
+            writes=(Access(new, m),),
+            flops_per_point=0,
+            over=(),
+            source=op.source or inside.source,
+            eqn=op.eqn,
+            scope=scope,
+            times=inside.times,
+            chance=inside.chance,
+            remat=inside.remat,
+            backward=all(o.backward for o in who.values()),
+        )
         pending = [Dim(name="pending", size=0, kind="pending")] if tensor.needs_grad else []
         copies[producer.name].append(
             Node(name=f"copy.{new}", space=IterationSpace((*dims, *pending)), ops=(copy,))
@@ -475,9 +485,11 @@ def _with_rings(graph: Graph) -> Graph:
 
         def split(op: Op) -> Op:
             return replace(
-                op, reads=tuple(map(walked, op.reads)), writes=tuple(map(walked, op.writes)),
+                op,
+                reads=tuple(map(walked, op.reads)),
+                writes=tuple(map(walked, op.writes)),
                 over=None if op.over is None else cut(op.over),
-            )  # fmt: skip
+            )
 
         space = IterationSpace((*n.space.dims, Dim(name=ring, size=1, kind="ring")))
         return replace(n, space=space, ops=tuple(map(split, n.ops)))

@@ -402,9 +402,15 @@ def _read_op(line: _Line) -> Op:
     if function is None:
         line.fail(f"'{name}' is not a function: say fn=", start)
     return Op(
-        kind=kind, name=name, function=function, reads=tuple(reads), writes=tuple(writes), scope=tuple(scope),
-        differentiable=differentiable, **more,
-    )  # fmt: skip
+        kind=kind,
+        name=name,
+        function=function,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        scope=tuple(scope),
+        differentiable=differentiable,
+        **more,
+    )
 
 
 def _read_access(line: _Line) -> Access:

@@ -132,9 +132,15 @@ class GraphBuilder:
         """Mark what the model returns: every device gets all of a scalar; other outputs keep their layout."""
         dims = _dims(tensor.shape)
         self.nest(
-            "output", "output", [Read(tensor, AccessMap.of(*[()] * len(tensor.shape)))] if not dims else
-            [Read(tensor, _map(tensor.shape))], [], {n: (s, "parallel") for n, s in dims}, flops=0,
-        )  # fmt: skip
+            "output",
+            "output",
+            [Read(tensor, AccessMap.of(*[()] * len(tensor.shape)))]
+            if not dims
+            else [Read(tensor, _map(tensor.shape))],
+            [],
+            {n: (s, "parallel") for n, s in dims},
+            flops=0,
+        )
 
     def nest(
         self,
@@ -217,11 +223,20 @@ class GraphBuilder:
         at = next(i for i in reversed(range(len(self.nodes))) if carried.name in self.nodes[i].internal)
         node = self.nodes[at]
         back = Op(
-            name="carry", kind="carry", function=CARRY, reads=(Access(value.name, _map(value.shape)),),
-            writes=(), flops_per_point=0,
-            source=node.ops[0].source, eqn=node.ops[0].eqn, scope=self._scope, times=self._times,
-            chance=self._chance, remat=self._remat, differentiable=not self.frozen,
-        )  # fmt: skip
+            name="carry",
+            kind="carry",
+            function=CARRY,
+            reads=(Access(value.name, _map(value.shape)),),
+            writes=(),
+            flops_per_point=0,
+            source=node.ops[0].source,
+            eqn=node.ops[0].eqn,
+            scope=self._scope,
+            times=self._times,
+            chance=self._chance,
+            remat=self._remat,
+            differentiable=not self.frozen,
+        )
         self.nodes[at] = replace(node, ops=(*node.ops, back))
 
     def finish(self, outputs: Sequence[Tensor] = (), **meta: str) -> Graph:

@@ -10,8 +10,13 @@ __all__ = ["run"]
 
 
 def run(
-    wave: np.ndarray, before: np.ndarray, waits: np.ndarray, spent: np.ndarray, late: np.ndarray, begin: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    wave: np.ndarray,
+    before: np.ndarray,
+    waits: np.ndarray,
+    spent: np.ndarray,
+    late: np.ndarray,
+    begin: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """(when each action ends, the action that it waited for longest, -1: none); arrays as ``Order`` has them.
 
     spent: seconds of each action; late: of what it needs, on the way; begin: of its rank's first action.

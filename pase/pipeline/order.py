@@ -73,9 +73,16 @@ def order_of(schedule: Schedule) -> Order:
     columns = np.array(rows, np.int64).reshape(-1, 7).T
     kind, stage, micro, rank, before, waits, send = (np.ascontiguousarray(c) for c in columns)
     return Order(
-        kind=kind, stage=stage, micro=micro, rank=rank, before=before, waits=waits, send=send,
-        wave=np.array(wave), last=np.array(last),
-    )  # fmt: skip
+        kind=kind,
+        stage=stage,
+        micro=micro,
+        rank=rank,
+        before=before,
+        waits=waits,
+        send=send,
+        wave=np.array(wave),
+        last=np.array(last),
+    )
 
 
 def _needs(schedule: Schedule, a: Action) -> tuple[int, bool, int] | None:

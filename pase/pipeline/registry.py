@@ -109,6 +109,9 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Sche
         raise PaseError(why_not)
     orders = tuple(tuple(order) for order in d.orders(ranks, micro_batches, chunks))
     return Schedule(
-        name=name, micro_batches=micro_batches, rank_of=d.placement(ranks, chunks), orders=orders,
+        name=name,
+        micro_batches=micro_batches,
+        rank_of=d.placement(ranks, chunks),
+        orders=orders,
         lockstep=d.lockstep,
-    )  # fmt: skip
+    )

@@ -57,9 +57,11 @@ class Path:
 
     def seconds(self, times: StageTimes) -> float:
         return float(
-            (self.runs * times.by_kind).sum() + self.crossed @ times.send
-            + times.before[self.first] + times.after[self.last]
-        )  # fmt: skip
+            (self.runs * times.by_kind).sum()
+            + self.crossed @ times.send
+            + times.before[self.first]
+            + times.after[self.last]
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,9 +120,14 @@ def simulate(
     spans = total - (end - spent)[first] + times.before
     busy = np.bincount(order.rank, times.by_kind[order.kind, order.stage], schedule.ranks)
     return Simulated(
-        schedule=schedule, step_s=float(total[last]), period_s=float(spans.max()), start=end - spent, end=end,
-        busy=busy, path=_path(schedule, by, last),
-    )  # fmt: skip
+        schedule=schedule,
+        step_s=float(total[last]),
+        period_s=float(spans.max()),
+        start=end - spent,
+        end=end,
+        busy=busy,
+        path=_path(schedule, by, last),
+    )
 
 
 def _turn_s(times: StageTimes) -> float:

@@ -89,9 +89,17 @@ class StageTimes:
 
     @classmethod
     def of(
-        cls, forward: object, input: object, weight: object, *, ranks: int, again: object = 0.0, send: object = 0.0,
-        before: object = 0.0, after: object = 0.0,
-    ) -> StageTimes:  # fmt: skip
+        cls,
+        forward: object,
+        input: object,
+        weight: object,
+        *,
+        ranks: int,
+        again: object = 0.0,
+        send: object = 0.0,
+        before: object = 0.0,
+        after: object = 0.0,
+    ) -> StageTimes:
         """From sequences or single numbers; the number of stages is the longest's.
 
         >>> StageTimes.of([1, 2], 1.0, 0.0, ranks=2).full.tolist()
@@ -102,10 +110,14 @@ class StageTimes:
         )
         f, i, w, a = per_stage
         return cls(
-            forward=f, input=i, weight=w, again=a, send=np.broadcast_to(np.asarray(send, float), (f.size - 1,)),
+            forward=f,
+            input=i,
+            weight=w,
+            again=a,
+            send=np.broadcast_to(np.asarray(send, float), (f.size - 1,)),
             before=np.broadcast_to(np.asarray(before, float), (ranks,)),
             after=np.broadcast_to(np.asarray(after, float), (ranks,)),
-        )  # fmt: skip
+        )
 
     @cached_property
     def by_kind(self) -> np.ndarray:

@@ -199,9 +199,12 @@ def step_time(
         for p in ("forward", "backward")
     )
     return StepTime(
-        micro_batches=micro_batches, passes=(forward, backward), sync_s=sync,
-        update_s=device["update"] + moved["update"], executor=executor,
-    )  # fmt: skip
+        micro_batches=micro_batches,
+        passes=(forward, backward),
+        sync_s=sync,
+        update_s=device["update"] + moved["update"],
+        executor=executor,
+    )
 
 
 def executed_work(
@@ -261,9 +264,11 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKer
         if name in executor.masked:
             reads |= {a.tensor: a for op in ops for a in op.reads if graph.tensors[a.tensor].dtype == "bool"}
         writes = [
-            a for op in ops for a in op.writes
+            a
+            for op in ops
+            for a in op.writes
             if a.tensor in after or graph.read_outside(node, a.tensor) or a.tensor not in used
-        ]  # fmt: skip
+        ]
         yield _FusedKernel(ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes))
 
 
@@ -328,19 +333,28 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
         dtype = graph.tensors[kernel.ops[-1].writes[0].tensor].dtype
         forward = local(kernel.reads) + local(kernel.writes)
         yield Work(
-            kind="memory", dtype=dtype, flops=np.zeros(1), nbytes=np.array([forward]), mnk=None,
+            kind="memory",
+            dtype=dtype,
+            flops=np.zeros(1),
+            nbytes=np.array([forward]),
+            mnk=None,
             phase="backward" if kernel.backward else "forward",
             times=times * (2 if any(op.remat for op in kernel.ops) else 1),
-        )  # fmt: skip
+        )
         grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]
         if grads and not kernel.passes_back(graph):
             masks = [a for a in kernel.reads if graph.tensors[a.tensor].dtype == "bool"]
             again = local(masks) if kernel.reads_masks_only else local(kernel.reads)
             back = local(kernel.writes) + local(grads) + again
             yield Work(
-                kind="memory", dtype=dtype, flops=np.zeros(1), nbytes=np.array([back]), mnk=None, phase="backward",
+                kind="memory",
+                dtype=dtype,
+                flops=np.zeros(1),
+                nbytes=np.array([back]),
+                mnk=None,
+                phase="backward",
                 times=times,
-            )  # fmt: skip
+            )
 
 
 def _rerun(graph: Graph) -> Graph:
@@ -375,6 +389,11 @@ def _accumulated(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
     if t.needs_grad:
         local = local_bytes(node, t, a, cfg, mesh)
         yield Work(
-            kind="memory", dtype=t.dtype, flops=local / t.itemsize, nbytes=3 * local, mnk=None, phase="backward",
+            kind="memory",
+            dtype=t.dtype,
+            flops=local / t.itemsize,
+            nbytes=3 * local,
+            mnk=None,
+            phase="backward",
             times=1.0,
-        )  # fmt: skip
+        )

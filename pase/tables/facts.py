@@ -106,17 +106,31 @@ def _cost_key(graph: Graph, n: Node) -> object:
         known = order.setdefault(a.tensor, len(order))
         walks = tuple((tuple(place[d] for d in w.dims), w.window) for w in a.map.walks)
         return (
-            known, walks, a.sparse, t.shape, t.dtype, t.needs_grad, t.role,
-            a.tensor in graph.producer, graph.read_outside(n, a.tensor),
-        )  # fmt: skip
+            known,
+            walks,
+            a.sparse,
+            t.shape,
+            t.dtype,
+            t.needs_grad,
+            t.role,
+            a.tensor in graph.producer,
+            graph.read_outside(n, a.tensor),
+        )
 
     ops = tuple(
         (
-            op.kind, op.function is CAUSAL_ATTENTION, op.flops_per_point,
+            op.kind,
+            op.function is CAUSAL_ATTENTION,
+            op.flops_per_point,
             None if op.over is None else tuple(place[d] for d in op.over),
-            op.differentiable, op.times, op.chance, op.remat, op.backward, tuple(map(access, op.reads)),
+            op.differentiable,
+            op.times,
+            op.chance,
+            op.remat,
+            op.backward,
+            tuple(map(access, op.reads)),
             tuple(map(access, op.writes)),
         )
         for op in n.ops
-    )  # fmt: skip
+    )
     return tuple((d.size, d.kind) for d in n.space), ops

@@ -15,9 +15,18 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {name: ROOT / name for name in ("frontends", "backends", "costmodels")}
 
 FRAMEWORKS = {
-    "jax", "jaxlib", "flax", "optax", "equinox", "tensorflow", "keras", "mesh_tensorflow", "onnx", "onnxscript",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "equinox",
+    "tensorflow",
+    "keras",
+    "mesh_tensorflow",
+    "onnx",
+    "onnxscript",
     "torch",
-}  # fmt: skip
+}
 SOLVERS = {"ortools", "highspy", "cvxpy"}
 
 # What every layer may import: errors, registries, and files (written whole, sizes as people write them).
@@ -48,38 +57,84 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.pipeline": set(),
     # Plan data, and what follows from it alone: its file, its table, its communication as a scheduling problem.
     "pase.plan": {
-        "pase.ir", "pase.ops", "pase.machine", "pase.tables", "pase.memory", "pase.costmodels", "pase.schedule",
+        "pase.ir",
+        "pase.ops",
+        "pase.machine",
+        "pase.tables",
+        "pase.memory",
+        "pase.costmodels",
+        "pase.schedule",
         "pase.replay",
     },
     # A backend finds its framework's ops again by the way in which that framework's frontend numbered them.
     # It asks the tables what a layout is, and runs bucket plans; it prices nothing.
     "pase.backends": {
-        "pase.ir", "pase.ops", "pase.machine", "pase.plan", "pase.memory", "pase.frontends", "pase.tables",
-        "pase.schedule", "pase.hlo",
+        "pase.ir",
+        "pase.ops",
+        "pase.machine",
+        "pase.plan",
+        "pase.memory",
+        "pase.frontends",
+        "pase.tables",
+        "pase.schedule",
+        "pase.hlo",
     },
     "pase.compiler": {
-        "pase.ir", "pase.machine", "pase.frontends", "pase.zoo", "pase.costmodels", "pase.tables", "pase.search",
-        "pase.baselines", "pase.memory", "pase.plan",
+        "pase.ir",
+        "pase.machine",
+        "pase.frontends",
+        "pase.zoo",
+        "pase.costmodels",
+        "pase.tables",
+        "pase.search",
+        "pase.baselines",
+        "pase.memory",
+        "pase.plan",
     },
     # Strategies that people state, placed on the same graph and priced as a program runs them.
     "pase.stated": {
-        "pase.ir", "pase.machine", "pase.frontends", "pase.costmodels", "pase.tables", "pase.baselines", "pase.memory",
-        "pase.plan", "pase.compiler",
+        "pase.ir",
+        "pase.machine",
+        "pase.frontends",
+        "pase.costmodels",
+        "pase.tables",
+        "pase.baselines",
+        "pase.memory",
+        "pase.plan",
+        "pase.compiler",
     },
     "pase.questions": {
-        "pase.ir", "pase.machine", "pase.costmodels", "pase.tables", "pase.search", "pase.memory", "pase.plan",
+        "pase.ir",
+        "pase.machine",
+        "pase.costmodels",
+        "pase.tables",
+        "pase.search",
+        "pase.memory",
+        "pase.plan",
         "pase.compiler",
     },
     "pase.api": {"pase.frontends", "pase.plan", "pase.backends", "pase.compiler", "pase.stated"},
     "pase.bridges": {"pase.schedule", "pase.replay", "pase.plan", "pase.api"},
     "pase.commands": {
-        "pase.machine", "pase.frontends", "pase.zoo", "pase.costmodels", "pase.search", "pase.schedule", "pase.replay",
-        "pase.calibrate", "pase.plan", "pase.backends", "pase.compiler", "pase.stated", "pase.questions", "pase.api",
+        "pase.machine",
+        "pase.frontends",
+        "pase.zoo",
+        "pase.costmodels",
+        "pase.search",
+        "pase.schedule",
+        "pase.replay",
+        "pase.calibrate",
+        "pase.plan",
+        "pase.backends",
+        "pase.compiler",
+        "pase.stated",
+        "pase.questions",
+        "pase.api",
         "pase.bridges",
     },
     "pase.cli": {"pase.commands"},
     "pase": {"pase.api", "pase.replay"},
-}  # fmt: skip
+}
 
 
 # layer -> the packages that it may import at the top of a file (the standard library and numpy always).

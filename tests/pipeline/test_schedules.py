@@ -132,9 +132,15 @@ def test_both_kernels_come_to_the_same_bits():
     for name, v in CASES:
         s = schedule(name, 4, 8, v)
         t = StageTimes.of(
-            rng.random(4 * v), rng.random(4 * v), rng.random(4 * v), ranks=4, again=rng.random(4 * v),
-            send=rng.random(4 * v - 1), before=rng.random(4), after=rng.random(4),
-        )  # fmt: skip
+            rng.random(4 * v),
+            rng.random(4 * v),
+            rng.random(4 * v),
+            ranks=4,
+            again=rng.random(4 * v),
+            send=rng.random(4 * v - 1),
+            before=rng.random(4),
+            after=rng.random(4),
+        )
         one, two = (simulate(s, t, kernel=k) for k in ("numba", "numpy"))
         assert one.end.tobytes() == two.end.tobytes() and one.step_s == two.step_s
         assert (one.path.runs == two.path.runs).all() and (one.path.crossed == two.path.crossed).all()
@@ -145,12 +151,14 @@ def test_both_kernels_come_to_the_same_bits():
 def test_a_deadlock_is_named():
     f, b = Kind.FORWARD, Kind.BACKWARD
     swapped = Schedule(
-        name="crossed", micro_batches=2, rank_of=(0, 1),
+        name="crossed",
+        micro_batches=2,
+        rank_of=(0, 1),
         orders=(
             (Action(0, f, 0), Action(0, b, 0), Action(0, f, 1), Action(0, b, 1)),
             (Action(1, f, 0), Action(1, f, 1), Action(1, b, 0), Action(1, b, 1)),
         ),
-    )  # fmt: skip
+    )
     with pytest.raises(PaseError, match="deadlocks: rank 0 at 0B0 waits for 1I0 of rank 1; rank 1 at 1F1"):
         order_of(swapped)
     lost = replace(swapped, orders=(swapped.orders[0], swapped.orders[1][:3]))

@@ -22,24 +22,27 @@ def alternating(stage: int, warm: int, micro_batches: int) -> Iterator[Action]:
 
 
 @register(
-    "gpipe", "all forwards, then all backwards; keeps every micro-batch's activations",
+    "gpipe",
+    "all forwards, then all backwards; keeps every micro-batch's activations",
     source="Huang et al., NeurIPS 2019 (1811.06965)",
-)  # fmt: skip
+)
 def gpipe(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     return [list(alternating(r, micro_batches, micro_batches)) for r in range(ranks)]
 
 
 @register(
-    "1f1b", "a backward as soon as it can be; rank r keeps at most ranks - r micro-batches",
+    "1f1b",
+    "a backward as soon as it can be; rank r keeps at most ranks - r micro-batches",
     source="Narayanan et al., SC 2021, section 2.2.1 (2104.04473)",
-)  # fmt: skip
+)
 def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     return [list(alternating(r, ranks - r - 1, micro_batches)) for r in range(ranks)]
 
 
 @register(
-    "eager-1f1b", "1F1B with twice the forwards ahead, so that transfers cost at fill and drain alone",
+    "eager-1f1b",
+    "1F1B with twice the forwards ahead, so that transfers cost at fill and drain alone",
     source="jaxpp, src/jaxpp/schedules.py (Eager1F1B); Zhuang et al., MLSys 2023 (2211.05322)",
-)  # fmt: skip
+)
 def eager(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     return [list(alternating(r, 2 * (ranks - r - 1), micro_batches)) for r in range(ranks)]

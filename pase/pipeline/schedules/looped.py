@@ -13,10 +13,12 @@ def _turns(ranks: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]
 
 
 @register(
-    "interleaved", "1F1B with several stages a rank: fill and drain in chunks, as many times the transfers",
+    "interleaved",
+    "1F1B with several stages a rank: fill and drain in chunks, as many times the transfers",
     source="Narayanan et al., SC 2021, section 2.2.2; Megatron-LM, core/pipeline_parallel/schedules.py",
-    chunks=(2, 0), multiple=True,
-)  # fmt: skip
+    chunks=(2, 0),
+    multiple=True,
+)
 def interleaved(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     turns = _turns(ranks, micro_batches, chunks)
     out = []
@@ -32,9 +34,13 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> list[list[Action
 
 
 @register(
-    "circular", "one program: a scan in which every rank runs a stage each turn, then its derivative",
-    source="praxis, layers/pipeline.py; maxtext, layers/pipeline.py", chunks=(1, 0), lockstep=True, multiple=True,
-)  # fmt: skip
+    "circular",
+    "one program: a scan in which every rank runs a stage each turn, then its derivative",
+    source="praxis, layers/pipeline.py; maxtext, layers/pipeline.py",
+    chunks=(1, 0),
+    lockstep=True,
+    multiple=True,
+)
 def circular(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     turns = _turns(ranks, micro_batches, chunks)
     return [

@@ -37,10 +37,12 @@ class _Rank:
 
 
 @register(
-    "zb-v", "1F1B's memory on every rank and no bubble where forward and both parts of backward take alike",
+    "zb-v",
+    "1F1B's memory on every rank and no bubble where forward and both parts of backward take alike",
     source="Qi et al., NeurIPS 2024 (2405.15362); torch.distributed.pipelining, ScheduleZBVZeroBubble",
-    chunks=(2, 2), placement=vee,
-)  # fmt: skip
+    chunks=(2, 2),
+    placement=vee,
+)
 def zb_v(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     return [_zb_v_rank(ranks, r, micro_batches) for r in range(ranks)]
 
@@ -74,10 +76,13 @@ def _zb_v_rank(ranks: int, r: int, micro_batches: int) -> list[Action]:
 
 
 @register(
-    "dualpipev", "forwards of one stage beside backwards of the other, there and back",
+    "dualpipev",
+    "forwards of one stage beside backwards of the other, there and back",
     source="deepseek-ai/DualPipe, dualpipe/dualpipev.py; torch.distributed.pipelining, ScheduleDualPipeV",
-    chunks=(2, 2), placement=vee, least=2,
-)  # fmt: skip
+    chunks=(2, 2),
+    placement=vee,
+    least=2,
+)
 def dualpipev(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     return [_dualpipev_rank(ranks, r, micro_batches) for r in range(ranks)]
 

@@ -25,16 +25,18 @@ def _delayed(stage: int, warm: int, delay: int, micro_batches: int) -> Iterator[
 
 
 @register(
-    "zb-h1", "1F1B's memory, a third of its bubble: gradients of weights fill the drain",
+    "zb-h1",
+    "1F1B's memory, a third of its bubble: gradients of weights fill the drain",
     source="Qi et al., ICLR 2024, section 3 (2401.10241)",
-)  # fmt: skip
+)
 def zb_h1(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     return [list(_delayed(r, ranks - r - 1, r, micro_batches)) for r in range(ranks)]
 
 
 @register(
-    "zb-h2", "no bubble at equal times, for up to twice the memory",
+    "zb-h2",
+    "no bubble at equal times, for up to twice the memory",
     source="Qi et al., ICLR 2024, section 3 (2401.10241)",
-)  # fmt: skip
+)
 def zb_h2(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
     return [list(_delayed(r, 2 * (ranks - r - 1), 2 * r, micro_batches)) for r in range(ranks)]
