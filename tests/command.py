@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
 
 import pytest
 
@@ -23,3 +25,8 @@ def printed(*words: object) -> str:
     code, out, err = run(*words)
     assert code == 0, err
     return out
+
+
+def reported(*words: object) -> Any:
+    """What ``pase WORDS --json`` prints, parsed."""
+    return json.loads(printed(*words, "--json"))

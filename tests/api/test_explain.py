@@ -13,18 +13,11 @@ import pytest
 
 import pase
 from pase.api import Plan
-from pase.cli import main
 from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.questions.explain import causes, explain
 from pase.search import brute_force
-
-
-def program(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
-    """Exit status and standard output of ``pase ARGS``."""
-    with pytest.raises(SystemExit) as done:
-        main([str(a) for a in args])
-    return int(done.value.code or 0), capsys.readouterr().out
+from tests.command import printed, reported, run
 
 
 def squares(w: Any, x: Any) -> Any:
@@ -136,35 +129,32 @@ def test_another_machine_is_refused(plan: Plan) -> None:
         explain(plan, machine="a100x8")
 
 
-def test_the_program(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "layout.json"
     plan.save(path)
     layer = next(n.name for n in plan.nodes if n.op == "matmul")
-    status, said = program(capsys, "explain", path, "--json")
-    assert status == 0
-    assert sum(c["cost"] for c in json.loads(said)["causes"]) == pytest.approx(json.loads(said)["cost"])
-    status, said = program(capsys, "explain", path, "--layer", layer)
-    assert status == 0 and "(chosen)" in said and layer in said
-    assert program(capsys, "explain", path, "--layer", "no")[0] == 2
+    found = reported("explain", path)
+    assert sum(c["cost"] for c in found["causes"]) == pytest.approx(found["cost"])
+    said = printed("explain", path, "--layer", layer)
+    assert "(chosen)" in said and layer in said
+    assert run("explain", path, "--layer", "no")[0] == 2
 
 
-def test_the_page(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page(plan: Plan, tmp_path: Path) -> None:
     """One file that parses, names every layer that costs something, and escapes what comes from the layout."""
     path, page = tmp_path / "layout.json", tmp_path / "page.html"
     plan.save(path)
     data = json.loads(path.read_text())
     data["cost"]["skipped"] = {"<script>alert(1)</script>": "a & b"}
     path.write_text(json.dumps(data))
-    assert program(capsys, "report", path, "-o", page)[0] == 0
+    printed("report", path, "-o", page)
     text = page.read_text()
     assert "<script>" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
     assert all(n.name in text for n in plan.nodes if n.cost.total)
     assert all(p in text for p in plan.parameters)
 
 
-def test_what_a_fused_kernel_would_save_is_what_it_saves(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_a_fused_kernel_would_save_is_what_it_saves(tmp_path: Path) -> None:
     """Attention that is written out, beside the same model that asks for it by name, under the same split."""
     plain, fused = (
         pase.compile(
@@ -183,5 +173,5 @@ def test_what_a_fused_kernel_would_save_is_what_it_saves(
     assert not explain(fused, time_limit=0).unfused
     layout = tmp_path / "layout.json"
     plain.save(layout)
-    status, text = program(capsys, "explain", layout, "--time-limit", 0)
-    assert status == 0 and "a fused kernel would save" in text and "attention=fused" in text
+    text = printed("explain", layout, "--time-limit", 0)
+    assert "a fused kernel would save" in text and "attention=fused" in text

@@ -14,6 +14,7 @@ import pytest
 
 import pase
 from pase.errors import PaseError
+from tests.command import run
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (32, 16))
@@ -204,14 +205,11 @@ def test_in_shardings_warn_where_they_stand_alone() -> None:
         jax.jit(graded, in_shardings=plan.jax.in_shardings())(params, X)
 
 
-def test_carry_and_chances_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from pase.cli import main
-
+def test_carry_and_chances_on_the_command_line() -> None:
     def compiled(carry: str, chance: str) -> tuple[int, str]:
         told = "compile tests.backends.test_programs:made --devices 8 --mode inference --json"
-        with pytest.raises(SystemExit) as end:
-            main([*told.split(), "--carry", carry, "--chance", chance])
-        return int(end.value.code or 0), capsys.readouterr().err
+        code, _, error = run(*told.split(), "--carry", carry, "--chance", chance)
+        return code, error
 
     assert compiled("0=1", "cond0=0.9,0.1") == (0, "")
     for given, said in (

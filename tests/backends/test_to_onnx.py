@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from pase.backends import registry, to_onnx  # noqa: E402
 from pase.backends.onnx_sharding import check, from_spec, restated, to_spec  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
 from pase.machine import Mesh  # noqa: E402
+from tests.command import printed, reported, run  # noqa: E402
 from tests.frontends.onnx.cases import light, model_of  # noqa: E402
 
 MESH = Mesh(names=("x", "y", "z"), sizes=(2, 3, 2))
@@ -160,25 +160,14 @@ def test_light_models(name: str, tmp_path: Path) -> None:
     assert {i for i, _ in found.layouts} >= set(convs)
 
 
-def test_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
-    from pase.cli import main
-
+def test_from_the_command_line(tmp_path: Path) -> None:
     source, layout, out = tmp_path / "m.onnx", tmp_path / "layout.json", tmp_path / "a.onnx"
     onnx.save(small(), source)
-    commands = (
-        ["compile", str(source), "--devices", "8", "--dim", "batch=64", "-o", str(layout), "--json"],
-        ["emit", str(layout), "--to", "onnx", "-o", str(out), "--json"],
-    )
-    for command in commands:
-        with pytest.raises(SystemExit) as done:
-            main(command)
-        assert done.value.code == 0
-    lines = capsys.readouterr().out
-    assert json.loads(lines[lines.rindex('{\n "layout"') :])["file"] == str(out)
+    printed("compile", source, "--devices", 8, "--dim", "batch=64", "-o", layout)
+    assert reported("emit", layout, "--to", "onnx", "-o", out)["file"] == str(out)
     check(onnx.load(out))
-    with pytest.raises(SystemExit) as done:
-        main(["compile", str(source), "--devices", "8"])
-    assert done.value.code == 2 and "--dim 'batch=64'" in capsys.readouterr().err
+    code, _, err = run("compile", source, "--devices", 8)
+    assert code == 2 and "--dim 'batch=64'" in err
 
 
 def test_what_cannot_be_annotated(tmp_path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
 
 import pase
-from pase.cli import main
+from tests.command import printed, reported
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +22,15 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return out[0], out[1]
 
 
-def run(capsys: Any, *args: str) -> str:
-    with pytest.raises(SystemExit) as e:
-        main(list(args))
-    assert e.value.code == 0
-    return str(capsys.readouterr().out)
-
-
-def test_reshard(layouts: tuple[str, str], capsys: Any) -> None:
-    made = json.loads(run(capsys, "reshard", *layouts, "--json"))
+def test_reshard(layouts: tuple[str, str]) -> None:
+    made = reported("reshard", *layouts)
     assert made["parameters"] == 1 and made["moved"] == len(made["moves"])
     assert sum(made["bytes"].values()) == sum(n for m in made["moves"] for n in m["bytes"].values())
-    assert f"{made['moved']} of 1 parameters move" in run(capsys, "reshard", *layouts)
-    assert "0 of 1 parameters move" in run(capsys, "reshard", layouts[0], layouts[0])
+    assert f"{made['moved']} of 1 parameters move" in printed("reshard", *layouts)
+    assert "0 of 1 parameters move" in printed("reshard", layouts[0], layouts[0])
 
 
-def test_diff(layouts: tuple[str, str], capsys: Any) -> None:
-    assert "mesh:" in run(capsys, "diff", *layouts)
-    same = run(capsys, "diff", layouts[0], layouts[0])
+def test_diff(layouts: tuple[str, str]) -> None:
+    assert "mesh:" in printed("diff", *layouts)
+    same = printed("diff", layouts[0], layouts[0])
     assert "both lay everything out alike" in same and Path(layouts[0]).exists()

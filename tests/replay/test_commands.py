@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from bench.cases.timelines import ImaginedRun, simulate, trace, write
-from pase.cli import main
 from pase.replay.timeline_io import schema
+from tests.command import printed, reported, run
 
 
 @pytest.fixture
@@ -20,23 +20,10 @@ def traces(tmp_path: Path) -> Path:
     return write(simulate(ImaginedRun(ranks=2, iterations=4, noise=0.01)), tmp_path / "traces")
 
 
-def _run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as e:
-        main([str(a) for a in argv])
-    out, err = capsys.readouterr()
-    return int(e.value.code or 0), out, err
-
-
-def _json(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
-    code, out, err = _run(capsys, *argv, "--json")
-    assert code == 0, err
-    return json.loads(out)
-
-
-def test_replay_prints_the_contract(capsys: pytest.CaptureFixture[str], traces: Path, tmp_path: Path) -> None:
+def test_replay_prints_the_contract(traces: Path, tmp_path: Path) -> None:
     files = tmp_path / "aligned.json", tmp_path / "predicted.json"
     knobs = ("--what-if", "bandwidth=2", "--what-if", "op:bwd_=0.5")
-    report = _json(capsys, "replay", traces, "-o", files[0], "--predicted", files[1], *knobs)
+    report = reported("replay", traces, "-o", files[0], "--predicted", files[1], *knobs)
     for i in report["iterations"]:
         assert {"iteration", "measured_s", "replayed_s", "error"} <= set(i)
     for r in report["ranks"]:
@@ -53,27 +40,25 @@ def test_replay_prints_the_contract(capsys: pytest.CaptureFixture[str], traces: 
         jsonschema.validate(document, schema())
         assert document["traceEvents"]
     # What was written can be replayed again, with the same result.
-    again = _json(capsys, "replay", files[0])
+    again = reported("replay", files[0])
     assert [r["measured_s"] for r in again["ranks"]] == [r["measured_s"] for r in report["ranks"]]
 
 
-def test_replay_against_traces_compares_op_by_op(
-    capsys: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
-) -> None:
+def test_replay_against_traces_compares_op_by_op(traces: Path, tmp_path: Path) -> None:
     predicted = tmp_path / "predicted.json"
-    _json(capsys, "replay", traces, "--predicted", predicted)
-    report = _json(capsys, "replay", predicted, "--against", traces)
+    reported("replay", traces, "--predicted", predicted)
+    report = reported("replay", predicted, "--against", traces)
     assert report["matched"] > 20
     assert report["only_predicted"] == report["only_measured"] == 0
     for o in report["ops"]:
         assert o["predicted_s"] == pytest.approx(o["measured_s"], rel=0.1)
 
 
-def test_diagnose_explains_with_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_diagnose_explains_with_numbers(tmp_path: Path) -> None:
     slow = ImaginedRun(ranks=3, iterations=4, kernel_us=300.0, between_us=4.0, slow_rank=1, slow_by=1.4)
     folder = write(simulate(slow), tmp_path / "slow")
     page, timeline = tmp_path / "page.html", tmp_path / "t.json"
-    report = _json(capsys, "diagnose", folder, "-o", page, "--timeline", timeline)
+    report = reported("diagnose", folder, "-o", page, "--timeline", timeline)
     kinds = [f["kind"] for f in report["findings"]]
     assert "straggler" in kinds
     f = report["findings"][kinds.index("straggler")]
@@ -85,13 +70,13 @@ def test_diagnose_explains_with_numbers(capsys: pytest.CaptureFixture[str], tmp_
     assert any(e.get("cat") == "finding" for e in json.loads(timeline.read_text())["traceEvents"])
 
 
-def test_optimize_reports_steps_and_buckets(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_optimize_reports_steps_and_buckets(tmp_path: Path) -> None:
     run = ImaginedRun(
         ranks=2, iterations=3, layers=16, bucket_layers=1, bucket_bytes=1 << 18, bucket_growth=0.2
     )
     run.collective_us = 300.0
     folder = write(simulate(run), tmp_path / "x")
-    report = _json(capsys, "optimize", folder, "--passes", "tensor-fusion", "-o", tmp_path / "plan.json")
+    report = reported("optimize", folder, "--passes", "tensor-fusion", "-o", tmp_path / "plan.json")
     assert report["after_s"] < report["before_s"]
     assert report["buckets"] and report["tensors"] == 16
     assert json.loads((tmp_path / "plan.json").read_text()) == report
@@ -116,10 +101,8 @@ def test_optimize_reports_steps_and_buckets(capsys: pytest.CaptureFixture[str], 
         (["profile", "--", "no-such-program-anywhere"], "cannot run"),
     ],
 )
-def test_bad_input_is_one_clear_message(
-    capsys: pytest.CaptureFixture[str], traces: Path, argv: list[str], words: str
-) -> None:
-    code, out, err = _run(capsys, *(a.replace("{traces}", str(traces)) for a in argv))
+def test_bad_input_is_one_clear_message(traces: Path, argv: list[str], words: str) -> None:
+    code, out, err = run(*(a.replace("{traces}", str(traces)) for a in argv))
     assert code == 2
     assert words in " ".join(err.split())
     assert "Traceback" not in err
@@ -139,56 +122,49 @@ for _ in range(6):
 """
 
 
-def test_profile_collects_what_replay_reads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_profile_collects_what_replay_reads(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    report = _profiled(capsys, tmp_path / "traces", script)
+    report = _profiled(tmp_path / "traces", script)
     assert len(report["traces"]) == 1
-    replayed = _json(capsys, "replay", tmp_path / "traces")
+    replayed = reported("replay", tmp_path / "traces")
     assert [r["rank"] for r in replayed["ranks"]] == [0, 1]
     assert len(replayed["iterations"]) >= 4
     manifest = json.loads((tmp_path / "traces" / "rank0" / "manifest.json").read_text())
     assert manifest["local_devices"] == 2
 
 
-def _profiled(capsys: pytest.CaptureFixture[str], folder: Path, script: Path) -> dict[str, Any]:
-    code, out, err = _run(capsys, "profile", "--json", "-o", folder, "--", sys.executable, script)
-    assert code == 0, err
-    return json.loads(out)
+def _profiled(folder: Path, script: Path) -> dict[str, Any]:
+    return json.loads(printed("profile", "--json", "-o", folder, "--", sys.executable, script))
 
 
-def test_profile_passes_the_programs_failure_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = _run(
-        capsys, "profile", "-o", tmp_path / "t", "--", sys.executable, "-c", "raise SystemExit(3)"
-    )
+def test_profile_passes_the_programs_failure_on(tmp_path: Path) -> None:
+    code, _, err = run("profile", "-o", tmp_path / "t", "--", sys.executable, "-c", "raise SystemExit(3)")
     assert code == 2
     assert "ended with status 3" in " ".join(err.split())
 
 
-def test_a_layout_is_replayed_as_it_is_scheduled(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_layout_is_replayed_as_it_is_scheduled(tmp_path: Path) -> None:
     layout = tmp_path / "layout.json"
-    code, _, err = _run(capsys, "compile", "zoo:alexnet", "--devices", 4, "-o", layout)
-    assert code == 0, err
-    report = _json(capsys, "replay", layout, "-o", tmp_path / "t.json")
+    printed("compile", "zoo:alexnet", "--devices", 4, "-o", layout)
+    report = reported("replay", layout, "-o", tmp_path / "t.json")
     assert not report["held_out"]
     (rank,) = report["ranks"]
     assert 0 < rank["replayed_s"] < 1
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    code, _, err = _run(capsys, "replay", layout, "--what-if", "bandwidth=2")
+    code, _, err = run("replay", layout, "--what-if", "bandwidth=2")
     assert code == 2
     assert "nothing can be changed" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("command", ["replay", "diagnose", "optimize"])
-def test_traces_of_different_runs_are_told_apart(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
-) -> None:
+def test_traces_of_different_runs_are_told_apart(tmp_path: Path, command: str) -> None:
     folder = write(simulate(ImaginedRun(ranks=2, iterations=3)), tmp_path / "x")
     later = json.dumps(trace(simulate(ImaginedRun(ranks=2, iterations=3)), 1)).replace(
         "ProfilerStep#", "ProfilerStep#10"
     )
     (folder / "rank1.json.gz").unlink()
     (folder / "rank1.json").write_text(later)
-    code, _, err = _run(capsys, command, folder)
+    code, _, err = run(command, folder)
     assert code == 2
     assert "no iteration is whole on every rank" in " ".join(err.split())

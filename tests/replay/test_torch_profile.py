@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pase.cli import main
 from pase.replay import align, estimate, load, measure
 from pase.replay.gloo import WAIT
 from pase.replay.graph import EDGES
 from pase.replay.types import COLLECTIVE
+from tests.command import printed, reported
 
 TRAIN = """
 import os, sys
@@ -57,22 +55,14 @@ with pase.profile(sys.argv[1]) as run:
 """
 
 
-def _run(*argv: object) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as e:
-        main([str(a) for a in argv])
-    return int(e.value.code or 0), out.getvalue(), err.getvalue()
-
-
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torch")
     (folder / "train.py").write_text(TRAIN)
     (folder / "both.py").write_text(BOTH)
     program = (sys.executable, folder / "both.py", folder / "train.py", folder / "meet")
-    code, out, err = _run("profile", "--json", "--steps", 6, "-o", folder / "traces", "--", *program)
-    assert code == 0, err
-    assert len(json.loads(out)["traces"]) == 2
+    said = printed("profile", "--json", "--steps", 6, "-o", folder / "traces", "--", *program)
+    assert len(json.loads(said)["traces"]) == 2
     return folder / "traces"
 
 
@@ -105,14 +95,10 @@ def test_a_run_over_gloo_is_aligned_and_replayed(traces: Path) -> None:
     assert set(g.gang[sends].tolist()) == set(range(g.gangs)) and g.gangs == sends.sum() / 2
     launched = g.dst[g.edge_kind == EDGES.index("launch")]
     assert set(np.flatnonzero(sends).tolist()) <= set(launched.tolist())
-    code, out, err = _run("replay", traces, "--what-if", "bandwidth=2", "--json", "--force")
-    assert code == 0, err
-    report = json.loads(out)
+    report = reported("replay", traces, "--what-if", "bandwidth=2", "--force")
     assert [r["rank"] for r in report["ranks"]] == [0, 1] and report["held_out"]
     assert report["what_if"][0]["speedup"] >= 0.999
-    code, out, err = _run("diagnose", traces, "--json")
-    assert code == 0, err
-    assert "launch-bound" not in [f["kind"] for f in json.loads(out)["findings"]]
+    assert "launch-bound" not in [f["kind"] for f in reported("diagnose", traces)["findings"]]
 
 
 def _gloo_trace(rank: int, late_us: float) -> dict[str, Any]:
@@ -157,9 +143,7 @@ def test_launches_and_waits_are_found_among_gloos_events(tmp_path: Path) -> None
     into = g.edge_kind == EDGES.index("sync")
     # On each rank the wait depends on both sums.
     assert into.sum() == 4 and (g.kind[g.src[into]] == COLLECTIVE).all()
-    code, out, err = _run("replay", tmp_path, "--align", "none", "--what-if", "bandwidth=1000", "--json")
-    assert code == 0, err
-    report = json.loads(out)
+    report = reported("replay", tmp_path, "--align", "none", "--what-if", "bandwidth=1000")
     for r in report["ranks"]:
         assert abs(r["error"]) < 0.02
     # The sums no longer hide anything: what is left of the step is the thread's own work.

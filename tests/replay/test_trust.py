@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from bench.cases.timelines import ImaginedRun, simulate, write
-from pase.cli import main
 from pase.errors import Infeasible
 from pase.replay.breakdown import breakdowns
 from pase.replay.clocks import align
@@ -23,16 +22,11 @@ from pase.replay.steady import evaluate
 from pase.replay.trust import Run
 from pase.replay.types import Timeline
 from pase.replay.whatif import apply
+from tests.command import printed, reported, run
 
 SHARED = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces"
 TRACES = ["hta/nccl_parser_config_nccl_data.json.gz", "hta/df_index_resolver_df_index_resolver.json.gz"]
 TRACES += ["hta/trace_diff_control_control.json.gz", "jaxtoolbox_pax_fsdp4"]
-
-
-def _main(argv: list[str]) -> int:
-    with pytest.raises(SystemExit) as e:
-        main(argv)
-    return int(e.value.code or 0)
 
 
 def _measured(tmp_path: Path, run: ImaginedRun) -> Measured:
@@ -190,17 +184,14 @@ def _args(number: int) -> dict[str, Any]:
     return {"stream": 7, "device": 0, "correlation": number}
 
 
-def test_reports_name_the_same_iteration_and_one_clock(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_reports_name_the_same_iteration_and_one_clock(tmp_path: Path) -> None:
     run = ImaginedRun(
         ranks=2, iterations=5, bucket_layers=1, bucket_bytes=1 << 18, bucket_growth=0.2, noise=0.02
     )
     folder = write(simulate(run), tmp_path / "x")
     reports = {}
     for command in ("replay", "diagnose", "optimize"):
-        assert _main([command, str(folder), "--json"]) == 0
-        reports[command] = json.loads(capsys.readouterr().out)
+        reports[command] = reported(command, folder)
     for key in ("measured_s", "replayed_s", "headline", "held_out_error", "naive_error", "unexplained"):
         assert reports["replay"][key] == reports["diagnose"][key] == reports["optimize"][key]
     o = reports["optimize"]
@@ -213,9 +204,7 @@ def test_reports_name_the_same_iteration_and_one_clock(
         assert all(0 <= e["start_s"] < 1 for e in f["evidence"])
 
 
-def test_what_ifs_are_refused_where_replay_is_not_to_be_believed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_ifs_are_refused_where_replay_is_not_to_be_believed(tmp_path: Path) -> None:
     """Kernels that begin 20 ms after all that is known of: half of the path is unexplained."""
     path, _ = _ahead(tmp_path, wobble=False)
     document = json.loads(path.read_text())
@@ -224,25 +213,22 @@ def test_what_ifs_are_refused_where_replay_is_not_to_be_believed(
         shift += 20_000.0 if e["name"] in ("gemm_30", "gemm_60", "gemm_90") else 0.0
         e["ts"] += shift
     path.write_text(json.dumps(document))
-    run = Run(measured=measure(load(path)))
-    assert run.unexplained > 0.3 and run.headline.startswith("Do not rely")
+    measured = Run(measured=measure(load(path)))
+    assert measured.unexplained > 0.3 and measured.headline.startswith("Do not rely")
     with pytest.raises(Infeasible, match="nothing in the trace explains"):
-        run.must_be_believed("x", force=False)
-    assert _main(["replay", str(path), "--what-if", "op:gemm=0.5"]) == 1
-    assert "--force" in capsys.readouterr().err
-    assert _main(["replay", str(path), "--what-if", "op:gemm=0.5", "--force"]) == 0
-    assert "Do not rely" in capsys.readouterr().out.splitlines()[0]
+        measured.must_be_believed("x", force=False)
+    code, _, err = run("replay", path, "--what-if", "op:gemm=0.5")
+    assert code == 1 and "--force" in err
+    assert "Do not rely" in printed("replay", path, "--what-if", "op:gemm=0.5", "--force").splitlines()[0]
 
 
-def test_one_iteration_states_no_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_one_iteration_states_no_error(tmp_path: Path) -> None:
     folder = write(simulate(ImaginedRun(ranks=1, iterations=1)), tmp_path / "x")
-    assert _main(["replay", str(folder), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = reported("replay", folder)
     assert "unknown" in report["headline"]
     assert [r["error"] for r in report["ranks"]] == [None]
     assert [i["error"] for i in report["iterations"]] == [None]
-    assert _main(["replay", str(folder)]) == 0
-    assert "0.00%" not in capsys.readouterr().out.replace("0.0% of", "")
+    assert "0.00%" not in printed("replay", folder).replace("0.0% of", "")
 
 
 def test_correlation_ids_used_again_are_paired_in_time(tmp_path: Path) -> None:
@@ -259,14 +245,11 @@ def test_correlation_ids_used_again_are_paired_in_time(tmp_path: Path) -> None:
     assert Run(measured=m).measured_ns == want.measured_ns
 
 
-def test_reports_fit_eighty_columns(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_reports_fit_eighty_columns(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     folder = write(simulate(ImaginedRun(ranks=3, iterations=4, skew_us=(0.0, 25e3, -17e3))), tmp_path / "x")
     for command in ("replay", "diagnose", "optimize"):
-        assert _main([command, str(folder)]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = printed(command, folder).splitlines()
         assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 import pase
 import pase.replay
 from bench.cases.schedules import link, profile, random_problem, vgg19
-from pase.cli import main
 from pase.errors import PaseError
 from pase.machine import Mesh
 from pase.memory.account import Memory
@@ -29,6 +26,7 @@ from pase.schedule.pipedream import read_pipedream
 from pase.schedule.policies.tictac import parameter_server
 from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
 from pase.tables.itemize import Collective, NodeCost
+from tests import command
 
 
 def _row(name: str, forward_ms: float, backward_ms: float, activation: str, parameters: float) -> str:
@@ -49,10 +47,7 @@ NET = (link("net", alpha_s=1e-4, beta=1e-9),)
 
 def run(*args: str) -> tuple[int, str, str]:
     """(exit status, standard output, standard error) of `pase schedule ARGS`."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as e:
-        main(["schedule", *args])
-    return int(e.value.code or 0), out.getvalue(), err.getvalue()
+    return command.run("schedule", *args)
 
 
 # --- problems and plans as JSON --------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +10,11 @@ import pytest
 
 from bench.cases.timelines import ImaginedRun, simulate, write
 from pase.bridges.trace_profile import fit_curve, is_trace, problem_from_timeline, problem_from_traces
-from pase.cli import main
 from pase.errors import Infeasible, PaseError
 from pase.replay import align, load
 from pase.schedule import Options, evaluate, get_policy
 from pase.schedule.load import parse_link
+from tests.command import reported
 from tests.needs import SHARED
 
 KERNEL_US = 120.0
@@ -76,11 +73,7 @@ def test_a_timeline_is_a_profile_too(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_reads_traces(folder: Path) -> None:
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as e:
-        main(["schedule", str(folder), "--policy", "all", "--json"])
-    assert not e.value.code, err.getvalue()
-    rows = {r["policy"]: r for r in json.loads(out.getvalue())["policies"]}
+    rows = {r["policy"]: r for r in reported("schedule", folder, "--policy", "all")["policies"]}
     assert {"ddp", "horovod", "bytescheduler", "tac", "ours"} <= set(rows)
     ours = rows["ours"]["iteration_s"]
     assert all(ours <= r["iteration_s"] * (1 + 1e-9) for r in rows.values() if "iteration_s" in r)
