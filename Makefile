@@ -33,8 +33,8 @@ demo: $(STAMP) ## compile GPT-2 for 32 devices, write layout.json, run one shard
 test: $(STAMP) ## run all tests, lint and types included; says at the end what was skipped and how to run it
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-test-all: $(ALL) ## besides: install PyTorch too, and run the tests that make test skips without it
-	$(BIN)/python -m pytest -n $(JOBS) -m torch $(ARGS)
+test-all: $(ALL) ## besides: install PyTorch too, and run the tests that need it or start every program of bench and docs
+	$(BIN)/python -m pytest -n $(JOBS) -m "torch or minutes" $(ARGS)
 
 test-corpus: $(CORPUS) ## the tests with programs of other libraries, in an environment of their own
 	$(CORPUS_VENV)/bin/python -m pytest -n $(JOBS) -m corpus $(ARGS)

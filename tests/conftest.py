@@ -38,7 +38,8 @@ def pytest_configure(config):
 def pytest_runtest_setup(item):
     for name, need in NEEDS.items():
         for mark in item.iter_markers(name):
-            if (why := need.missing(*mark.args)) is not None:
+            why = "not asked for" if need.asked and name not in item.config.option.markexpr else None
+            if (why := why or need.missing(*mark.args)) is not None:
                 pytest.skip(f"{need.reason} ({why})")
 
 

@@ -25,6 +25,8 @@ class Need:
     """The command that runs the tests that need it, where it is."""
     missing: Callable[..., str | None]
     """Why a test that is marked so (with the mark's arguments) cannot run here; None where it can."""
+    asked: bool = False
+    """Whether such tests run only where the mark is asked for (``-m``)."""
 
     @property
     def reason(self) -> str:
@@ -51,6 +53,12 @@ NEEDS = {
         what="PyTorch, too large to be installed by default",
         how="make test-all",
         missing=lambda: _installed("torch", "onnxscript", "transformers"),
+    ),
+    "minutes": Need(
+        what="minutes: it starts a program, as people do",
+        how="make test-all",
+        missing=lambda: None,
+        asked=True,
     ),
     "corpus": Need(
         what="the libraries whose programs bench/programs holds",

@@ -84,6 +84,7 @@ def test_every_bench_is_listed_once():
     assert sorted([*SMALLEST, *RECORDED, *ELSEWHERE]) == sorted(PROGRAMS)
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_bench_runs_in_its_smallest_setting(name, tmp_path):
     run(name, SMALLEST[name], tmp_path)

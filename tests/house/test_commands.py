@@ -49,15 +49,19 @@ def test_notes_add_options_to_the_commands_they_name():
     assert sum(line.startswith("pase ") for line in found) >= 15
 
 
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(d.name, marks=MARKS.get(d.name, ())) for d in DOCUMENTS if d.exists() and lines(d.name)],
-)
+def documents_with_commands():
+    for d in DOCUMENTS:
+        if d.exists() and lines(d.name):
+            marks = [] if d.name == "README.md" else [pytest.mark.minutes]
+            yield pytest.param(d.name, marks=marks + MARKS.get(d.name, []))
+
+
+@pytest.mark.parametrize("document", [*documents_with_commands()])
 def test_commands_of_a_document_run_in_order(document, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
-    env.pop("XLA_FLAGS", None)  # as in a reader's shell
+    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # else as in a reader's shell: no devices are forced
     for line in lines(document):
         done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path, env=env)
         assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from tests.needs import NEEDS
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +26,12 @@ def packages(extra: set[str]) -> set[str]:
     return {re.match(r"[\w-]+", line)[0] for e in extra for line in asked[e]}
 
 
+@pytest.mark.torch
 def test_every_module_under_tests_imports_with_the_default_extras_alone():
-    """In a process of its own, in which what the other extras bring cannot be imported."""
+    """In a process of its own, in which what the other extras bring cannot be imported.
+
+    Where they are not installed, pytest has just shown it by collecting this test and all others.
+    """
     beyond = packages(extras("BESIDES")) - packages(extras("EXTRAS"))
     assert beyond >= {"torch", "onnxscript", "transformers"}
     modules = sorted(
@@ -45,7 +51,7 @@ def test_every_module_under_tests_imports_with_the_default_extras_alone():
 
 def test_what_may_be_skipped_and_the_command_that_runs_it():
     """PyTorch is CI's second command; other libraries, root, and data that is not ours have targets of their own."""
-    assert set(NEEDS) == {"torch", "corpus", "root", "data"}
+    assert set(NEEDS) == {"torch", "minutes", "corpus", "root", "data"}
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
     for need in NEEDS.values():
         program, target, *_ = need.how.split()
