@@ -22,7 +22,8 @@ def measured(name: str, devices: int) -> dict[str, object]:
     began = time.perf_counter()
     plan = pase.compile(f"zoo:{name}", devices=devices)
     total = time.perf_counter() - began
-    against = dict(sorted(plan.baselines.items(), key=lambda item: item[1]))
+    fitting = {name: cost for name, cost in plan.baselines.items() if name not in plan.too_large}
+    against = dict(sorted(fitting.items(), key=lambda item: item[1]))
     best = next(iter(against), None)
     return {
         "model": name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -128,11 +129,16 @@ def compile(
     {options}
     progress: called with a line of text at each step of the way.
 
-    Raises PaseError for bad input; Infeasible where no strategy exists.
+    Raises PaseError for bad input; Infeasible where no strategy exists, or none fits a memory limit that is stated as
+    a size. Warns where none fits the machine, which is the default limit.
     """
     from pase.compiler.compilation import compile_model
+    from pase.plan.table import misfit_text
 
-    return Plan.of(compile_model(model, params, batch, options, progress).plan)
+    plan = Plan.of(compile_model(model, params, batch, options, progress).plan)
+    if plan.misfit is not None:
+        warnings.warn(f"the plan for '{plan.model}': {misfit_text(plan)}", stacklevel=3)
+    return plan
 
 
 @takes_options

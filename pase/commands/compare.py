@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.compile import rates
-from pase.commands.options import JsonOption, ModelName, compile_options, console, print_json, progress
+from pase.commands.options import (
+    JsonOption,
+    ModelName,
+    StrictOption,
+    compile_options,
+    console,
+    print_json,
+    progress,
+    strictly,
+    warn_misfit,
+)
 from pase.compiler.options import CompileOptions
 
 if TYPE_CHECKING:
-    from pase.machine import Machine
     from pase.questions.sensitivity import Point
 
 __all__ = ["compare"]
@@ -31,13 +40,14 @@ def compare(
         ),
     ] = None,
     json: JsonOption = False,
+    strict: StrictOption = False,
 ) -> None:
     """Compare data parallelism, expert strategies and ours.
 
     Compares data parallelism, FSDP, one weird trick, Megatron at every degree, and ours.
 
-    It takes every option of 'pase compile': under --memory-limit ours is the best that fits, and methods that do not
-    are listed as such.
+    It takes every option of 'pase compile': ours is the best that fits the memory limit, and methods that do not
+    fit are listed as such.
 
     Each is a strategy on the same graph, tuned by the same exact search as far as its method allows, and priced
     by the same cost model. Predictions, not measurements. Ours is never worse than any of them that fits.
@@ -59,8 +69,6 @@ def compare(
     with progress() as say:
         rows = compare_model(model, None, (), options, say)
     ours = next(plan for name, plan in rows if name == "pase")
-    limit = options.limit_bytes(the_machine(options)) or ours.device_memory
-    fits = {name: p.memory.total <= limit for name, p in rows}
     table = [
         {
             "name": name,
@@ -71,7 +79,7 @@ def compare(
             "communication": p.communication,
             **rates(p),
             "memory_bytes": p.memory.total,
-            "fits": fits[name],
+            "fits": p.fits,
             "comm_bytes": sum(c.nbytes * c.times for c in p.collectives),
         }
         for name, p in rows
@@ -85,12 +93,16 @@ def compare(
                 "unit": ours.unit,
                 "strategies": table,
                 "skipped": dict(ours.skipped),
+                "memory_limit_bytes": ours.memory_limit,
+                "misfit": ours.misfit,
             }
         )
+        warn_misfit(ours)
+        strictly(ours.fits, strict)
         return
     from rich.table import Table
 
-    from pase.plan.table import bytes_text, cost_text
+    from pase.plan.table import bytes_text, cost_text, misfit_text
 
     out = Table(box=None, header_style="bold", pad_edge=False)
     for column in (
@@ -117,7 +129,7 @@ def compare(
             cost_text(p.communication, p.unit),
             bytes_text(float(str(row["comm_bytes"]))),
             bytes_text(p.memory.total),
-            "yes" if fits[name] else "NO",
+            "yes" if p.fits else "NO",
             style="bold" if name == "pase" else None,
         )
     c = console()
@@ -128,14 +140,9 @@ def compare(
     c.print(out)
     for name, why in ours.skipped.items():
         c.print(f"without {name}: {why}", highlight=False)
-
-
-def the_machine(options: CompileOptions) -> Machine:
-    """The machine that the options name."""
-    from pase.machine import DEFAULT, Machine, load
-
-    m = options.machine
-    return m if isinstance(m, Machine) else load(DEFAULT if m is None else m)
+    if (warning := misfit_text(ours)) is not None:
+        c.print(f"WARNING {warning}", highlight=False, markup=False, style="bold red")
+    strictly(ours.fits, strict)
 
 
 def _show(points: list[Point], model: str, options: CompileOptions, json: bool) -> None:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, ModelName, compile_options, console, print_json, progress
+from pase.commands.options import (
+    JsonOption,
+    ModelName,
+    StrictOption,
+    compile_options,
+    console,
+    print_json,
+    progress,
+    strictly,
+    warn_misfit,
+)
 from pase.compiler.options import CompileOptions
 
 if TYPE_CHECKING:
@@ -33,6 +43,7 @@ def compile(
         typer.Option("--output", "-o", help="Write the plan to this file, as layout JSON.", metavar="FILE"),
     ] = None,
     json: JsonOption = False,
+    strict: StrictOption = False,
 ) -> None:
     """Find a model's best strategy, print it, write layout.json.
 
@@ -40,6 +51,10 @@ def compile(
 
     Prints the chosen strategy next to data parallelism and expert strategies, all priced by the same cost model:
     predictions, not measurements. The output says whether the answer is proven optimal under that model.
+
+    The plan fits a device's memory: it is the cheapest that does, with micro-batches and recomputation where they are
+    needed. Where nothing fits, the best without a limit is printed with a warning that says what would
+    (--strict: exit status 1).
 
     \b
     Examples:
@@ -60,6 +75,8 @@ def compile(
         plan.save(output)
     if json:
         print_json(summary(plan) | ({"layout": str(output)} if output is not None else {}))
+        warn_misfit(plan)
+        strictly(plan.fits, strict)
         return
     from pase.plan.table import render
 
@@ -73,6 +90,7 @@ def compile(
         )
     if output is not None:
         console(err=True).print(f"wrote {output}", highlight=False)
+    strictly(plan.fits, strict)
 
 
 def rates(plan: PlanData) -> dict[str, float | None]:
@@ -97,10 +115,13 @@ def summary(plan: PlanData) -> dict[str, object]:
         "hidden": plan.hidden,
         **rates(plan),
         "memory_bytes": plan.memory.total,
+        "memory_limit_bytes": plan.memory_limit,
         "fits": plan.fits,
+        "misfit": plan.misfit,
         "accumulate": plan.accumulate,
         "blocks_computed_again": len(plan.remat),
         "baselines": dict(plan.baselines),
+        "baselines_that_do_not_fit": list(plan.too_large),
         "skipped": dict(plan.skipped),
         "meshes": [{"mesh": list(t.mesh), "cost": t.cost} for t in plan.tried],
         "seconds": dict(plan.seconds),

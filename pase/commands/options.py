@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from pase.compiler.options import CompileOptions
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
 
 __all__ = [
     "ChoicesTimeLimit",
@@ -23,10 +26,13 @@ __all__ = [
     "LayoutMachine",
     "LayoutModel",
     "ModelName",
+    "StrictOption",
     "compile_options",
     "console",
     "print_json",
     "progress",
+    "strictly",
+    "warn_misfit",
 ]
 
 ModelName = Annotated[
@@ -60,6 +66,22 @@ ChoicesTimeLimit = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
 ]
+
+StrictOption = Annotated[bool, typer.Option("--strict", help="Exit status 1 where the plan does not fit.")]
+
+
+def strictly(fits: bool, strict: bool) -> None:
+    """End with exit status 1 where a plan does not fit and the user asked for that."""
+    if strict and not fits:
+        raise typer.Exit(1)
+
+
+def warn_misfit(plan: PlanData) -> None:
+    """Say on standard error that a plan does not fit, where standard output is for programs."""
+    from pase.plan.table import misfit_text
+
+    if (warning := misfit_text(plan)) is not None:
+        console(err=True).print(f"WARNING {warning}", highlight=False, markup=False)
 
 
 def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

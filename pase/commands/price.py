@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, ModelName, compile_options, console, print_json, progress
+from pase.commands.options import (
+    JsonOption,
+    ModelName,
+    StrictOption,
+    compile_options,
+    console,
+    print_json,
+    progress,
+    strictly,
+)
 from pase.compiler.options import CompileOptions
 
 __all__ = ["price"]
@@ -31,6 +40,7 @@ def price(
         typer.Option("--executor", help="How the program runs: eager, compiled, megatron or megatron_2021."),
     ] = "compiled",
     json: JsonOption = False,
+    strict: StrictOption = False,
 ) -> None:
     """What a strategy that you state takes: step, memory, sends.
 
@@ -54,8 +64,10 @@ def price(
         )  # fmt: skip
     if json:
         print_json({"model": model, **found.to_json()})
+        strictly(found.fits, strict)
         return
     for line in as_lines(model, found):
         console().print(
             line, highlight=False, markup=False, style="bold red" if line.startswith("WARNING") else None
         )
+    strictly(found.fits, strict)

@@ -40,7 +40,7 @@ def scale(
     \b
     Examples:
       pase scale zoo:gpt2 --devices 8..64
-      pase scale 'zoo:llama3_8b?batch=512&attention=fused' --devices 32..512 --memory-limit machine
+      pase scale 'zoo:llama3_8b?batch=512&attention=fused' --devices 32..512
     """
     from pase.questions.scale import parse_devices
     from pase.questions.scale import scale as scaled

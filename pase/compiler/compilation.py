@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.baselines import Baseline, Skipped
-from pase.compiler.fit import fit_variants
+from pase.compiler.fit import fit_more, fit_variants
 from pase.compiler.mesh_search import search_meshes
-from pase.compiler.methods import never_worse, price_methods
+from pase.compiler.methods import memory_of, never_worse, price_methods
 from pase.compiler.options import CompileOptions
-from pase.compiler.plans import plan_found, plan_of
+from pase.compiler.plans import NO_LIMIT, Fit, plan_found, plan_of
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.resolve import traced_model
 from pase.compiler.variants import Variant, variants
+from pase.errors import Infeasible
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -61,9 +62,14 @@ def compile_model(
         problem = problem.varied(traced, tries[0][0])
     traced_s = time.perf_counter() - start
     over = problem.meshes(options.mesh, options.max_axes)
-    found = search_meshes(problem, over, say)
+    found, misfit = search_meshes(problem, over, say), None
     if limit is not None:
-        problem, found = fit_variants(problem, found, tries, traced, over, limit, options.time_limit, say)
+        try:
+            problem, found = fit_variants(problem, found, tries, traced, over, limit, options.time_limit, say)
+        except Infeasible as e:
+            if options.memory_limit != "machine":  # a size that the user states is not given up
+                raise
+            misfit = str(e)
     methods: dict[str, float] = {}
     given: list[Baseline] = []
     skipped: list[Skipped] = []
@@ -71,16 +77,20 @@ def compile_model(
         say("pricing what people do by hand")
         began = time.perf_counter()
         given, skipped = price_methods(problem)
-        found = never_worse(problem, found, given, limit)
         methods["baselines"] = time.perf_counter() - began
-        # A method's mesh may be one that was not among ours: it is searched too.
-        if options.mesh is None and limit is None:
-            known = {m.sizes for m in over}
-            more = [b.mesh for b in given if b.mesh.sizes not in known and b.cost < found.solution.cost]
-            found = search_meshes(problem, more, say, found) if more else found
+    needs = {} if limit is None else {b.name: memory_of(problem, b.strategy, b.mesh).total for b in given}
+    within = limit if misfit is None else None
+    allowed = [b for b in given if within is None or needs[b.name] <= within]
+    known = {m.sizes for m in over}
+    # A method's mesh may be one that was not among ours: it is searched too.
+    more = [b.mesh for b in allowed if b.mesh.sizes not in known and b.cost < found.solution.cost]
+    if more and options.mesh is None:
+        found = fit_more(problem, found, more, within, options.time_limit, say)
+    found = never_worse(problem, found, allowed)
     total_s = time.perf_counter() - start
     seconds = {"trace": traced_s, **found.seconds, **methods, "total": total_s}
-    plan = plan_found(problem, found, name, traced, seconds, given, skipped)
+    fit = NO_LIMIT if limit is None else Fit(limit=int(limit), misfit=misfit, methods=needs)
+    plan = plan_found(problem, found, name, traced, seconds, given, skipped, fit)
     return Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
 
 
@@ -91,5 +101,7 @@ def compare_model(
     c = compile_model(model, params, batch, options, progress)
     given = c.given or price_methods(c.problem)[0]
     plans = [("pase", c.plan)]
-    plans += [(b.name, plan_of(c.problem, b.strategy, b.mesh, c.plan.model, c.traced)) for b in given]
+    for b in given:
+        plan = plan_of(c.problem, b.strategy, b.mesh, c.plan.model, c.traced)
+        plans.append((b.name, replace(plan, memory_limit=c.plan.memory_limit)))
     return sorted(plans, key=lambda pair: (pair[1].cost, pair[0] != "pase"))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from pase.tables.layouts import configs
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["fit_limit", "fit_variants", "least_memory"]
+__all__ = ["fit_limit", "fit_more", "fit_variants", "least_memory"]
 
 
 def fit_variants(
@@ -39,12 +39,14 @@ def fit_variants(
 ) -> tuple[SplitProblem, Found]:  # fmt: skip
     """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
 
-    free: the unconstrained answer to the first variant, which is ``problem``. The search ends with the first number
-    of micro-batches none of whose variants could be cheaper than what fits by then; the bound is over those tried.
-    The strategy's ``seconds`` are those of all the searches.
+    free: the unconstrained answer to the first variant, which is ``problem``: where it fits, it is the answer. The
+    search ends with the first number of micro-batches none of whose variants could be cheaper than what fits by then;
+    the bound is over those tried. The strategy's ``seconds`` are those of all the searches.
     """
+    if memory_of(problem, free.configs, free.mesh).total <= limit:
+        return problem, free
     best: tuple[SplitProblem, Found] | None = None
-    least: list[tuple[float, Variant]] = []
+    least: list[_Needs] = []
     bound = float("inf")
     spent = dict(free.seconds)
     for group in tries:
@@ -52,30 +54,29 @@ def fit_variants(
         for variant in group:
             first = variant == tries[0][0]
             p = problem if first else problem.varied(traced, variant)
-            needs = min(least_memory(p, m) for m in over)
-            least.append((needs, variant))
-            promising |= needs > limit
-            if needs > limit:
+            below = float("inf") if best is None else best[1].solution.cost
+            needs = {m: least_memory(p, m) for m in over}
+            where = min(over, key=needs.__getitem__)
+            least.append(_Needs(needs[where], where, variant))
+            promising |= needs[where] > limit
+            # A variant works at least as much as the step as written: what that needs on a mesh bounds it there.
+            meshes = [m for m in over if needs[m] <= limit and free.bounds[m.sizes] < below]
+            if not meshes:
                 continue
             if not first:
                 say(f"trying {variant}")
-            unlimited = free if first else search_meshes(p, over, say)
+            unlimited = free if first else search_meshes(p, meshes, say)
             if not first:
                 spent = add_seconds(spent, unlimited.seconds)
-            if best is not None and unlimited.solution.bound >= best[1].solution.cost:
+            if unlimited.solution.bound >= below:
                 continue
             promising = True
             start = time.perf_counter()
-            below = float("inf") if best is None else best[1].solution.cost
-            found, proven = fit_limit(p, unlimited, over, limit, time_limit, say, below)
+            found, proven = fit_limit(p, unlimited, meshes, limit, time_limit, say, below)
             spent = add_seconds(spent, {"search": time.perf_counter() - start})
             bound = min(bound, proven)
-            if found is None:
-                continue
-            if best is None or found.solution.cost < best[1].solution.cost:
+            if found is not None:
                 best = (p, found)
-            if first and found.solution.cost <= free.solution.cost * (1 + 1e-9):
-                return p, replace(found, seconds=spent)  # memory does not bind
         if best is not None and not promising:
             break
     if best is None:
@@ -84,6 +85,36 @@ def fit_variants(
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
     s = replace(s, optimal=s.bound >= s.cost * (1 - 1e-9))
     return best[0], replace(best[1], solution=s, seconds=spent)
+
+
+def fit_more(
+    problem: SplitProblem,
+    found: Found,
+    more: Sequence[Mesh],
+    limit: float | None,
+    time_limit: float,
+    say: Progress,
+) -> Found:
+    """The answer, or what is cheaper on further meshes and fits too; limit None: all does."""
+    wider = search_meshes(problem, more, say, found if limit is None else None)
+    if limit is None:
+        return wider
+    best, proven = fit_limit(problem, wider, more, limit, time_limit, say, found.solution.cost)
+    s = found.solution if best is None else best.solution
+    s = replace(
+        s,
+        bound=min(proven, found.solution.bound, s.cost),
+        optimal=s.optimal and proven >= s.cost * (1 - 1e-9),
+    )
+    return replace(found if best is None else best, solution=s, tried=(*found.tried, *wider.tried))
+
+
+class _Needs(NamedTuple):
+    """What a variant needs at least: bytes on a device, on the mesh where it needs the least."""
+
+    nbytes: float
+    mesh: Mesh
+    variant: Variant
 
 
 def fit_limit(
@@ -308,10 +339,10 @@ def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
 
 
 def _needs_on_more(
-    problem: SplitProblem, traced: Traced, least: Sequence[tuple[float, Variant]], limit: float
+    problem: SplitProblem, traced: Traced, least: Sequence[_Needs], limit: float
 ) -> Iterator[tuple[int, float]]:
     """(devices, bytes at least) of the least variant on 2, 4, … 64 times the devices, until it fits."""
-    p = problem.varied(traced, min(least, key=lambda pair: pair[0])[1])
+    p = problem.varied(traced, min(least, key=lambda n: n.nbytes).variant)
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(p, devices=factor * p.devices)
         needs = min((least_memory(more, m) for m in more.meshes(None, 2)), default=float("inf"))
@@ -321,11 +352,10 @@ def _needs_on_more(
 
 
 def _infeasible(
-    least: Sequence[tuple[float, Variant]], limit: float, devices: int, more: Sequence[tuple[int, float]]
+    least: Sequence[_Needs], limit: float, devices: int, more: Sequence[tuple[int, float]]
 ) -> Infeasible:
-    """The error that says what would fit. least: (bytes, variant) that each variant needs at least; more: (devices,
-    bytes at least) of the least one on more devices."""
-    nbytes, variant = min(least, key=lambda p: p[0])
+    """The error that says what would fit. more: (devices, bytes at least) of the least variant on more devices."""
+    nbytes, mesh, variant = min(least, key=lambda n: n.nbytes)
     enough = next((n for n, b in more if b <= limit), None)
     if enough is not None:
         so = f"On {enough} devices it may fit. Or use a smaller batch"
@@ -333,8 +363,8 @@ def _infeasible(
         so = f"Nor do {more[-1][0]} devices suffice. Use a smaller batch or model"
     else:
         so = "Use more devices or a smaller batch"
-    with_ = f" ({variant})" if variant != Variant() else ""
+    shape = "×".join(map(str, mesh.sizes))
     return Infeasible(
         f"no strategy found that fits {limit / 2**30:.4g} GiB a device on {devices} devices: any needs at least "
-        f"{nbytes / 2**30:.4g} GiB{with_}. {so}"
+        f"{nbytes / 2**30:.4g} GiB ({variant}, mesh {shape}). {so}"
     )

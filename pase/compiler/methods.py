@@ -30,22 +30,11 @@ def price_methods(problem: SplitProblem) -> tuple[list[Baseline], list[Skipped]]
     return given, [b for b in made if not isinstance(b, Baseline)]
 
 
-def never_worse(
-    problem: SplitProblem, found: Found, given: Sequence[Baseline], limit_bytes: float | None = None
-) -> Found:
-    """The answer, or a method's own strategy that fits where that is cheaper: which only a search with a gap leaves."""
-    if problem.pricing.exact:
-        return found
-    cheaper = sorted((b for b in given if b.cost < found.solution.cost), key=lambda b: b.cost)
-    best = next(
-        (
-            b
-            for b in cheaper
-            if limit_bytes is None or memory_of(problem, b.strategy, b.mesh).total <= limit_bytes
-        ),
-        None,
-    )
-    if best is None:
+def never_worse(problem: SplitProblem, found: Found, given: Sequence[Baseline]) -> Found:
+    """The answer, or a method's own strategy where that is cheaper: which only a search with a gap leaves, or one of
+    other meshes. given: those that fit."""
+    best = min(given, key=lambda b: b.cost, default=None)
+    if best is None or best.cost >= found.solution.cost * (1 - 1e-9):
         return found
     space = problem.pricing.space(best.mesh)
     solution = replace(

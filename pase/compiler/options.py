@@ -111,9 +111,10 @@ class CompileOptions:
         "Also price data parallelism, FSDP, Megatron, …; the answer is never worse than any of them.",
     )
     memory_limit: float | str | None = _option(
-        None,
-        "What a device may hold: bytes, 80GiB, 16e9, or 'machine'. Finds the cheapest strategy whose predicted memory "
-        "fits. Default: memory is reported, not limited.",
+        "machine",
+        "What a device may hold: bytes, 80GiB or 16e9; 'machine': its memory less what the machine file reserves; "
+        "'none': no limit. Finds the cheapest strategy whose predicted memory fits. Under 'machine', the best without "
+        "a limit where none fits, with a warning; a stated size is an error then.",
         "--memory-limit",
     )
     accumulate: int | None = _option(
@@ -154,12 +155,14 @@ class CompileOptions:
                 raise PaseError(f"{name} is {', '.join(most)} or {last}, not {getattr(self, name)!r}")
 
     def limit_bytes(self, machine: "Machine") -> float | None:
-        """The memory limit in bytes, on this machine. PaseError where it is no size."""
+        """The memory limit in bytes, on this machine; None: there is none. PaseError where it is no size."""
+        if self.memory_limit is None or self.memory_limit == "none":
+            return None
         if self.memory_limit == "machine":
-            return float(machine.device.memory_bytes)
+            return float(machine.device.usable_bytes)
         if isinstance(self.memory_limit, str):
-            return parse_bytes(self.memory_limit, "memory limit", "80GiB, 16e9, or machine")
-        return None if self.memory_limit is None else float(self.memory_limit)
+            return parse_bytes(self.memory_limit, "memory limit", "80GiB, 16e9, machine or none")
+        return float(self.memory_limit)
 
 
 def _whole(n: object) -> bool:

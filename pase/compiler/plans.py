@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,16 +23,29 @@ from pase.tables.itemize import collectives, node_costs
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["plan_found", "plan_of"]
+__all__ = ["NO_LIMIT", "Fit", "plan_found", "plan_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The memory limit of a plan: bytes a device, None: none. misfit: why nothing fits, and what would; None: something
+    does. methods: method -> bytes that its strategy needs on a device."""
+
+    limit: int | None = None
+    misfit: str | None = None
+    methods: Mapping[str, int] = field(default_factory=dict)
+
+
+NO_LIMIT = Fit()
 
 
 def plan_found(
     problem: SplitProblem, found: Found, name: str, traced: Traced, seconds: Mapping[str, float],
-    given: Sequence[Baseline] = (), skipped: Sequence[Skipped] = (),
+    given: Sequence[Baseline] = (), skipped: Sequence[Skipped] = (), fit: Fit = NO_LIMIT,
 ) -> PlanData:  # fmt: skip
-    """The plan of what the search found."""
+    """The plan of what the search found. fit: the memory limit that it was found under."""
     s = found.solution
-    return assemble(
+    plan = assemble(
         problem.graph, axes_by_use(problem.graph, found.mesh, found.configs), found.configs, model=problem.model,
         machine=problem.machine, name=name, optimizer=problem.optimizer, cost=s.cost, bound=s.bound, optimal=s.optimal,
         baselines={b.name: b.cost for b in given}, skipped={b.name: b.reason for b in skipped},
@@ -39,6 +53,7 @@ def plan_found(
         provenance=_provenance(problem.graph, s.method, s.certificate), traced=traced,
         graph_digest=digest(traced.graph), accumulate=problem.variant.accumulate, remat=problem.variant.blocks,
     )  # fmt: skip
+    return replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.methods)
 
 
 def plan_of(

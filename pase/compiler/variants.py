@@ -36,10 +36,18 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
 
     raw = traced.graph
     if variant.accumulate > 1:
-        from pase.frontends.jax_blocks import micro
-
-        raw = micro(_jax(traced), variant.accumulate).graph
+        raw = _micro_graph(traced, variant.accumulate)
     return accumulated(named(simplify(rematerialised(raw, variant.blocks))), variant.accumulate)
+
+
+def _micro_graph(traced: Traced, micro_batches: int) -> Graph:
+    """The raw graph of one of so many micro-batches, traced once."""
+    from pase.frontends.jax_blocks import micro
+
+    memo = traced.__dict__.setdefault("_micro_graphs", {})
+    if micro_batches not in memo:
+        memo[micro_batches] = micro(_jax(traced), micro_batches).graph
+    return memo[micro_batches]  # type: ignore[no-any-return]
 
 
 def _jax(traced: Traced):  # type: ignore[no-untyped-def]
@@ -59,7 +67,10 @@ def variants(
     """Those to try, first to last, in groups of one number of micro-batches; the first of all is what holds where
     memory does not bind. graph: the simplified one. accumulate, remat: what the user fixed (None, "auto": nothing).
     """
-    free = limited and traced.frontend == "jax"
+    trained = getattr(traced, "mode", "train") == "train"  # what is not trained keeps nothing for a backward
+    if accumulate not in (None, 1) and not trained:
+        raise PaseError(f"only a loss is run in micro-batches, not a model with mode='{_jax(traced).mode}'")
+    free = limited and traced.frontend == "jax" and trained
     blocks: tuple[Block, ...] = ()
     if remat == "all" or (remat == "auto" and free):
         from pase.frontends.jax_blocks import blocks_of

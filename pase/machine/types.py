@@ -146,6 +146,7 @@ class Device:
     attention_kernels: those that programs name.
     matmul_tables, memory_curve: measurements, which stand in for efficiency, tiles and launch.
     memory_tile: rows and columns of the tiles in which arrays lie in memory, padded to whole ones; empty: unpadded.
+    reserved_bytes: of memory_bytes, what a program's arrays cannot have: context, libraries' buffers, gaps.
     """
 
     name: str
@@ -162,6 +163,12 @@ class Device:
     attention: AttentionCurve | None = None
     memory_tile: tuple[AtLeastOne, ...] = ()
     attention_kernels: tuple[AttentionKernel, ...] = ()
+    reserved_bytes: Count = 0
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a plan may hold on the device."""
+        return max(self.memory_bytes - self.reserved_bytes, 0)
 
     def reached(self, kind: str, dtype: str) -> float:
         """The part of the peak that large work of a kind reaches in a dtype."""
@@ -296,6 +303,7 @@ class Machine:
         for key in ("attention", "attention_kernels"):
             if not content["device"][key]:
                 del content["device"][key]
+        del content["device"]["reserved_bytes"]  # it decides what fits, not what anything costs
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -110,6 +110,7 @@ class CostForm(Struct, kw_only=True):
     by_kind: dict[str, float]
     baselines: dict[str, float]
     skipped: dict[str, str]
+    baseline_memory: dict[str, Count] = {}
     meshes: tuple[Tried, ...]
 
 
@@ -174,6 +175,12 @@ class LayoutForm(Struct, kw_only=True):
     ) = UNSET
     throughput: (
         Annotated[Throughput, Meta(description="of the predicted step, on one device")] | UnsetType
+    ) = UNSET
+    memory_limit: (
+        Annotated[Count, Meta(description="bytes that a device may hold; absent: no limit")] | UnsetType
+    ) = UNSET
+    misfit: (
+        Annotated[str, Meta(description="what would fit, where no strategy fits the limit")] | UnsetType
     ) = UNSET
     accumulate: AtLeastOne = 1
     remat: tuple[Block, ...] = ()
@@ -242,11 +249,13 @@ def _form_of(plan: PlanData) -> LayoutForm:
         cost=CostForm(
             unit=plan.unit, model=plan.cost_model, total=plan.cost, bound=plan.bound, optimal=plan.optimal,
             by_node={n.name: n.cost for n in plan.nodes}, by_kind=by_kind, baselines=dict(plan.baselines),
-            skipped=dict(plan.skipped), meshes=plan.tried,
+            skipped=dict(plan.skipped), baseline_memory=dict(plan.baseline_memory), meshes=plan.tried,
         ),
         memory=plan.memory,
         work=UNSET if plan.work is None else plan.work,
         throughput=UNSET if plan.throughput is None else plan.throughput,
+        memory_limit=UNSET if plan.memory_limit is None else plan.memory_limit,
+        misfit=UNSET if plan.misfit is None else plan.misfit,
         accumulate=plan.accumulate,
         remat=plan.remat,
         graph_digest=plan.graph_digest,
@@ -330,6 +339,9 @@ def _plan_of(form: LayoutForm) -> PlanData:
         },
         copies=_copies_by_name(form.layouts) if form.copies is UNSET else form.copies,
         collectives=tuple(_copied(c, Collective) for c in form.collectives),
+        memory_limit=None if form.memory_limit is UNSET else form.memory_limit,
+        misfit=None if form.misfit is UNSET else form.misfit,
+        baseline_memory=cost.baseline_memory,
         accumulate=form.accumulate,
         remat=form.remat,
         memory=form.memory,

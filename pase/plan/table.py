@@ -8,7 +8,16 @@ from typing import Any
 
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
-__all__ = ["as_text", "bytes_text", "cost_text", "headline", "layer_table", "render", "storage_table"]
+__all__ = [
+    "as_text",
+    "bytes_text",
+    "cost_text",
+    "headline",
+    "layer_table",
+    "misfit_text",
+    "render",
+    "storage_table",
+]
 
 
 def bytes_text(n: float) -> str:
@@ -70,7 +79,8 @@ def headline(plan: PlanData) -> list[str]:
     against = " · ".join(
         f"{name.replace('_', ' ')} {cost_text(cost, plan.unit)}"
         + (f" (×{cost / plan.cost:.2f})" if plan.cost else "")
-        for name, cost in _shortlist(plan.baselines)
+        + (", does not fit" if name in plan.too_large else "")
+        for name, cost in _shortlist(plan)
     )
     lines.append(
         f"step   {cost_text(plan.cost, plan.unit)} predicted   compute {cost_text(plan.compute, plan.unit)} · "
@@ -86,15 +96,12 @@ def headline(plan: PlanData) -> list[str]:
         lines.append(f"to fit {' · '.join(how)}")
     m = plan.memory
     lines.append(
-        f"memory {bytes_text(m.total)} of {bytes_text(plan.device_memory)} a device   parameters "
+        f"memory {bytes_text(m.total)} of {bytes_text(plan.memory_there)} a device   parameters "
         f"{bytes_text(m.parameters)} · gradients {bytes_text(m.gradients)} · optimizer {bytes_text(m.optimizer)} · "
         f"activations {bytes_text(m.activations)} · buffers {bytes_text(m.buffers)}"
     )
-    if not plan.fits:
-        lines.append(
-            f"WARNING it does not fit: {bytes_text(m.total)} predicted, {bytes_text(plan.device_memory)} there. "
-            f"--memory-limit machine searches for what does"
-        )
+    if (warning := misfit_text(plan)) is not None:
+        lines.append(f"WARNING {warning}")
     lines += [f"note   {remark}" for remark in plan.remarks]
     proof = "optimal (certified)" if plan.optimal else f"best found; bound {cost_text(plan.bound, plan.unit)}"
     s = plan.seconds
@@ -105,14 +112,26 @@ def headline(plan: PlanData) -> list[str]:
     return lines
 
 
-def _shortlist(baselines: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Data parallel, FSDP, and the best of each other family."""
-    best: dict[str, tuple[str, float]] = {}
-    for name, cost in baselines.items():
+def misfit_text(plan: PlanData) -> str | None:
+    """What is wrong where a plan does not fit, and what would; None: it fits."""
+    if plan.fits:
+        return None
+    if plan.misfit is not None:
+        return f"it does not fit: {plan.misfit}. This plan is the best without a limit"
+    return (
+        f"it does not fit: {bytes_text(plan.memory.total)} predicted, {bytes_text(plan.memory_there)} there. "
+        f"--memory-limit machine searches for what does"
+    )
+
+
+def _shortlist(plan: PlanData) -> list[tuple[str, float]]:
+    """Data parallel, FSDP, and the best of each other family: of those that fit, if any does."""
+    best: dict[str, tuple[bool, float, str]] = {}
+    for name, cost in plan.baselines.items():
         family = name.split("_")[0] if name.startswith("megatron") else name
-        if family not in best or cost < best[family][1]:
-            best[family] = (name, cost)
-    return list(best.values())
+        rank = (name in plan.too_large, cost, name)
+        best[family] = min(best.get(family, rank), rank)
+    return [(name, cost) for _, cost, name in best.values()]
 
 
 def _elements(t: TensorPlan) -> int:

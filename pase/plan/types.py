@@ -104,6 +104,12 @@ class PlanData:
     """Blocks of equations that backward computes again, besides those that the model itself rematerialises."""
     buckets: Mapping[str, Any] | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for; None: none was chosen."""
+    memory_limit: int | None = None
+    """Bytes that a device may hold of it; None: it was made without a limit."""
+    misfit: str | None = None
+    """Where no strategy fits the limit: what the least needs, and what would fit. The plan is then the best without."""
+    baseline_memory: Mapping[str, int] = field(default_factory=dict)
+    """Strategy of ``baselines`` -> bytes that it needs on a device; empty without a limit."""
     work: StepWork | None = None
     """What a step works on; None in layouts of before this was kept."""
     traced: Traced | None = field(default=None, repr=False, compare=False)
@@ -142,8 +148,18 @@ class PlanData:
         return self.graph
 
     @property
+    def memory_there(self) -> int:
+        """Bytes of a device that a plan may take: the limit, or without one all of the device's memory."""
+        return self.device_memory if self.memory_limit is None else self.memory_limit
+
+    @property
     def fits(self) -> bool:
-        return self.memory.total <= self.device_memory
+        return self.memory.total <= self.memory_there
+
+    @property
+    def too_large(self) -> tuple[str, ...]:
+        """Strategies of ``baselines`` that do not fit."""
+        return tuple(name for name, nbytes in self.baseline_memory.items() if nbytes > self.memory_there)
 
     @property
     def remarks(self) -> tuple[str, ...]:

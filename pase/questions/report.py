@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from pase.plan.table import bytes_text, cost_text
+from pase.plan.table import bytes_text, cost_text, misfit_text
 from pase.plan.types import PlanData, TensorPlan
 from pase.questions.explain import Explanation
 
@@ -60,8 +60,8 @@ def report_page(e: Explanation) -> str:
             if plan.optimal
             else f"best found; nothing below {cost_text(plan.bound, plan.unit)} exists"
         ),
-        f"<dt>memory<dd>{bytes_text(plan.memory.total)} of {bytes_text(plan.device_memory)} a device"
-        + ("" if plan.fits else " <span class=warn>does not fit</span>"),
+        f"<dt>memory<dd>{bytes_text(plan.memory.total)} of {bytes_text(plan.memory_there)} a device"
+        + ("" if plan.fits else f" <span class=warn>{escape(misfit_text(plan) or '')}</span>"),
         "</dl>",
         "<p class=key><span><i class='bar compute' style='width:1em'></i> compute</span>"
         "<span><i class='bar communication' style='width:1em'></i> communication</span>"
@@ -143,7 +143,7 @@ def _layers(e: Explanation) -> list[str]:
 def _memory(plan: PlanData) -> list[str]:
     m = plan.memory
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
-    most = max(m.total, plan.device_memory)
+    most = max(m.total, plan.memory_there)
     rows = [(k, bytes_text(getattr(m, k)), _bar([("other", getattr(m, k))], most)) for k in kinds]
     return _table(
         ["", "bytes>", "|"], [*rows, ("<b>total</b>", bytes_text(m.total), _bar([("ours", m.total)], most))]

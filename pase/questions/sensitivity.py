@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pase.compiler.mesh_search import search_meshes
+from pase.compiler.fit import fit_limit
+from pase.compiler.mesh_search import Found, search_meshes
+from pase.compiler.methods import memory_of
 from pase.compiler.options import CompileOptions, takes_options
 from pase.errors import PaseError
 from pase.files.quantities import parse_factors
@@ -105,8 +107,6 @@ def vary_machine(
     from pase.compiler.compilation import compile_model
     from pase.tables.itemize import config_of
 
-    if options.memory_limit is not None:
-        raise PaseError("the machine cannot be varied under a memory limit; leave one of the two out")
     ranges = [v if isinstance(v, Range) else parse_range(v) for v in vary]
     if len({r.quantity for r in ranges}) < len(ranges):
         raise PaseError(
@@ -116,8 +116,29 @@ def vary_machine(
     ours = {
         n.name: config_of(done.problem.graph.node[n.name], n.split, done.plan.mesh) for n in done.plan.nodes
     }
-    strategies = {"pase": (done.plan.mesh, ours)} | {b.name: (b.mesh, b.strategy) for b in done.given}
-    return _points(done.problem, strategies, ranges, options.mesh, options.max_axes, progress)
+    fitting = [b for b in done.given if b.name not in done.plan.too_large]
+    strategies = {"pase": (done.plan.mesh, ours)} | {b.name: (b.mesh, b.strategy) for b in fitting}
+    limit = done.plan.memory_limit if done.plan.misfit is None else None
+    within = None if limit is None else _Limit(limit, options.time_limit)
+    return _points(done.problem, strategies, ranges, options.mesh, options.max_axes, within, progress)
+
+
+class _Limit(NamedTuple):
+    """Bytes that a device may hold, and the seconds that a search within them may take."""
+
+    nbytes: float
+    seconds: float
+
+
+def _given(problem: SplitProblem, found: Found, strategy: tuple[Mesh, Mapping[str, np.ndarray]]) -> Found:
+    """A strategy as what was found: where a search within the limit ends before it finds one."""
+    from pase.search.check import cost_of
+
+    mesh, configs = strategy
+    tables, space = problem.tables(mesh)
+    choice = space.index(configs)
+    solution = replace(found.solution, choice=choice, cost=cost_of(tables, choice))
+    return replace(found, mesh=mesh, space=space, solution=solution)
 
 
 def _points(
@@ -126,6 +147,7 @@ def _points(
     ranges: Sequence[Range],
     mesh: str | None,
     max_axes: int,
+    within: _Limit | None,
     progress: Callable[[str], None] | None,
 ) -> list[Point]:
     from pase import costmodels
@@ -146,6 +168,11 @@ def _points(
         # Where a method was given a mesh of its own, the search may use it, too: it is never worse than any.
         over += [m for m in {m.sizes: m for m, _ in strategies.values()}.values() if m.sizes not in known]
         found = search_meshes(here, over)
+        if within is not None and memory_of(here, found.configs, found.mesh).total > within.nbytes:
+            fitting, _ = fit_limit(
+                here, found, over, within.nbytes, within.seconds, progress or (lambda _: None)
+            )
+            found = fitting or _given(here, found, strategies["pase"])
         prices = {}
         for name, (its, configs) in strategies.items():
             tables, space = here.tables(its)

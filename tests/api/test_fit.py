@@ -173,7 +173,8 @@ def test_what_is_fixed_stays_fixed():
 
 def test_what_cannot_fit_says_how_near_it_comes():
     with pytest.raises(
-        Infeasible, match=r"any needs at least .* GiB \(4096 micro-batches\)\. Nor do 128 devices suffice"
+        Infeasible,
+        match=r"any needs at least .* GiB \(4096 micro-batches, mesh 2\)\. Nor do 128 devices suffice",
     ):
         pase.compile(wide, *WIDE, devices=2, memory_limit=64)
     with pytest.raises(Infeasible, match=r"on 2 devices: any needs .* On (4|8|16) devices it may fit"):

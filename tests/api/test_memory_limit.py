@@ -1,5 +1,10 @@
 """A memory limit is kept, costs time, and is refused where nothing fits."""
 
+import json
+from dataclasses import replace
+from importlib import resources
+
+import jax
 import numpy as np
 import pytest
 
@@ -11,13 +16,14 @@ from pase.errors import Infeasible, PaseError
 from pase.machine import load, mesh_from
 from pase.memory.account import memory, profile
 from pase.tables.itemize import collectives
+from tests.command import run
 
 MODEL = "zoo:gpt2?layers=2&batch=32&vocab=4096"
 
 
 @pytest.fixture(scope="module")
 def free():
-    return pase.compile(MODEL, devices=4, mesh="2x2", baselines=False)
+    return pase.compile(MODEL, devices=4, mesh="2x2", memory_limit="none", baselines=False)
 
 
 def test_the_profile_is_the_plans_own_account(free):
@@ -59,6 +65,70 @@ def test_what_cannot_fit_says_what_would():
         pase.compile(MODEL, devices=4, memory_limit=2**20)
 
 
+def small_machine(nbytes):
+    """An H100 node whose devices hold so little."""
+    h100 = load("h100x8")
+    return replace(h100, device=replace(h100.device, memory_bytes=int(nbytes), reserved_bytes=0))
+
+
+def test_a_plan_fits_by_default_and_methods_that_do_not_are_named(free):
+    small = small_machine(0.7 * free.memory.total)
+    options = {"devices": 4, "mesh": "2x2", "machine": small}
+    plan = pase.compile(MODEL, **options)
+    assert plan.fits and plan.memory_limit == small.device.memory_bytes and plan.misfit is None
+    assert set(plan.baseline_memory) == set(plan.baselines)
+    fitting = set(plan.baselines) - set(plan.too_large)
+    assert "data_parallel" in plan.too_large and fitting
+    assert all(plan.cost <= plan.baselines[name] * (1 + 1e-9) for name in fitting)
+    assert ", does not fit" in str(plan)
+    lifted = pase.compile(MODEL, **options, memory_limit="none", baselines=False)
+    assert lifted.cost < plan.cost and not lifted.fits and lifted.memory_limit is None
+    assert "WARNING it does not fit" in str(lifted)
+    with_room = pase.compile(MODEL, devices=4, mesh="2x2", baselines=False)
+    assert with_room.cost == free.cost and with_room.fits
+
+
+def test_compare_says_which_methods_do_not_fit(free):
+    small = small_machine(0.7 * free.memory.total)
+    plans = dict(pase.compare(MODEL, devices=4, mesh="2x2", machine=small))
+    assert plans["pase"].fits
+    assert not plans["data_parallel"].fits
+    assert all(plans["pase"].cost <= p.cost * (1 + 1e-9) for p in plans.values() if p.fits)
+
+
+def test_where_nothing_fits_the_plan_says_so_and_what_would(tmp_path):
+    small = small_machine(2**20)
+    with pytest.warns(UserWarning, match=r"does not fit: no strategy found .* any needs at least"):
+        plan = pase.compile(MODEL, devices=4, mesh="2x2", machine=small)
+    assert not plan.fits and plan.misfit is not None
+    assert set(plan.too_large) == set(plan.baselines)
+    assert plan.cost == pase.compile(MODEL, devices=4, mesh="2x2", memory_limit="none", baselines=False).cost
+    assert f"WARNING it does not fit: {plan.misfit[:40]}" in " ".join(str(plan).split())
+    plan.save(tmp_path / "layout.json")
+    again = pase.load(tmp_path / "layout.json")
+    kept = ("memory_limit", "misfit", "baseline_memory", "fits", "too_large")
+    assert [getattr(again, k) for k in kept] == [getattr(plan, k) for k in kept]
+
+
+def test_the_program_warns_and_strict_ends_with_status_1(tmp_path):
+    text = (resources.files("pase.machine") / "data" / "h100x8.toml").read_text(encoding="utf-8")
+    tiny = tmp_path / "tiny.toml"
+    tiny.write_text(text.replace("memory_bytes = 80_000_000_000", "memory_bytes = 1_001_000_000"))
+    words = ("zoo:mlp", "--devices", 2, "--machine", tiny)
+    for command in ("compile", "compare"):
+        code, out, err = run(command, *words, "--json")
+        assert code == 0 and json.loads(out)["misfit"] and "WARNING it does not fit" in err
+        code, out, err = run(command, *words, "--strict")
+        assert code == 1 and out.count("WARNING it does not fit") == 1 and "WARNING" not in err
+        assert run(command, "zoo:mlp", "--devices", 2, "--strict")[0] == 0
+
+
+def test_only_a_loss_is_run_in_micro_batches():
+    w, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (32, 64)))
+    with pytest.raises(PaseError, match="not a model with mode='inference'"):
+        pase.compile(lambda w, x: x @ w, w, x, devices=2, mode="inference", accumulate=2)
+
+
 def test_bytes_are_read_as_people_write_them():
     def limit(text, machine="h100x8"):
         return CompileOptions(devices=1, memory_limit=text).limit_bytes(load(machine))
@@ -67,8 +137,10 @@ def test_bytes_are_read_as_people_write_them():
     assert limit("1.5 gb") == 1.5e9
     assert limit(2**30) == limit("1GiB")
     assert limit("machine", "v100x8") < limit("machine", "h200x8")
+    assert limit("none") is limit(None) is None
+    assert limit("machine") == load("h100x8").device.usable_bytes < load("h100x8").device.memory_bytes
     for text in ("much", "-3GiB", "nan", "inf", "0", "3 PB", ""):
         with pytest.raises(
-            PaseError, match=f"memory limit '{text}': expected a size such as 80GiB, 16e9, or machine"
+            PaseError, match=f"memory limit '{text}': expected a size such as 80GiB, 16e9, machine or none"
         ):
             limit(text)

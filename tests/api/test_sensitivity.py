@@ -48,6 +48,16 @@ def test_ours_is_priced_as_it_was_found_not_searched_anew(points):
     assert costs == sorted(costs, reverse=True)
 
 
+def test_under_a_limit_every_search_keeps_to_it():
+    free = pase.compile(MODEL, devices=4, mesh="2x2", memory_limit="none")
+    limit = 0.97 * free.memory.total
+    options = {"devices": 4, "mesh": "2x2", "memory_limit": limit}
+    (point,) = sensitivity(MODEL, vary=["bandwidth=1"], **options)
+    plan = pase.compile(MODEL, **options)
+    assert point.best == point.ours == pytest.approx(plan.cost) and plan.cost > free.cost
+    assert set(point.others) == set(plan.baselines) - set(plan.too_large)
+
+
 def test_ranges_are_read():
     assert parse_range("latency=0.5..2:3").factors == (0.5, 1.0, 2.0)
     assert parse_range(" memory = 2..0.5:2 ").factors == (0.5, 1.0, 2.0)
