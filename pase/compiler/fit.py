@@ -46,7 +46,7 @@ def fit_variants(
     if memory_of(problem, free.configs, free.mesh).total <= limit:
         return problem, free
     best: tuple[SplitProblem, Found] | None = None
-    least: list[_Needs] = []
+    least: list[_Footprint] = []
     bound = float("inf")
     spent = dict(free.seconds)
     for group in tries:
@@ -57,7 +57,7 @@ def fit_variants(
             below = float("inf") if best is None else best[1].solution.cost
             needs = {m: least_memory(p, m) for m in over}
             where = min(over, key=needs.__getitem__)
-            least.append(_Needs(needs[where], where, variant))
+            least.append(_Footprint(needs[where], where, variant))
             promising |= needs[where] > limit
             # A variant works at least as much as the step as written: what that needs on a mesh bounds it there.
             meshes = [m for m in over if needs[m] <= limit and free.bounds[m.sizes] < below]
@@ -109,7 +109,7 @@ def fit_more(
     return replace(found if best is None else best, solution=s, tried=(*found.tried, *wider.tried))
 
 
-class _Needs(NamedTuple):
+class _Footprint(NamedTuple):
     """What a variant needs at least: bytes on a device, on the mesh where it needs the least."""
 
     nbytes: float
@@ -339,7 +339,7 @@ def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
 
 
 def _needs_on_more(
-    problem: SplitProblem, traced: Traced, least: Sequence[_Needs], limit: float
+    problem: SplitProblem, traced: Traced, least: Sequence[_Footprint], limit: float
 ) -> Iterator[tuple[int, float]]:
     """(devices, bytes at least) of the least variant on 2, 4, … 64 times the devices, until it fits."""
     p = problem.varied(traced, min(least, key=lambda n: n.nbytes).variant)
@@ -352,7 +352,7 @@ def _needs_on_more(
 
 
 def _infeasible(
-    least: Sequence[_Needs], limit: float, devices: int, more: Sequence[tuple[int, float]]
+    least: Sequence[_Footprint], limit: float, devices: int, more: Sequence[tuple[int, float]]
 ) -> Infeasible:
     """The error that says what would fit. more: (devices, bytes at least) of the least variant on more devices."""
     nbytes, mesh, variant = min(least, key=lambda n: n.nbytes)

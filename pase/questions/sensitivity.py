@@ -119,11 +119,11 @@ def vary_machine(
     fitting = [b for b in done.given if b.name not in done.plan.too_large]
     strategies = {"pase": (done.plan.mesh, ours)} | {b.name: (b.mesh, b.strategy) for b in fitting}
     limit = done.plan.memory_limit if done.plan.misfit is None else None
-    within = None if limit is None else _Limit(limit, options.time_limit)
+    within = None if limit is None else _MemoryLimit(limit, options.time_limit)
     return _points(done.problem, strategies, ranges, options.mesh, options.max_axes, within, progress)
 
 
-class _Limit(NamedTuple):
+class _MemoryLimit(NamedTuple):
     """Bytes that a device may hold, and the seconds that a search within them may take."""
 
     nbytes: float
@@ -147,7 +147,7 @@ def _points(
     ranges: Sequence[Range],
     mesh: str | None,
     max_axes: int,
-    within: _Limit | None,
+    within: _MemoryLimit | None,
     progress: Callable[[str], None] | None,
 ) -> list[Point]:
     from pase import costmodels
