@@ -219,17 +219,39 @@ class JaxprWalk:
         consts = self._settled(at, "const", ins[nc : nc + nb], names[nc : nc + nb], copies)
         init = self._settled(at, "carry", ins[nc + nb :], names[nc + nb :], copies)
 
-        def goes_on(carry: Sequence[Any]) -> Any:
+        each = bool(cond.out_avals[0].shape)  # under vmap: one answer for each example
+
+        def asked(carry: Sequence[Any]) -> Any:
             return self.run(cond.jaxpr, cond.consts, [*asks, *carry], f"{at.path}.c.", {})[0]
+
+        def goes_on(carry: Sequence[Any]) -> Any:
+            return asked(carry).any() if each else asked(carry)
 
         def turn(carry: Sequence[Any]) -> list[Any]:
             inside: Copies = {}
             carry = self._settled(at, "carry", carry, [None] * len(carry), inside)
             made = self.run(body.jaxpr, body.consts, [*consts, *carry], f"{at.path}.b.", inside)
+            if each:
+                on = asked(carry)
+                made = [
+                    self._held(at.its("y", k), on, *both, inside)
+                    for k, both in enumerate(zip(made, carry, strict=True))
+                ]
             return self._settled(at, "carry", made, outs, inside)
 
         carry = jax.lax.while_loop(goes_on, turn, init)
         return [self.defined(x, t) for x, t in zip(carry, results[at], strict=True)]
+
+    def _held(self, at: Place, on: Any, new: Any, before: Any, copies: Copies) -> Any:
+        """A loop's value after a turn, of those examples that go on; of the others as it was before."""
+        import jax
+        import jax.numpy as jnp
+
+        traced = self.plan.traced
+        read = zip((on, new, before), traced.operands[at], strict=True)
+        on, new, before = (self._read(x, at, t, copies) for x, t in read)
+        on = jax.lax.broadcast_in_dim(on, new.shape, range(on.ndim))
+        return self.defined(jnp.where(on, new, before), traced.results[at][0])
 
     def _cond(self, eqn: Any, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
         import jax

@@ -15,9 +15,9 @@ from pase.errors import PaseError
 from pase.frontends.jax_rules import _dtype, _shape, _size
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import Chances, Control, lowers_bodies
-from pase.ir import Place, PlacePart, Tensor
+from pase.ir import Place, PlacePart, Tensor, functions
 from pase.ir.sizes import is_one
-from pase.ops import branches, indexed, loops
+from pase.ops import branches, indexed, loops, nests
 from pase.registry import Registry
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def scan(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
         for k, (name, out) in enumerate(zip(jaxpr.outvars[nk:], eqn.outvars[nk:], strict=True)):
             b.eqn = at.its("y", k)
             ys.append(loops.stack(b, inner.of(name), length, _shape(out)))
-        _close(lower, inner, jaxpr.outvars[:nk], carried)
+        _close(lower, outs[:nk], carried)
     lower.write(eqn.outvars, carried + ys)
 
 
@@ -136,10 +136,11 @@ def while_(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
             asks.eqns(cond.eqns, f"{prefix}c.")
             inner.eqns(body.eqns, f"{prefix}b.")
             b.source = source
-            lower.results[at.its("outs")] = tuple(
-                "" if (t := inner.read(v)) is None else t.name for v in body.outvars
-            )
-            _close(lower, inner, body.outvars, carried)
+            goes_on, outs = asks.of(cond.outvars[0]), [inner.read(v) for v in body.outvars]
+            if goes_on.shape:
+                outs = _held(lower, goes_on, [inner.of(v) for v in body.outvars], carried, at)
+            lower.results[at.its("outs")] = tuple("" if t is None else t.name for t in outs)
+            _close(lower, outs, carried)
     lower.write(eqn.outvars, carried)
 
 
@@ -250,9 +251,29 @@ def _carried(
     return out
 
 
-def _close(lower: _JaxLowering, inner: _JaxLowering, names: Sequence[Any], carried: Sequence[Tensor]) -> None:
-    for name, t in zip(names, carried, strict=True):
-        tensor = inner.read(name)
+def _held(
+    lower: _JaxLowering, goes_on: Tensor, made: Sequence[Tensor], carried: Sequence[Tensor], at: Place
+) -> list[Tensor | None]:
+    """Of a while loop under vmap each example ends on its own, and from then on keeps what it has."""
+    out: list[Tensor | None] = []
+    for k, (new, before) in enumerate(zip(made, carried, strict=True)):
+        here = lower.b.eqn = at.its("y", k)
+        wide = nests.broadcast(lower.b, goes_on, before.shape, range(len(goes_on.shape)))
+        (kept,) = nests.elementwise(
+            lower.b,
+            functions.SELECT,
+            [wide, new, before],
+            [before.dtype],
+            name="select_n",
+            shape=before.shape,
+        )
+        lower.operands[here], lower.results[here] = (goes_on.name, new.name, before.name), (kept.name,)
+        out.append(kept)
+    return out
+
+
+def _close(lower: _JaxLowering, outs: Sequence[Tensor | None], carried: Sequence[Tensor]) -> None:
+    for tensor, t in zip(outs, carried, strict=True):
         if tensor is not None and tensor.name != t.name:
             lower.b.close_carry(t, tensor)
 

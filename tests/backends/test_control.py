@@ -32,8 +32,23 @@ def turning(p: Any, x: Any, turns: Any) -> Any:
     return jnp.mean((turned @ p["c"]) ** 2)
 
 
+def ending_alone(p: Any, x: Any, turns: Any) -> Any:
+    """A while loop under vmap: each row ends when it is long enough, some at once."""
+    a = lax.stop_gradient(p["a"])
+
+    def one(row: Any) -> Any:
+        grown, times = lax.while_loop(
+            lambda c: (jnp.sum(c[0] ** 2) < 30.0 * (1 + turns)) & (c[1] < 4),
+            lambda c: (c[0] + jnp.tanh(c[0] @ a), c[1] + 1),
+            (row, 0),
+        )
+        return grown * (1 + times)
+
+    return jnp.mean((jax.vmap(one)(x) @ p["c"]) ** 2)
+
+
 @pytest.mark.parametrize("strategy", ["ours@2x4", "random1@2x2x2"])
-@pytest.mark.parametrize("fn", [branches, turning])
+@pytest.mark.parametrize("fn", [branches, turning, ending_alone])
 def test_step_equals_unsharded(fn: Any, strategy: str) -> None:
     case, optimizer = case_of(fn, PARAMS, X, jnp.int32(2)), optax.adam(1e-2, eps=1e-3)
     plan = case.plan(strategy)
