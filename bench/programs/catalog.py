@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 LibraryProgram = tuple[Any, ...]
 PROGRAMS: dict[str, Callable[[], LibraryProgram]] = {}
-MODULES = ("haiku_", "linen_", "nnx_", "equinox_", "keras_", "science", "losses", "plain", "decoders")
+PACKAGES = {
+    "haiku": ("haiku",),
+    "linen": ("flax.linen",),
+    "nnx": ("flax.nnx",),
+    "equinox": ("equinox",),
+    "keras": ("keras",),
+    "keras_layers": ("keras",),
+    "hub": ("keras", "keras_hub"),
+    "science": ("equinox", "flax.nnx"),
+    "losses": (),
+    "plain": (),
+    "decoders": ("transformers",),
+    "equimo": ("equinox", "equimo"),
+    "language": ("flax.nnx",),
+    "learning": (),
+    "probability": ("distrax",),
+}
+"""Module -> packages that most of its programs need, imported once for all of them."""
 
 
 def program(make: Callable[[], LibraryProgram]) -> Callable[[], LibraryProgram]:
@@ -20,8 +38,9 @@ def program(make: Callable[[], LibraryProgram]) -> Callable[[], LibraryProgram]:
 
 def load() -> dict[str, Callable[[], LibraryProgram]]:
     """All programs; a library is imported when its program is made."""
-    for module in MODULES:
-        importlib.import_module(f"bench.programs.{module}")
+    for file in Path(__file__).parent.glob("*.py"):
+        if file.stem.removesuffix("_") in PACKAGES:
+            importlib.import_module(f"bench.programs.{file.stem}")
     return PROGRAMS
 
 

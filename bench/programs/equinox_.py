@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.programs.catalog import LibraryProgram, integers, normal, program
+from bench.programs.catalog import PROGRAMS, LibraryProgram, integers, normal, program
 
 
 def _program(model: Any, x: Any, *, keyed: bool = False) -> LibraryProgram:
@@ -135,3 +136,61 @@ def spectral_norm() -> LibraryProgram:
         return jnp.mean(y**2), new
 
     return loss, net, state, normal(16, 24)
+
+
+_LAYERS: Mapping[str, tuple[tuple[int, ...], Callable[[Any, Any], Any]]] = {
+    "conv1d": ((8, 4, 16), lambda nn, k: nn.Conv1d(4, 8, 3, dilation=2, key=k)),
+    "conv3d_grouped": ((8, 4, 6, 6, 6), lambda nn, k: nn.Conv3d(4, 8, 3, groups=2, key=k)),
+    "conv_transpose1d": ((8, 4, 12), lambda nn, k: nn.ConvTranspose1d(4, 8, 3, stride=2, key=k)),
+    "adaptive_pool": (
+        (8, 4, 12, 12),
+        lambda nn, k: nn.Sequential([nn.Conv2d(4, 8, 3, key=k), nn.AdaptiveAvgPool2d(4)]),
+    ),
+    "group_norm": ((8, 8, 6, 6), lambda nn, k: nn.GroupNorm(4, 8)),
+    "layer_norm": ((32, 24), lambda nn, k: nn.Sequential([nn.Linear(24, 24, key=k), nn.LayerNorm(24), nn.PReLU()])),
+    "weight_norm": ((32, 24), lambda nn, k: nn.WeightNorm(nn.Linear(24, 16, key=k))),
+}  # fmt: skip
+PROGRAMS.update({f"equinox.{k}": lambda make=make, shape=shape: _of_layer(make, shape)
+                 for k, (shape, make) in _LAYERS.items()})  # fmt: skip
+
+
+def _of_layer(make: Callable[[Any, Any], Any], shape: tuple[int, ...]) -> LibraryProgram:
+    import equinox as eqx
+
+    return _program(make(eqx.nn, _key()), normal(*shape))
+
+
+@program
+def rotary_attention() -> LibraryProgram:
+    import equinox as eqx
+    import jax
+
+    class Block(eqx.Module):
+        attention: eqx.nn.MultiheadAttention
+        rope: eqx.nn.RotaryPositionalEmbedding
+
+        def __call__(self, x: Any) -> Any:
+            def turned(q: Any, k: Any, v: Any) -> Any:
+                turn = jax.vmap(self.rope, in_axes=1, out_axes=1)
+                return turn(q), turn(k), v
+
+            return self.attention(x, x, x, process_heads=turned)
+
+    block = Block(eqx.nn.MultiheadAttention(4, 32, key=_key()), eqx.nn.RotaryPositionalEmbedding(8))
+    return _program(block, normal(8, 12, 32))
+
+
+@program
+def lstm() -> LibraryProgram:
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+
+    class Net(eqx.Module):
+        cell: eqx.nn.LSTMCell
+
+        def __call__(self, x: Any) -> Any:
+            start = (jnp.zeros(24), jnp.zeros(24))
+            return jax.lax.scan(lambda h, x: (self.cell(x, h), None), start, x)[0][0]
+
+    return _program(Net(eqx.nn.LSTMCell(16, 24, key=_key())), normal(16, 12, 16))

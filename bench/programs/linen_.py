@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.programs.catalog import LibraryProgram, integers, normal, program
+from bench.programs.catalog import PROGRAMS, LibraryProgram, integers, normal, program
 
 
 def _program(module: Any, *inputs: Any) -> LibraryProgram:
@@ -12,7 +13,8 @@ def _program(module: Any, *inputs: Any) -> LibraryProgram:
     import jax
     import jax.numpy as jnp
 
-    variables = dict(module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *inputs))
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = dict(jax.jit(module.init)(keys, *inputs))
     params = variables.pop("params")
 
     def loss(p: Any, state: Any, *inputs: Any) -> Any:
@@ -134,3 +136,81 @@ def einsum() -> LibraryProgram:
     import flax.linen as nn
 
     return _program(nn.Einsum((24, 4, 8), "abc,cde->abde"), normal(8, 12, 24))
+
+
+def _cell(name: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    return lambda nn: nn.RNN(getattr(nn, name)(*args, **kwargs))
+
+
+_SEQUENCE, _IMAGE = (8, 12, 16), (8, 12, 12, 8)
+_MODULES: Mapping[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
+    "simple_cell": (_SEQUENCE, _cell("SimpleCell", 16)),
+    "minimal_gated_cell": (_SEQUENCE, _cell("MGUCell", 16)),
+    "conv_local": ((8, 8, 8, 4), lambda nn: nn.ConvLocal(8, (3, 3))),
+    "conv_circular": (_IMAGE, lambda nn: nn.Conv(16, (3, 3), padding="CIRCULAR")),
+    "conv_masked_causal": (_SEQUENCE, lambda nn: nn.Conv(16, (3,), padding="CAUSAL", kernel_dilation=2)),
+    "conv_batched": ((2, 4, 12, 12, 4), lambda nn: nn.Conv(8, (3, 3), strides=2)),
+    "depthwise_conv": (_IMAGE, lambda nn: nn.Conv(16, (3, 3), feature_group_count=8)),
+    "dense_general": (_SEQUENCE, lambda nn: nn.DenseGeneral((4, 8), axis=(-2, -1))),
+    "group_norm": (_IMAGE, lambda nn: nn.Sequential([nn.Conv(16, (1, 1)), nn.GroupNorm(4), nn.PReLU()])),
+    "instance_norm": (_IMAGE, lambda nn: nn.Sequential([nn.Conv(16, (1, 1)), nn.InstanceNorm()])),
+    "rms_norm": (_SEQUENCE, lambda nn: nn.Sequential([nn.Dense(32), nn.RMSNorm(), nn.swish])),
+    "attention": (
+        _SEQUENCE,
+        lambda nn: nn.MultiHeadDotProductAttention(4, qkv_features=32, normalize_qk=True),
+    ),
+}
+PROGRAMS.update({f"linen.{k}": lambda make=make, shape=shape: _of_module(make, shape)
+                 for k, (shape, make) in _MODULES.items()})  # fmt: skip
+
+
+def _of_module(make: Callable[[Any], Any], shape: tuple[int, ...]) -> LibraryProgram:
+    import flax.linen as nn
+
+    return _program(make(nn), normal(*shape))
+
+
+@program
+def ensemble() -> LibraryProgram:
+    """Four networks at once, by nn.vmap."""
+    import flax.linen as nn
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            many = nn.vmap(
+                nn.Dense,
+                in_axes=None,
+                out_axes=0,
+                axis_size=4,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+            )
+            return many(16)(nn.relu(nn.Dense(32)(x)))
+
+    return _program(Net(), normal(32, 24))
+
+
+@program
+def remat_scan() -> LibraryProgram:
+    import flax.linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return x + nn.Dense(16)(nn.tanh(nn.Dense(32)(x)))
+
+    return _program(nn.remat_scan(Block, lengths=(2, 3))(), normal(32, 16))
+
+
+@program
+def tied_embedding() -> LibraryProgram:
+    import flax.linen as nn
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: Any) -> Any:
+            embed = nn.Embed(64, 16)
+            return embed.attend(nn.relu(nn.Dense(16)(embed(tokens))))
+
+    return _program(Net(), integers(64, 8, 12))

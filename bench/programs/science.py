@@ -213,20 +213,3 @@ def jaxopt_implicit() -> LibraryProgram:
         return jnp.mean((x @ w - y) ** 2)
 
     return loss, jnp.float32(0.0), normal(64, 8), normal(64, seed=1)
-
-
-@program
-def flowjax_flow() -> LibraryProgram:
-    import equinox as eqx
-    import jax
-    from flowjax.distributions import Normal
-    from flowjax.flows import coupling_flow
-    from paramax import NonTrainable, unwrap
-
-    flow = coupling_flow(_key(), base_dist=Normal(jax.numpy.zeros(8)), flow_layers=2)
-    params, static = eqx.partition(flow, eqx.is_inexact_array, is_leaf=lambda x: isinstance(x, NonTrainable))
-
-    def loss(p: Any, x: Any) -> Any:
-        return -unwrap(eqx.combine(p, static)).log_prob(x).mean()
-
-    return loss, params, normal(64, 8)

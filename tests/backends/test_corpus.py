@@ -27,4 +27,4 @@ def test_flops_are_xlas(name: str) -> None:
     """But for what XLA counts apart (exp and the like) or simplifies away: up to a quarter in programs this small."""
     fn, *args = load()[name]()
     found = flops(fn, args, case_of(fn, *args, name=name).problem.graph)
-    assert not found["loops"] and 0.9 < found["flops"] < 1.25
+    assert 0.9 < found["flops"] < 1.25

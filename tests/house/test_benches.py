@@ -54,7 +54,6 @@ RECORDED = {
 ELSEWHERE = {
     "netlab": "needs root; tests/netlab runs a part of it where it can",
     "netlab/worker": "a process that netlab starts",
-    "programs/child": "a process that programs starts",
     "replay_hta": "needs an environment with HolisticTraceAnalysis",
     "schemas": "writes the schemas that tests/files holds equal to the types",
     "tpu_aot": "needs libtpu",
