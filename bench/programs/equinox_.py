@@ -147,7 +147,7 @@ _LAYERS: Mapping[str, tuple[tuple[int, ...], Callable[[Any, Any], Any]]] = {
         lambda nn, k: nn.Sequential([nn.Conv2d(4, 8, 3, key=k), nn.AdaptiveAvgPool2d(4)]),
     ),
     "group_norm": ((8, 8, 6, 6), lambda nn, k: nn.GroupNorm(4, 8)),
-    "layer_norm": ((32, 24), lambda nn, k: nn.Sequential([nn.Linear(24, 24, key=k), nn.LayerNorm(24), nn.PReLU()])),
+    "layer_norm": ((32, 24), lambda nn, k: nn.Sequential([nn.Linear(24, 24, key=k), nn.LayerNorm(24)])),
     "weight_norm": ((32, 24), lambda nn, k: nn.WeightNorm(nn.Linear(24, 16, key=k))),
 }  # fmt: skip
 PROGRAMS.update({f"equinox.{k}": lambda make=make, shape=shape: _of_layer(make, shape)
