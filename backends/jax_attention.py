@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pase.backends.jax_attention_kernels import AttentionFunctions, CuDNN, Flash, Reference, merged
+from pase.backends.jax_equations import KEPT
 from pase.backends.jax_ring import RingAttention
 from pase.frontends.jax_attention import AttentionCall
 from pase.ir import SourceLine
@@ -174,6 +175,7 @@ class _DeviceShare:
     def differentiable(self) -> Callable[..., Any]:
         """f(q, k, v) on whole arrays, with a derivative rule of its own: kernels know none that is split."""
         import jax
+        from jax.ad_checkpoint import checkpoint_name
 
         of_q, of_k = self.split.of_queries, self.split.of_keys
 
@@ -189,8 +191,10 @@ class _DeviceShare:
             return forward(q, k, v)[0]
 
         def kept(q: Any, k: Any, v: Any) -> Any:
-            result, left = forward(q, k, v)
-            return result, (*left, result)
+            # Named, so that a policy that keeps the result need not run the kernel again for its sums.
+            result, (q, k, v, sums) = forward(q, k, v)
+            result, sums = checkpoint_name(result, KEPT), checkpoint_name(sums, KEPT)
+            return result, (q, k, v, sums, result)
 
         attention.defvjp(kept, lambda given, gradient: backward(*given, gradient))
         return attention

@@ -7,7 +7,10 @@ from typing import Any
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
 
-__all__ = ["boundary"]
+__all__ = ["KEPT", "boundary"]
+
+KEPT = "pase_kept"
+"""What results are named that backward finds kept where light work alone is computed again: the policy asks for it."""
 
 
 def boundary(jaxpr: Any, block: Block) -> tuple[list[Any], list[Any]]:

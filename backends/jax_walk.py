@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pase.backends import jax_attention
-from pase.backends.jax_equations import boundary
+from pase.backends.jax_equations import KEPT, boundary
 from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_control import by_platform
@@ -85,6 +85,7 @@ class JaxprWalk:
     ) -> list[Any]:
         """copies: those made so far in this loop's or rematerialised region's body."""
         import jax
+        from jax.ad_checkpoint import checkpoint_name
 
         traced = self.plan.traced
         info = traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
@@ -113,6 +114,8 @@ class JaxprWalk:
                 kernel = self._kernel(eqn, at)
                 outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
                 outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]
+                if at in self.plan.kept_results:
+                    outs = [checkpoint_name(x, KEPT) for x in outs]
             env.update(zip(eqn.outvars, outs, strict=True))
 
         i = 0
@@ -138,7 +141,8 @@ class JaxprWalk:
             alone = (
                 block.stop - block.start == len(jaxpr.eqns) and prefix != ""
             )  # a loop's body: nothing to merge with
-            made = jax.checkpoint(body, prevent_cse=not alone)(*[env[v] for v in reads])
+            keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.again == "light" else None
+            made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
             env.update(zip(makes, made, strict=True))
             i = block.stop
         return [value(v) for v in jaxpr.outvars]

@@ -17,7 +17,7 @@ from pase.errors import PaseError, install_line
 from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.ir import Place
-from pase.ir.blocks import Block
+from pase.ir.blocks import Block, kept_results
 from pase.machine import Mesh
 from pase.plan.accesses import EquationLayouts, Reading
 from pase.plan.constraints import Constraints, Placement
@@ -48,6 +48,11 @@ class JaxPlan:
     """What was made with the constraints inside, so that ``in_shardings`` knows whether it stands alone."""
     accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict)
     """Path of an equation -> the layouts in which it reads and writes."""
+
+    @cached_property
+    def kept_results(self) -> frozenset[Place]:
+        """Equations whose results backward finds kept, in blocks of which only light work is computed again."""
+        return kept_results(self.traced.graph, self.blocks)
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Any:
         """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: all of jax.devices())."""

@@ -88,10 +88,10 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
     from pase.compiler.plans import plan_of
     from pase.compiler.problem import SplitProblem
     from pase.compiler.resolve import resolve
-    from pase.compiler.variants import Variant
+    from pase.compiler.variants import Variant, recomputed
     from pase.errors import PaseError
     from pase.frontends.from_jax import trace
-    from pase.frontends.jax_blocks import batch_size, blocks_of
+    from pase.frontends.jax_blocks import batch_size
     from pase.plan.transfer import shrunk_mesh, transferred
 
     if not plan.model.startswith("zoo:"):
@@ -106,7 +106,8 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
     traced = trace(model.loss_fn, model.params, model.batch, name=plan.model)
     problem = SplitProblem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
     if plan.accumulate > 1 or plan.remat:
-        blocks = blocks_of(traced) if plan.remat else ()
+        how = {b.again for b in plan.remat}
+        blocks = recomputed(traced, next(w for w in ("light", "attention", "all") if w in how)) if how else ()
         problem = problem.varied(
             traced, Variant(accumulate=math.gcd(plan.accumulate, batch_size(traced)), blocks=blocks)
         )

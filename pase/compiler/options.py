@@ -124,10 +124,11 @@ class CompileOptions:
         "--accumulate",
         minimum=1,
     )
-    remat: Literal["auto", "none", "all"] = _option(
+    remat: Literal["auto", "none", "attention", "light", "all"] = _option(
         "auto",
-        "Recompute repeated blocks (a loop's body, equal layers) in backward: 'all', 'none' except those that the "
-        "model marks, or 'auto': as many as the memory limit requires.",
+        "What backward computes again of repeated blocks (a loop's body, equal layers) that the model does not mark "
+        "itself: 'none', their 'attention', 'light' work (all but products with weights and fused attention), 'all', "
+        "or 'auto': what is cheapest within the memory limit.",
         "--remat",
     )
     overlap: Literal["none", "gradients"] = _option(

@@ -4,17 +4,25 @@ again."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
-from pase.ir.blocks import Block, accumulated, mixes_examples, rematerialised
+from pase.ir.blocks import (
+    Block,
+    accumulated,
+    again_text,
+    attention_cores,
+    kept_results,
+    mixes_examples,
+    rematerialised,
+)
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
-__all__ = ["Variant", "graph_of", "variants"]
+__all__ = ["Variant", "graph_of", "recomputed", "variants"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +34,7 @@ class Variant:
 
     def __str__(self) -> str:
         parts = [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
-        parts += [f"{len(self.blocks)} blocks computed again"] if self.blocks else []
-        return " and ".join(parts) or "as written"
+        return " and ".join([*parts, *again_text(self.blocks)]) or "as written"
 
 
 def graph_of(traced: Traced, variant: Variant) -> Graph:
@@ -71,16 +78,16 @@ def variants(
     if accumulate not in (None, 1) and not trained:
         raise PaseError(f"only a loss is run in micro-batches, not a model with mode='{_jax(traced).mode}'")
     free = limited and traced.frontend == "jax" and trained
-    blocks: tuple[Block, ...] = ()
-    if remat == "all" or (remat == "auto" and free):
-        from pase.frontends.jax_blocks import blocks_of
-
-        blocks = blocks_of(_jax(traced))
-    if remat == "all" and not blocks and not any(op.remat for n in graph.nodes for op in n.ops):
-        raise PaseError(
-            f"'{graph.name}' has no repeated block to compute again: no loop over layers, no three equal layers; "
-            f"mark regions with jax.checkpoint"
-        )
+    if remat in ("auto", "none"):
+        regions = list(_regions(traced)) if remat == "auto" and free else [()]
+    else:
+        regions = [recomputed(traced, remat)]
+        marked = any(op.remat for n in graph.nodes for op in n.ops)
+        if not regions[0] and not (remat == "all" and marked):
+            raise PaseError(
+                f"'{graph.name}' has no repeated block{_LACKS[remat]} to compute again: no loop over layers, no three "
+                f"equal layers{', none that is not marked' if marked else ''}; mark regions with jax.checkpoint"
+            )
     mixed = mixes_examples(graph)
     if accumulate not in (None, 1) and mixed:
         raise PaseError(
@@ -88,11 +95,41 @@ def variants(
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
     for k in sizes:
-        group = [blocks] if remat == "all" else [()]
-        if remat == "auto" and blocks:
-            half = blocks[: len(blocks) // 2]
-            group += [half, blocks] if len(blocks) > 3 else [blocks]
-        yield [Variant(accumulate=k, blocks=b) for b in group]
+        yield [Variant(accumulate=k, blocks=b) for b in regions]
+
+
+_LACKS = {"all": "", "light": " with products", "attention": " with an attention"}
+_MANY = 3
+"""Of more blocks than these, half may be computed again."""
+
+
+def recomputed(traced: Traced, what: str) -> tuple[Block, ...]:
+    """The repeated blocks that the model does not mark itself, as backward computes them again. what: "attention", from
+    the scores to the result; "light", all but results of products with weights and of fused attention; or "all"."""
+    from pase.frontends.jax_blocks import blocks_of
+
+    blocks = blocks_of(_jax(traced))
+    if what == "attention":
+        return attention_cores(traced.graph, blocks)
+    if what == "light":
+        light = tuple(replace(b, again="light") for b in blocks)
+        return light if kept_results(traced.graph, light) else ()
+    return blocks
+
+
+def _regions(traced: Traced) -> Iterator[tuple[Block, ...]]:
+    """What may be computed again, by how much work that is: nothing, the attention of each block, light work, all of
+    half of them with light work in the others, all."""
+    attention, light, whole = (recomputed(traced, what) for what in ("attention", "light", "all"))
+    yield ()
+    yield from (blocks for blocks in (attention, light) if blocks and blocks != whole)
+    if len(whole) > _MANY:
+        half = len(whole) // 2
+        yield whole[:half]
+        if light:
+            yield (*whole[:half], *light[half:])
+    if whole:
+        yield whole
 
 
 def _powers(traced: Traced) -> Iterator[int]:

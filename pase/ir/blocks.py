@@ -5,24 +5,46 @@ Both leave the graph a graph: what they cost follows from ``Op.remat``, ``Op.sco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pase.ir.names import dim_classes
 from pase.ir.places import Place, Scope
 from pase.ir.sizes import is_one
 from pase.ir.types import LEAF, Graph, Node, Op
 
-__all__ = ["Block", "accumulated", "mixes_examples", "rematerialised", "turns_of"]
+__all__ = [
+    "Again",
+    "Block",
+    "accumulated",
+    "again_text",
+    "attention_cores",
+    "kept_results",
+    "mixes_examples",
+    "rematerialised",
+    "turns_of",
+]
+
+
+Again = Literal["all", "light", "attention"]
+"""What of a block backward computes again: all of it; all but results of products with weights and of fused attention,
+which are kept; or the attention, which is then all of the block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Equations ``start`` … ``stop - 1`` of the list of equations whose paths begin with ``prefix``."""
+    """Equations ``start`` … ``stop - 1`` of the list of equations whose paths begin with ``prefix``.
+
+    again: what of it backward computes again.
+    """
 
     prefix: str
     start: int
     stop: int
+    again: Again = "all"
 
     def holds(self, place: Place) -> bool:
         """Is the equation there one of them, or inside one?"""
@@ -34,8 +56,22 @@ class Block:
         return Scope("remat", f"{self.prefix}{self.start}-{self.stop}")
 
 
+_PARTS = {"all": "{}", "light": "light work of {}", "attention": "attention of {}"}
+
+
+def again_text(blocks: Sequence[Block]) -> list[str]:
+    """What is computed again, in words: a part for each way.
+
+    >>> again_text([Block(prefix="3.", start=0, stop=9, again="light")])
+    ['light work of 1 block computed again']
+    """
+    many = Counter(b.again for b in blocks)
+    return [f"{_PARTS[how].format(f'{n} block' + 's' * (n != 1))} computed again" for how, n in many.items()]
+
+
 def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
     """The raw graph with each block a rematerialised region; ops that are in one already stay as they are."""
+    stay = kept_results(graph, blocks)
 
     def inside(op: Op) -> Op:
         block = next((b for b in blocks if b.holds(op.eqn)), None)
@@ -43,10 +79,71 @@ def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
             return op
         around = [s for s in op.scope if s.encloses(block.prefix)]
         scope = (*around, block.region, *op.scope[len(around) :])
-        return replace(op, scope=scope, remat=True)
+        return replace(op, scope=scope, remat=op.eqn not in stay)
 
     nodes = tuple(replace(n, ops=tuple(map(inside, n.ops))) for n in graph.nodes)
     return replace(graph, nodes=nodes)
+
+
+def kept_results(graph: Graph, blocks: Sequence[Block]) -> frozenset[Place]:
+    """Equations of blocks of which light work alone is computed again, whose results are kept. graph: the raw one."""
+    light = [b for b in blocks if b.again == "light"]
+    if not light:
+        return frozenset()
+    derived = _weights(graph)
+    ops = [op for n in graph.nodes for op in n.ops]
+    alone = Counter(
+        op.eqn for op in ops
+    )  # of an equation that is several ops, some results are its own affair
+    return frozenset(
+        op.eqn
+        for op in ops
+        if alone[op.eqn] == 1 and _expensive(op, derived) and any(b.holds(op.eqn) for b in light)
+    )
+
+
+def _expensive(op: Op, weights: Collection[str]) -> bool:
+    """Is it expensive to compute for the bytes that it makes: a product with a weight, or a fused attention?"""
+    return op.kind == "attention" or (
+        op.kind in ("matmul", "conv") and any(a.tensor in weights for a in op.reads)
+    )
+
+
+def attention_cores(graph: Graph, blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """The attention in each block, from its scores to its result: the fused op, or where it is written out the
+    products without a weight and all between them. graph: the raw one."""
+    weights = _weights(graph)
+    ops = [op for n in graph.nodes for op in n.ops]
+    cores = [op for op in ops if op.kind == "attention"] or [
+        op for op in ops if op.kind == "matmul" and not _expensive(op, weights)
+    ]
+    found = (_around([op.eqn for op in cores if b.holds(op.eqn)]) for b in blocks)
+    return tuple(core for core in found if core is not None)
+
+
+def _around(places: Sequence[Place]) -> Block | None:
+    """The shortest run of one list's equations that holds these; None: there are none."""
+    paths = [p.path.split(".") for p in places]
+    if not paths or not all(part.isdecimal() for path in paths for part in path):
+        return None
+    depth = next(
+        i for i in itertools.count() if len({tuple(p[: i + 1]) for p in paths}) > 1 or i + 1 == len(paths[0])
+    )
+    numbers = [int(p[depth]) for p in paths]
+    prefix = "".join(f"{part}." for part in paths[0][:depth])
+    return Block(prefix=prefix, start=min(numbers), stop=max(numbers) + 1, again="attention")
+
+
+def _weights(graph: Graph) -> set[str]:
+    """Parameters, and what is made of them alone by views and elementwise ops."""
+    made: set[str] = set()
+    for n in graph.nodes:
+        for op in n.ops:
+            read = [a.tensor for a in op.reads if graph.tensors[a.tensor].role != "constant"]
+            light = op.kind in ("view", "copy", "elementwise") and read and made.issuperset(read)
+            if n.kind == "parameter" or light:
+                made.update(a.tensor for a in op.writes)
+    return made
 
 
 def accumulated(graph: Graph, micro_batches: int) -> Graph:

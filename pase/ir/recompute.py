@@ -43,7 +43,9 @@ def mark_recomputed(graph: Graph) -> Graph:
     """The same graph, with ``Op.remat`` left only on ops that backward runs again, and ``Access.again`` on what
     they, or the derivatives of the region's other ops, read."""
     needed: dict[tuple[Scope, ...] | None, set[str]] = defaultdict(set)
-    ops = [op for n in graph.nodes for op in n.ops if op.remat]
+    regions = {op.region for n in graph.nodes for op in n.ops if op.remat and op.region is not None}
+    # Ops whose results are kept run once, but their derivatives need operands that may have to be made again.
+    ops = [op for n in graph.nodes for op in n.ops if op.region in regions and not op.backward]
     region = {a.tensor: op.region for op in ops for a in op.writes}
     for op in (op for n in graph.nodes for op in n.ops if op.backward and op.region is not None):
         needed[op.region].update(a.tensor for a in op.reads if not a.gradient)
@@ -54,12 +56,12 @@ def mark_recomputed(graph: Graph) -> Graph:
     again: set[int] = set()
     for op in reversed(ops):
         here = op.region
-        if any(a.tensor in needed[here] for a in op.writes):
+        if op.remat and any(a.tensor in needed[here] for a in op.writes):
             again.add(id(op))
             needed[here].update(a.tensor for a in op.reads if region.get(a.tensor, ()) == here)
 
     def marked(op: Op) -> Op:
-        if not op.remat:
+        if op.region not in regions or op.backward:
             return op
         reads = tuple(replace(a, again=a.tensor in needed[op.region]) for a in op.reads)
         return replace(op, reads=reads, remat=id(op) in again)

@@ -49,8 +49,9 @@ def _kept(graph: Graph) -> Iterator[Kept]:
                     continue
                 made = maker[root][1]
                 own, reader = made.region, op.region
-                # What a region reads from outside is kept from forward on, as is what its last ops need.
-                inside = own is not None and own == reader
+                # What a region reads from outside is kept from forward on, as is what its last ops need, and a result
+                # that a policy keeps.
+                inside = own is not None and own == reader and made.remat
                 if (root, inside) in seen or (root, False) in seen:
                     continue
                 seen.add((root, inside))

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pase.ir.blocks import again_text
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
 __all__ = [
@@ -92,7 +93,7 @@ def headline(plan: PlanData) -> list[str]:
         lines.append(f"speed  {plan.throughput}")
     if plan.accumulate > 1 or plan.remat:
         how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
-        how += [f"{len(plan.remat)} blocks computed again in backward"] if plan.remat else []
+        how += [f"{part} in backward" for part in again_text(plan.remat)]
         lines.append(f"to fit {' · '.join(how)}")
     m = plan.memory
     lines.append(

@@ -164,8 +164,9 @@ def test_what_is_fixed_stays_fixed():
     for arguments, message in (
         ({"accumulate": 0}, "accumulate must be a positive number of micro-batches, got 0"),
         ({"accumulate": 3}, "a batch of 4096 does not divide in 3 micro-batches"),
-        ({"remat": "some"}, "remat is 'auto', 'none' or 'all', not 'some'"),
+        ({"remat": "some"}, "remat is 'auto', 'none', 'attention', 'light' or 'all', not 'some'"),
         ({"remat": "all"}, "has no repeated block to compute again"),
+        ({"remat": "attention"}, "has no repeated block with an attention to compute again"),
     ):
         with pytest.raises(PaseError, match=message):
             pase.compile(wide, *WIDE, devices=2, **arguments)

@@ -14,7 +14,7 @@ from pase.backends.truth import compare as compare_bytes
 from pase.backends.truth import sharded_step, unsharded_step
 from pase.compiler.mesh_search import search_meshes
 from pase.compiler.plans import plan_of
-from pase.compiler.variants import Variant
+from pase.compiler.variants import Variant, recomputed
 from pase.frontends.jax_blocks import blocks_of
 from pase.machine import mesh_from
 
@@ -67,6 +67,65 @@ def test_numbers_and_bytes(fn, shape, k, again, tmp_path):
     plan.save(tmp_path / "layout.json")
     again_plan = pase.load(tmp_path / "layout.json").bind(fn, LAYERS, X)
     assert again_plan == plan and again_plan.jax.blocks == plan.jax.blocks
+
+
+def attending(params, x):
+    def block(h, w):
+        q, k, v = jnp.einsum("bsd,dchk->cbshk", jnp.tanh(h), w["qkv"])
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        h = h + jnp.einsum("bshk,hkd->bsd", y, w["out"])
+        return h + jnp.tanh(jnp.tanh(h) @ w["up"]) @ w["down"], None
+
+    return jnp.mean(jax.lax.scan(block, x, params)[0] ** 2)
+
+
+BLOCKS = {
+    "qkv": jax.random.normal(KEYS[3], (3, 16, 3, 2, 8)) / 4,
+    "out": jax.random.normal(KEYS[3], (3, 2, 8, 16)) / 4,
+    "up": jax.random.normal(KEYS[0], (3, 16, 64)) / 4,
+    "down": jax.random.normal(KEYS[1], (3, 64, 16)) / 8,
+}
+
+
+def test_light_work_and_attention_computed_again():
+    """The same numbers; arithmetic and memory between nothing again and all again, as predicted."""
+    x = jax.random.normal(KEYS[2], (16, 8, 16))
+    case = case_of(attending, BLOCKS, x, name="attending")
+    optimizer = optax.sgd(1e-2)
+    reference = unsharded_step(attending, optimizer, BLOCKS, x)
+    flops, cost, kept = {}, {}, {}
+    for what in ("all", "none", "attention", "light"):
+        blocks = () if what == "none" else recomputed(case.traced, what)
+        assert len(blocks) == (what != "none")
+        plan = plan_for(case, "8", Variant(blocks=blocks))
+        cost[what], kept[what] = plan.cost, plan.memory.activations
+        if what != "all":  # which the tests above run
+            step = sharded_step(plan, optimizer, BLOCKS, x)
+            off = reference.differences(step)
+            assert max(off.values()) < 1e-5, (what, off)
+            flops[what] = step.compiled.cost_analysis()["flops"]
+    assert flops["none"] < flops["light"] < 1.1 * flops["none"]
+    assert cost["none"] < cost["attention"] < cost["all"] and cost["none"] < cost["light"] < cost["all"]
+    assert kept["all"] < kept["light"] < kept["none"]
+
+
+def test_light_work_again_is_what_the_models_own_policy_says():
+    """Of a model without attention: as if it were under jax.checkpoint with products kept, in seconds and in bytes."""
+    keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    def marked(params, x):
+        block = jax.checkpoint(layer, policy=keeps)
+        return jnp.mean(jax.lax.scan(lambda h, w: (block(h, w), None), x, params)[0] ** 2)
+
+    plans = []
+    for fn in (looped, marked):
+        case = case_of(fn, LAYERS, X, name=fn.__name__)
+        blocks = recomputed(case.traced, "light")
+        assert len(blocks) == (fn is looped)
+        plans.append(plan_for(case, "2x4", Variant(blocks=blocks)))
+    ours, own = plans
+    assert ours.cost == pytest.approx(own.cost, rel=1e-12)
+    assert ours.memory == own.memory
 
 
 def test_a_transformer_in_micro_batches_moves_what_is_predicted():

@@ -61,7 +61,9 @@ def test_commands_of_a_document_run_in_order(document, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
-    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # else as in a reader's shell: no devices are forced
+    env["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0"  # else as in a reader's shell: no devices are forced
+    )
     for line in lines(document):
         done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path, env=env)
         assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
