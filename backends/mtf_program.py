@@ -338,7 +338,7 @@ class MeshTfProgram:
         return self.regrouped(x, dims)
 
     def keep(self, name: str, value: MeshTfValue) -> None:
-        """The value of a tensor from here on (a loop's turns make it anew), in the plan's dims for it."""
+        """The value of a tensor from here on (each turn of a loop makes it again), in the plan's dims for it."""
         want = self.written(name)
         self.values[name] = value if want is None else self.to(value, want)
         for copy in self._copies.get(name, ()):

@@ -1,4 +1,4 @@
-"""A plan held against what XLA makes of it: the numbers of one step, and bytes by kind of collective.
+"""A plan compared with what XLA makes of it: the numbers of one step, and bytes by kind of collective.
 
 Three habits of XLA's CPU pipeline are allowed for, in the column ``on_cpu``, so that the comparison tests the
 plan and not the backend. It never forms a reduce-scatter: a whole all-reduce and a slice instead, which also

@@ -1,7 +1,7 @@
 """Communication truth: bytes that plans predict beside bytes in the compiled programs, and their steps' numbers.
 
 .venv/bin/python -m bench.comm_truth                    # every reduced zoo model × every strategy; an hour on two cores
-.venv/bin/python -m bench.comm_truth gpt2 mlp           # these models anew, the others' rows are kept
+.venv/bin/python -m bench.comm_truth gpt2 mlp           # these models again; the others' rows are kept
 .venv/bin/python -m bench.comm_truth --32 gpt2 mlp      # on 32 devices: compiled, not run; rows that stand are kept
 .venv/bin/python -m bench.comm_truth --lines vit_l16 ours@2x4    # what has no partner, line by line; --32 likewise
 .venv/bin/python -m bench.comm_truth --render           # docs/communication-truth.md from the results alone

@@ -4,7 +4,7 @@
 
 Small imagined runs (``bench/cases/timelines.py``) are written as Kineto traces with one to four mutations each: events
 dropped, doubled, moved, stretched, renamed, put on other streams, launches and marks lost, ids shared, times that are
-no times, files cut. Each is loaded, aligned, measured, replayed and diagnosed. What may come of it: a PaseError, or a
+no times, files cut. Each is loaded, aligned, measured, replayed and diagnosed. What may result: a PaseError, or a
 report whose numbers are finite and whose parts sum to the iteration. A report is absurd where an iteration is longer
 than the trace or has no length, or the replay lies outside of twice the range of the measured iterations; then it must
 say so: a doubt, an iteration left out, or a note on the trace.
@@ -180,7 +180,7 @@ def mutated(documents: list[Document], rng: np.random.Generator) -> tuple[list[D
 
 
 def verdict(folder: Path) -> str:
-    """What comes of the traces in a folder: "refused", "warned", "plain", or what is wrong with the report."""
+    """What the traces in a folder lead to: "refused", "warned", "plain", or what is wrong with the report."""
     try:
         t = align(load(folder))
         d = diagnose_run(measure(t))
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def fuzz(count: int, seed: int) -> tuple[Counter[str], list[dict[str, Any]]]:
-    """Outcomes of ``count`` mutated runs, and those that must not be, each with what makes it again."""
+    """Outcomes of ``count`` mutated runs, and those that must not happen, each with what reproduces it."""
     runs = [
         simulate(ImaginedRun(iterations=4, layers=4, bucket_layers=2, noise=0.02, **shape))
         for shape in SHAPES

@@ -1,4 +1,4 @@
-"""Writes the JSON Schemas of pase's files anew, from the types: after a change of a form.
+"""Writes the JSON Schemas of pase's files from the types again: after a change of a form.
 
 Writes what ``SCHEMAS`` lists; tests hold these files equal to the types.
 

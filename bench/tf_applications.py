@@ -1,7 +1,7 @@
 """Every model of keras.applications through the TensorFlow frontend: multiply-adds, parameters, nodes, seconds.
 
 .venv/bin/python -m bench.tf_applications          # all 40, 20 minutes on two cores
-.venv/bin/python -m bench.tf_applications VGG19    # these anew, the others' rows are kept
+.venv/bin/python -m bench.tf_applications VGG19    # these again; the others' rows are kept
 
 Shapes of all results are compared with TensorFlow's own inference. Writes bench/results/tf_applications.json.
 """

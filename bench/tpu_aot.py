@@ -5,7 +5,7 @@ libtpu changes how JAX starts, so this bench has an environment of its own:
     uv venv -p 3.11 /tmp/tpu && uv pip install --python /tmp/tpu/bin/python -e ".[jax]" jax==0.10.2 libtpu==0.0.51
     /tmp/tpu/bin/python -m bench.tpu_aot                # every row that is not there yet, 20 to 120 s each
     /tmp/tpu/bin/python -m bench.tpu_aot gpt2           # the rows of these models
-    /tmp/tpu/bin/python -m bench.tpu_aot --again gpt2   # these anew
+    /tmp/tpu/bin/python -m bench.tpu_aot --again gpt2   # these again
     /tmp/tpu/bin/python -m bench.tpu_aot "--only=ours,FSDP,Megatron, sequence parallel"
     .venv/bin/python -m bench.tpu_aot --predict         # what is predicted of the rows there are; compiles nothing
     .venv/bin/python -m bench.tpu_aot --render          # docs/tpu-witness.md's tables from the results alone
@@ -126,7 +126,7 @@ def measure(name: str, *, again: bool, only: list[str]) -> None:
 
 
 def predict(name: str) -> None:
-    """Predict the rows of one model anew, where the plan is the one that was compiled: the same mesh, and the same
+    """Predict the rows of one model again, where the plan is the one that was compiled: the same mesh, and the same
     bytes of every kind of collective. Says which are not."""
     zoo_name, _, devices = MODELS[name]
     facts = {strategy: f for strategy, f, _ in strategies(zoo_name, devices, [])}

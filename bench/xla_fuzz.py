@@ -1,7 +1,7 @@
 """Does XLA survive our plans? Small random programs under random strategies, each compiled and read for its end.
 
     .venv/bin/python -m bench.xla_fuzz                        # 2,000 cases; those that stand in the results are kept
-    .venv/bin/python -m bench.xla_fuzz --cases 100-200        # these anew
+    .venv/bin/python -m bench.xla_fuzz --cases 100-200        # these again
     .venv/bin/python -m bench.xla_fuzz --cases 17 --show      # one case: its program, its splits, how it ends
     .venv/bin/python -m bench.xla_fuzz --kinds conv           # with convolutions alone
 
@@ -314,7 +314,7 @@ def main() -> None:
     """Writes bench/results/xla_fuzz.json: how each case ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--cases", type=numbers, help="these anew, as in 3,7-9; default: all that are missing"
+        "--cases", type=numbers, help="these again, as in 3,7-9; default: all that are missing"
     )
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--show", action="store_true", help="print each program and its splits; keep no rows")

@@ -1,4 +1,4 @@
-"""A step of one's own under a plan: own optimizer, own update, own jax.jit, on eight devices of this computer.
+"""Your own step under a plan: own optimizer, own update, own jax.jit, on eight devices of this computer.
 
 .venv/bin/python examples/own_step.py [--steps 20]
 

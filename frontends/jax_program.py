@@ -153,7 +153,7 @@ def _check_loss(called: str, outs: Sequence[Any], params: Any, returned: Any, ca
     ]
     if again and len(mine) > 1 and not carry:
         raise PaseError(
-            f"{called} returns its parameters anew beside a scalar: it is a train step and not a loss. Give the loss "
+            f"{called} returns new parameters beside a scalar: it is a train step and not a loss. Give the loss "
             f"function, or the step as step(params, opt_state, *batch) -> (params, opt_state, …) with mode='step'"
         )
 

@@ -65,7 +65,7 @@ def _bodies(lower: TfLowering, node: TfNode) -> list[TfBody]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loop:
-    """What becomes of each loop variable: passed through, a counter whose course is known, or carried."""
+    """What happens to each loop variable: passed through, a counter whose course is known, or carried."""
 
     body: TfBody
     times: int | None

@@ -120,7 +120,7 @@ class TorchLowering:
     def checked(
         self, c: TorchCall, made: Value | Sequence[Value | None], several: bool
     ) -> Value | list[Value | None]:
-        """The rule's results, held against the shapes and dtypes that PyTorch found."""
+        """The rule's results, checked against the shapes and dtypes that PyTorch found."""
         found: list[Value | None] = [made] if isinstance(made, Value) else list(made)
         for v, spec in zip(found, c.outs, strict=False):
             if v is not None and spec is not None and v.shape != spec[0]:

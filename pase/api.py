@@ -62,7 +62,7 @@ class Plan(PlanData):
         dims: Mapping[str, int] | None = None,
         chances: Mapping[str, Sequence[float]] | None = None,
     ) -> Plan:
-        """Give a loaded plan its model again, traced anew with the mode, carry, dims and chances that it was compiled
+        """Give a loaded plan its model again, traced again with the mode, carry, dims and chances that it was compiled
         with; PaseError where it is not the model of the plan."""
         from pase.frontends.from_jax import trace
 

@@ -8,7 +8,7 @@
     .venv/bin/python -m bench.netlab render            # docs/proof.md's tables from the result files
 
 Writes bench/results/netlab_<part>.json as it goes (quick: netlab_quick.json). Without root or iproute2 it says so
-and does nothing. What was calibrated is kept in --folder and taken up; --fresh calibrates anew.
+and does nothing. What was calibrated is kept in --folder and taken up; --fresh calibrates again.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Programs taken from libraries: each is planned, run on 8 host devices, held against its unsharded step and XLA."""
+"""Programs from libraries: each is planned, run on 8 host devices, compared with its unsharded step and with XLA."""

@@ -1,7 +1,7 @@
 """The corpus: programs from libraries, each in a process of its own with a limit of CPU time.
 
 python -m bench.programs                 # all of them
-python -m bench.programs 'haiku.*' nnx   # these anew, the others' rows are kept
+python -m bench.programs 'haiku.*' nnx   # these again; the others' rows are kept
 python -m bench.programs --missing       # those without a row, or that were not done in time
 python -m bench.programs --failing       # those that do not agree
 

@@ -1,4 +1,4 @@
-"""One program in a process of its own: planned, run sharded and unsharded, held against XLA."""
+"""One program in a process of its own: planned, run sharded and unsharded, compared with XLA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plain JAX programs do: control flow, collectives under vmap, callbacks, sparse arrays, rules of one's own."""
+"""What plain JAX programs do: control flow, collectives under vmap, callbacks, sparse arrays, the user's own rules."""
 
 from __future__ import annotations
 

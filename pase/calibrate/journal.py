@@ -37,7 +37,7 @@ class Journal:
             path.write_text(json.dumps(head) + "\n", encoding="utf-8")
 
     def _read(self, path: Path, fingerprint: dict[str, Any]) -> None:
-        remedy = "give another -o, or start anew with --fresh"
+        remedy = "give another -o, or start again with --fresh"
         text = path.read_text(encoding="utf-8", errors="replace")
         lines = text.splitlines()
         try:

@@ -180,9 +180,9 @@ def _show(points: list[Point], model: str, options: CompileOptions, json: bool) 
 
     unit = "FLOP" if options.cost_model == "paper" else "s"
     out = Table(box=None, header_style="bold", pad_edge=False)
-    columns = ("ours", "best, searched anew", "regret", "its mesh", "cheapest of the methods", "next method")
+    columns = ("ours", "best of a new search", "regret", "its mesh", "cheapest of the methods", "next method")
     for column in (*points[0].factors, *columns):
-        right = column in (*points[0].factors, "ours", "best, searched anew", "regret")
+        right = column in (*points[0].factors, "ours", "best of a new search", "regret")
         out.add_column(column, justify="right" if right else "left")
     for p in points:
         follower = min(p.others.items(), key=lambda pair: pair[1], default=None)

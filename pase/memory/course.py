@@ -194,7 +194,7 @@ def _parameter(
     tied: bool,
 ) -> Iterator[HeldBytes]:
     """The parameter, its optimizer state, and its gradient: there once backward has begun, and with micro-batches a
-    sum beside it from the first on. Of a tied one the readers' parts are counted at the end."""
+    sum beside it from the first on. The parts of a parameter with several readers are counted at the end."""
     t = graph.tensors[n.ops[0].writes[0].tensor]
     yield HeldBytes(kind="parameters", nbytes=local, at=when.always)
     if not t.needs_grad:

@@ -193,7 +193,7 @@ def explain(
     """Where the plan's predicted time and memory come from, and how close the other choices are.
 
     layer: a node's name (or a parameter's path) to report on in full.
-    model: the name of the plan's model, to trace it anew: not needed for a plan that still has its model, nor for
+    model: the name of the plan's model, to trace it again: not needed for a plan that still has its model, nor for
         zoo models. Without it the report says what moves and why, but not what else could be.
     machine: the machine file that the plan was made for, where it is not one of pase's own.
     time_limit: seconds to spend on the next-best choices of all layers.

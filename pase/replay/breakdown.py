@@ -1,7 +1,7 @@
 """Where each measured iteration went: compute, communication, waiting, and every idle stretch with its cause.
 
 Nothing here is replayed: it is the trace, cut at the iterations of ``iterations``. The parts of an iteration add up to
-its length, to the nanosecond. Communication is exposed where the rank computes nothing meanwhile, be it NCCL beside
+its length, to the nanosecond. Communication is exposed where the rank computes nothing meanwhile: NCCL beside
 kernels, XLA's collectives beside XLA's ops, or gloo beside the ops of the thread.
 """
 

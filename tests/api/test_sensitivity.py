@@ -41,7 +41,7 @@ def test_a_new_search_is_the_oracle_of_the_best(points):
         assert p.winner in ("pase", *p.others)
 
 
-def test_ours_is_priced_as_it_was_found_not_searched_anew(points):
+def test_ours_is_priced_as_it_was_found_not_searched_again(points):
     """What it costs does not fall when links slow down."""
     at_speed = [p for p in points if p.factors["flops"] == 1.0]
     costs = [p.ours for p in at_speed]

@@ -270,7 +270,7 @@ def trained(name: str, loss: Any, specs: Any, model: Any, batch: Any, strategy: 
 
 
 def refused() -> dict[str, str]:
-    """What comes of models that Mesh-TensorFlow cannot express."""
+    """What happens to models that Mesh-TensorFlow cannot express."""
     import tensorflow as tf
 
     from bench.cases.plans import Case

@@ -142,7 +142,7 @@ RINGS = [
 @pytest.mark.parametrize(("split", "mesh"), [s[1:] for s in RINGS], ids=[s[0] for s in RINGS])
 def test_a_ring_is_the_whole(split: dict[str, str], mesh: str, causal: bool) -> None:
     """XLA's attention, too. Eight parts of 24 positions are odd, so that a causal mask leaves them unequal; others
-    are dealt anew."""
+    are dealt out again."""
     plan = planned(case(causal, "xla"), split, mesh)
     assert "ppermute" in str(jax.make_jaxpr(plan.jax.loss())(*arrays()))
     assert difference(plan, model(causal, None)) < EXACT
@@ -150,7 +150,7 @@ def test_a_ring_is_the_whole(split: dict[str, str], mesh: str, causal: bool) -> 
 
 @pytest.mark.usefixtures("float64")
 def test_a_ring_sends_what_the_plan_says() -> None:
-    """But the first keys and values, which XLA does not send again for backward where nothing is made anew."""
+    """But the first keys and values, which XLA does not send again for backward where nothing is recomputed."""
     plan = planned(case(True, "xla"), {"r": "a", "h": "b"}, "a=4,b=2")
     step = sharded_step(plan, optax.sgd(0.1), *arrays())
     (row,) = (r for r in compare(plan, step.compiled) if r.kind == "permute")

@@ -1,4 +1,4 @@
-"""Programs beside a plain loss: aux and threaded state, modules, integers and keys, inference, a step of one's own."""
+"""Programs beside a plain loss: aux and threaded state, modules, integers and keys, inference, the user's own step."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_what_is_no_loss_is_said() -> None:
     def batch_first(batch: Any, params: Any) -> Any:
         return jnp.sum(batch @ params["w"])
 
-    with pytest.raises(PaseError, match=r"returns its parameters anew .* mode='step'"):
+    with pytest.raises(PaseError, match=r"returns new parameters .* mode='step'"):
         pase.compile(loss_first, params, X, devices=8)
     with pytest.raises(
         PaseError, match=r"the first argument is what is trained: write it as fn\(params, …\)"

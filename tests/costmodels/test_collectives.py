@@ -232,7 +232,7 @@ def test_nothing_to_join_or_to_send_is_free(name, kind, n, data):
 
 
 @given(models, sizes_of_buffers, st.data())
-def test_all_reduce_is_never_dearer_than_its_two_halves(name, n, data):
+def test_all_reduce_is_never_more_expensive_than_its_two_halves(name, n, data):
     model = MODELS[name]
     mesh = draw_mesh(data, model)
     every = np.arange(1 << len(mesh.sizes))

@@ -37,7 +37,7 @@ def symbolic(name: str, symbols: dict[int, Any]) -> Graph:
 
 @pytest.mark.parametrize("name", ["mlp", "llama3_8b", "gpt2", "mixtral_8x7b", "alexnet"])
 def test_bound_batch_is_traced_batch(name: str) -> None:
-    """Node for node, in the text form; tensors are numbered anew, as JAX makes some constants differently."""
+    """Node for node, in the text form; tensors are numbered again, as JAX makes some constants differently."""
     (b,) = export.symbolic_shape("b")
     found = symbolic(name, {BATCH: b})
     assert found.symbols == ("b",)

@@ -1,10 +1,10 @@
-"""``pytest tests/ir --update-golden`` writes the golden files anew; read the diff before committing it."""
+"""``pytest tests/ir --update-golden`` writes the golden files again; read the diff before committing it."""
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write tests/ir/golden/*.txt anew")
+    parser.addoption("--update-golden", action="store_true", help="write tests/ir/golden/*.txt again")
 
 
 @pytest.fixture

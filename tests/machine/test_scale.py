@@ -48,7 +48,7 @@ def test_latency_and_bandwidth_together_scale_every_collective(name, f, size):
 
 
 @given(machines, st.sampled_from(list(QUANTITIES)), st.tuples(factors, factors), st.floats(3, 9))
-def test_faster_is_never_dearer(name, quantity, pair, size):
+def test_faster_is_never_more_expensive(name, quantity, pair, size):
     low, high = sorted(pair) if quantity != "latency" else sorted(pair, reverse=True)
     for m in (load(name), MEASURED):
         slow, fast = (get("analytic", scaled(m, {quantity: f})) for f in (low, high))

@@ -1,4 +1,4 @@
-"""Table II of the paper (p = 32, 1080Ti), searched anew under its formulas; each deviation and its cause.
+"""Table II of the paper (p = 32, 1080Ti), searched under its formulas; each deviation and its cause.
 
 Costs are those of the released prototype (tests/paper/test_prototype.py holds them to its exported tables).
 ``docs/paper.md`` tells the same as prose. A config is compared by what it splits, dims of one left out.

@@ -1,4 +1,4 @@
-"""What a stated strategy takes: held against the tables and the step that it is made of, and against laws."""
+"""What a stated strategy takes: checked against the tables and the step that it is made of, and against laws."""
 
 from __future__ import annotations
 
