@@ -1,8 +1,8 @@
 """Ring attention, on one device of the ring: keys and values go round behind the attention over those that are there.
 
 Each device has a part of the positions, of queries and keys alike. Under a causal mask contiguous parts are unequal:
-the last device has nearly twice the mean. So the parts are dealt out again first: of 2P chunks, device i has the i-th and
-the (2P-1-i)-th, after which half of each pair of parts is masked (Liu et al. 2023, arXiv 2310.01889; Llama 3, section
+the last device has nearly twice the mean. So the parts are dealt out again first: of 2P chunks, device i has the i-th
+and the (2P-1-i)-th, after which half of each pair of parts is masked (Liu et al. 2023, arXiv 2310.01889; Llama 3, section
 3.3.2). Backward, the gradients of keys and values travel with them, in float32, and arrive at home in the end.
 """
 
