@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pase.frontends import jax_versions
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from jax import Array
 
 __all__ = ["AttentionFunctions", "CuDNN", "Flash", "Reference", "merged"]
 
@@ -19,13 +23,22 @@ __all__ = ["AttentionFunctions", "CuDNN", "Flash", "Reference", "merged"]
 class AttentionFunctions(Protocol):
     """causal: query i sees the keys up to the i-th. scale: of the scores."""
 
-    def forward(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+    def forward(self, q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
         """(result, logarithms of the sums)"""
         ...
 
     def backward(
-        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
-    ) -> tuple[Any, Any, Any]:
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        result: Array,
+        sums: Array,
+        gradient: Array,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
         """Gradients of q, k and v, given ``gradient`` of the result."""
         ...
 
@@ -34,7 +47,7 @@ class AttentionFunctions(Protocol):
 class Reference:
     """The two products and the softmax, scores in memory: what XLA makes of it, on any device."""
 
-    def _scores(self, q: Any, k: Any, *, causal: bool, scale: float) -> Any:
+    def _scores(self, q: Array, k: Array, *, causal: bool, scale: float) -> Array:
         import jax.numpy as jnp
 
         wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -44,7 +57,7 @@ class Reference:
             scores = jnp.where(seen, scores, -jnp.inf)
         return scores
 
-    def forward(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+    def forward(self, q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
         import jax.numpy as jnp
         from jax.scipy.special import logsumexp
 
@@ -54,8 +67,17 @@ class Reference:
         return jnp.einsum("bqhgs,bshe->bqhge", weights, v), sums
 
     def backward(
-        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
-    ) -> tuple[Any, Any, Any]:
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        result: Array,
+        sums: Array,
+        gradient: Array,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
         import jax.numpy as jnp
 
         wide = sums.dtype
@@ -74,14 +96,23 @@ class Reference:
 class CuDNN:
     """cuDNN's fused attention, which takes bfloat16 and float16 on NVIDIA's GPUs."""
 
-    def forward(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+    def forward(self, q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
         b, t, h, g, _ = q.shape
         result, sums = jax_versions.cudnn_attention(_heads(q), k, v, causal=causal, scale=scale)
         return result.reshape(b, t, h, g, -1), sums.transpose(0, 2, 1).reshape(b, t, h, g)
 
     def backward(
-        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
-    ) -> tuple[Any, Any, Any]:
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        result: Array,
+        sums: Array,
+        gradient: Array,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
         b, t = q.shape[:2]
         dq, dk, dv = jax_versions.cudnn_attention_backward(
             _heads(q),
@@ -100,24 +131,20 @@ class CuDNN:
 class Flash:
     """Pallas' flash attention for TPUs. blocks: its sizes for the whole arrays; a part has no larger ones."""
 
-    blocks: Any
+    blocks: DataclassInstance
 
-    def _blocks(self, batch: int, queries: int, keys: int) -> Any:
+    def _blocks(self, batch: int, queries: int, keys: int) -> DataclassInstance:
         most = {"block_b": batch, "block_q": queries, "block_k": keys}
 
-        def least(name: str, size: Any) -> Any:
-            return (
-                size
-                if size is None
-                else min(size, *(n for start, n in most.items() if name.startswith(start)))
-            )
+        def least(name: str, size: int | None) -> int | None:
+            return None if size is None else min(size, *(n for b, n in most.items() if name.startswith(b)))
 
         fields = {
             f.name: least(f.name, getattr(self.blocks, f.name)) for f in dataclasses.fields(self.blocks)
         }
         return dataclasses.replace(self.blocks, **fields)
 
-    def forward(self, q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+    def forward(self, q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
         b, t, h, g, _ = q.shape
         blocks = self._blocks(b, t, k.shape[1])
         result, sums = jax_versions.flash_attention(
@@ -128,8 +155,17 @@ class Flash:
         )
 
     def backward(
-        self, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
-    ) -> tuple[Any, Any, Any]:
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        result: Array,
+        sums: Array,
+        gradient: Array,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
         b, t = q.shape[:2]
         q_, k_, v_, result, gradient = (_heads_first(x) for x in (q, k, v, result, gradient))
         dq, dk, dv = jax_versions.flash_attention_backward(
@@ -146,16 +182,16 @@ class Flash:
         return dq.transpose(0, 2, 1, 3).reshape(q.shape), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
-def _heads(x: Any) -> Any:
+def _heads(x: Array) -> Array:
     """Query heads as one dim."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _heads_first(x: Any) -> Any:
+def _heads_first(x: Array) -> Array:
     return _heads(x).transpose(0, 2, 1, 3)
 
 
-def merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
     """Attention over two sets of keys, of (result, logarithms of the sums) over each."""
     import jax.numpy as jnp
 

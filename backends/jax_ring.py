@@ -2,21 +2,26 @@
 
 Each device has a part of the positions, of queries and keys alike. Under a causal mask contiguous parts are unequal:
 the last device has nearly twice the mean. So the parts are dealt out again first: of 2P chunks, device i has the i-th
-and the (2P-1-i)-th, after which half of each pair of parts is masked (Liu et al. 2023, arXiv 2310.01889; Llama 3, section
-3.3.2). Backward, the gradients of keys and values travel with them, in float32, and arrive at home in the end.
+and the (2P-1-i)-th, after which half of each pair of parts is masked (Liu et al. 2023, arXiv 2310.01889; Llama 3,
+section 3.3.2). Backward, the gradients of keys and values travel with them, in float32, and arrive at home in the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pase.backends.jax_attention_kernels import AttentionFunctions, merged
 
+if TYPE_CHECKING:
+    from jax import Array
+
 __all__ = ["RingAttention"]
 
-Gradients = tuple[Any, tuple[Any, Any]]
+C = TypeVar("C")
+Keys: TypeAlias = "tuple[Array, Array]"
+Gradients: TypeAlias = "tuple[Array, Keys]"
 """Of queries; of keys and values."""
 
 
@@ -30,7 +35,7 @@ class RingAttention:
     causal: bool
     scale: float
 
-    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, ...]]:
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
         """(result, what backward is to be given back)"""
         import jax.numpy as jnp
 
@@ -39,11 +44,11 @@ class RingAttention:
             q, k, v = (self._dealt(x) for x in (q, k, v))
         wide = jnp.promote_types(q.dtype, jnp.float32)
 
-        def part(t: Any, keys: tuple[Any, Any]) -> tuple[Any, Any]:
+        def part(t: Array | int, keys: Keys) -> Keys:
             result, sums = self._part(t, q, keys)
             return result.astype(wide), sums
 
-        def turn(t: Any, carry: Any) -> Any:
+        def turn(t: Array, carry: tuple[Keys, Keys]) -> tuple[Keys, Keys]:
             keys, done = carry
             return self._next(keys), merged(done, part(t, keys))
 
@@ -54,7 +59,9 @@ class RingAttention:
         result = result.astype(q.dtype)
         return (self._home(result) if deals else result), (q, k, v, sums)
 
-    def backward(self, q: Any, k: Any, v: Any, sums: Any, result: Any, gradient: Any) -> tuple[Any, Any, Any]:
+    def backward(
+        self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
         """Gradients of queries, keys and values; all but result and its gradient as ``forward`` left them."""
         import jax
         import jax.numpy as jnp
@@ -65,10 +72,10 @@ class RingAttention:
         given = (q, result, sums, gradient)
         wide = jnp.promote_types(q.dtype, jnp.float32)
 
-        def part(t: Any, keys: tuple[Any, Any]) -> Gradients:
+        def part(t: Array | int, keys: Keys) -> Gradients:
             return jax.tree.map(lambda x: x.astype(wide), self._part_backward(t, given, keys))  # type: ignore[no-any-return]
 
-        def turn(t: Any, carry: Any) -> Any:
+        def turn(t: Array, carry: tuple[Keys, Array, Keys]) -> tuple[Keys, Array, Keys]:
             keys, dq, arrived = carry
             more, of_keys = part(t, keys)
             return self._next(keys), dq + more, jax.tree.map(jnp.add, self._next(arrived), of_keys)
@@ -76,21 +83,21 @@ class RingAttention:
         dq, *of_keys = self.kernel.backward(
             q, k, v, result, sums, gradient, causal=self.causal, scale=self.scale
         )
-        sums_of_keys = tuple(x.astype(wide) for x in of_keys)
-        keys, dq, sums_of_keys = self._around(turn, (self._next((k, v)), dq.astype(wide), sums_of_keys))
+        dk, dv = (x.astype(wide) for x in of_keys)
+        keys, dq, sums_of_keys = self._around(turn, (self._next((k, v)), dq.astype(wide), (dk, dv)))
         more, last = part(self.devices - 1, keys)
         dk, dv = self._next(jax.tree.map(jnp.add, self._next(sums_of_keys), last))
         out = ((dq + more).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
         return tuple(self._home(x) for x in out) if deals else out  # type: ignore[return-value]
 
-    def _around(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
+    def _around(self, turn: Callable[[Array, C], C], carry: C) -> C:
         """All turns between the first and the last."""
         import jax
         import jax.numpy as jnp
 
         return jax.lax.scan(lambda c, t: (turn(t, c), None), carry, jnp.arange(1, self.devices - 1))[0]
 
-    def _next(self, tree: Any) -> Any:
+    def _next(self, tree: C) -> C:
         """Each device's to the next one; so in the t-th turn device i holds the part of device i - t."""
         import jax
 
@@ -99,24 +106,24 @@ class RingAttention:
             lambda x: jax.lax.ppermute(x, self.axes, [(i, (i + 1) % n) for i in range(n)]), tree
         )
 
-    def _part(self, t: Any, q: Any, keys: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _part(self, t: Array | int, q: Array, keys: Keys) -> Keys:
         """Attention over the keys that are here in turn t: of devices before this one, or behind it."""
         import jax
         import jax.numpy as jnp
 
         k, v = keys
 
-        def attend(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        def attend(q: Array, k: Array, v: Array) -> Keys:
             return self.kernel.forward(q, k, v, causal=False, scale=self.scale)
 
         if not self.causal:
             return attend(q, k, v)
         half = q.shape[1] // 2 if self._deals(q) else None
 
-        def before() -> tuple[Any, Any]:
+        def before() -> Keys:
             return attend(q, k[:, :half], v[:, :half])
 
-        def behind() -> tuple[Any, Any]:
+        def behind() -> Keys:
             if half is None:
                 return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.full(
                     q.shape[:-1], -jnp.inf, wide
@@ -127,14 +134,14 @@ class RingAttention:
         wide = jnp.promote_types(q.dtype, jnp.float32)
         return jax.lax.cond(jax.lax.axis_index(self.axes) >= t, before, behind)  # type: ignore[no-any-return]
 
-    def _part_backward(self, t: Any, given: tuple[Any, ...], keys: tuple[Any, Any]) -> Gradients:
+    def _part_backward(self, t: Array | int, given: tuple[Array, ...], keys: Keys) -> Gradients:
         """The gradients that come from the keys that are here in turn t. given: q, result, sums, gradient."""
         import jax
         import jax.numpy as jnp
 
         k, v = keys
 
-        def pull(given: tuple[Any, ...], k: Any, v: Any) -> Gradients:
+        def pull(given: tuple[Array, ...], k: Array, v: Array) -> Gradients:
             q, *rest = given
             dq, dk, dv = self.kernel.backward(q, k, v, *rest, causal=False, scale=self.scale)
             return dq, (dk, dv)
@@ -155,7 +162,7 @@ class RingAttention:
 
         return jax.lax.cond(jax.lax.axis_index(self.axes) >= t, before, behind)  # type: ignore[no-any-return]
 
-    def _deals(self, x: Any) -> bool:
+    def _deals(self, x: Array) -> bool:
         return self.causal and x.shape[1] % 2 == 0
 
     def _homes(self, odd: int) -> list[tuple[int, int]]:
@@ -163,7 +170,7 @@ class RingAttention:
         chunks = [2 * i + odd for i in range(self.devices)]
         return [(i, min(c, 2 * self.devices - 1 - c)) for i, c in enumerate(chunks)]
 
-    def _dealt(self, x: Any) -> Any:
+    def _dealt(self, x: Array) -> Array:
         """The chunks 2i and 2i + 1 of device i exchanged for i and 2P - 1 - i."""
         import jax
         import jax.numpy as jnp
@@ -174,7 +181,7 @@ class RingAttention:
         )
         return self._ordered(even, odd)
 
-    def _home(self, x: Any) -> Any:
+    def _home(self, x: Array) -> Array:
         """The way back of ``_dealt``."""
         import jax
         import jax.numpy as jnp
@@ -186,7 +193,7 @@ class RingAttention:
         ]
         return jnp.concatenate(back, axis=1)
 
-    def _ordered(self, one: Any, other: Any) -> Any:
+    def _ordered(self, one: Array, other: Array) -> Array:
         """One and other on even devices, other and one on odd ones: their i-th chunk is an odd one."""
         import jax
         import jax.numpy as jnp
@@ -195,14 +202,14 @@ class RingAttention:
         return jnp.concatenate([jnp.where(even, one, other), jnp.where(even, other, one)], axis=1)
 
 
-def _after(x: Any, n: int, value: float = 0.0) -> Any:
+def _after(x: Array, n: int, value: float = 0.0) -> Array:
     """n positions of ``value`` before it."""
     import jax.numpy as jnp
 
     return jnp.pad(x, ((0, 0), (n, 0), *((0, 0),) * (x.ndim - 2)), constant_values=value)
 
 
-def _before(x: Any, n: int) -> Any:
+def _before(x: Array, n: int) -> Array:
     """n positions of zeros behind it."""
     import jax.numpy as jnp
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import attention_by, static_arguments
 
 __all__ = ["Asked", "AttentionCall", "call_of", "named"]
@@ -49,7 +50,7 @@ class AttentionCall:
         return f"{'causal_' if self.causal else ''}{self.asked}_attention_scaled_{self.scale!r}"
 
 
-def call_of(eqn: Any) -> AttentionCall | None:
+def call_of(eqn: Eqn) -> AttentionCall | None:
     """What an equation asks for, where it is a call of attention on (batch, positions, heads, width) arrays.
 
     A bias or a mask may follow queries, keys and values; lengths and batches by ``vmap`` are not read (None).
@@ -68,7 +69,7 @@ def call_of(eqn: Any) -> AttentionCall | None:
     return AttentionCall(causal=words["causal"] is not None, scale=float(words["scale"]), asked=asked)
 
 
-def _flash(eqn: Any) -> AttentionCall | None:
+def _flash(eqn: Eqn) -> AttentionCall | None:
     """Pallas' flash attention: what it is called with stands beside its derivative rule alone."""
     inner = eqn.params["jaxpr"].eqns
     given = static_arguments(inner[-1]) if inner and inner[-1].primitive.name == "custom_vjp_call" else None

@@ -11,6 +11,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax_leaves import combine
+from pase.frontends.jax_types import Eqn, Jaxpr
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
 
@@ -31,7 +32,7 @@ def blocks_of(traced: TracedJax) -> tuple[Block, ...]:
     return tuple(_blocks(traced.jaxpr.jaxpr, ""))
 
 
-def _blocks(jaxpr: Any, prefix: str) -> Iterator[Block]:
+def _blocks(jaxpr: Jaxpr, prefix: str) -> Iterator[Block]:
     eqns = jaxpr.eqns
     for i, eqn in enumerate(eqns):
         name = eqn.primitive.name
@@ -44,7 +45,7 @@ def _blocks(jaxpr: Any, prefix: str) -> Iterator[Block]:
     yield from (Block(prefix=prefix, start=a, stop=b) for a, b in _runs(jaxpr))
 
 
-def _holds(eqns: Sequence[Any], names: frozenset[str]) -> bool:
+def _holds(eqns: Sequence[Eqn], names: frozenset[str]) -> bool:
     for eqn in eqns:
         if eqn.primitive.name in names:
             return True
@@ -55,7 +56,7 @@ def _holds(eqns: Sequence[Any], names: frozenset[str]) -> bool:
     return False
 
 
-def _runs(jaxpr: Any) -> list[tuple[int, int]]:
+def _runs(jaxpr: Jaxpr) -> list[tuple[int, int]]:
     """The longest stretch of equal runs of equations, as (start, stop) of each."""
     eqns = jaxpr.eqns
     n = len(eqns)
@@ -81,12 +82,12 @@ def _runs(jaxpr: Any) -> list[tuple[int, int]]:
     return [(start + shift + k * period, start + shift + (k + 1) * period) for k in range(count)]
 
 
-def _token(eqn: Any) -> object:
+def _token(eqn: Eqn) -> object:
     shapes = tuple((str(v.aval.dtype), v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
     return eqn.primitive.name, shapes
 
 
-def _crossing(jaxpr: Any) -> np.ndarray:
+def _crossing(jaxpr: Jaxpr) -> np.ndarray:
     """Bytes made before equation i and used from there on: int64 [equations + 1]."""
     made: dict[Any, int] = {}
     last: dict[Any, int] = {}

@@ -9,39 +9,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+
+from pase.frontends.jax_types import Tree
 
 __all__ = ["arrays", "combine", "loss_and_aux", "static", "trained", "untrained", "value_and_grad"]
 
 
-def _is_module(x: Any) -> bool:
+def _is_module(x: object) -> bool:
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(x, equinox.Module)
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     import jax
 
     return hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != jax.dtypes.float0
 
 
-def _where(keep: Callable[[Any], bool], tree: Any) -> Any:
+def _where(keep: Callable[[Tree], bool], tree: Tree) -> Tree:
     import jax
 
     return jax.tree.map(lambda x: x if keep(x) else None, tree)
 
 
-def _is_float0(x: Any) -> bool:
+def _is_float0(x: object) -> bool:
     import jax
 
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
-def _parted(tree: Any, wanted: bool) -> Any:
+def _parted(tree: Tree, wanted: bool) -> Tree:
     """The arrays of a tree, or the rest. Numbers that stand outside of modules count as arrays."""
     import jax
 
-    def part(x: Any) -> Any:
+    def part(x: Tree) -> Tree:
         if _is_module(x):
             return _where(lambda leaf: _is_array(leaf) == wanted, x)
         return x if wanted != _is_float0(x) else None
@@ -49,34 +50,34 @@ def _parted(tree: Any, wanted: bool) -> Any:
     return jax.tree.map(part, tree, is_leaf=_is_module)
 
 
-def arrays(tree: Any) -> Any:
+def arrays(tree: Tree) -> Tree:
     """The tree without its static leaves."""
     return _parted(tree, True)
 
 
-def static(tree: Any) -> Any:
+def static(tree: Tree) -> Tree:
     """The tree's static leaves alone."""
     return _parted(tree, False)
 
 
-def trained(tree: Any) -> Any:
+def trained(tree: Tree) -> Tree:
     """The floating-point leaves of a tree of arrays, or of their shapes."""
     return _where(_is_trained, tree)
 
 
-def untrained(tree: Any) -> Any:
+def untrained(tree: Tree) -> Tree:
     """The other leaves."""
     return _where(lambda x: not _is_trained(x), tree)
 
 
-def _is_trained(x: Any) -> bool:
+def _is_trained(x: object) -> bool:
     import jax
 
     dtype = x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
     return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
-def combine(*trees: Any) -> Any:
+def combine(*trees: Tree) -> Tree:
     """Trees of one form, each with leaves where the others have none, as one.
 
     >>> combine({"a": 1, "b": None}, {"a": None, "b": 2})
@@ -84,13 +85,13 @@ def combine(*trees: Any) -> Any:
     """
     import jax
 
-    def first(*leaves: Any) -> Any:
+    def first(*leaves: Tree) -> Tree:
         return next((x for x in leaves if x is not None), None)
 
     return jax.tree.map(first, *trees, is_leaf=lambda x: x is None)
 
 
-def loss_and_aux(out: Any) -> tuple[Any, Any]:
+def loss_and_aux(out: Tree) -> tuple[Tree, Tree]:
     """What a loss function returned as (loss, aux): the loss is its first leaf; aux is None where there is no more.
 
     >>> loss_and_aux(1.0), loss_and_aux((1.0, {"a": 2})), loss_and_aux((1.0, 2, 3))
@@ -108,15 +109,15 @@ def loss_and_aux(out: Any) -> tuple[Any, Any]:
     return loss, (aux[0] if len(aux) == 1 else tuple(aux)) if aux else None
 
 
-def value_and_grad(fn: Callable[..., Any]) -> Callable[..., Any]:
+def value_and_grad(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """f(params, *batch) -> ((loss, aux), gradients), of the trained leaves of params; ``fn`` as a user wrote it."""
     import jax
 
-    def graded(params: Any, *batch: Any) -> Any:
+    def graded(params: Tree, *batch: Tree) -> Tree:
         kept, mine, rest = static((params, *batch)), trained(arrays(params)), untrained(arrays(params))
         given = arrays(batch)
 
-        def loss(mine: Any) -> Any:
+        def loss(mine: Tree) -> Tree:
             return loss_and_aux(fn(*combine((combine(mine, rest), *given), kept)))
 
         return jax.value_and_grad(loss, has_aux=True)(mine)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves
+from pase.frontends.jax_types import ClosedJaxpr, Tree
 
 __all__ = ["Carry", "JaxProgram", "Mode", "check_order", "name_of", "program_of", "threaded"]
 
@@ -17,12 +18,12 @@ Mode = Literal["train", "inference", "step"]
 inference: ``fn(params, *inputs)`` returns anything; nothing is trained.
 step: ``fn(params, opt_state, *batch) -> (params, opt_state, …)``, a whole train step, gradient and update in it."""
 
-Carry = Mapping[int, Any]
+Carry = Mapping[int, Tree]
 """Batch argument (0 is the first after the parameters; of a step, after the state) -> where its next value stands in
 what the function returns: an index, a key, or a tuple of them."""
 
 
-def threaded(mode: Mode, carry: Carry | None, args: tuple[Any, ...], out: Any) -> dict[int, int]:
+def threaded(mode: Mode, carry: Carry | None, args: tuple[Tree, ...], out: Tree) -> dict[int, int]:
     """Input leaf -> the output leaf that is its next value. args, out: pytrees of arrays alone.
 
     PaseError where the two differ in structure, shape or dtype.
@@ -51,7 +52,7 @@ def threaded(mode: Mode, carry: Carry | None, args: tuple[Any, ...], out: Any) -
         except (KeyError, IndexError, TypeError) as e:
             raise PaseError(f"carry: the function returns nothing at {at}") from e
         given, new = jax.tree.leaves(args[k]), jax.tree.leaves(inside)
-        form: Any = jax.tree.structure(args[k])
+        form: Tree = jax.tree.structure(args[k])
         if form != jax.tree.structure(inside):
             raise PaseError(
                 f"argument {k} and what the function returns at {at} differ: {form} and {jax.tree.structure(inside)}"
@@ -67,7 +68,7 @@ def threaded(mode: Mode, carry: Carry | None, args: tuple[Any, ...], out: Any) -
     return found
 
 
-def name_of(fn: Any) -> str:
+def name_of(fn: Tree) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
@@ -75,29 +76,29 @@ def name_of(fn: Any) -> str:
 class JaxProgram:
     """A function's jaxpr, and what its arguments and results are beside arrays."""
 
-    jaxpr: Any
-    kept: Any
+    jaxpr: ClosedJaxpr
+    kept: Tree
     """The arguments' static leaves."""
-    out_tree: Any
+    out_tree: Tree
     """Treedef of what it returns; of a loss, of (loss, aux)."""
-    kept_out: Any
+    kept_out: Tree
     """The static leaves of what it returns."""
     carried: dict[int, int]
     """Input leaf -> the output leaf that is its next value."""
 
 
 def program_of(
-    fn: Callable[..., Any], args: tuple[Any, ...], as_shapes: Any, mode: Mode, carry: Carry | None
+    fn: Callable[..., Tree], args: tuple[Tree, ...], as_shapes: Tree, mode: Mode, carry: Carry | None
 ) -> JaxProgram:
     """PaseError where JAX cannot trace the function, or where it returns no loss; the user's own exceptions pass, with
     a note of what was traced."""
     import jax
 
     kept, called = jax_leaves.static(args), name_of(fn)
-    static_out: list[Any] = []
-    threads: dict[Any, Any] = {}
+    static_out: list[Tree] = []
+    threads: dict[Tree, Tree] = {}
 
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: Tree) -> Tree:
         out = fn(*jax_leaves.combine(arrays, kept))
         leaves = jax.tree.leaves(jax_leaves.arrays(out))
         found = threaded(mode, carry, arrays, jax_leaves.arrays(out))
@@ -131,7 +132,7 @@ def program_of(
     )
 
 
-def _check_loss(called: str, outs: Sequence[Any], params: Any, returned: Any, carry: Carry | None) -> None:
+def _check_loss(called: str, outs: Sequence[Tree], params: Tree, returned: Tree, carry: Carry | None) -> None:
     """PaseError unless the function returns a loss first, and no parameters beside it, but what it carries."""
     import jax
 
@@ -143,7 +144,7 @@ def _check_loss(called: str, outs: Sequence[Any], params: Any, returned: Any, ca
         )
     if "float" not in str(outs[0].dtype):
         raise PaseError(f"{called} returns a {outs[0].dtype} scalar: a loss must be floating-point")
-    form: Any = jax.tree.structure(params)
+    form: Tree = jax.tree.structure(params)
     mine = [(p.shape, p.dtype) for p in jax.tree.leaves(params)]
     parts = returned[1] if isinstance(returned[1], tuple) else (returned[1],)
     again = [
@@ -158,7 +159,7 @@ def _check_loss(called: str, outs: Sequence[Any], params: Any, returned: Any, ca
         )
 
 
-def check_order(fn: Any, count: int) -> None:
+def check_order(fn: Tree, count: int) -> None:
     """The parameters come first: names that say otherwise are an error, since the batch would be trained."""
     try:
         names = list(inspect.signature(fn).parameters)[:count]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pase.frontends.jax_types import Eqn, Var
 from pase.ir import Size, Tensor, functions, parse_size
 from pase.ir.functions import FUNCTIONS, Function
 from pase.ir.sizes import is_one, product
@@ -15,7 +16,7 @@ from pase.registry import Registry
 
 __all__ = ["RULES", "Elementwise", "lowers"]
 
-JaxRule = Callable[[GraphBuilder, Any, Sequence["Tensor | None"]], Sequence[Tensor]]
+JaxRule = Callable[[GraphBuilder, Eqn, Sequence["Tensor | None"]], Sequence[Tensor]]
 """Of an equation and its operands' tensors (None: a literal) makes one tensor per result."""
 
 RULES: Registry[JaxRule] = Registry("rule for JAX primitive", package="pase.frontends", prefix="jax_rules")
@@ -66,7 +67,7 @@ class Elementwise:
 
     function: Function
 
-    def __call__(self, b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    def __call__(self, b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
         function = self.function
         if function is functions.DIV and ins[0] is None:
             function = functions.RECIPROCAL
@@ -80,11 +81,11 @@ for _primitive, _function in {**{p: p for p in _SAME_NAME.split()}, **_OTHER_NAM
     RULES.add(_primitive, Elementwise(FUNCTIONS[_function]))
 
 
-def _shape(var: Any) -> tuple[Size, ...]:
+def _shape(var: Var) -> tuple[Size, ...]:
     return tuple(int(s) if isinstance(s, int) else parse_size(str(s)) for s in var.aval.shape)
 
 
-def _dtype(var: Any) -> str:
+def _dtype(var: Var) -> str:
     text = str(var.aval.dtype)
     return "key" if text.startswith("key<") else text
 
@@ -93,21 +94,21 @@ def _tensors(ins: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in ins if t is not None]
 
 
-def _operand(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None], i: int = 0) -> Tensor:
+def _operand(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None], i: int = 0) -> Tensor:
     """Operand i; a literal there becomes a constant."""
     t = ins[i]
     return t if t is not None else b.constant(_shape(eqn.invars[i]), _dtype(eqn.invars[i]))
 
 
 @lowers("dot_general")
-def _dot_general(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _dot_general(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     contracting, batch = eqn.params["dimension_numbers"]
     x, y = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
     return [nests.contract(b, x, y, contracting, batch, _dtype(eqn.outvars[0]))]
 
 
 @lowers("polynomial")
-def _polynomial(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _polynomial(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Horner's rule: a product and a sum for each coefficient but the highest."""
     out, terms = eqn.outvars[0], len(ins) - 2
     return nests.elementwise(
@@ -116,7 +117,7 @@ def _polynomial(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequ
 
 
 @lowers("conv_general_dilated")
-def _conv(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _conv(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     p = eqn.params
     dn = p["dimension_numbers"]
     if p["batch_group_count"] != 1:  # a filter's gradient, written out
@@ -145,19 +146,19 @@ def _conv(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[T
     ]
 
 
-def _opaque(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None], flops: float = 0.0) -> Sequence[Tensor]:
+def _opaque(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None], flops: float = 0.0) -> Sequence[Tensor]:
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, flops=flops)
 
 
 @lowers("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
-def _reduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _reduce(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     function = FUNCTIONS[eqn.primitive.name]
     return nests.reduce(b, function, [_operand(b, eqn, ins)], eqn.params["axes"], [_dtype(eqn.outvars[0])])
 
 
 @lowers("argmax", "argmin")
-def _argreduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _argreduce(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     return nests.reduce(
         b,
         FUNCTIONS[eqn.primitive.name],
@@ -169,14 +170,14 @@ def _argreduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seque
 
 
 @lowers("reduce")
-def _general_reduce(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _general_reduce(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     values = [_operand(b, eqn, ins, i) for i in range(len(eqn.outvars))]
     dtypes = [_dtype(v) for v in eqn.outvars]
     return nests.reduce(b, FUNCTIONS["reduce"], values, eqn.params["dimensions"], dtypes, combines=False)
 
 
 @lowers("broadcast_in_dim")
-def _broadcast(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _broadcast(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     shape = _shape(eqn.outvars[0])
     if ins[0] is None:
         return [b.constant(shape, _dtype(eqn.outvars[0]))]
@@ -184,12 +185,12 @@ def _broadcast(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seque
 
 
 @lowers("reshape", "squeeze", "expand_dims")
-def _reshape(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _reshape(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     return [nests.reshape(b, _operand(b, eqn, ins), _shape(eqn.outvars[0]))]
 
 
 @lowers("bitcast_convert_type")
-def _bitcast(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _bitcast(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
     if len(x.shape) == len(shape):
         return nests.elementwise(
@@ -199,18 +200,18 @@ def _bitcast(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
 
 
 @lowers("transpose")
-def _transpose(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _transpose(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     return [nests.transpose(b, _operand(b, eqn, ins), eqn.params["permutation"])]
 
 
 @lowers("concatenate")
-def _concatenate(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _concatenate(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
     return [nests.concat(b, inputs, eqn.params["dimension"])]
 
 
 @lowers("stack", "unstack")
-def _stack(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _stack(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """The stacking dim may not be split."""
     stacks = eqn.primitive.name == "stack"
     axis, wide = eqn.params["axis"], _shape(eqn.outvars[0] if stacks else eqn.invars[0])
@@ -225,7 +226,7 @@ def _stack(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[
 
 
 @lowers("tile")
-def _tile(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _tile(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x, reps = _operand(b, eqn, ins), eqn.params["reps"]
     return [nests.restrict(b, "tile", [x], _shape(eqn.outvars[0]), [r == 1 for r in reps])]
 
@@ -235,7 +236,7 @@ def _kept(a: Sequence[Size], b: Sequence[Size]) -> list[bool]:
 
 
 @lowers("slice", "pad", "dynamic_slice")
-def _slice(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _slice(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
     others = [t for t in ins[1:] if t is not None]
     kept = _kept(x.shape, shape)
@@ -245,7 +246,7 @@ def _slice(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[
 
 
 @lowers("dynamic_update_slice")
-def _update(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _update(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x, update = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
     indices = [t for t in ins[2:] if t is not None]
     return [
@@ -256,7 +257,7 @@ def _update(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence
 
 
 @lowers("rev")
-def _rev(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _rev(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x = _operand(b, eqn, ins)
     return [
         nests.restrict(
@@ -266,14 +267,14 @@ def _rev(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Te
 
 
 @lowers("split")
-def _split(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _split(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x, axis = _operand(b, eqn, ins), eqn.params["axis"]
     kept = [i != axis for i in range(len(x.shape))]
     return [nests.restrict(b, "split", [x], _shape(v), kept) for v in eqn.outvars]
 
 
 @lowers("reduce_window_max", "reduce_window_min", "reduce_window_sum")
-def _pool(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _pool(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     p = eqn.params
     if any(d != 1 for d in p["base_dilation"]):
         return _opaque(b, eqn, ins)
@@ -291,14 +292,14 @@ def _pool(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[T
 
 
 @lowers("reduce_window")
-def _general_pool(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _general_pool(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     if len(eqn.outvars) != 1:
         return _opaque(b, eqn, ins)
     return _pool(b, eqn, ins)
 
 
 @lowers("gather")
-def _gather(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _gather(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     p = eqn.params
     d = p["dimension_numbers"]
     x, ids, shape = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1), _shape(eqn.outvars[0])
@@ -334,7 +335,7 @@ def _gather(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence
     "scatter-sub",
     "scatter_sub",
 )
-def _scatter(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _scatter(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     d = eqn.params["dimension_numbers"]
     x, ids, updates = (_operand(b, eqn, ins, i) for i in range(3))
     return [
@@ -356,20 +357,20 @@ def _scatter(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
 
 
 @lowers("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def _cumulative(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _cumulative(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x = _operand(b, eqn, ins)
     return nests.sequential(b, FUNCTIONS[eqn.primitive.name], [x], eqn.params["axis"], [(x.shape, x.dtype)])
 
 
 @lowers("sort")
-def _sort(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _sort(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
     outs = [(t.shape, t.dtype) for t in inputs]
     return nests.sequential(b, functions.SORT, inputs, eqn.params["dimension"], outs)
 
 
 @lowers("top_k", "approx_top_k")
-def _top_k(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _top_k(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     x = _operand(b, eqn, ins)
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(x.shape)
@@ -377,12 +378,12 @@ def _top_k(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[
 
 
 @lowers("iota")
-def _iota(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _iota(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     return [nests.generate(b, functions.IOTA, _shape(eqn.outvars[0]), _dtype(eqn.outvars[0]))]
 
 
 @lowers("random_bits", "rng_uniform")
-def _random(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _random(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     return [
         nests.generate(b, functions.RANDOM, _shape(v), _dtype(v), _tensors(ins), name=eqn.primitive.name)
         for v in eqn.outvars
@@ -390,7 +391,7 @@ def _random(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence
 
 
 @lowers("debug_callback", "debug_print")
-def _debug(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _debug(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Printing has no part in the step's price, nor a say in any layout."""
     return []
 
@@ -408,14 +409,14 @@ def _debug(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[
     "create_token",
     "platform_index",
 )
-def _small(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _small(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Key arithmetic: small, on every device alike."""
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)
 
 
 @lowers("optimization_barrier", "device_put")
-def _barrier(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _barrier(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     out: list[Tensor] = []
     for i, v in enumerate(eqn.outvars):
         x = _operand(b, eqn, ins, i)
@@ -424,7 +425,7 @@ def _barrier(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequenc
 
 
 @lowers("select_and_scatter_add", "select_and_scatter", "select_and_gather_add", "random_gamma")
-def _conservative(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _conservative(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     return _opaque(b, eqn, ins, flops=10.0 * _count(_shape(eqn.invars[0])))
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from pase.frontends.jax_rules import _count, _dtype, _opaque, _operand, _shape, _size, lowers
+from pase.frontends.jax_types import Eqn
 from pase.ir import Tensor
 from pase.ir.sizes import product
 from pase.ops import GraphBuilder, nests
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 @lowers("ragged_dot_general")
-def _ragged_dot(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _ragged_dot(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Rows of x in consecutive groups, each times the weights of its group. Rows and groups are not split: where
     groups begin is known at run time only. The group sizes, a few integers, are not counted as traffic."""
     d = eqn.params["ragged_dot_dimension_numbers"]
@@ -34,7 +34,7 @@ def _ragged_dot(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequ
 
 
 @lowers("fft")
-def _fft(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _fft(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """The transformed dims are not split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
     lengths = eqn.params["fft_lengths"]
     points = product(_size(n) for n in lengths)
@@ -70,7 +70,7 @@ _MATRIX = {
 
 
 @lowers(*_MATRIX)
-def _matrix(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _matrix(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """A factorisation or solve: a batch of matrices may be split, a matrix not."""
     inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
     rank = min(max(len(t.shape) for t in inputs) - 2, *(len(t.shape) for t in inputs))

@@ -8,6 +8,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.jax_rules import RULES, _count, _dtype, _kept, _opaque, _operand, _shape, _tensors, lowers
+from pase.frontends.jax_types import Eqn
 from pase.frontends.registry import UnknownOp
 from pase.ir import Size, Tensor, functions
 from pase.ir.functions import FUNCTIONS
@@ -48,7 +49,7 @@ _REDUCED = {"psum": "reduce_sum", "psum_invariant": "reduce_sum", "pmax": "reduc
 
 
 @lowers(*_REDUCED)
-def _reduce_axis(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _reduce_axis(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Under ``vmap(axis_name=…)`` the axes are numbers, and reduced; inside of ``shard_map`` they are names."""
     axes = eqn.params["axes"]
     function = FUNCTIONS[_REDUCED[eqn.primitive.name]]
@@ -72,13 +73,13 @@ def _reduce_axis(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seq
 
 
 @lowers("all_gather", "all_gather_invariant", "reduce_scatter", "ppermute", "all_to_all", "axis_index")
-def _by_name(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _by_name(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Only inside of ``shard_map``, whose body is priced by its FLOPs."""
     return _opaque(b, eqn, ins)
 
 
 @lowers("pure_callback", "io_callback")
-def _callback(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _callback(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """The host sees whole arrays. Their traffic is priced; what the host does with them nobody can know."""
     b.remarks.append(
         f"of the {eqn.primitive.name} at {b.source or 'an unknown line'} only the traffic is priced, not what the host "
@@ -89,7 +90,7 @@ def _callback(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequen
 
 
 @lowers("pallas_call")
-def _pallas(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _pallas(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """As ``register_kernel`` says, else by the kernel's own cost estimate."""
     info = eqn.params.get("name_and_src_info")
     name = str(getattr(info, "name", None) or eqn.params.get("name") or "pallas_call")
@@ -107,7 +108,7 @@ def _pallas(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence
 
 
 @lowers("bcoo_dot_general")
-def _sparse_product(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _sparse_product(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Two FLOPs an element that is there and a column of the dense side. The columns may be split; rows and elements
     meet by indices that are known at run time only."""
     data, indices, dense = (_operand(b, eqn, ins, i) for i in range(3))
@@ -155,13 +156,13 @@ def _sparse_product(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> 
     "coo_matvec",
     "coo_matmat",
 )
-def _sparse(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _sparse(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """A few operations an element; not split."""
     return _opaque(b, eqn, ins, flops=10.0 * max(_count(_shape(v)) for v in (*eqn.invars, *eqn.outvars)))
 
 
 @lowers("unvmap_any", "unvmap_all", "unvmap_max")
-def _of_all_examples(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _of_all_examples(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     flops = _count(_shape(eqn.invars[0]))
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, flops=flops, differentiable=False)
@@ -176,7 +177,7 @@ def _of_all_examples(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) ->
     "announce_jaxpr",
     "branched_error_if",
 )
-def _passed_on(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _passed_on(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Equinox's checks: what comes in goes out. A choice among two costs one operation a point."""
     if len(eqn.outvars) != 1:
         return _opaque(b, eqn, ins)
@@ -188,7 +189,7 @@ def _passed_on(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seque
 
 
 @lowers("maybe_set")
-def _maybe_set(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _maybe_set(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """Equinox's xs.at[i].set(x) where a flag says so: the first dim may not be split."""
     stack, x = _operand(b, eqn, ins, 1), _operand(b, eqn, ins, 2)
     if len(x.shape) + 1 != len(stack.shape):
@@ -203,7 +204,7 @@ def _maybe_set(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Seque
 
 
 @lowers("vprim")
-def _batched_primitive(b: GraphBuilder, eqn: Any, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def _batched_primitive(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """A primitive of Equinox under vmap, which it keeps as it was; not split."""
     if str(eqn.params["prim"]) not in RULES:
         raise UnknownOp(

@@ -1,0 +1,71 @@
+"""What pase reads of a jaxpr, as types: JAX's own classes leave shapes and literals' values untyped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+__all__ = ["Aval", "ClosedJaxpr", "Eqn", "Jaxpr", "Primitive", "Tree", "Var"]
+
+Tree: TypeAlias = Any
+"""A pytree: containers, registered or not, of leaves. Python's types have no word for it."""
+
+
+class Aval(Protocol):
+    """The shape and dtype of a value. A dim of the shape is a number, or an expression of jax.export."""
+
+    shape: tuple[object, ...]
+    dtype: np.dtype
+    weak_type: bool
+
+
+class Var(Protocol):
+    """A variable of a jaxpr, or a literal."""
+
+    aval: Aval
+
+
+class Primitive(Protocol):
+    """What an equation applies."""
+
+    name: str
+    multiple_results: bool
+
+
+class Eqn(Protocol):
+    """An equation of a jaxpr. params: what its primitive says, of a type of its own for each name."""
+
+    primitive: Primitive
+    invars: Sequence[Var]
+    outvars: Sequence[Var]
+    params: Mapping[str, Any]
+    source_info: object
+    effects: frozenset[object]
+
+
+class Jaxpr(Protocol):
+    """A list of equations."""
+
+    constvars: Sequence[Var]
+    invars: Sequence[Var]
+    outvars: Sequence[Var]
+    eqns: Sequence[Eqn]
+
+
+class ClosedJaxpr(Protocol):
+    """A jaxpr with its constants."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Tree]
+
+    @property
+    def in_avals(self) -> Sequence[Aval]:
+        """Of its operands."""
+        ...
+
+    @property
+    def out_avals(self) -> Sequence[Aval]:
+        """Of its results."""
+        ...
