@@ -7,13 +7,13 @@ annotation and no reshape stands in its way. Parameters are float32 and cast whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from pase.errors import PaseError
-from pase.zoo.layers import bias, ones, weight
+from pase.zoo.layers import Weights, bias, ones, weight
 
 __all__ = [
     "Attend",
@@ -33,7 +33,9 @@ Attend = Callable[..., jax.Array]
 """(q, k, v, *, causal) -> y: queries [b, q, heads, k]; keys and values [b, s, kv heads, k]; y like q."""
 
 
-def attention(x: jax.Array, memory: jax.Array, p: Any, attend: Attend, *, causal: bool = False) -> jax.Array:
+def attention(
+    x: jax.Array, memory: jax.Array, p: Weights, attend: Attend, *, causal: bool = False
+) -> jax.Array:
     """Queries from x [b, q, d], keys and values from memory [b, s, d] (x itself: self-attention)."""
     q = _project(x, p, "q")
     k = _project(memory, p, "k")
@@ -42,7 +44,7 @@ def attention(x: jax.Array, memory: jax.Array, p: Any, attend: Attend, *, causal
     return y + p["bo"].astype(x.dtype) if "bo" in p else y
 
 
-def _project(x: jax.Array, p: Any, name: str) -> jax.Array:
+def _project(x: jax.Array, p: Weights, name: str) -> jax.Array:
     y = jnp.einsum("bsd,dhk->bshk", x, p[f"w{name}"].astype(x.dtype))
     return y + p[f"b{name}"].astype(x.dtype) if f"b{name}" in p else y
 
@@ -71,30 +73,30 @@ def causal_mask(shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0) >= jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def feed_forward(x: jax.Array, p: Any, activation: Any) -> jax.Array:
+def feed_forward(x: jax.Array, p: Weights, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """d → ff → d for x [b, s, d], with the activation between the two matrices."""
     h = jnp.einsum("bsd,df->bsf", x, p["w1"].astype(x.dtype)) + p["b1"].astype(x.dtype)
     return jnp.einsum("bsf,fd->bsd", activation(h), p["w2"].astype(x.dtype)) + p["b2"].astype(x.dtype)
 
 
-def norm_leaves(d: int) -> Any:
+def norm_leaves(d: int) -> Weights:
     """A layer norm's scale and bias."""
     return {"scale": ones(d), "bias": bias(d)}
 
 
-def attention_leaves(d: int, heads: int, *, biases: bool) -> Any:
+def attention_leaves(d: int, heads: int, *, biases: bool) -> Weights:
     """Four projections between d and heads x (d / heads)."""
     if d % heads:
         raise PaseError(f"{heads} heads do not divide a width of {d}.")
     k = d // heads
-    leaves: dict[str, Any] = {f"w{name}": weight(d, heads, k, fan_in=d) for name in "qkv"}
+    leaves: dict[str, Weights] = {f"w{name}": weight(d, heads, k, fan_in=d) for name in "qkv"}
     leaves["wo"] = weight(heads, k, d, fan_in=d)
     if biases:
         leaves |= {f"b{name}": bias(heads, k) for name in "qkv"} | {"bo": bias(d)}
     return leaves
 
 
-def feed_forward_leaves(d: int, ff: int) -> Any:
+def feed_forward_leaves(d: int, ff: int) -> Weights:
     """Two matrices with their biases."""
     return {
         "w1": weight(d, ff, fan_in=d),
@@ -104,7 +106,7 @@ def feed_forward_leaves(d: int, ff: int) -> Any:
     }
 
 
-def block_leaves(d: int, heads: int, ff: int) -> Any:
+def block_leaves(d: int, heads: int, ff: int) -> Weights:
     """One block: self-attention and feed-forward with biases, a layer norm each."""
     return {
         "attention": attention_leaves(d, heads, biases=True),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pase.zoo.convolution import average_over_space, conv, images, linear_loss, max_pool, unit, unit_leaves
-from pase.zoo.layers import Built, bias, cross_entropy, normal, weight
+from pase.zoo.layers import Built, Weights, bias, cross_entropy, normal, weight
 
 __all__ = ["alexnet", "resnet", "vgg"]
 
@@ -18,7 +16,7 @@ def alexnet(
 ) -> Built:
     """AlexNet in one column: five convolutions, three 3/2 max-pools, three fully connected layers."""
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         c1, c2, c3, c4, c5 = params["conv"]
         x = batch["images"].astype(dtype)
         x = jax.nn.relu(conv(x, c1["w"], stride=4, padding="VALID") + c1["b"].astype(dtype))
@@ -54,7 +52,7 @@ def vgg(
 ) -> Built:
     """VGG: stages of (convolutions, channels), each closed by 2/2 max-pools; three fully connected layers."""
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         x = batch["images"].astype(dtype)
         for stage in params["stages"]:
             for p in stage:
@@ -85,14 +83,14 @@ def resnet(
 ) -> Built:
     """ResNet of bottleneck blocks: stages of (blocks, width); every stage but the first halves the image."""
 
-    def bottleneck(x: jax.Array, p: Any, stride: int) -> jax.Array:
+    def bottleneck(x: jax.Array, p: Weights, stride: int) -> jax.Array:
         y = jax.nn.relu(unit(x, p["reduce"]))
         y = jax.nn.relu(unit(y, p["conv"], stride=stride, padding=((1, 1), (1, 1))))
         y = unit(y, p["expand"])
         shortcut = unit(x, p["shortcut"], stride=stride) if "shortcut" in p else x
         return jax.nn.relu(y + shortcut)
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         x = batch["images"].astype(dtype)
         x = jax.nn.relu(unit(x, params["stem"], stride=2, padding=((3, 3), (3, 3))))
         x = max_pool(x, window=3, stride=2, padding=((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -101,7 +99,7 @@ def resnet(
                 x = bottleneck(x, p, stride=2 if s > 0 and i == 0 else 1)
         return linear_loss(average_over_space(x), params["classifier"], batch["labels"])
 
-    def bottleneck_leaves(c: int, width: int, shortcut: bool) -> Any:
+    def bottleneck_leaves(c: int, width: int, shortcut: bool) -> Weights:
         leaves = {
             "reduce": unit_leaves(1, 1, c, width),
             "conv": unit_leaves(3, 3, width, width),
@@ -124,7 +122,7 @@ def resnet(
     return Built(loss_fn=loss_fn, params=params, batch=images(batch, image, classes))
 
 
-def _fully_connected_loss(x: jax.Array, layers: Any, labels: jax.Array) -> jax.Array:
+def _fully_connected_loss(x: jax.Array, layers: Weights, labels: jax.Array) -> jax.Array:
     """Three fully connected layers from x [b, h, w, c], and the loss.
 
     The first contracts height, width and channel as they are: flattening would merge dims that may be split.
@@ -136,7 +134,7 @@ def _fully_connected_loss(x: jax.Array, layers: Any, labels: jax.Array) -> jax.A
     return cross_entropy(logits, labels)
 
 
-def _fully_connected_leaves(size: int, c: int, hidden: int, classes: int) -> list[Any]:
+def _fully_connected_leaves(size: int, c: int, hidden: int, classes: int) -> list[Weights]:
     return [
         {"w": weight(size, size, c, hidden, fan_in=size * size * c, gain=2), "b": bias(hidden)},
         {"w": weight(hidden, hidden, fan_in=hidden, gain=2), "b": bias(hidden)},
@@ -144,6 +142,6 @@ def _fully_connected_leaves(size: int, c: int, hidden: int, classes: int) -> lis
     ]
 
 
-def _conv_leaves(window: int, c: int, n: int, gain: float = 1.0) -> Any:
+def _conv_leaves(window: int, c: int, n: int, gain: float = 1.0) -> Weights:
     # Gain 1 where a max-pool follows or nothing came before: taking maxima raises the variance by itself.
     return {"w": weight(window, window, c, n, fan_in=window * window * c, gain=gain), "b": bias(n)}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pase.zoo.convolution import (
+    Padding,
     average_over_space,
     average_pool,
     batch_norm,
@@ -18,27 +17,27 @@ from pase.zoo.convolution import (
     unit,
     unit_leaves,
 )
-from pase.zoo.layers import Built, bias, normal, ones, weight
+from pase.zoo.layers import Built, Weights, bias, normal, ones, weight
 
 __all__ = ["densenet", "inception"]
 
 
-def _relu_unit(x: jax.Array, p: Any, *, stride: int = 1, padding: Any = "SAME") -> jax.Array:
+def _relu_unit(x: jax.Array, p: Weights, *, stride: int = 1, padding: Padding = "SAME") -> jax.Array:
     return jax.nn.relu(unit(x, p, stride=stride, padding=padding, eps=1e-3))
 
 
-def _chain(x: jax.Array, units: Any) -> jax.Array:
+def _chain(x: jax.Array, units: Weights) -> jax.Array:
     for p in units:
         x = _relu_unit(x, p)
     return x
 
 
-def _shrink(x: jax.Array, units: Any) -> jax.Array:
+def _shrink(x: jax.Array, units: Weights) -> jax.Array:
     """A chain whose last convolution halves the image."""
     return _relu_unit(_chain(x, units[:-1]), units[-1], stride=2, padding="VALID")
 
 
-def _pooled(x: jax.Array, units: Any) -> jax.Array:
+def _pooled(x: jax.Array, units: Weights) -> jax.Array:
     return _chain(average_pool(x, window=3, stride=1, padding="SAME"), units)
 
 
@@ -46,7 +45,7 @@ def _halved(x: jax.Array) -> jax.Array:
     return max_pool(x, window=3, stride=2)
 
 
-def _fork(x: jax.Array, units: Any) -> jax.Array:
+def _fork(x: jax.Array, units: Weights) -> jax.Array:
     """A chain whose last two convolutions stand side by side."""
     x = _chain(x, units[:-2])
     return jnp.concatenate([_relu_unit(x, p) for p in units[-2:]], axis=-1)
@@ -55,25 +54,25 @@ def _fork(x: jax.Array, units: Any) -> jax.Array:
 # Figures 5, 6, 7 of the paper, and the two grid reductions between them.
 
 
-def _mixed_5(x: jax.Array, p: Any) -> jax.Array:
+def _mixed_5(x: jax.Array, p: Weights) -> jax.Array:
     branches = [_chain(x, p["1x1"]), _chain(x, p["5x5"]), _chain(x, p["3x3"]), _pooled(x, p["pool"])]
     return jnp.concatenate(branches, axis=-1)
 
 
-def _reduce_6(x: jax.Array, p: Any) -> jax.Array:
+def _reduce_6(x: jax.Array, p: Weights) -> jax.Array:
     return jnp.concatenate([_shrink(x, p["3x3"]), _shrink(x, p["3x3 twice"]), _halved(x)], axis=-1)
 
 
-def _mixed_6(x: jax.Array, p: Any) -> jax.Array:
+def _mixed_6(x: jax.Array, p: Weights) -> jax.Array:
     branches = [_chain(x, p["1x1"]), _chain(x, p["7x7"]), _chain(x, p["7x7 twice"]), _pooled(x, p["pool"])]
     return jnp.concatenate(branches, axis=-1)
 
 
-def _reduce_7(x: jax.Array, p: Any) -> jax.Array:
+def _reduce_7(x: jax.Array, p: Weights) -> jax.Array:
     return jnp.concatenate([_shrink(x, p["3x3"]), _shrink(x, p["7x7"]), _halved(x)], axis=-1)
 
 
-def _mixed_7(x: jax.Array, p: Any) -> jax.Array:
+def _mixed_7(x: jax.Array, p: Weights) -> jax.Array:
     branches = [_chain(x, p["1x1"]), _fork(x, p["3x3"]), _fork(x, p["3x3 twice"]), _pooled(x, p["pool"])]
     return jnp.concatenate(branches, axis=-1)
 
@@ -87,7 +86,7 @@ def inception(
     all channels, rounded up to a multiple of 8 (1 as published).
     """
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         a, b, c, d, e = params["stem"]
         x = batch["images"].astype(dtype)
         x = _relu_unit(x, a, stride=2, padding="VALID")
@@ -107,7 +106,7 @@ def inception(
     def n(channels: int) -> int:
         return -(-channels // (8 * narrow)) * 8
 
-    def units(c: int, *kernels: tuple[int, int, int]) -> list[Any]:
+    def units(c: int, *kernels: tuple[int, int, int]) -> list[Weights]:
         """Leaves of a chain of (height, width, channels) convolutions from c channels."""
         leaves = []
         for kh, kw, out in kernels:
@@ -115,7 +114,7 @@ def inception(
             c = n(out)
         return leaves
 
-    def fork(c: int, *kernels: tuple[int, int, int]) -> list[Any]:
+    def fork(c: int, *kernels: tuple[int, int, int]) -> list[Weights]:
         """The same, closed by (1, 3) and (3, 1) convolutions of 384 channels side by side."""
         middle = n(kernels[-1][2])
         return [
@@ -124,7 +123,7 @@ def inception(
             unit_leaves(3, 1, middle, n(384)),
         ]
 
-    def mixed_5(c: int, pool: int) -> Any:
+    def mixed_5(c: int, pool: int) -> Weights:
         return {
             "1x1": units(c, (1, 1, 64)),
             "5x5": units(c, (1, 1, 48), (5, 5, 64)),
@@ -132,7 +131,7 @@ def inception(
             "pool": units(c, (1, 1, pool)),
         }
 
-    def mixed_6(c: int, m: int) -> Any:
+    def mixed_6(c: int, m: int) -> Weights:
         return {
             "1x1": units(c, (1, 1, 192)),
             "7x7": units(c, (1, 1, m), (1, 7, m), (7, 1, 192)),
@@ -140,7 +139,7 @@ def inception(
             "pool": units(c, (1, 1, 192)),
         }
 
-    def mixed_7(c: int) -> Any:
+    def mixed_7(c: int) -> Weights:
         return {
             "1x1": units(c, (1, 1, 320)),
             "3x3": fork(c, (1, 1, 384)),
@@ -191,15 +190,15 @@ def densenet(
     ``blocks`` counts the layers of each block; between blocks a transition halves channels and image.
     """
 
-    def norm_relu(x: jax.Array, p: Any) -> jax.Array:
+    def norm_relu(x: jax.Array, p: Weights) -> jax.Array:
         return jax.nn.relu(batch_norm(x, p))
 
-    def layer(x: jax.Array, p: Any) -> jax.Array:
+    def layer(x: jax.Array, p: Weights) -> jax.Array:
         y = conv(norm_relu(x, p["norm1"]), p["w1"])
         y = conv(norm_relu(y, p["norm2"]), p["w2"])
         return jnp.concatenate([x, y], axis=-1)
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         x = batch["images"].astype(dtype)
         x = jax.nn.relu(unit(x, params["stem"], stride=2, padding=((3, 3), (3, 3))))
         x = max_pool(x, window=3, stride=2, padding=((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -212,10 +211,10 @@ def densenet(
         x = average_over_space(norm_relu(x, params["norm"]))
         return linear_loss(x, params["classifier"], batch["labels"])
 
-    def norm_leaves(c: int) -> Any:
+    def norm_leaves(c: int) -> Weights:
         return {"scale": ones(c), "bias": bias(c)}
 
-    def layer_leaves(c: int) -> Any:
+    def layer_leaves(c: int) -> Weights:
         return {
             "norm1": norm_leaves(c),
             "w1": weight(1, 1, c, 4 * growth, fan_in=c, gain=2),
@@ -225,7 +224,7 @@ def densenet(
 
     c, tree = stem, []
     for number, depth in enumerate(blocks, start=1):
-        block: dict[str, Any] = {"layers": [layer_leaves(c + i * growth) for i in range(depth)]}
+        block: dict[str, Weights] = {"layers": [layer_leaves(c + i * growth) for i in range(depth)]}
         c += depth * growth
         if number < len(blocks):
             block["transition"] = {"norm": norm_leaves(c), "w": weight(1, 1, c, c // 2, fan_in=c, gain=2)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import Leaf, bias, cross_entropy, integers, normal, ones, weight
+from pase.zoo.layers import Leaf, Weights, bias, cross_entropy, integers, normal, ones, weight
 
 __all__ = [
     "average_over_space",
@@ -21,22 +22,25 @@ __all__ = [
     "unit_leaves",
 ]
 
+Padding: TypeAlias = str | Sequence[tuple[int, int]]
+"""SAME or VALID, or elements before and behind each dim."""
 
-def conv(x: jax.Array, w: jax.Array, *, stride: int = 1, padding: Any = "SAME") -> jax.Array:
+
+def conv(x: jax.Array, w: jax.Array, *, stride: int = 1, padding: Padding = "SAME") -> jax.Array:
     """Convolve images [b, h, w, c] with a kernel [kh, kw, c, n]."""
     return jax.lax.conv_general_dilated(
         x, w.astype(x.dtype), (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
 
 
-def max_pool(x: jax.Array, *, window: int, stride: int, padding: Any = "VALID") -> jax.Array:
+def max_pool(x: jax.Array, *, window: int, stride: int, padding: Padding = "VALID") -> jax.Array:
     """Largest value of each window of each channel."""
     return jax.lax.reduce_window(
         x, -jnp.inf, jax.lax.max, (1, window, window, 1), (1, stride, stride, 1), padding
     )
 
 
-def average_pool(x: jax.Array, *, window: int, stride: int, padding: Any = "VALID") -> jax.Array:
+def average_pool(x: jax.Array, *, window: int, stride: int, padding: Padding = "VALID") -> jax.Array:
     """Mean of each window of each channel; padding counts as zeros."""
     total = jax.lax.reduce_window(
         x, 0.0, jax.lax.add, (1, window, window, 1), (1, stride, stride, 1), padding
@@ -44,7 +48,7 @@ def average_pool(x: jax.Array, *, window: int, stride: int, padding: Any = "VALI
     return total / (window * window)
 
 
-def batch_norm(x: jax.Array, p: Any, *, eps: float = 1e-5) -> jax.Array:
+def batch_norm(x: jax.Array, p: Weights, *, eps: float = 1e-5) -> jax.Array:
     """Normalize each channel over batch and space with the batch's own statistics, in float32.
 
     Training mode; the running averages, which are no parameters, are left out.
@@ -55,7 +59,9 @@ def batch_norm(x: jax.Array, p: Any, *, eps: float = 1e-5) -> jax.Array:
     return (y * p["scale"] + p["bias"]).astype(x.dtype)
 
 
-def unit(x: jax.Array, p: Any, *, stride: int = 1, padding: Any = "SAME", eps: float = 1e-5) -> jax.Array:
+def unit(
+    x: jax.Array, p: Weights, *, stride: int = 1, padding: Padding = "SAME", eps: float = 1e-5
+) -> jax.Array:
     """Convolution without bias, then batch norm."""
     return batch_norm(conv(x, p["w"], stride=stride, padding=padding), p, eps=eps)
 
@@ -74,7 +80,7 @@ def average_over_space(x: jax.Array) -> jax.Array:
     return jnp.mean(x.astype(jnp.float32), axis=(1, 2)).astype(x.dtype)
 
 
-def linear_loss(x: jax.Array, p: Any, labels: jax.Array) -> jax.Array:
+def linear_loss(x: jax.Array, p: Weights, labels: jax.Array) -> jax.Array:
     """A linear classifier over features [b, c], and its loss."""
     logits = jnp.matmul(x, p["w"].astype(x.dtype), preferred_element_type=jnp.float32) + p["b"]
     return cross_entropy(logits, labels)

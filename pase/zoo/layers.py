@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 __all__ = [
     "Built",
     "Leaf",
+    "Weights",
     "arrays",
     "bias",
     "cross_entropy",
@@ -36,6 +37,9 @@ __all__ = [
     "weight",
 ]
 
+Weights: TypeAlias = Any
+"""A pytree of parameters, of what describes them, or of other arrays: Python's types have no word for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
@@ -50,9 +54,9 @@ class Leaf:
 class Built:
     """What a builder returns: the loss, and trees of `Leaf` for its two arguments."""
 
-    loss_fn: Callable[[Any, Any], jax.Array]
-    params: Any
-    batch: Any
+    loss_fn: Callable[[Weights, Weights], jax.Array]
+    params: Weights
+    batch: Weights
 
 
 def normal(*shape: int, std: float = 0.02) -> Leaf:
@@ -80,19 +84,19 @@ def integers(*shape: int, below: int) -> Leaf:
     return Leaf(shape=shape, kind="integers", scale=below)
 
 
-def repeat(block: Any, layers: int, *, scan: int) -> Any:
+def repeat(block: Weights, layers: int, *, scan: int) -> Weights:
     """Parameters of a stack of equal layers: leaves with a leading layer dim (scan), or a list of trees."""
     if not scan:
         return [block] * layers
     return jax.tree.map(lambda leaf: replace(leaf, shape=(layers, *leaf.shape)), block)
 
 
-def shapes(tree: Any) -> Any:
+def shapes(tree: Weights) -> Weights:
     """The tree's ShapeDtypeStructs; parameters and inputs are stored in float32, integers in int32."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _dtype(leaf)), tree)
 
 
-def arrays(tree: Any, seed: int) -> Any:
+def arrays(tree: Weights, seed: int) -> Weights:
     """The tree's arrays, drawn in the tree's order from one numpy generator."""
     rng = np.random.default_rng(seed)
 
@@ -106,14 +110,16 @@ def arrays(tree: Any, seed: int) -> Any:
     return jax.tree.map(draw, tree)
 
 
-def _dtype(leaf: Leaf) -> Any:
+def _dtype(leaf: Leaf) -> Weights:
     return jnp.int32 if leaf.kind == "integers" else jnp.float32
 
 
 # Layers. Parameters are cast to x's dtype right where they are used.
 
 
-def run_layers(layer: Callable[[Any, Any], Any], x: Any, layers: Any, *, scan: int, remat: int) -> Any:
+def run_layers(
+    layer: Callable[[Weights, Weights], Weights], x: Weights, layers: Weights, *, scan: int, remat: int
+) -> Weights:
     """Apply ``x = layer(x, p)`` for each layer's parameters p, as `repeat` laid them out.
 
     ``remat`` recomputes each layer in the backward pass, so that only the layers' inputs are kept.
@@ -128,12 +134,12 @@ def run_layers(layer: Callable[[Any, Any], Any], x: Any, layers: Any, *, scan: i
     return x
 
 
-def dense(x: jax.Array, p: Any) -> jax.Array:
+def dense(x: jax.Array, p: Weights) -> jax.Array:
     """x w + b over the last dim."""
     return x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
 
 
-def layer_norm(x: jax.Array, p: Any, *, eps: float = 1e-5) -> jax.Array:
+def layer_norm(x: jax.Array, p: Weights, *, eps: float = 1e-5) -> jax.Array:
     """Normalize the last dim to mean 0 and variance 1, in float32; then scale and bias."""
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)

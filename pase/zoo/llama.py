@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pase.zoo.attention import Attend, causal_mask, fused_attend
 from pase.zoo.layers import (
     Built,
+    Weights,
     cross_entropy,
     integers,
     lookup,
@@ -52,7 +53,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def grouped_attention(x: jax.Array, p: Any, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
+def grouped_attention(x: jax.Array, p: Weights, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
     """Causal self-attention of x [b, s, d]; letters: h key-value head, g query of its group, k head_dim."""
     q = rotate(jnp.einsum("bsd,dhgk->bshgk", x, p["wq"].astype(x.dtype)), cos, sin)
     k = rotate(jnp.einsum("bsd,dhk->bshk", x, p["wk"].astype(x.dtype)), cos, sin)
@@ -75,14 +76,14 @@ def fused_grouped(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> 
     return fused_attend(q.reshape(b, s, h * g, d), k, v, causal=causal).reshape(q.shape)
 
 
-def gated_forward(x: jax.Array, p: Any) -> jax.Array:
+def gated_forward(x: jax.Array, p: Weights) -> jax.Array:
     """SwiGLU: (silu(x gate) * (x up)) down. Shazeer 2020."""
     gate = jnp.einsum("bsd,df->bsf", x, p["gate"].astype(x.dtype))
     up = jnp.einsum("bsd,df->bsf", x, p["up"].astype(x.dtype))
     return jnp.einsum("bsf,fd->bsd", silu(gate) * up, p["down"].astype(x.dtype))
 
 
-def _attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Any:
+def _attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Weights:
     return {
         "wq": weight(d, kv_heads, group, head_dim, fan_in=d),
         "wk": weight(d, kv_heads, head_dim, fan_in=d),
@@ -92,8 +93,8 @@ def _attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Any:
 
 
 def language_model(
-    forward: Callable[[jax.Array, Any], jax.Array],
-    forward_leaves: Any,
+    forward: Callable[[jax.Array, Weights], jax.Array],
+    forward_leaves: Weights,
     *,
     batch: int,
     seq: int,
@@ -112,11 +113,11 @@ def language_model(
     """The decoder around a feed-forward layer; embedding and output are two tables."""
     attend = {"plain": attend_grouped, "fused": fused_grouped}[attention]
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         tokens = batch["tokens"]
         cos, sin = rotary(tokens.shape[1], head_dim, theta)
 
-        def block(x: jax.Array, p: Any) -> jax.Array:
+        def block(x: jax.Array, p: Weights) -> jax.Array:
             x = x + grouped_attention(rms_norm(x, p["norm1"]), p["attention"], cos, sin, attend)
             return x + forward(rms_norm(x, p["norm2"]), p["ff"])
 
@@ -156,7 +157,7 @@ def llama(*, d: int, ff: int, **sizes: Any) -> Built:
 def mixtral(*, d: int, ff: int, experts: int, chosen: int, capacity_percent: int, **sizes: Any) -> Built:
     """Mixtral: each token goes to ``chosen`` of the ``experts``; see `pase.zoo.moe` for the capacity."""
 
-    def forward(x: jax.Array, p: Any) -> jax.Array:
+    def forward(x: jax.Array, p: Weights) -> jax.Array:
         return experts_forward(x, p, chosen=chosen, capacity_percent=capacity_percent)
 
     return language_model(forward, expert_leaves(d, ff, experts), d=d, **sizes)

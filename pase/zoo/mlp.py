@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import Built, bias, cross_entropy, integers, normal, weight
+from pase.zoo.layers import Built, Weights, bias, cross_entropy, integers, normal, weight
 
 __all__ = ["mlp"]
 
@@ -16,7 +15,7 @@ __all__ = ["mlp"]
 def mlp(*, batch: int, layers: int, features: int, hidden: int, classes: int, dtype: str) -> Built:
     """``layers`` hidden layers of ReLU between inputs [batch, features] and a classifier."""
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         x = batch["inputs"].astype(dtype)
         for p in params["hidden"]:
             x = jax.nn.relu(x @ p["w"].astype(dtype) + p["b"].astype(dtype))

@@ -6,17 +6,15 @@ and the exchange of tokens between them is one all-to-all on each side of the ex
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import silu, weight
+from pase.zoo.layers import Weights, silu, weight
 
 __all__ = ["even_experts_forward", "expert_leaves", "experts_forward", "route", "slots"]
 
 
-def expert_leaves(d: int, ff: int, experts: int) -> Any:
+def expert_leaves(d: int, ff: int, experts: int) -> Weights:
     """A router, and SwiGLU weights with a leading expert dim."""
     return {
         "router": weight(d, experts, fan_in=d),
@@ -55,7 +53,7 @@ def route(logits: jax.Array, *, chosen: int, capacity: int) -> tuple[jax.Array, 
     return dispatch, gates[..., None] * dispatch
 
 
-def experts_forward(x: jax.Array, p: Any, *, chosen: int, capacity_percent: int) -> jax.Array:
+def experts_forward(x: jax.Array, p: Weights, *, chosen: int, capacity_percent: int) -> jax.Array:
     """Send each token of x [b, s, d] to its experts and add up what they return, weighted by its gates.
 
     Letters: e expert, c slot, f hidden. A dropped token gets nothing from that expert.
@@ -70,7 +68,7 @@ def experts_forward(x: jax.Array, p: Any, *, chosen: int, capacity_percent: int)
     return jnp.einsum("bsec,ebcd->bsd", combine.astype(x.dtype), outputs)
 
 
-def even_experts_forward(x: jax.Array, p: Any, *, chosen: int) -> jax.Array:
+def even_experts_forward(x: jax.Array, p: Weights, *, chosen: int) -> jax.Array:
     """The same with routing forced even, as benchmarks of large mixtures run it: the n-th choice of all tokens goes to
     the experts in turn, whatever the router says, so that dispatch moves tokens and computes nothing. The router's
     gates weigh what comes back. seq · chosen must be a multiple of the experts.

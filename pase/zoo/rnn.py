@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import Built, bias, cross_entropy, integers, lookup, normal, weight
+from pase.zoo.layers import Built, Weights, bias, cross_entropy, integers, lookup, normal, weight
 
 __all__ = ["lstm", "rnnlm"]
 
 
-def lstm(x: jax.Array, p: Any) -> jax.Array:
+def lstm(x: jax.Array, p: Weights) -> jax.Array:
     """Hidden states [s, b, h] of an LSTM over inputs [s, b, d], from zero states.
 
     The four gates (input, forget, cell, output) are a dim of their own. The product with
@@ -21,7 +19,7 @@ def lstm(x: jax.Array, p: Any) -> jax.Array:
     gates = jnp.einsum("sbd,dgh->sbgh", x, p["wx"].astype(x.dtype)) + p["b"].astype(x.dtype)
     recurrent = p["wh"].astype(x.dtype)
 
-    def step(state: Any, gates_x: jax.Array) -> Any:
+    def step(state: Weights, gates_x: jax.Array) -> Weights:
         h, c = state
         gates = gates_x + jnp.einsum("bh,hgk->bgk", h, recurrent)
         enter, forget, cell, leave = (gates[:, n] for n in range(4))
@@ -36,7 +34,7 @@ def lstm(x: jax.Array, p: Any) -> jax.Array:
 def rnnlm(*, batch: int, seq: int, layers: int, vocab: int, dtype: str, d: int, hidden: int) -> Built:
     """``layers`` LSTM layers of ``hidden`` units over embeddings of width d."""
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         x = lookup(params["embedding"], batch["tokens"].T, dtype)  # time first, as the loop over it wants
         for p in params["lstm"]:
             x = lstm(x, p)

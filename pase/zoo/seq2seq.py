@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pase.zoo.attention import attention as multi_head
 from pase.zoo.attention import attention_leaves, feed_forward, feed_forward_leaves, norm_leaves, the_attend
-from pase.zoo.layers import Built, cross_entropy, integers, layer_norm, lookup, normal, repeat, run_layers
+from pase.zoo.layers import (
+    Built,
+    Weights,
+    cross_entropy,
+    integers,
+    layer_norm,
+    lookup,
+    normal,
+    repeat,
+    run_layers,
+)
 
 __all__ = ["positions", "seq2seq"]
 
@@ -43,18 +52,18 @@ def seq2seq(
 
     attend = the_attend(attention)
 
-    def encode(x: jax.Array, p: Any) -> jax.Array:
+    def encode(x: jax.Array, p: Weights) -> jax.Array:
         x = layer_norm(x + multi_head(x, x, p["attention"], attend), p["norm1"])
         return layer_norm(x + feed_forward(x, p["ff"], jax.nn.relu), p["norm2"])
 
     def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
         return lookup(table, tokens, dtype) * math.sqrt(d) + positions(tokens.shape[1], d).astype(dtype)
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         table = params["table"]
         memory = run_layers(encode, embed(table, batch["source"]), params["encoder"], scan=scan, remat=remat)
 
-        def decode(x: jax.Array, p: Any) -> jax.Array:
+        def decode(x: jax.Array, p: Weights) -> jax.Array:
             x = layer_norm(x + multi_head(x, x, p["attention"], attend, causal=True), p["norm1"])
             x = layer_norm(x + multi_head(x, memory, p["cross"], attend), p["norm3"])
             return layer_norm(x + feed_forward(x, p["ff"], jax.nn.relu), p["norm2"])

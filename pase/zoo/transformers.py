@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from pase.zoo.attention import attention as self_attention
 from pase.zoo.attention import block_leaves, feed_forward, norm_leaves, the_attend
 from pase.zoo.layers import (
     Built,
+    Weights,
     bias,
     cross_entropy,
     dense,
@@ -53,12 +53,12 @@ def gpt(
 
     attend = the_attend(attention)
 
-    def block(x: jax.Array, p: Any) -> jax.Array:
+    def block(x: jax.Array, p: Weights) -> jax.Array:
         y = layer_norm(x, p["norm1"])
         x = x + self_attention(y, y, p["attention"], attend, causal=True)
         return x + feed_forward(layer_norm(x, p["norm2"]), p["ff"], gelu)
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         tokens = batch["tokens"]
         x = lookup(params["wte"], tokens, dtype) + params["wpe"][: tokens.shape[1]].astype(dtype)
         x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
@@ -98,11 +98,11 @@ def bert(
 
     attend = the_attend(attention)
 
-    def block(x: jax.Array, p: Any) -> jax.Array:
+    def block(x: jax.Array, p: Weights) -> jax.Array:
         x = layer_norm(x + self_attention(x, x, p["attention"], attend), p["norm1"], eps=1e-12)
         return layer_norm(x + feed_forward(x, p["ff"], _gelu), p["norm2"], eps=1e-12)
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         tokens = batch["tokens"]
         x = lookup(params["token"], tokens, dtype) + lookup(params["segment"], batch["segments"], dtype)
         x = x + params["position"][: tokens.shape[1]].astype(dtype)
@@ -110,7 +110,7 @@ def bert(
         x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
         return masked_loss(params, x, batch) + next_loss(params, x[:, 0], batch["next"])
 
-    def masked_loss(params: Any, x: jax.Array, batch: Any) -> jax.Array:
+    def masked_loss(params: Weights, x: jax.Array, batch: Weights) -> jax.Array:
         p = params["masked"]
         y = layer_norm(_gelu(dense(x, p)), p["norm"], eps=1e-12)
         table = params["token"].astype(dtype)
@@ -119,7 +119,7 @@ def bert(
         mask = batch["mask"].astype(jnp.float32)
         return jnp.sum(losses * mask) / (jnp.sum(mask) + 1e-5)
 
-    def next_loss(params: Any, first: jax.Array, labels: jax.Array) -> jax.Array:
+    def next_loss(params: Weights, first: jax.Array, labels: jax.Array) -> jax.Array:
         pooled = jnp.tanh(dense(first, params["pooler"]))
         return cross_entropy(dense(pooled, params["next"]).astype(jnp.float32), labels)
 
@@ -169,12 +169,12 @@ def vit(
 
     attend = the_attend(attention)
 
-    def block(x: jax.Array, p: Any) -> jax.Array:
+    def block(x: jax.Array, p: Weights) -> jax.Array:
         y = layer_norm(x, p["norm1"], eps=1e-6)
         x = x + self_attention(y, y, p["attention"], attend)
         return x + feed_forward(layer_norm(x, p["norm2"], eps=1e-6), p["ff"], _gelu)
 
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         p = params["patch"]
         x = jax.lax.conv_general_dilated(
             batch["images"].astype(dtype),
