@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.backends.mtf_shim import mesh_tensorflow
+
+if TYPE_CHECKING:
+    from mesh_tensorflow import Dimension, Lowering, Mesh, Operation, Shape, Tensor
+    from tensorflow import DType
+    from tensorflow import Tensor as Slice
 
 __all__ = [
     "conv2d",
@@ -34,15 +39,21 @@ __all__ = [
 ]
 
 
-def variable(mesh: Any, name: str, dims: Sequence[Any], dtype: str, values: Mapping[str, Any] | None) -> Any:
+def variable(
+    mesh: Mesh,
+    name: str,
+    dims: Sequence[Dimension],
+    dtype: str,
+    values: Mapping[str, np.ndarray] | None,
+) -> Tensor:
     """A parameter. values: name -> array in the source's shape; a name that is not there starts at random."""
     mtf, tf = mesh_tensorflow()
     shape = [d.size for d in dims]
-    initial: Any = tf.truncated_normal_initializer(stddev=0.02)
+    initial: Callable[..., Slice] = tf.truncated_normal_initializer(stddev=0.02)
     if values is not None and name in values:
         array = np.asarray(values[name]).reshape(shape)
 
-        def initial(*_: Any, **__: Any) -> Any:
+        def initial(*_: object, **__: object) -> Slice:
             return tf.constant(array, dtype)
 
     scope = re.sub(r"[^A-Za-z0-9_./]", "_", name).lstrip("_/")
@@ -56,8 +67,8 @@ def variable(mesh: Any, name: str, dims: Sequence[Any], dtype: str, values: Mapp
 
 
 def descend(
-    loss: Any, parameters: Mapping[str, Any], learning_rate: float
-) -> tuple[Any, list[Any], list[Any]]:
+    loss: Tensor, parameters: Mapping[str, Tensor], learning_rate: float
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """(loss, gradients, assignments) of a step of gradient descent.
 
     No assignment runs before every gradient is there: a slice that is assigned early would be read by the rest.
@@ -74,37 +85,41 @@ def descend(
     return whole[0], whole[1:], updates
 
 
-def cwise(fn: Callable[..., Any], *xs: Any, dtype: Any = None) -> Any:
+def cwise(fn: Callable[..., Slice], *xs: Tensor, dtype: DType | None = None) -> Tensor:
     """An elementwise TensorFlow function; the operands broadcast by the names of their dims."""
     mtf, _ = mesh_tensorflow()
-    dims: list[Any] = []
+    dims: list[Dimension] = []
     for x in sorted(xs, key=lambda x: -len(x.shape.dims)):
         dims += [d for d in x.shape.dims if d not in dims]
     shape = mtf.Shape(dims)
     return local(fn, *(mtf.broadcast(x, shape) for x in xs), splittable=dims, dtype=dtype)
 
 
-def slopes(fn: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int], dy: Any) -> list[Any]:
+def slopes(fn: Callable[..., Slice], args: Sequence[Slice], wanted: Sequence[int], dy: Slice) -> list[Slice]:
     """The gradients of fn(*args) to some arguments. An argument may itself be computed from another (a mean from what
     it is the mean of), and that way is not for here to go: so they are cut off."""
     _, tf = mesh_tensorflow()
     cut = [tf.stop_gradient(a) for a in args]
-    made: list[Any] = tf.gradients(
+    made: list[Slice] = tf.gradients(
         fn(*cut), [cut[i] for i in wanted], dy, unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
     return made
 
 
 def local(
-    fn: Callable[..., Any], *xs: Any, splittable: Sequence[Any], shape: Any = None, dtype: Any = None
-) -> Any:
+    fn: Callable[..., Slice],
+    *xs: Tensor,
+    splittable: Sequence[Dimension],
+    shape: Shape | None = None,
+    dtype: DType | None = None,
+) -> Tensor:
     """A TensorFlow function on slices. Right only where every operand has all dims that are split."""
     mtf, _ = mesh_tensorflow()
 
-    def gradient(op: Any, dy: Any) -> list[Any]:
+    def gradient(op: Operation, dy: Tensor) -> list[Tensor]:
         wanted = [i for i, x in enumerate(xs) if x.dtype.is_floating]
 
-        def back(*slices: Any) -> Any:
+        def back(*slices: Slice) -> Slice:
             made = slopes(fn, slices[:-1], wanted, slices[-1])
             return tuple(made) if len(made) > 1 else made[0]
 
@@ -116,7 +131,7 @@ def local(
             splittable_dims=splittable,
             grad_function=0,
         )
-        out: list[Any] = [None] * len(xs)
+        out: list[Tensor] = [None] * len(xs)
         for i, g in zip(wanted, made, strict=True):
             out[i] = g
         return out
@@ -131,27 +146,27 @@ def local(
     )
 
 
-def where(condition: Any, a: Any, b: Any) -> Any:
+def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """a where the condition holds, else b; what is not taken may be infinite."""
     _, tf = mesh_tensorflow()
     return cwise(tf.where, condition, a, b, dtype=a.dtype)
 
 
-def softmax(x: Any, over: Sequence[Any]) -> Any:
+def softmax(x: Tensor, over: Sequence[Dimension]) -> Tensor:
     mtf, _ = mesh_tensorflow()
     rest = mtf.Shape([d for d in x.shape.dims if d not in over])
     e = mtf.exp(x - mtf.reduce_max(mtf.stop_gradient(x), output_shape=rest))
     return e * mtf.reciprocal(mtf.reduce_sum(e, output_shape=rest))
 
 
-def log_softmax(x: Any, over: Sequence[Any]) -> Any:
+def log_softmax(x: Tensor, over: Sequence[Dimension]) -> Tensor:
     mtf, _ = mesh_tensorflow()
     rest = mtf.Shape([d for d in x.shape.dims if d not in over])
     shifted = x - mtf.reduce_max(mtf.stop_gradient(x), output_shape=rest)
     return shifted - mtf.log(mtf.reduce_sum(mtf.exp(shifted), output_shape=rest))
 
 
-def sparse_cross_entropy(logits: Any, labels: Any, over: Sequence[Any]) -> Any:
+def sparse_cross_entropy(logits: Tensor, labels: Tensor, over: Sequence[Dimension]) -> Tensor:
     """-log softmax(logits)[label]; labels: numbers."""
     mtf, _ = mesh_tensorflow()
     return mtf.negative(
@@ -161,14 +176,14 @@ def sparse_cross_entropy(logits: Any, labels: Any, over: Sequence[Any]) -> Any:
     )
 
 
-def cross_entropy(logits: Any, labels: Any, over: Sequence[Any]) -> Any:
+def cross_entropy(logits: Tensor, labels: Tensor, over: Sequence[Dimension]) -> Tensor:
     """labels: a distribution over the classes."""
     mtf, _ = mesh_tensorflow()
     rest = mtf.Shape([d for d in logits.shape.dims if d not in over])
     return mtf.negative(mtf.einsum([labels, log_softmax(logits, over)], output_shape=rest))
 
 
-def one_hot(ids: Any, dims: Sequence[Any], dtype: Any) -> list[Any]:
+def one_hot(ids: Tensor, dims: Sequence[Dimension], dtype: DType) -> list[Tensor]:
     """Factors whose product is one where ``dims``, major to minor, stand at ``ids``, and else zero."""
     mtf, tf = mesh_tensorflow()
     left = mtf.cast(ids, tf.int32)
@@ -179,20 +194,20 @@ def one_hot(ids: Any, dims: Sequence[Any], dtype: Any) -> list[Any]:
     return out
 
 
-def lookup(table: Any, ids: Any, over: Sequence[Any], shape: Sequence[Any]) -> Any:
+def lookup(table: Tensor, ids: Tensor, over: Sequence[Dimension], shape: Sequence[Dimension]) -> Tensor:
     """Rows of the table by number: a product with one-hot vectors, as Mesh-TF's own gather; ``over`` may be split."""
     mtf, _ = mesh_tensorflow()
     return mtf.einsum([*one_hot(ids, over, table.dtype), table], output_shape=mtf.Shape(list(shape)))
 
 
 def summed(
-    fn: Callable[..., Any],
-    *xs: Any,
-    shape: Any,
-    over: Sequence[Any],
-    gradient: Any = None,
+    fn: Callable[..., Slice],
+    *xs: Tensor,
+    shape: Shape,
+    over: Sequence[Dimension],
+    gradient: Callable[[Tensor], list[Tensor]] | None = None,
     name: str = "summed",
-) -> Any:
+) -> Tensor:
     """A TensorFlow function on slices, whose results are then summed over the devices that split ``over``.
 
     gradient: from the result's gradient to the operands'.
@@ -205,10 +220,12 @@ def summed(
             self._outputs = [mtf.Tensor(self, shape, xs[0].dtype)]
             self._splittable_dims, self._unsplittable_dims = self._initialize_all_dimensions_as_splittable()
 
-        def gradient(self, grad_ys: Any) -> Any:
+        def gradient(self, grad_ys: list[Tensor]) -> list[Tensor]:
+            if gradient is None:
+                raise NotImplementedError(f"{name} is a gradient, and has none itself")
             return gradient(grad_ys[0])
 
-        def lower(self, lowering: Any) -> None:
+        def lower(self, lowering: Lowering) -> None:
             impl = lowering.mesh_impl(self)
             y = impl.slicewise(fn, *[lowering.tensors[x] for x in self.inputs])
             axes = sorted({impl.tensor_dimension_to_mesh_axis(d) for d in over} - {None})
@@ -222,7 +239,7 @@ def summed(
     return Summed().outputs[0]
 
 
-def halo(x: Any, blocks: Any, rows: Any, low: int, high: int) -> Any:
+def halo(x: Tensor, blocks: Dimension, rows: Dimension, low: int, high: int) -> Tensor:
     """Every block of rows with the last ``low`` of the block before it and the first ``high`` of the next; zeros at
     the ends. (``mtf.halo_exchange`` with sides of their own.)"""
     mtf, _ = mesh_tensorflow()
@@ -235,8 +252,13 @@ def halo(x: Any, blocks: Any, rows: Any, low: int, high: int) -> Any:
 
 
 def conv2d(
-    x: Any, w: Any, *, over: Sequence[Any], strides: tuple[int, int], padding: Sequence[tuple[int, int]]
-) -> Any:
+    x: Tensor,
+    w: Tensor,
+    *,
+    over: Sequence[Dimension],
+    strides: tuple[int, int],
+    padding: Sequence[tuple[int, int]],
+) -> Tensor:
     """x: [batch dims, rows, columns, channels], w: [rows, columns, channels, out channels]; over: the channels.
 
     Mesh-TF's own convolution miscounts what a stride leaves over ((in - k + 1) // stride, rounded down), and pads as
@@ -259,7 +281,7 @@ def conv2d(
     return _conv2d_of_parts(x, w, list(over), strides)
 
 
-def _conv2d_of_parts(x: Any, w: Any, over: list[Any], strides: tuple[int, int]) -> Any:
+def _conv2d_of_parts(x: Tensor, w: Tensor, over: list[Dimension], strides: tuple[int, int]) -> Tensor:
     """An unpadded convolution whose channels are several dims: Mesh-TF's own has one for those in and one for out."""
     mtf, tf = mesh_tensorflow()
     n = len(over)
@@ -269,7 +291,7 @@ def _conv2d_of_parts(x: Any, w: Any, over: list[Any], strides: tuple[int, int]) 
         for d, f, s in zip(x.shape.dims[-2 - n : -n], w.shape.dims[:2], strides, strict=True)
     ]
 
-    def conv(a: Any, b: Any) -> Any:
+    def conv(a: Slice, b: Slice) -> Slice:
         of_a, of_b = a.shape.as_list(), b.shape.as_list()
         channels = int(np.prod(of_b[2 : 2 + n]))
         y = tf.nn.conv2d(
@@ -280,7 +302,7 @@ def _conv2d_of_parts(x: Any, w: Any, over: list[Any], strides: tuple[int, int]) 
         )
         return tf.reshape(y, [*of_a[: len(batch)], *y.shape.as_list()[1:3], *of_b[2 + n :]])
 
-    def gradient(dy: Any) -> list[Any]:
+    def gradient(dy: Tensor) -> list[Tensor]:
         dx = summed(
             lambda a, b, d: slopes(conv, (a, b), [0], d)[0],
             x,
@@ -306,15 +328,21 @@ def _conv2d_of_parts(x: Any, w: Any, over: list[Any], strides: tuple[int, int]) 
 
 
 def pool2d(
-    x: Any, kind: str, over: Sequence[Any], *, window: tuple[int, int], strides: tuple[int, int], padding: str
-) -> Any:
+    x: Tensor,
+    kind: str,
+    over: Sequence[Dimension],
+    *,
+    window: tuple[int, int],
+    strides: tuple[int, int],
+    padding: str,
+) -> Tensor:
     """kind: "MAX" or "AVG"; x: [batch dims, rows, columns, channel dims]; over: rows and columns. (Mesh-TF's own takes
     windows apart alone.)"""
     mtf, tf = mesh_tensorflow()
     dims = x.shape.dims
     first = dims.index(over[0])
 
-    def pooled(s: Any) -> Any:
+    def pooled(s: Slice) -> Slice:
         sizes = s.shape.as_list()
         flat = tf.reshape(s, [-1, *sizes[first : first + 2], int(np.prod(sizes[first + 2 :]))])
         made = tf.nn.pool(flat, window, kind, strides=strides, padding=padding, data_format="NHWC")
