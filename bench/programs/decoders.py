@@ -21,12 +21,15 @@ _SMALL = {
 _GROUPED = {**_SMALL, "num_key_value_heads": 2}
 _DECODERS: Mapping[str, Mapping[str, Any]] = {
     "GPT2": {"vocab_size": 128, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4},
-    "GPTJ": {
-        "vocab_size": 128, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8
-    },
+    "GPTJ": {"vocab_size": 128, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     "GPTNeo": {
-        "vocab_size": 128, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 32,
-        "attention_types": [[["global", "local"], 1]], "window_size": 8,
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_position_embeddings": 32,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
     },
     "Llama": _GROUPED,
     "Mistral": {**_GROUPED, "sliding_window": 8},
@@ -34,29 +37,47 @@ _DECODERS: Mapping[str, Mapping[str, Any]] = {
     "OPT": {**_SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32},
     "Bloom": {"vocab_size": 128, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "XGLM": {
-        "vocab_size": 128, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4,
+        "vocab_size": 128,
+        "d_model": 32,
+        "ffn_dim": 64,
+        "num_layers": 2,
+        "attention_heads": 4,
         "max_position_embeddings": 32,
     },
-}  # fmt: skip
+}
 _ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "Bert": _SMALL,
     "Roberta": {**_SMALL, "max_position_embeddings": 40},
     "Electra": {**_SMALL, "embedding_size": 32},
     "Albert": {**_SMALL, "embedding_size": 16},
     "DistilBert": {
-        "vocab_size": 128, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4,
+        "vocab_size": 128,
+        "dim": 32,
+        "hidden_dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
         "max_position_embeddings": 32,
     },
     "RoFormer": {**_SMALL, "embedding_size": 32},
-}  # fmt: skip
+}
 _BOTH: Mapping[str, Mapping[str, Any]] = {
     "Bart": {
-        "vocab_size": 128, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-        "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
-        "decoder_start_token_id": 2, "forced_eos_token_id": 2,
-    },
-}  # fmt: skip
+        "vocab_size": 128,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "max_position_embeddings": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": 2,
+    }
+}
 
 
 def _predicts(name: str, head: str, config: Mapping[str, Any]) -> Callable[[], LibraryProgram]:

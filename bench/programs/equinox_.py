@@ -149,9 +149,13 @@ _LAYERS: Mapping[str, tuple[tuple[int, ...], Callable[[Any, Any], Any]]] = {
     "group_norm": ((8, 8, 6, 6), lambda nn, k: nn.GroupNorm(4, 8)),
     "layer_norm": ((32, 24), lambda nn, k: nn.Sequential([nn.Linear(24, 24, key=k), nn.LayerNorm(24)])),
     "weight_norm": ((32, 24), lambda nn, k: nn.WeightNorm(nn.Linear(24, 16, key=k))),
-}  # fmt: skip
-PROGRAMS.update({f"equinox.{k}": lambda make=make, shape=shape: _of_layer(make, shape)
-                 for k, (shape, make) in _LAYERS.items()})  # fmt: skip
+}
+PROGRAMS.update(
+    {
+        f"equinox.{k}": lambda make=make, shape=shape: _of_layer(make, shape)
+        for k, (shape, make) in _LAYERS.items()
+    }
+)
 
 
 def _of_layer(make: Callable[[Any, Any], Any], shape: tuple[int, ...]) -> LibraryProgram:

@@ -139,8 +139,12 @@ _LAYERS: Mapping[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
     "rms_norm": ((32, 24), _layer("RMSNorm", -1)),
     "max_pool": (_IMAGE, _layer("MaxPool", 2, 2, "SAME")),
 }
-PROGRAMS.update({f"haiku.{k}": lambda net=net, shape=shape: _stateless(net, normal(*shape))
-                 for k, (shape, net) in _LAYERS.items()})  # fmt: skip
+PROGRAMS.update(
+    {
+        f"haiku.{k}": lambda net=net, shape=shape: _stateless(net, normal(*shape))
+        for k, (shape, net) in _LAYERS.items()
+    }
+)
 
 
 @program

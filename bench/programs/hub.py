@@ -8,13 +8,13 @@ from typing import Any
 from bench.programs.catalog import PROGRAMS, LibraryProgram, integers, normal
 from bench.programs.keras_ import trained
 
-Settings = Mapping[str, Any]
+HubSettings = Mapping[str, Any]
 
 _LAYERED = {"num_layers": 2, "hidden_dim": 32, "intermediate_dim": 64}
 _HEADS = {**_LAYERED, "vocabulary_size": 64, "num_heads": 4}
 _SHORT = {**_HEADS, "max_sequence_length": 16}
 _GROUPED = {**_LAYERED, "vocabulary_size": 64, "num_query_heads": 4, "num_key_value_heads": 2}
-_DECODERS: Mapping[str, Settings] = {
+_DECODERS: Mapping[str, HubSettings] = {
     "GPT2": _SHORT,
     "OPT": _SHORT,
     "Bloom": _HEADS,
@@ -74,7 +74,7 @@ _DECODERS: Mapping[str, Settings] = {
         "decay_lora": 8,
     },
 }
-_ENCODERS: Mapping[str, Settings] = {
+_ENCODERS: Mapping[str, HubSettings] = {
     "Bert": _SHORT,
     "Albert": {**_SHORT, "embedding_dim": 16},
     "Roberta": _SHORT,
@@ -86,9 +86,9 @@ _ENCODERS: Mapping[str, Settings] = {
     "RoformerV2": {**_HEADS, "head_size": 8},
     "XLNet": _HEADS,
 }
-_BOTH: Mapping[str, Settings] = {"Bart": _SHORT, "T5": _HEADS}
+_BOTH: Mapping[str, HubSettings] = {"Bart": _SHORT, "T5": _HEADS}
 _PATCHES = {"image_shape": (16, 16, 3), "patch_size": 4, "num_layers": 2, "num_heads": 4, "hidden_dim": 32}
-_IMAGES: Mapping[str, Settings] = {
+_IMAGES: Mapping[str, HubSettings] = {
     "ViT": {**_PATCHES, "patch_size": (4, 4), "mlp_dim": 64},
     "DeiT": {**_PATCHES, "intermediate_dim": 64},
     "DINOV2": {**_PATCHES, "intermediate_dim": 64, "position_embedding_shape": (16, 16, 3)},
@@ -161,7 +161,7 @@ def _texts() -> dict[str, Any]:
     }
 
 
-def _made(name: str, settings: Settings) -> Callable[[], LibraryProgram]:
+def _made(name: str, settings: HubSettings) -> Callable[[], LibraryProgram]:
     def made() -> LibraryProgram:
         import keras_hub
 

@@ -8,11 +8,11 @@ from typing import Any
 from bench.programs.catalog import PROGRAMS, LibraryProgram, integers, normal
 from bench.programs.keras_ import trained
 
-Make = Callable[[Any], Any]
+MakeLayer = Callable[[Any], Any]
 """Of ``keras.layers`` a layer."""
 
 _ROW, _SEQUENCE, _IMAGE, _VOLUME = (8, 24), (8, 12, 16), (8, 12, 12, 8), (8, 6, 6, 6, 4)
-_LAYERS: Mapping[str, tuple[tuple[int, ...], Make]] = {
+_LAYERS: Mapping[str, tuple[tuple[int, ...], MakeLayer]] = {
     "conv1d_causal": (_SEQUENCE, lambda k: k.Conv1D(16, 3, padding="causal", activation="relu")),
     "conv2d_dilated": (_IMAGE, lambda k: k.Conv2D(16, 3, dilation_rate=2, padding="same")),
     "conv2d_grouped": (_IMAGE, lambda k: k.Conv2D(16, 3, groups=4, padding="same")),
@@ -63,7 +63,7 @@ _LAYERS: Mapping[str, tuple[tuple[int, ...], Make]] = {
 }
 
 
-def _alone(shape: tuple[int, ...], make: Make) -> Callable[[], LibraryProgram]:
+def _alone(shape: tuple[int, ...], make: MakeLayer) -> Callable[[], LibraryProgram]:
     """The layer by itself; behind a dense one where it has no weights."""
 
     def made() -> LibraryProgram:
@@ -102,14 +102,14 @@ def _of_two(make: Callable[[Any, Any, Any], Any]) -> Callable[[], LibraryProgram
     return made
 
 
-_OF_TOKENS: Mapping[str, Make] = {
+_OF_TOKENS: Mapping[str, MakeLayer] = {
     "masked_lstm": lambda k: [k.Embedding(32, 16, mask_zero=True), k.LSTM(16)],
     "reversible_embedding": lambda k: [k.ReversibleEmbedding(32, 16), k.Dense(8)],
     "category_encoding": lambda k: [k.CategoryEncoding(32, output_mode="multi_hot"), k.Dense(16)],
 }
 
 
-def _of_tokens(make: Make) -> Callable[[], LibraryProgram]:
+def _of_tokens(make: MakeLayer) -> Callable[[], LibraryProgram]:
     def made() -> LibraryProgram:
         import keras
 

@@ -160,8 +160,12 @@ _MODULES: Mapping[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
         lambda nn: nn.MultiHeadDotProductAttention(4, qkv_features=32, normalize_qk=True),
     ),
 }
-PROGRAMS.update({f"linen.{k}": lambda make=make, shape=shape: _of_module(make, shape)
-                 for k, (shape, make) in _MODULES.items()})  # fmt: skip
+PROGRAMS.update(
+    {
+        f"linen.{k}": lambda make=make, shape=shape: _of_module(make, shape)
+        for k, (shape, make) in _MODULES.items()
+    }
+)
 
 
 def _of_module(make: Callable[[Any], Any], shape: tuple[int, ...]) -> LibraryProgram:

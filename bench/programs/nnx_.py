@@ -82,7 +82,7 @@ _MODULES: Mapping[str, tuple[tuple[int, ...], Callable[[Any, Any], Any]]] = {
         ),
     ),
     "prelu": (_SEQUENCE, lambda nnx, r: nnx.Sequential(nnx.Linear(16, 32, rngs=r), nnx.PReLU())),
-}  # fmt: skip
+}
 
 
 def _of_module(make: Callable[[Any, Any], Any], shape: tuple[int, ...]) -> LibraryProgram:
@@ -91,8 +91,12 @@ def _of_module(make: Callable[[Any, Any], Any], shape: tuple[int, ...]) -> Libra
     return _program(lambda r: make(nnx, r), normal(*shape))
 
 
-PROGRAMS.update({f"nnx.{k}": lambda make=make, shape=shape: _of_module(make, shape)
-                 for k, (shape, make) in _MODULES.items()})  # fmt: skip
+PROGRAMS.update(
+    {
+        f"nnx.{k}": lambda make=make, shape=shape: _of_module(make, shape)
+        for k, (shape, make) in _MODULES.items()
+    }
+)
 
 
 @program

@@ -162,9 +162,16 @@ def diffrax_adaptive() -> LibraryProgram:
         term = diffrax.ODETerm(lambda t, y, a: jnp.tanh(y @ p["w"]))
         steps = diffrax.PIDController(rtol=1e-3, atol=1e-4)
         made = diffrax.diffeqsolve(
-            term, diffrax.Dopri5(), 0.0, 1.0, 0.1, x, stepsize_controller=steps, max_steps=64,
+            term,
+            diffrax.Dopri5(),
+            0.0,
+            1.0,
+            0.1,
+            x,
+            stepsize_controller=steps,
+            max_steps=64,
             adjoint=diffrax.RecursiveCheckpointAdjoint(),
-        )  # fmt: skip
+        )
         return jnp.mean(made.ys[0] ** 2)
 
     return loss, {"w": normal(16, 16, scale=0.3)}, normal(32, 16)

@@ -59,9 +59,14 @@ def price(
     with progress() as say:
         say("pricing the strategy")
         found = priced(
-            model, devices=options.devices, strategy=strategy, executor=executor, machine=options.machine,
-            unknown=options.unknown, dims=options.dims,
-        )  # fmt: skip
+            model,
+            devices=options.devices,
+            strategy=strategy,
+            executor=executor,
+            machine=options.machine,
+            unknown=options.unknown,
+            dims=options.dims,
+        )
     if json:
         print_json({"model": model, **found.to_json()})
         strictly(found.fits, strict)

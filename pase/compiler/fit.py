@@ -34,9 +34,15 @@ __all__ = ["fit_limit", "fit_more", "fit_variants", "least_memory"]
 
 
 def fit_variants(
-    problem: SplitProblem, free: Found, tries: Sequence[Sequence[Variant]], traced: Traced, over: Sequence[Mesh],
-    limit: float, time_limit: float, say: Progress,
-) -> tuple[SplitProblem, Found]:  # fmt: skip
+    problem: SplitProblem,
+    free: Found,
+    tries: Sequence[Sequence[Variant]],
+    traced: Traced,
+    over: Sequence[Mesh],
+    limit: float,
+    time_limit: float,
+    say: Progress,
+) -> tuple[SplitProblem, Found]:
     """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
 
     free: the unconstrained answer to the first variant, which is ``problem``: where it fits, it is the answer. The
@@ -118,9 +124,14 @@ class _Footprint(NamedTuple):
 
 
 def fit_limit(
-    problem: SplitProblem, free: Found, over: Sequence[Mesh], limit: float, time_limit: float, say: Progress,
+    problem: SplitProblem,
+    free: Found,
+    over: Sequence[Mesh],
+    limit: float,
+    time_limit: float,
+    say: Progress,
     below: float = np.inf,
-) -> tuple[Found | None, float]:  # fmt: skip
+) -> tuple[Found | None, float]:
     """The best strategy found whose predicted memory is at most ``limit`` bytes a device, and a lower bound on all.
 
     below: of a strategy that is known; what costs as much need not be found. A mesh's unconstrained optimum bounds what
@@ -289,9 +300,13 @@ class _LimitedSearch:
         def solve_within(tables: CostTables, part: float) -> Solution:
             allowed = _forbid(tables, self._in_flight, region.high)
             return solve(
-                allowed, wanted, seconds * part, gap=_ENOUGH, rounds=_MOST_ROUNDS,
+                allowed,
+                wanted,
+                seconds * part,
+                gap=_ENOUGH,
+                rounds=_MOST_ROUNDS,
                 known=known if p.pricing.exact else replace(known, below=np.inf),
-            )  # fmt: skip
+            )
 
         try:
             wanted = self._profile(region.low)

@@ -38,9 +38,13 @@ def never_worse(problem: SplitProblem, found: Found, given: Sequence[Baseline]) 
         return found
     space = problem.pricing.space(best.mesh)
     solution = replace(
-        found.solution, choice=space.index(best.strategy), cost=best.cost, optimal=False,
-        bound=min(found.solution.bound, best.cost), method=f"the strategy of {best.name}",
-    )  # fmt: skip
+        found.solution,
+        choice=space.index(best.strategy),
+        cost=best.cost,
+        optimal=False,
+        bound=min(found.solution.bound, best.cost),
+        method=f"the strategy of {best.name}",
+    )
     return replace(found, mesh=best.mesh, space=space, solution=solution)
 
 

@@ -127,14 +127,25 @@ def _layers(e: Explanation) -> list[str]:
         split = "  ".join(f"{d}:{'·'.join(axes)}" for d, axes in n.split.items()) or "not split"
         rows.append(
             (
-                escape(n.name) + (f" ×{n.times}" if n.times > 1 else ""), f"<code>{escape(n.einsum)}</code>",
-                escape(split), cost_text(n.cost.total, plan.unit),
-                "" if other is None or not plan.cost else "impossible" if other == float("inf")
+                escape(n.name) + (f" ×{n.times}" if n.times > 1 else ""),
+                f"<code>{escape(n.einsum)}</code>",
+                escape(split),
+                cost_text(n.cost.total, plan.unit),
+                ""
+                if other is None or not plan.cost
+                else "impossible"
+                if other == float("inf")
                 else f"{max(other / (plan.cost + plan.hidden) - 1, 0.0):+.2%}",
-                _bar([("compute", n.cost.compute), ("communication", n.cost.communication), ("update", n.cost.update)],
-                     most),
+                _bar(
+                    [
+                        ("compute", n.cost.compute),
+                        ("communication", n.cost.communication),
+                        ("update", n.cost.update),
+                    ],
+                    most,
+                ),
             )
-        )  # fmt: skip
+        )
     note = "split otherwise: how much more the best strategy costs that splits this layer in another way."
     table = _table(["layer", "op", "split", "step>", "split otherwise>", "|"], rows)
     return [*table, f"<p class=grey>{note}</p>"]

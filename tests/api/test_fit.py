@@ -66,9 +66,15 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
         if not fitting:
             continue
         plan = pase.compile(
-            wide, *WIDE, devices=2, mesh="2", machine=machine, overlap=overlap, memory_limit=float(limit),
+            wide,
+            *WIDE,
+            devices=2,
+            mesh="2",
+            machine=machine,
+            overlap=overlap,
+            memory_limit=float(limit),
             baselines=False,
-        )  # fmt: skip
+        )
         seen.add(plan.accumulate)
         assert plan.memory.total <= limit
         cheapest = min(cost for _, cost, _ in fitting)
@@ -119,9 +125,15 @@ def test_a_micro_batch_is_the_model_on_a_part_of_the_batch():
 
 @pytest.mark.parametrize(
     ("model", "count"),
-    [("zoo:gpt2?scan=0&remat=0", 12), ("zoo:gpt2?scan=0", 0), ("zoo:gpt2?remat=0", 1), ("zoo:gpt2", 0),
-     ("zoo:mlp", 0), ("zoo:resnet101", 20)],
-)  # fmt: skip
+    [
+        ("zoo:gpt2?scan=0&remat=0", 12),
+        ("zoo:gpt2?scan=0", 0),
+        ("zoo:gpt2?remat=0", 1),
+        ("zoo:gpt2", 0),
+        ("zoo:mlp", 0),
+        ("zoo:resnet101", 20),
+    ],
+)
 def test_blocks_are_found(model, count):
     """Layers of loops and unrolled ones; none where the user rematerialises, none where nothing repeats."""
     found = blocks_of(resolve(model))
