@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
+from pase.files.codec import read_json
 
 if TYPE_CHECKING:
     from pase.ir import Place
@@ -131,12 +132,7 @@ def load(path: str | Path) -> dict[str, Any]:
     """Read such a file; PaseError where it is none, or says what cannot be."""
     import jsonschema
 
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise PaseError(f"cannot read {path}: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
-        raise PaseError(f"{path} is not JSON: {e}") from e
+    data = read_json(path, "a file of names and shardings", 512 << 20)
     error = next(iter(jsonschema.Draft202012Validator(SCHEMA).iter_errors(data)), None)
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "the top"

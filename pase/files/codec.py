@@ -31,6 +31,7 @@ __all__ = [
     "json_schema",
     "parse_json",
     "read_json",
+    "refuse_control",
     "to_builtins",
     "to_tree",
 ]
@@ -57,6 +58,12 @@ _WORDS = {
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+)\]|(\[\.\.\.\])")
 _SHOWN = 80
+# Of JSON and TOML alike; tabs and line breaks may stand. An even number of backslashes before it escapes nothing.
+_CONTROL = re.compile(
+    r"(?<!\\)(?:\\\\)*\\(?:[bf]|u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])|U000000(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f]))"
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]",
+    re.IGNORECASE,
+)
 
 
 def read_json(path: str | Path, what: str, most_bytes: int) -> Any:
@@ -74,15 +81,39 @@ def read_json(path: str | Path, what: str, most_bytes: int) -> Any:
         raise PaseError(f"cannot read {path}: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise PaseError(f"{path} is not text: {what} is JSON, in UTF-8") from e
-    return parse_json(text, str(path))
+    return parse_json(text, str(path), "; was it cut off? write it again")
 
 
-def parse_json(text: str, where: str) -> Any:
-    """The tree of a JSON text; PaseError where it is none."""
+def parse_json(text: str | bytes, where: str, hint: str = "") -> Any:
+    """The tree of a JSON text from a stranger; hint: what to do where it is none, for the end of the message.
+
+    PaseError names ``where`` and the place in it: no text, no JSON, nested too deep for Python, a number too long for
+    it, or characters that would command a terminal when a name that holds them is printed.
+    """
     try:
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        refuse_control(text, where)
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as e:
-        raise PaseError(f"{where} is not JSON: {e}; was it cut off? compile it again") from e
+    except UnicodeDecodeError as e:
+        raise PaseError(f"{where} is not JSON: not text at byte {e.start}; JSON is UTF-8{hint}") from None
+    except json.JSONDecodeError as e:
+        raise PaseError(f"{where} is not JSON at line {e.lineno}, column {e.colno}: {e.msg}{hint}") from None
+    except RecursionError:
+        raise PaseError(f"{where} is not JSON that can be read: its brackets are nested too deep") from None
+    except ValueError as e:  # Python refuses integers of thousands of digits
+        raise PaseError(f"{where} is not JSON that can be read: {str(e).partition(';')[0]}") from None
+
+
+def refuse_control(text: str, where: str) -> None:
+    """PaseError where a JSON or TOML text holds, raw or escaped, a character that commands a terminal."""
+    if "\\" not in text and text.isascii() and "\x7f" not in text:
+        return  # the parsers themselves refuse what else is raw; files of gigabytes end here
+    found = _CONTROL.search(text)
+    if found is not None:
+        line = text.count("\n", 0, found.start()) + 1
+        raise PaseError(
+            f"{where}, line {line}: a control character ({found[0]!a}), which no name of a model holds; take it out"
+        )
 
 
 def to_builtins(value: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pase.errors import PaseError
-from pase.files.codec import AtLeastOne, convert, json_schema
+from pase.files.codec import AtLeastOne, convert, json_schema, refuse_control
 from pase.machine.tables import check_attention, check_curve, check_matmul
 from pase.machine.types import AttentionCurve, CollectiveCurve, CollectiveKind, Curve, Machine
 
@@ -58,6 +58,7 @@ def schema() -> dict[str, Any]:
 
 def parse(text: str, where: str) -> Machine:
     """Reads a machine file's text. ``where`` names it in errors (PaseError)."""
+    refuse_control(text, where)
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:

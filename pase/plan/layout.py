@@ -110,7 +110,7 @@ class CostForm(Struct, kw_only=True):
     by_kind: dict[str, float]
     baselines: dict[str, float]
     skipped: dict[str, str]
-    baseline_memory: dict[str, Count] = {}
+    baseline_memory: dict[str, Count] | UnsetType = UNSET
     meshes: tuple[Tried, ...]
 
 
@@ -249,7 +249,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         cost=CostForm(
             unit=plan.unit, model=plan.cost_model, total=plan.cost, bound=plan.bound, optimal=plan.optimal,
             by_node={n.name: n.cost for n in plan.nodes}, by_kind=by_kind, baselines=dict(plan.baselines),
-            skipped=dict(plan.skipped), baseline_memory=dict(plan.baseline_memory), meshes=plan.tried,
+            skipped=dict(plan.skipped), baseline_memory=dict(plan.baseline_memory) or UNSET, meshes=plan.tried,
         ),
         memory=plan.memory,
         work=UNSET if plan.work is None else plan.work,
@@ -341,7 +341,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
         collectives=tuple(_copied(c, Collective) for c in form.collectives),
         memory_limit=None if form.memory_limit is UNSET else form.memory_limit,
         misfit=None if form.misfit is UNSET else form.misfit,
-        baseline_memory=cost.baseline_memory,
+        baseline_memory=cost.baseline_memory or {},
         accumulate=form.accumulate,
         remat=form.remat,
         memory=form.memory,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 import zlib
@@ -13,6 +12,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from pase.errors import PaseError
+from pase.files.codec import parse_json
 
 __all__ = ["LIMITS", "BoundedReader", "Limits", "open_stream", "read_member", "read_small_json"]
 
@@ -197,12 +197,7 @@ def read_small_json(path: Path, limit: int = 1 << 30) -> Any:
             parts.append(chunk)
     if stream.broken:
         raise PaseError(f"{path}: the file is cut or damaged ({stream.broken})")
-    try:
-        return json.loads(b"".join(parts))
-    except json.JSONDecodeError as e:
-        raise PaseError(f"{path}: not JSON at line {e.lineno} column {e.colno}: {e.msg}") from e
-    except (RecursionError, UnicodeDecodeError) as e:
-        raise PaseError(f"{path}: not usable JSON ({type(e).__name__})") from e
+    return parse_json(b"".join(parts), str(path))
 
 
 def read_member(archive: zipfile.ZipFile, name: str, limit: int = 512 << 20) -> bytes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from pase.errors import PaseError
+from pase.files.codec import parse_json
 from pase.files.quantities import parse_rate, parse_seconds
 from pase.schedule.io import PROBLEM_SCHEMA, problem_from_json
 from pase.schedule.pipedream import looks_like_pipedream, read_pipedream
@@ -58,13 +58,8 @@ def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = F
     given = links or tuple(parse_link(x) for x in DEFAULT_LINKS)
     if looks_like_pipedream(text):
         return read_pipedream(text, given, name=path.name, dataflow=dataflow)
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise PaseError(
-            f"{path}: neither a PipeDream-style profile nor JSON ({e.msg} at line {e.lineno}); pase schedule reads "
-            f"layout.json, a problem of schema '{PROBLEM_SCHEMA}', or a profile"
-        ) from e
+    hint = f"; pase schedule reads layout.json, a problem of schema '{PROBLEM_SCHEMA}', or a PipeDream-style profile"
+    data = parse_json(text, str(path), hint)
     problem = problem_from_json(data, where=str(path))
     if links:
         from dataclasses import replace

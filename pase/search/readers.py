@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
+from pase.files.codec import parse_json
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables, EdgeTable
 
@@ -67,14 +68,7 @@ def _read_json(path: Path) -> Any:
         raise PaseError(f"{path}: cannot be read ({err.strerror or err})") from None
     if len(data) > MAX_BYTES:
         raise PaseError(f"{path}: more than {MAX_BYTES >> 30} GiB once unpacked; refused")
-    try:
-        return json.loads(data)
-    except UnicodeDecodeError as err:
-        raise PaseError(f"{path}: not text at byte {err.start}; an instance is UTF-8 JSON") from None
-    except json.JSONDecodeError as err:
-        raise PaseError(f"{path}: not JSON at line {err.lineno}, column {err.colno}: {err.msg}") from None
-    except RecursionError:
-        raise PaseError(f"{path}: brackets are nested too deep for an instance") from None
+    return parse_json(data, str(path))
 
 
 def _list(path: Path, holder: Any, key: str, where: str) -> list[Any]:

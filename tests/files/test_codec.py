@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 import pase
 from bench.schemas import ROOT, SCHEMAS
 from pase.errors import PaseError
-from pase.files.codec import convert, json_schema, read_json, to_tree
+from pase.files.codec import convert, json_schema, parse_json, read_json, to_tree
 from pase.machine import dumps, parse
 from pase.plan.layout import to_json
 from pase.replay import timeline_io
@@ -143,3 +143,28 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
     path.write_text(" " * 100)
     with pytest.raises(PaseError, match=r"big\.json: 100 bytes; a layout has at most 99"):
         read_json(path, "a layout", 99)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested too deep"),
+        ('{"a":' * 100_000, "nested too deep"),
+        ("9" * 5000, "limit .4300 digits"),
+        (b'{"a": "\xff"}', "not text at byte 7"),
+        ('{"a": 1', "not JSON at line 1, column 8"),
+        ('{"a":\n "\\u001b[2J"}', r"x, line 2: a control character"),
+        ('{"a": "\\b"}', "control character"),
+        ('{"a\\\\\\u009b": 1}', "control character"),
+        ('"\x7f"', "control character"),
+    ],
+)
+def test_a_text_from_a_stranger_is_refused_with_its_place(text, message):
+    with pytest.raises(PaseError, match=message):
+        parse_json(text, "x")
+
+
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs"]) | st.sampled_from("\\\n\t\r")), st.booleans())
+def test_names_that_command_nothing_are_read_as_they_are(name, escaped):
+    """Backslashes before a u among them, which escape nothing."""
+    assert parse_json(json.dumps({name: "\\u001b"}, ensure_ascii=escaped), "x") == {name: "\\u001b"}

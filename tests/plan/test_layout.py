@@ -103,7 +103,7 @@ def test_uneven_and_doubled_axes_are_refused(plan):
     ("content", "message"),
     [
         (b"", "is not JSON"),
-        (b"{", "is not JSON: .* was it cut off"),
+        (b"{", "is not JSON at line 1, .* was it cut off"),
         (b"\xff\xfe", "is not text"),
         (b"[]", f"schema is None, and this pase reads '{SCHEMA}'"),
         (b"[" * 100_000, "is not JSON"),

@@ -455,7 +455,7 @@ def test_bad_requests(profile_file: Path, args: list[str], code: int, message: s
 
 def test_bad_files(tmp_path: Path) -> None:
     bad = tmp_path / "x.json"
-    for text, message in (("hello", "neither a PipeDream-style profile nor JSON"), ("{}", "schema is None")):
+    for text, message in (("hello", "is not JSON at line 1, column 1"), ("{}", "schema is None")):
         bad.write_text(text)
         status, _, stderr = run(str(bad))
         assert status == 2 and message in stderr and "x.json" in stderr

@@ -127,7 +127,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         "cut.json.gz": (gzip.compress(json.dumps(PROBLEM).encode())[:-20], "gzip data is damaged"),
         "bad.json.gz": (b"\x1f\x8b" + b"junk" * 9, "gzip data is damaged"),
         "cut.json": (json.dumps(PROBLEM).encode()[:99], "not JSON at line 1"),
-        "empty.json": (b"", "not JSON at line 1, column 1"),
+        "empty.json": (b"", "not JSON at line 1, column 1:"),
         "bytes.json": (b'{"problem": "\xff\xfe"}', "not text at byte"),
         "deep.json": (b"[" * 100_000, "nested too deep"),
     }
