@@ -184,14 +184,21 @@ class StepResult:
 
 
 def worst_difference(a: Any, b: Any) -> float:
-    """The largest |a - b| of two pytrees, relative to the largest |a|."""
+    """The largest |a - b| of two pytrees, relative to the largest |a|: 0 where they are equal, zeros too; infinite
+    where only a is zero; NaN where there is one in either.
+
+    >>> [worst_difference([1.0, 4.0], b) for b in ([1.0, 3.0], [1.0, 4.0], [1.0, float("nan")])]
+    [0.25, 0.0, nan]
+    """
     import jax
     import numpy as np
 
     pairs = [
         (np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     ]
-    return float(max(np.abs(x - y).max() for x, y in pairs) / max(np.abs(x).max() for x, _ in pairs))
+    off = np.max([np.abs(x - y).max() for x, y in pairs])  # Python's max would lose a NaN
+    with np.errstate(divide="ignore"):
+        return float(off / np.max([np.abs(x).max() for x, _ in pairs])) if off else 0.0
 
 
 def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *batch: Any) -> StepResult:

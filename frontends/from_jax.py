@@ -14,7 +14,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
-from pase.frontends.jax_control import CONTROL, AtRunTime
+from pase.frontends.jax_control import CONTROL, AtRunTime, by_body
 from pase.frontends.jax_derivatives import has_own_rule, lower_with_rule
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import Elementwise
@@ -338,6 +338,8 @@ class _JaxLowering:
                 self.env.update(dict.fromkeys(eqn.outvars))
             elif name in RULES:
                 self._primitive(eqn)
+            elif (body := jax_versions.implementation(eqn)) is not None:
+                by_body(self, eqn, body)
             elif self.unknown == "replicate":
                 self.replicate(eqn, 0.0)
             else:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pase.frontends.from_jax import _JaxLowering
     from pase.ops import GraphBuilder
 
-__all__ = ["CONTROL", "AtRunTime", "by_platform"]
+__all__ = ["CONTROL", "AtRunTime", "by_body", "by_platform"]
 
 CONTROL: Registry[Control] = Registry("JAX primitive with bodies")
 """Primitive -> how its equation is lowered: (lowering, equation, prefix of the paths inside)."""
@@ -202,7 +202,12 @@ def _one_platform(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
 @lowers_bodies(CONTROL, "custom_linear_solve", listed="opaque")
 def custom_linear_solve(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     """Not split; the work of its solver, which a backend keeps whole."""
-    lower.replicate(eqn, _flops(lower, eqn.params["jaxprs"].solve.jaxpr, lower.told))
+    by_body(lower, eqn, eqn.params["jaxprs"].solve.jaxpr)
+
+
+def by_body(lower: _JaxLowering, eqn: Any, body: Any) -> None:
+    """Not split, with the work of its body, a jaxpr; a backend keeps it whole."""
+    lower.replicate(eqn, _flops(lower, body, lower.told))
 
 
 @lowers_bodies(CONTROL, "shard_map", listed="manual")

@@ -126,14 +126,15 @@ def program_of(
         e.add_note(f"raised while pase traced {called} on the shapes of its arguments")
         raise
     if mode == "train":
-        _check_loss(called, closed.out_avals, as_shapes[0], shapes, carry)
+        _check_loss(called, closed.out_avals, as_shapes, shapes, carry)
     return JaxProgram(
         jaxpr=closed, kept=kept, out_tree=jax.tree.structure(shapes), kept_out=static_out[-1], carried=threads
     )
 
 
-def _check_loss(called: str, outs: Sequence[Tree], params: Tree, returned: Tree, carry: Carry | None) -> None:
-    """PaseError unless the function returns a loss first, and no parameters beside it, but what it carries."""
+def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, carry: Carry | None) -> None:
+    """PaseError unless the function returns a loss first, and no parameters beside it, but what it carries. What has
+    their form may be the next value of a batch argument of that form: statistics, one of each for each weight."""
     import jax
 
     if not outs or outs[0].shape != ():
@@ -144,15 +145,14 @@ def _check_loss(called: str, outs: Sequence[Tree], params: Tree, returned: Tree,
         )
     if "float" not in str(outs[0].dtype):
         raise PaseError(f"{called} returns a {outs[0].dtype} scalar: a loss must be floating-point")
-    form: Tree = jax.tree.structure(params)
-    mine = [(p.shape, p.dtype) for p in jax.tree.leaves(params)]
+
+    def form(tree: Tree) -> tuple[Tree, list[Tree]]:
+        return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+    mine, *batch = map(form, args)
     parts = returned[1] if isinstance(returned[1], tuple) else (returned[1],)
-    again = [
-        part
-        for part in parts
-        if form == jax.tree.structure(part) and [(x.shape, x.dtype) for x in jax.tree.leaves(part)] == mine
-    ]
-    if again and len(mine) > 1 and not carry:
+    again = [form(part) for part in parts].count(mine) > batch.count(mine)
+    if again and len(mine[1]) > 1 and not carry:
         raise PaseError(
             f"{called} returns new parameters beside a scalar: it is a train step and not a loss. Give the loss "
             f"function, or the step as step(params, opt_state, *batch) -> (params, opt_state, …) with mode='step'"

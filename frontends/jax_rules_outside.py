@@ -201,14 +201,3 @@ def _maybe_set(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Seque
             b, "maybe_set", [stack, row, *scalars], stack.shape, [False, *_kept(stack.shape, row.shape)[1:]]
         )
     ]
-
-
-@lowers("vprim")
-def _batched_primitive(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """A primitive of Equinox under vmap, which it keeps as it was; not split."""
-    if str(eqn.params["prim"]) not in RULES:
-        raise UnknownOp(
-            f"no lowering for Equinox's primitive '{eqn.params['prim']}' at {b.source or 'an unknown line'}.\n"
-            f"Add one to frontends/jax_rules_outside.py, or pass unknown='replicate' (the op is then not split)."
-        )
-    return _opaque(b, eqn, ins, flops=max(_count(_shape(v)) for v in (*eqn.invars, *eqn.outvars)))

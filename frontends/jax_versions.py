@@ -30,6 +30,7 @@ __all__ = [
     "evaluate",
     "flash_attention",
     "flash_attention_backward",
+    "implementation",
     "is_dropped",
     "is_literal",
     "opened",
@@ -249,6 +250,18 @@ def _debug_info_inside(eqn: Any) -> Any:
     """That of the jaxpr which a call calls, to run the call by itself."""
     jaxpr = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
     return opened(jaxpr)[0].debug_info._replace(arg_names=None, result_paths=None)
+
+
+def implementation(eqn: Any) -> Any:
+    """The jaxpr of a primitive that a library defines by JAX code of its own; None: it is one of JAX's."""
+    import jax
+
+    code: Any = getattr(eqn.primitive, "impl", None)
+    module = str(getattr(getattr(code, "func", code), "__module__", "jax"))
+    if module.partition(".")[0] == "jax":
+        return None
+    given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(lambda *args: code(*args, **eqn.params))(*given).jaxpr
 
 
 def evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:

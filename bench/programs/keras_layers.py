@@ -37,7 +37,6 @@ _LAYERS: Mapping[str, tuple[tuple[int, ...], MakeLayer]] = {
     "group_normalization": (_IMAGE, lambda k: k.GroupNormalization(groups=4)),
     "layer_normalization": (_SEQUENCE, lambda k: k.LayerNormalization()),
     "rms_normalization": (_SEQUENCE, lambda k: k.RMSNormalization()),
-    "unit_normalization": (_SEQUENCE, lambda k: k.UnitNormalization()),
     "spectral_normalization": (_ROW, lambda k: k.SpectralNormalization(k.Dense(32))),
     "max_pooling1d": (_SEQUENCE, lambda k: k.MaxPooling1D(2)),
     "max_pooling2d": (_IMAGE, lambda k: k.MaxPooling2D(3, strides=2, padding="same")),

@@ -164,6 +164,25 @@ def test_what_is_no_loss_is_said() -> None:
         pase.compile(with_statistics, PARAMS, X, stats, devices=8, carry={1: (1, "nothing")})
 
 
+def test_statistics_of_the_parameters_form_are_no_parameters() -> None:
+    """A batch normalization of Keras alone: two weights and two statistics, each of a channel."""
+
+    def loss(p: Any, stats: Any, x: Any) -> Any:
+        mean, spread = jnp.mean(x, 0), jnp.var(x, 0)
+        made = (x - mean) / jnp.sqrt(spread + 1e-3) * p[0] + p[1]
+        return jnp.mean(made**2), [0.9 * stats[0] + 0.1 * mean, 0.9 * stats[1] + 0.1 * spread]
+
+    ones = [jnp.ones(16), jnp.ones(16)]
+    assert pase.compile(loss, ones, ones, X[:, :16], devices=8)
+
+    def with_momentum(p: Any, momentum: Any, x: Any) -> Any:
+        value, rest = loss(p, momentum, x)
+        return value, rest, p
+
+    with pytest.raises(PaseError, match="returns new parameters"):
+        pase.compile(with_momentum, ones, ones, X[:, :16], devices=8)
+
+
 def test_a_users_exception_stays_what_it_is() -> None:
     def loss(p: Any, x: Any) -> Any:
         return {}["missing"]

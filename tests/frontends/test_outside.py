@@ -70,3 +70,30 @@ def test_zeros_between_inputs_are_no_work() -> None:
     graph = trace(fn, S((4, 4, 8, 16), jnp.float32), S((8, 8, 8, 8), jnp.float32)).graph
     (conv,) = [n for n in graph.nodes if n.kind == "conv"]
     assert conv.ops[0].flops_per_point == 2.0 / 4
+
+
+def _solved(a: Any, b: Any) -> Any:
+    return jnp.linalg.solve(a, b), a @ a @ a
+
+
+def test_a_primitive_of_a_library_costs_what_its_own_code_costs() -> None:
+    """Lineax and Equinox define primitives by JAX code, which JAX inlines where it compiles them."""
+    solve = jax.extend.core.Primitive("solved_by_a_library")
+    solve.multiple_results = True
+    solve.def_impl(_solved)
+    solve.def_abstract_eval(lambda a, b: (b, a))
+    square, right = S((32, 32), jnp.float32), S((32, 4), jnp.float32)
+
+    def flops(fn: Any) -> float:
+        graph = trace(fn, square, right, mode="inference").graph
+        ops = [op for n in graph.nodes for op in n.ops if op.kind not in ("parameter", "input")]
+        return sum(op.flops_per_point for op in ops if op.name == "solved_by_a_library")
+
+    assert flops(lambda a, b: solve.bind(a, b)) >= 2 * 2 * 32**3
+
+
+def test_a_primitive_without_code_or_rule_is_refused() -> None:
+    bare = jax.extend.core.Primitive("bare")
+    bare.def_abstract_eval(lambda x: x)
+    with pytest.raises(UnknownOp, match=r"no lowering for JAX primitive 'bare' at .*test_outside\.py"):
+        trace(lambda p, x: bare.bind(x) @ p, W, X, mode="inference")
