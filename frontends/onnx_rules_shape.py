@@ -339,7 +339,7 @@ def _position(c: OnnxCall, i: int, n: int) -> int:
 
 
 @lowers("SequenceAt")
-def _at(c: OnnxCall) -> Value:
+def _sequence_at(c: OnnxCall) -> Value:
     items = _items(c)
     return items[_position(c, 1, len(items))]
 

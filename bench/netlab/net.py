@@ -78,8 +78,8 @@ def unavailable() -> str | None:
     if tried.returncode:
         return f"network namespaces cannot be made here: {tried.stderr.strip()}"
     try:
-        _in(probe, "ip", "link", "add", "one", "type", "veth", "peer", "name", "two")
-        _in(probe, "tc", *_limit("one", 100.0))
+        _inside(probe, "ip", "link", "add", "one", "type", "veth", "peer", "name", "two")
+        _inside(probe, "tc", *_limit("one", 100.0))
     except LabError as e:
         return f"links cannot be limited here: {e}"
     finally:
@@ -94,7 +94,7 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-def _in(namespace: str, *command: str) -> str:
+def _inside(namespace: str, *command: str) -> str:
     return _run("ip", "netns", "exec", namespace, *command)
 
 
@@ -188,8 +188,8 @@ class Network:
         for rack, hosts in enumerate(t.racks):
             switch = f"{PREFIX}s{rack}"
             _run("ip", "netns", "add", switch)
-            _in(switch, "ip", "link", "add", "br0", "type", "bridge")
-            _in(switch, "ip", "link", "set", "br0", "up")
+            _inside(switch, "ip", "link", "add", "br0", "type", "bridge")
+            _inside(switch, "ip", "link", "set", "br0", "up")
             for _ in range(hosts):
                 self._host(number, switch)
                 number += 1
@@ -204,10 +204,10 @@ class Network:
         _run(
             "ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch
         )
-        _in(switch, "ip", "link", "set", port, "master", "br0", "up")
-        _in(name, "ip", "link", "set", "lo", "up")
-        _in(name, "ip", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
-        _in(name, "ip", "link", "set", "eth0", "up")
+        _inside(switch, "ip", "link", "set", port, "master", "br0", "up")
+        _inside(name, "ip", "link", "set", "lo", "up")
+        _inside(name, "ip", "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+        _inside(name, "ip", "link", "set", "eth0", "up")
         # gloo binds to what the host's name resolves to; ip netns exec shows this file as /etc/hosts.
         folder = ETC / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +219,7 @@ class Network:
         (a, core), (b, _) = ends
         _run("ip", "link", "add", a, "netns", core, "type", "veth", "peer", "name", b, "netns", switch)
         for end, place in ends:
-            _in(place, "ip", "link", "set", end, "master", "br0", "up")
+            _inside(place, "ip", "link", "set", end, "master", "br0", "up")
 
     def limit(self, host_mbit: float, uplink_mbit: float = 0.0) -> None:
         """Sets the links' rates, also while programs run; 0: none."""
@@ -236,7 +236,7 @@ class Network:
 
     def _set(self, place: str, device: str, mbit: float) -> None:
         if mbit:
-            _in(place, "tc", *_limit(device, mbit))
+            _inside(place, "tc", *_limit(device, mbit))
         else:
             subprocess.run(
                 ["ip", "netns", "exec", place, "tc", "qdisc", "del", "dev", device, "root"],

@@ -1,7 +1,7 @@
 """How a strategy's seconds add up, and how the cheapest strategy on a mesh is found under that.
 
 ``Summed``: everything is on the way. ``HiddenGradients``: the synchronisation of gradients hides behind backward's
-compute. A further mode is a class with these members and an entry in ``PRICINGS``.
+compute. A further mode is a class with these members, registered in ``PRICINGS``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from pase.compiler.overlap import Hiding, build_hiding, exposed, solve_hiding
 from pase.ir import Graph
 from pase.machine import CostModel, Mesh
+from pase.registry import Registry
 from pase.search import Solution, solve
 from pase.tables import CostTables
 from pase.tables.build import Space, build
@@ -27,6 +28,11 @@ def _solve(tables: CostTables, part: float) -> Solution:
     return solve(tables)
 
 
+PRICINGS: Registry[type[Summed]] = Registry("overlap")
+"""``CompileOptions.overlap`` -> what it means."""
+
+
+@PRICINGS.register("none")
 class Summed:
     """A step takes the sum of its compute and its communication. Tables are built once per mesh."""
 
@@ -56,6 +62,7 @@ class Summed:
         return summed
 
 
+@PRICINGS.register("gradients")
 class HiddenGradients(Summed):
     """Of the gradients' synchronisation only what backward cannot hide is priced (``pase.compiler.overlap``)."""
 
@@ -78,7 +85,3 @@ class HiddenGradients(Summed):
 
     def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float) -> float:
         return exposed(self.hiding(mesh), dict(configs))
-
-
-PRICINGS: dict[str, type[Summed]] = {"none": Summed, "gradients": HiddenGradients}
-"""``CompileOptions.overlap`` -> what it means."""

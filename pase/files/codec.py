@@ -205,7 +205,7 @@ def _explain(tree: Any, form: type, message: str) -> str:
         return (
             f"at {_text(path)}: each key {_wanted(keys, said)}, got {_culprit(tree, form, path, message)!r}"
         )
-    return f"at {_text(path)}: {_wanted(_types_at(form, path), said)}, got {_shown(_at(tree, path))}"
+    return f"at {_text(path)}: {_wanted(_types_at(form, path), said)}, got {_shown(_value_at(tree, path))}"
 
 
 def _wanted(types: Iterable[Any], said: str) -> str:
@@ -224,7 +224,7 @@ def _wanted(types: Iterable[Any], said: str) -> str:
 
 def _culprit(tree: Any, form: type, path: KeyPath, message: str) -> str:
     """The key of the mapping at ``path`` whose value is the first to give this message, by halving."""
-    items = list(_at(tree, path).items())
+    items = list(_value_at(tree, path).items())
     low, high = 0, len(items)
     while high - low > 1:
         middle = (low + high) // 2
@@ -236,7 +236,7 @@ def _culprit(tree: Any, form: type, path: KeyPath, message: str) -> str:
     return str(items[high - 1][0])
 
 
-def _at(tree: Any, path: KeyPath) -> Any:
+def _value_at(tree: Any, path: KeyPath) -> Any:
     for step in path:
         tree = tree[step]
     return tree

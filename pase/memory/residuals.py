@@ -89,13 +89,13 @@ def _root(
         large = [
             a.tensor
             for a in op.reads
-            if a.tensor not in constant and a.tensor in maker and _of(graph, a.tensor, size)
+            if a.tensor not in constant and a.tensor in maker and _as_large(graph, a.tensor, size)
         ]
         if len(set(large)) != 1:
             return t if large else None
         t = large[0]
 
 
-def _of(graph: Graph, t: str, size: Size) -> bool:
+def _as_large(graph: Graph, t: str, size: Size) -> bool:
     """Is the tensor as large as its reader's result?"""
     return bool(graph.tensors[t].elements == size)

@@ -109,7 +109,7 @@ def _parts(
     while len(small) > most or (len(small) > 1 and small[0][1].shape[1:] != shape):
         (a, table), (b, other), *rest = small
         own = pool.joint(a, b)
-        added = _at(table, a, own, pool) + _at(other, b, own, pool)
+        added = _table_for(table, a, own, pool) + _table_for(other, b, own, pool)
         small = sorted([(own, added), *rest], key=lambda p: p[1].size)
     out = []
     for view, table in small:
@@ -118,7 +118,7 @@ def _parts(
     return out
 
 
-def _at(table: np.ndarray, have: ConfigPartition, want: ConfigPartition, pool: Pool) -> np.ndarray:
+def _table_for(table: np.ndarray, have: ConfigPartition, want: ConfigPartition, pool: Pool) -> np.ndarray:
     return table if have is want else table.take(pool.sub(have, want), axis=0)
 
 
