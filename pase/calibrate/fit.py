@@ -27,6 +27,7 @@ from pase.machine.tables import matmul_flops_per_s
 
 __all__ = ["Ceilings", "Fitted", "Refused", "fit", "fit_line"]
 
+_XLA_TILE = (8, 128)
 _FILLED_AT_MOST = 0.25
 _SLACK = 0.15
 _LEAST_LIGHT = 0.01
@@ -351,6 +352,53 @@ def fit(
     curves = _collectives(work, joined=on_cpu)
     links = _links(work, levels, curves)
     host = _host(work)
+    _check_physics(work, tables, memory, curves, ceilings)
+    if work.problems:
+        raise Refused(work.problems, work.doubtful)
+    assert memory is not None
+    rate = memory.nbytes[-1] / memory.seconds[-1]
+    efficiency = _efficiency(work, tables[0], rate, on_cpu)
+    if not links:
+        # One device: nothing joins it to another, but a machine file has a level. Its memory stands in.
+        links = [LinkLevel(name="memory", ways=0, latency_s=launch[0], bandwidth_bytes_per_s=rate)]
+        work.notes.append("one device: no link was measured; the file's one level is the device's own memory")
+    habits, sources = _habits(provenance, host)
+    sources = _sources(provenance, bool(curves)) | sources
+    sources["levels.ways"] = "as the devices lay when measured; the last: any number"
+    machine = Machine(
+        name=name,
+        title=f"{device_name}, measured",
+        device=Device(
+            name=device_name,
+            peak_flops={t.dtype: max(t.flops_per_s) for t in tables},
+            memory_bytes=memory_bytes,
+            memory_bandwidth_bytes_per_s=rate,
+            efficiency=efficiency,
+            vector_flops=vector[0] if vector else None,
+            launch_s=launch[0] if launch else 0.0,
+            matmul_tables=tuple(tables),
+            memory_curve=memory,
+            memory_tile=_XLA_TILE if provenance.get("platform") == "tpu" else (),
+        ),
+        levels=tuple(links),
+        collectives=curves,
+        **habits,
+        sources=sources,
+        provenance=dict(provenance),
+    )
+    return Fitted(
+        machine=machine, smoothed=work.smoothed, checks=_checks(work, tables), notes=tuple(work.notes)
+    )
+
+
+def _check_physics(
+    work: _Fitting,
+    tables: Sequence[MatmulTable],
+    memory: Curve | None,
+    curves: Sequence[CollectiveCurve],
+    ceilings: Ceilings,
+) -> None:
+    """Adds to the problems what was not measured, and rates that no such device reaches."""
     if not tables:
         work.problems.append("no matmul table: nothing of it was measured; raise --budget and run again")
     for table in tables:
@@ -373,64 +421,47 @@ def fit(
             work.problems.append(
                 f"{c.kind} over {list(c.ways)}: {rate:.3g} bytes/s, more than the device's memory moves: not physical"
             )
-    if work.problems:
-        raise Refused(work.problems, work.doubtful)
-    assert memory is not None
-    conv = _conv_efficiency(work, tables[0], on_cpu)
-    efficiency = {"conv": conv} if conv is not None else {}
+
+
+def _efficiency(work: _Fitting, table: MatmulTable, rate: float, on_cpu: bool) -> dict[str, float]:
+    """The parts of the peak that other work reaches. rate: bytes/s of the memory."""
+    conv = _conv_efficiency(work, table, on_cpu)
     if conv is None:
         work.notes.append("convolutions were not measured: they are priced as matmuls of the same extents")
-    if not links:
-        # One device: nothing joins it to another, but a machine file has a level. Its memory stands in.
-        rate = memory.nbytes[-1] / memory.seconds[-1]
-        links = [LinkLevel(name="memory", ways=0, latency_s=launch[0], bandwidth_bytes_per_s=rate)]
-        work.notes.append("one device: no link was measured; the file's one level is the device's own memory")
-    measured = f"measured: pase calibrate, {provenance.get('date', 'undated')}"
+    # Other compilers run light ops inside of kernels; on a CPU each passes through memory by itself.
+    light = _light_efficiency(work, table, rate) if on_cpu else None
+    found = {"conv": conv, "memory": light}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _measured(provenance: Mapping[str, str]) -> str:
+    return f"measured: pase calibrate, {provenance.get('date', 'undated')}"
+
+
+def _sources(provenance: Mapping[str, str], collectives: bool) -> dict[str, str]:
+    """Where the numbers are from that every machine has."""
+    measured = _measured(provenance)
     sources = {"device": measured, "levels": f"{measured}; from all-gather, taken for a ring"}
     sources["device.memory_bytes"] = provenance.get("memory", "as the device reports it")
-    if curves:
+    if collectives:
         sources["collectives"] = measured
+    return sources
+
+
+def _habits(provenance: Mapping[str, str], host: Host | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """(what the platform's compiler and the host do, as fields of the machine; the sources of these)."""
     habits: dict[str, Any] = {}
-    if on_cpu:
-        # Other compilers run light ops inside of kernels; here each passes through memory by itself.
-        light = _light_efficiency(work, tables[0], memory.nbytes[-1] / memory.seconds[-1])
-        if light is not None:
-            efficiency["memory"] = light
-        habits = {"bucket_bytes": 0.0, "sums_readers": False}
+    sources: dict[str, str] = {}
+    if provenance.get("platform") == "cpu":
+        habits |= {"bucket_bytes": 0.0, "sums_readers": False}
         sources["bucket_bytes"] = "XLA's CPU pipeline combines no collectives, as read in what it compiles"
-    memory_tile: tuple[int, ...] = ()
     if provenance.get("platform") == "tpu":
-        habits, memory_tile = {"fuses_products": True}, (8, 128)
+        habits["fuses_products"] = True
         sources["device.memory_tile"] = (
             "XLA (openxla.org/xla/tiled_layout), as read in what it compiles for TPU"
         )
     if host is not None:
         habits["host"] = host
-        sources["host"] = (
-            f"{measured}; the host running ahead of its devices, launches from {provenance.get('framework', 'JAX')}"
-        )
-    sources["levels.ways"] = "as the devices lay when measured; the last: any number"
-    machine = Machine(
-        name=name,
-        title=f"{device_name}, measured",
-        device=Device(
-            name=device_name,
-            peak_flops={t.dtype: max(t.flops_per_s) for t in tables},
-            memory_bytes=memory_bytes,
-            memory_bandwidth_bytes_per_s=memory.nbytes[-1] / memory.seconds[-1],
-            efficiency=efficiency,
-            vector_flops=vector[0] if vector else None,
-            launch_s=launch[0] if launch else 0.0,
-            matmul_tables=tuple(tables),
-            memory_curve=memory,
-            memory_tile=memory_tile,
-        ),
-        levels=tuple(links),
-        collectives=curves,
-        **habits,
-        sources=sources,
-        provenance=dict(provenance),
-    )
-    return Fitted(
-        machine=machine, smoothed=work.smoothed, checks=_checks(work, tables), notes=tuple(work.notes)
-    )
+        launches = f"launches from {provenance.get('framework', 'JAX')}"
+        sources["host"] = f"{_measured(provenance)}; the host running ahead of its devices, {launches}"
+    return habits, sources

@@ -74,6 +74,10 @@ class Rows:
         return np.cumsum(out, axis=1)
 
 
+Spans = dict[tuple[int, int], np.ndarray]
+"""Interval of the profile -> bytes above the least that a node's configs hold there, float64 [K]."""
+
+
 def memory_rows(
     memory: MemoryProfile,
     sizes: list[int],
@@ -86,6 +90,35 @@ def memory_rows(
     fixed_bytes: (original node, bytes it holds whatever is chosen).
     """
     points = int(memory.stop.max(initial=0))
+    spans, fixed = _variable(memory, members, fixed_bytes, points)
+    capacity = memory.limit_bytes - fixed
+    times = np.array(sorted({t for mine in spans for span in mine for t in span}), np.int64)
+    slot = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    if not times.size:
+        room = capacity.min(initial=np.inf)
+        return _without_events(slot, room if np.isfinite(room) else 0.0)
+    outside = np.concatenate([capacity[: times[0]], capacity[times[-1] :]]).min(initial=np.inf)
+    # Points between two events of the variable bytes share their live set: the tightest one speaks for all.
+    cuts = times[:-1]
+    tight = np.minimum.reduceat(capacity[: times[-1]], cuts) if cuts.size else np.zeros(0)
+    keep = _binding(spans, times, tight)
+    rank = np.concatenate([[0], np.cumsum(keep)]).astype(np.int64)  # interval index -> kept point
+    kept, when = tight[keep], cuts[keep]
+    if outside < 0 or bool((tight[~keep] < 0).any()):
+        # A point that no choice can satisfy: its shortage stays visible as a point of its own.
+        kept = np.append(kept, min(outside, float(tight[~keep].min(initial=0.0))))
+        when = np.append(when, points)
+    ptr, point, change = _events(spans, times, rank, sizes)
+    return Rows(capacity=kept, when=when, slot=slot, ptr=ptr, point=point, change=change)
+
+
+def _variable(
+    memory: MemoryProfile,
+    members: list[list[tuple[int, np.ndarray]]],
+    fixed_bytes: list[tuple[int, float]],
+    points: int,
+) -> tuple[list[Spans], np.ndarray]:
+    """(per kept node what its configs hold above their least, bytes held whatever is chosen: float64 [points])."""
     base = np.zeros(points + 1)
 
     def hold(v: int, nbytes: float) -> None:
@@ -95,68 +128,59 @@ def memory_rows(
     for v, nbytes in fixed_bytes:
         if memory.stop[v] > memory.start[v]:
             hold(v, nbytes)
-    spans: list[dict[tuple[int, int], np.ndarray]] = []  # per kept node: interval -> excess bytes [K]
+    spans: list[Spans] = []
     for group in members:
-        mine: dict[tuple[int, int], np.ndarray] = {}
+        mine: Spans = {}
         for v, configs in group:
             if memory.stop[v] <= memory.start[v]:
                 continue
-            nbytes = memory.bytes[v][configs]
-            least = float(nbytes.min())
+            held = memory.bytes[v][configs]
+            least = float(held.min())
             hold(v, least)
-            if nbytes.max() > least:
+            if held.max() > least:
                 span = (int(memory.start[v]), int(memory.stop[v]))
-                excess = nbytes - least
+                excess = held - least
                 mine[span] = mine[span] + excess if span in mine else excess
         spans.append(mine)
-    capacity = memory.limit_bytes - np.cumsum(base)[:points]
-    # Points between two events of the variable bytes share their live set: the tightest one speaks.
-    times = sorted({t for mine in spans for span in mine for t in span})
-    slot = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    if not times:
-        tight = np.array([capacity.min(initial=np.inf)])
-        tight = tight if np.isfinite(tight[0]) else np.zeros(1)
-        empty = np.zeros(int(slot[-1]) + 1, np.int64)
-        return Rows(
-            capacity=tight,
-            when=np.zeros(1, np.int64),
-            slot=slot,
-            ptr=empty,
-            point=np.zeros(0, np.int64),
-            change=np.zeros(0),
-        )
-    outside = np.concatenate([capacity[: times[0]], capacity[times[-1] :]]).min(initial=np.inf)
-    number = {t: i for i, t in enumerate(times)}
-    cuts = np.array(times[:-1])
-    tight = np.minimum.reduceat(capacity[: times[-1]], cuts) if cuts.size else np.zeros(0)
-    peak = np.zeros(len(times))
+    return spans, np.cumsum(base)[:points]
+
+
+def _without_events(slot: np.ndarray, room: float) -> Rows:
+    """The constraint that is left where no config holds more than another."""
+    return Rows(
+        capacity=np.array([room]),
+        when=np.zeros(1, np.int64),
+        slot=slot,
+        ptr=np.zeros(int(slot[-1]) + 1, np.int64),
+        point=np.zeros(0, np.int64),
+        change=np.zeros(0),
+    )
+
+
+def _binding(spans: list[Spans], times: np.ndarray, tight: np.ndarray) -> np.ndarray:
+    """bool [intervals between times]: not those that cannot bind, nor where a neighbour with all its bytes has no
+    more room."""
+    number = {int(t): i for i, t in enumerate(times)}
+    peak = np.zeros(times.size)
+    starts, ends = np.zeros(times.size, bool), np.zeros(times.size, bool)
     for mine in spans:
         for (a, b), excess in mine.items():
             peak[number[a]] += excess.max()
             peak[number[b]] -= excess.max()
-    peak = np.cumsum(peak)[: cuts.size]
-    starts = np.zeros(len(times), bool)
-    ends = np.zeros(len(times), bool)
-    for mine in spans:
-        for a, b in mine:
-            starts[number[a]] = True
-            ends[number[b]] = True
-    keep = np.zeros(cuts.size, bool)
-    for i in range(cuts.size):
-        # Dropped where it cannot bind, or where a neighbour with all its bytes has no more room.
-        if peak[i] <= tight[i]:
-            continue
-        if not ends[i + 1] and i + 1 < cuts.size and tight[i + 1] <= tight[i]:
-            continue
-        if not starts[i] and i > 0 and tight[i - 1] <= tight[i]:
-            continue
-        keep[i] = True
-    extra = outside < 0 or bool((tight[~keep] < 0).any())
-    rank = np.concatenate([[0], np.cumsum(keep)]).astype(np.int64)  # interval index -> kept point
-    kept, when = tight[keep], cuts[keep]
-    if extra:  # a point that no choice can satisfy: keep its shortage visible as a point of its own
-        kept = np.append(kept, min(outside, float(tight[~keep].min(initial=0.0))))
-        when = np.append(when, points)
+            starts[number[a]] = ends[number[b]] = True
+    over = np.cumsum(peak)[: tight.size] > tight
+    for i in np.flatnonzero(over):
+        behind = i + 1 < tight.size and not ends[i + 1] and tight[i + 1] <= tight[i]
+        before = i > 0 and not starts[i] and tight[i - 1] <= tight[i]
+        over[i] = not (behind or before)
+    return over
+
+
+def _events(
+    spans: list[Spans], times: np.ndarray, rank: np.ndarray, sizes: list[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ptr, point, change) of ``Rows``; rank: index of a time -> kept point."""
+    number = {int(t): i for i, t in enumerate(times)}
     ptr = [0]
     point: list[np.ndarray] = []
     change: list[np.ndarray] = []
@@ -176,11 +200,9 @@ def memory_rows(
             point.append(times_k[nonzero])
             change.append(total[nonzero])
             ptr.append(ptr[-1] + int(nonzero.sum()))
-    return Rows(
-        capacity=kept,
-        when=when,
-        slot=slot,
-        ptr=np.array(ptr, np.int64),
-        point=np.concatenate(point) if point else np.zeros(0, np.int64),
-        change=np.concatenate(change) if change else np.zeros(0),
+    none = np.zeros(0, np.int64)
+    return (
+        np.array(ptr, np.int64),
+        np.concatenate(point) if point else none,
+        np.concatenate(change) if change else none.astype(float),
     )
