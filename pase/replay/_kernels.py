@@ -9,6 +9,8 @@ its device from its own start until the latest member's start + its own duration
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -92,6 +94,194 @@ def _turn_pop(times, who, size):  # type: ignore[no-untyped-def]
         i = child
 
 
+class Simulation(NamedTuple):
+    """What is given (``simulate``), what was found so far, and the queues.
+
+    missing: int64 [n], predecessors that have not finished. base: int64 [devices + 1], where a device's queues begin in
+    ``waiting`` (ready, by the time) and ``open_`` (to choose from), which hold ``*_size`` tasks each. free: when the
+    device is; blocked: in a collective; last: its last task; promised: when its next start is due. arrived, latest,
+    head: of each gang; chain: its members, a linked list. turn_time, turn_who: a heap of promises. pending: tasks that
+    end together. counts: int64 [2], promises in the heap, tasks started.
+    """
+
+    device: np.ndarray
+    duration: np.ndarray
+    priority: np.ndarray
+    gang: np.ndarray
+    gang_size: np.ndarray
+    ptr: np.ndarray
+    dst: np.ndarray
+    lag: np.ndarray
+    start: np.ndarray
+    finish: np.ndarray
+    ready: np.ndarray
+    ready_cause: np.ndarray
+    cause: np.ndarray
+    order: np.ndarray
+    missing: np.ndarray
+    base: np.ndarray
+    waiting: np.ndarray
+    waiting_size: np.ndarray
+    open_: np.ndarray
+    open_size: np.ndarray
+    free: np.ndarray
+    blocked: np.ndarray
+    last: np.ndarray
+    promised: np.ndarray
+    arrived: np.ndarray
+    latest: np.ndarray
+    chain: np.ndarray
+    head: np.ndarray
+    turn_time: np.ndarray
+    turn_who: np.ndarray
+    pending: np.ndarray
+    counts: np.ndarray
+
+
+_TURNS, _DONE = 0, 1  # of counts
+
+
+# Inlined: numba counts a reference for each array of a tuple that a call takes.
+@njit(cache=True, inline="always")
+def _wait(s, i):  # type: ignore[no-untyped-def]
+    """All predecessors of task i have finished: it waits for its time."""
+    d = s.device[i]
+    _push(s.waiting, s.base[d], s.waiting_size[d], i, s.priority, s.ready, True)
+    s.waiting_size[d] += 1
+
+
+@njit(cache=True, inline="always")
+def _promise(s, d):  # type: ignore[no-untyped-def]
+    """Device d has a task that it may start: its next turn, unless an earlier one is due."""
+    when = s.free[d]
+    if not s.open_size[d]:
+        when = max(when, s.ready[s.waiting[s.base[d]]])
+    if when < s.promised[d]:
+        s.promised[d] = when
+        _turn_push(s.turn_time, s.turn_who, s.counts[_TURNS], when, d)
+        s.counts[_TURNS] += 1
+
+
+@njit(cache=True, inline="always")
+def _take(s, d, now):  # type: ignore[no-untyped-def]
+    """Remove and return the task that device d runs now."""
+    b = s.base[d]
+    while s.waiting_size[d] and s.ready[s.waiting[b]] <= now:
+        i = _pop(s.waiting, b, s.waiting_size[d], s.priority, s.ready, True)
+        s.waiting_size[d] -= 1
+        _push(s.open_, b, s.open_size[d], i, s.priority, s.ready, False)
+        s.open_size[d] += 1
+    i = _pop(s.open_, b, s.open_size[d], s.priority, s.ready, False)
+    s.open_size[d] -= 1
+    return i
+
+
+@njit(cache=True, inline="always")
+def _begin(s, i, now):  # type: ignore[no-untyped-def]
+    """Task i starts; what fixed that: the device's previous task, or the last dependency."""
+    d = s.device[i]
+    s.start[i] = now
+    if s.last[d] >= 0 and s.free[d] >= s.ready[i]:
+        s.cause[i] = s.last[d]
+    else:
+        s.cause[i] = s.ready_cause[i]
+    s.order[s.counts[_DONE]] = i
+    s.counts[_DONE] += 1
+    s.last[d] = i
+
+
+@njit(cache=True, inline="always")
+def _end(s, i, now):  # type: ignore[no-untyped-def]
+    """How many tasks are now known to end, in ``pending``: task i, or the collective that was waiting for it."""
+    g = s.gang[i]
+    if g < 0:
+        s.finish[i] = now + s.duration[i]
+        s.pending[0] = i
+        return 1
+    s.arrived[g] += 1
+    s.chain[i] = s.head[g]
+    s.head[g] = i
+    s.blocked[s.device[i]] = True
+    if s.latest[g] < 0 or s.start[s.latest[g]] < now:
+        s.latest[g] = i
+    ended = 0
+    if s.arrived[g] == s.gang_size[g]:
+        at = s.start[s.latest[g]]
+        j = s.head[g]
+        while j >= 0:
+            s.finish[j] = at + s.duration[j]
+            s.blocked[s.device[j]] = False
+            s.pending[ended] = j
+            ended += 1
+            j = s.chain[j]
+    return ended
+
+
+@njit(cache=True, inline="always")
+def _hand_on(s, j):  # type: ignore[no-untyped-def]
+    """Task j hands its end on to those that wait for it."""
+    for e in range(s.ptr[j], s.ptr[j + 1]):
+        t = s.dst[e]
+        when = s.finish[j] + s.lag[e]
+        if when > s.ready[t] or (s.ready_cause[t] < 0 and when >= s.ready[t]):
+            s.ready[t] = when
+            s.ready_cause[t] = j
+        s.missing[t] -= 1
+        if s.missing[t] == 0:
+            _wait(s, t)
+            if not s.blocked[s.device[t]] and s.device[t] != s.device[j]:
+                _promise(s, s.device[t])
+
+
+@njit(cache=True)
+def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free):  # type: ignore[no-untyped-def]
+    """Nothing has started."""
+    n, devices = len(device), len(device_free)
+    missing = np.zeros(n, np.int64)
+    for t in dst:
+        missing[t] += 1
+    base = np.zeros(devices + 1, np.int64)
+    for d in device:
+        base[d + 1] += 1
+    for d in range(devices):
+        base[d + 1] += base[d]
+    turns = 2 * n + 3 * devices + 8
+    return Simulation(
+        device=device,
+        duration=duration,
+        priority=priority,
+        gang=gang,
+        gang_size=gang_size,
+        ptr=ptr,
+        dst=dst,
+        lag=lag,
+        start=np.full(n, np.nan),
+        finish=np.full(n, np.nan),
+        ready=release.copy(),
+        ready_cause=np.full(n, -1, np.int64),
+        cause=np.full(n, -1, np.int64),
+        order=np.empty(n, np.int64),
+        missing=missing,
+        base=base,
+        waiting=np.empty(n, np.int64),
+        waiting_size=np.zeros(devices, np.int64),
+        open_=np.empty(n, np.int64),
+        open_size=np.zeros(devices, np.int64),
+        free=device_free.copy(),
+        blocked=np.zeros(devices, np.bool_),
+        last=np.full(devices, -1, np.int64),
+        promised=np.full(devices, np.inf),
+        arrived=np.zeros(len(gang_size), np.int64),
+        latest=np.full(len(gang_size), -1, np.int64),
+        chain=np.full(n, -1, np.int64),
+        head=np.full(len(gang_size), -1, np.int64),
+        turn_time=np.empty(turns),
+        turn_who=np.empty(turns, np.int64),
+        pending=np.empty(n + 1, np.int64),
+        counts=np.zeros(2, np.int64),
+    )
+
+
 @njit(cache=True)
 def simulate(  # type: ignore[no-untyped-def]
     device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free
@@ -101,130 +291,29 @@ def simulate(  # type: ignore[no-untyped-def]
     device_free: float64 [devices], when each device is first free. order: tasks as they started, [done].
     ``done < n`` means a cycle, or collectives that wait for each other.
     """
-    n = len(device)
-    devices = len(device_free)
-    start = np.full(n, np.nan)
-    finish = np.full(n, np.nan)
-    ready = release.copy()
-    ready_cause = np.full(n, -1, np.int64)
-    cause = np.full(n, -1, np.int64)
-    missing = np.zeros(n, np.int64)
-    for e in range(len(dst)):
-        missing[dst[e]] += 1
-    base = np.zeros(devices + 1, np.int64)
-    for i in range(n):
-        base[device[i] + 1] += 1
-    for d in range(devices):
-        base[d + 1] += base[d]
-    waiting = np.empty(n, np.int64)
-    open_ = np.empty(n, np.int64)
-    waiting_size = np.zeros(devices, np.int64)
-    open_size = np.zeros(devices, np.int64)
-    free = device_free.copy()
-    blocked = np.zeros(devices, np.bool_)
-    last = np.full(devices, -1, np.int64)
-    promised = np.full(devices, np.inf)
-    arrived = np.zeros(len(gang_size), np.int64)
-    latest = np.full(len(gang_size), -1, np.int64)
-    # Members of each gang as they arrive, in a linked list.
-    chain = np.full(n, -1, np.int64)
-    head = np.full(len(gang_size), -1, np.int64)
-    turn_time = np.empty(2 * n + 3 * devices + 8)
-    turn_who = np.empty(2 * n + 3 * devices + 8, np.int64)
-    turns = 0
-    order = np.empty(n, np.int64)
-    done = 0
-    # A task that finished hands its time on; pending holds such tasks.
-    pending = np.empty(n + 1, np.int64)
-    for i in range(n):
-        if missing[i] == 0:
-            d = device[i]
-            _push(waiting, base[d], waiting_size[d], i, priority, ready, True)
-            waiting_size[d] += 1
-    for d in range(devices):
-        if waiting_size[d]:
-            promised[d] = max(free[d], ready[waiting[base[d]]])
-            _turn_push(turn_time, turn_who, turns, promised[d], d)
-            turns += 1
-    while turns:
-        now = turn_time[0]
-        d = turn_who[0]
-        _turn_pop(turn_time, turn_who, turns)
-        turns -= 1
-        if blocked[d] or now != promised[d]:
+    s = _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free)
+    for i in range(len(device)):
+        if s.missing[i] == 0:
+            _wait(s, i)
+    for d in range(len(device_free)):
+        if s.waiting_size[d]:
+            _promise(s, d)
+    while s.counts[_TURNS]:
+        now, d = s.turn_time[0], s.turn_who[0]
+        _turn_pop(s.turn_time, s.turn_who, s.counts[_TURNS])
+        s.counts[_TURNS] -= 1
+        if s.blocked[d] or now != s.promised[d]:
             continue
-        promised[d] = np.inf
-        b = base[d]
-        while waiting_size[d] and ready[waiting[b]] <= now:
-            i = _pop(waiting, b, waiting_size[d], priority, ready, True)
-            waiting_size[d] -= 1
-            _push(open_, b, open_size[d], i, priority, ready, False)
-            open_size[d] += 1
-        i = _pop(open_, b, open_size[d], priority, ready, False)
-        open_size[d] -= 1
-        start[i] = now
-        # What fixed the start: the device's previous task, or the last dependency.
-        if last[d] >= 0 and free[d] >= ready[i]:
-            cause[i] = last[d]
-        else:
-            cause[i] = ready_cause[i]
-        order[done] = i
-        done += 1
-        last[d] = i
-        ended = 0
-        g = gang[i]
-        if g < 0:
-            finish[i] = now + duration[i]
-            pending[0] = i
-            ended = 1
-        else:
-            arrived[g] += 1
-            chain[i] = head[g]
-            head[g] = i
-            blocked[d] = True
-            if latest[g] < 0 or start[latest[g]] < now:
-                latest[g] = i
-            if arrived[g] == gang_size[g]:
-                at = start[latest[g]]
-                j = head[g]
-                while j >= 0:
-                    finish[j] = at + duration[j]
-                    blocked[device[j]] = False
-                    pending[ended] = j
-                    ended += 1
-                    j = chain[j]
+        s.promised[d] = np.inf
+        i = _take(s, d, now)
+        _begin(s, i, now)
+        ended = _end(s, i, now)
         for k in range(ended):
-            free[device[pending[k]]] = finish[pending[k]]
+            s.free[s.device[s.pending[k]]] = s.finish[s.pending[k]]
         for k in range(ended):
-            j = pending[k]
-            dj = device[j]
-            for e in range(ptr[j], ptr[j + 1]):
-                t = dst[e]
-                when = finish[j] + lag[e]
-                if when > ready[t] or (ready_cause[t] < 0 and when >= ready[t]):
-                    ready[t] = when
-                    ready_cause[t] = j
-                missing[t] -= 1
-                if missing[t] == 0:
-                    dt = device[t]
-                    _push(waiting, base[dt], waiting_size[dt], t, priority, ready, True)
-                    waiting_size[dt] += 1
-                    if not blocked[dt] and dt != dj:
-                        when = max(free[dt], ready[waiting[base[dt]]])
-                        if open_size[dt]:
-                            when = free[dt]
-                        if when < promised[dt]:
-                            promised[dt] = when
-                            _turn_push(turn_time, turn_who, turns, when, dt)
-                            turns += 1
+            _hand_on(s, s.pending[k])
         for k in range(ended):
-            dj = device[pending[k]]
-            if not blocked[dj] and (waiting_size[dj] or open_size[dj]):
-                when = free[dj]
-                if not open_size[dj]:
-                    when = max(when, ready[waiting[base[dj]]])
-                if when < promised[dj]:
-                    promised[dj] = when
-                    _turn_push(turn_time, turn_who, turns, when, dj)
-                    turns += 1
-    return start, finish, ready, cause, latest, order, done
+            d = s.device[s.pending[k]]
+            if not s.blocked[d] and (s.waiting_size[d] or s.open_size[d]):
+                _promise(s, d)
+    return s.start, s.finish, s.ready, s.cause, s.latest, s.order, s.counts[_DONE]
