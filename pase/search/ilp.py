@@ -11,20 +11,21 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pase.search.flat import Flat
 from pase.search.rows import Rows
 
+if TYPE_CHECKING:
+    import scipy.sparse as sp
+
 __all__ = ["IlpJob", "ilp_problem", "solve_ilp"]
 
 _ROWS_A_ROUND = 40
-_COST_SCALE = (
-    1e6  # costs are scaled to about this size, rows to _ROW_SCALE, against HiGHS's tolerances of 1e-6
-)
-_ROW_SCALE = 1e4
+_COST_SCALE, _ROW_SCALE = 1e6, 1e4
+"""Costs and rows are scaled to about these sizes, against HiGHS's tolerances of 1e-6."""
 _PRESOLVED = 6_000  # unknowns; below, HiGHS does without its presolve
 
 
@@ -85,85 +86,118 @@ class IlpJob:
             self.process.stdout.close()
 
 
-def solve_ilp(problem: dict[str, np.ndarray]) -> tuple[str, np.ndarray | None, float]:
-    """("optimal" | "infeasible" | "stopped", choice int64 [n] or None, lower bound)."""
-    import scipy.sparse as sp
-    from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+IlpAnswer = tuple[str, "np.ndarray | None", float]
+"""("optimal" | "infeasible" | "stopped", choice int64 [n] or None, lower bound)."""
 
+
+class _Capacity:
+    """The memory limit as rows over the configs [slots], which are added as they are broken."""
+
+    def __init__(self, problem: dict[str, np.ndarray]) -> None:
+        self.point, self.change = problem["point"], problem["change"]
+        self.capacity = problem["capacity"]
+        self.slots = int(problem["slot"][-1])
+        self.owner = np.repeat(np.arange(self.slots), np.diff(problem["ptr"]))
+        self.scale = _power_of_two(_ROW_SCALE / np.maximum(self.capacity, 1.0))
+        self.active = np.zeros(0, np.int64)
+
+    def over(self, share: np.ndarray) -> np.ndarray:
+        """Bytes in use less the capacity, float64 [points]; share: of each config, float64 [slots]."""
+        total = np.zeros(self.capacity.size + 1)
+        np.add.at(total, self.point, self.change * share[self.owner])
+        return np.cumsum(total)[: self.capacity.size] - self.capacity
+
+    def add(self, over: np.ndarray, most: int) -> bool:
+        """Adds the worst of the points that are over and no better than their neighbours; was there a new one?"""
+        left, right = np.append(-np.inf, over[:-1]), np.append(over[1:], -np.inf)
+        at = np.flatnonzero((over > 0) & (over >= left) & (over > right))
+        worst = at[np.argsort(-over[at], kind="stable")[:most]]
+        before = self.active.size
+        self.active = np.union1d(self.active, worst)
+        return self.active.size > before
+
+    def matrix(self, columns: int) -> sp.csr_array:
+        """The active rows, scaled: [active, columns]."""
+        import scipy.sparse as sparse
+
+        rows, cols, values = [], [], []
+        for i, t in enumerate(self.active):
+            before = self.point <= t
+            held = np.bincount(self.owner[before], self.change[before], minlength=self.slots)
+            at = np.flatnonzero(held)
+            rows.append(np.full(at.size, i))
+            cols.append(at)
+            values.append(held[at] * self.scale[t])
+        shape = (self.active.size, columns)
+        return sparse.csr_array(
+            (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))), shape=shape
+        )
+
+    def limits(self) -> np.ndarray:
+        """Right-hand sides of the active rows."""
+        return np.asarray(self.capacity[self.active] * self.scale[self.active])
+
+
+def solve_ilp(problem: dict[str, np.ndarray]) -> IlpAnswer:
+    """The cheapest choice: the linear relaxation first, then whole numbers, each with the rows that it breaks."""
     scale, seconds = (float(x) for x in problem["settings"])
     ends_at = time.monotonic() + seconds
     # Powers of two, so that numbers stay what they are; and no presolve where there is no need of it. HiGHS (scipy
     # 1.17) with presolve, costs times 1e6 / 72 and a row times 1e4 / 117, called 715 optimal where 710 fits:
     # tests/search/test_memory_ilp.py, seed 17.
     factor = float(_power_of_two(np.array(_COST_SCALE / scale)))
-    slot, ptr, capacity = problem["slot"], problem["ptr"], problem["capacity"]
-    slots = int(slot[-1])
     objective, equal, rhs = _polytope(problem)
-    owner = np.repeat(np.arange(slots), np.diff(ptr))
+    memory = _Capacity(problem)
+    status, bound = _relaxed(objective * factor, equal, rhs, memory, ends_at)
+    bound /= factor
+    if status != "optimal":
+        return status, None, bound
+    return _whole(problem["slot"], objective, factor, equal, rhs, memory, bound, ends_at)
 
-    def used(share: np.ndarray) -> np.ndarray:
-        total = np.zeros(capacity.size + 1)
-        np.add.at(total, problem["point"], problem["change"] * share[owner])
-        return np.cumsum(total)[: capacity.size]
 
-    def peaks(over: np.ndarray, limit: int) -> np.ndarray:
-        """The worst of the points that are over and no better than their neighbours."""
-        left, right = np.append(-np.inf, over[:-1]), np.append(over[1:], -np.inf)
-        at = np.flatnonzero((over > 0) & (over >= left) & (over > right))
-        return at[np.argsort(-over[at], kind="stable")[:limit]]
+def _relaxed(
+    objective: np.ndarray, equal: sp.csr_array, rhs: np.ndarray, memory: _Capacity, ends_at: float
+) -> tuple[str, float]:
+    """(status, bound) of the linear relaxation, in the objective's unit."""
+    from scipy.optimize import linprog
 
-    def memory_matrix(points: np.ndarray) -> sp.csr_array:
-        rows, cols, values = [], [], []
-        for i, t in enumerate(points):
-            before = problem["point"] <= t
-            held = np.bincount(owner[before], problem["change"][before], minlength=slots)
-            at = np.flatnonzero(held)
-            rows.append(np.full(at.size, i))
-            cols.append(at)
-            values.append(held[at] * row_scale[t])
-        shape = (points.size, objective.size)
-        return sp.csr_array(
-            (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))), shape=shape
-        )
-
-    row_scale = _power_of_two(_ROW_SCALE / np.maximum(capacity, 1.0))
-    active = np.zeros(0, np.int64)
     bound = -np.inf
-    while True:  # the relaxation, with the rows it breaks
-        left = ends_at - time.monotonic()
-        if left <= 0:
-            return "stopped", None, bound
-        limits: dict[str, Any] = (
-            {"A_ub": memory_matrix(active), "b_ub": capacity[active] * row_scale[active]}
-            if active.size
-            else {}
-        )
-        lp = linprog(
-            objective * factor, A_eq=equal, b_eq=rhs, bounds=(0, 1), options={"time_limit": left}, **limits
-        )
+    while (left := ends_at - time.monotonic()) > 0:
+        rows: dict[str, Any] = {"A_eq": equal, "b_eq": rhs}
+        if memory.active.size:
+            rows |= {"A_ub": memory.matrix(objective.size), "b_ub": memory.limits()}
+        lp = linprog(objective, bounds=(0, 1), options={"time_limit": left}, **rows)
         if lp.status == 2:
-            return "infeasible", None, np.inf
+            return "infeasible", np.inf
         if lp.x is None or lp.fun is None or lp.status != 0:
-            return "stopped", None, bound
-        bound = lp.fun / factor
-        new = peaks((used(lp.x[:slots]) - capacity) * row_scale - 1e-3, _ROWS_A_ROUND)
-        new = np.setdiff1d(new, active)
-        if not new.size:
-            break
-        active = np.union1d(active, new)
-    integral = np.concatenate([np.ones(slots), np.zeros(objective.size - slots)])
-    while True:
-        left = ends_at - time.monotonic()
-        if left <= 0:
-            return "stopped", None, bound
-        limits_of = [LinearConstraint(equal, rhs, rhs)]
-        if active.size:
-            limits_of.append(
-                LinearConstraint(memory_matrix(active), -np.inf, capacity[active] * row_scale[active])
-            )
+            return "stopped", bound
+        bound = float(lp.fun)
+        if not memory.add(memory.over(lp.x[: memory.slots]) * memory.scale - 1e-3, _ROWS_A_ROUND):
+            return "optimal", bound
+    return "stopped", bound
+
+
+def _whole(
+    slot: np.ndarray,
+    objective: np.ndarray,
+    factor: float,
+    equal: sp.csr_array,
+    rhs: np.ndarray,
+    memory: _Capacity,
+    bound: float,
+    ends_at: float,
+) -> IlpAnswer:
+    """One config a node. bound: a lower bound that is known."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    integral = np.concatenate([np.ones(memory.slots), np.zeros(objective.size - memory.slots)])
+    while (left := ends_at - time.monotonic()) > 0:
+        limits = [LinearConstraint(equal, rhs, rhs)]
+        if memory.active.size:
+            limits.append(LinearConstraint(memory.matrix(objective.size), -np.inf, memory.limits()))
         answer = milp(
             objective * factor,
-            constraints=limits_of,
+            constraints=limits,
             bounds=Bounds(0, 1),
             integrality=integral,
             options={"time_limit": left, "mip_rel_gap": 0.0, "presolve": objective.size > _PRESOLVED},
@@ -175,17 +209,15 @@ def solve_ilp(problem: dict[str, np.ndarray]) -> tuple[str, np.ndarray | None, f
         if answer.x is None:
             return "stopped", None, bound
         choice = np.array([answer.x[a:b].argmax() for a, b in pairwise(slot)])
-        share = np.zeros(slots)
+        share = np.zeros(memory.slots)
         share[slot[:-1] + choice] = 1.0
-        over = used(share) - capacity
+        over = memory.over(share)
         if not (over > 0).any():
             return ("optimal" if answer.status == 0 else "stopped"), choice, bound
-        new = np.setdiff1d(peaks(over * row_scale, 10**9), active)
-        if not new.size:  # HiGHS's tolerance let a byte through: close the rows a little
-            capacity = capacity.copy()
-            capacity[over > 0] -= 2 * over[over > 0]
-            continue
-        active = np.union1d(active, new)
+        if not memory.add(over * memory.scale, 10**9):
+            # HiGHS's tolerance let a byte through: close the rows a little.
+            memory.capacity = np.where(over > 0, memory.capacity - 2 * over, memory.capacity)
+    return "stopped", None, bound
 
 
 def _power_of_two(x: np.ndarray) -> np.ndarray:
@@ -193,9 +225,9 @@ def _power_of_two(x: np.ndarray) -> np.ndarray:
     return np.exp2(np.round(np.log2(x)))
 
 
-def _polytope(problem: dict[str, np.ndarray]) -> tuple[np.ndarray, Any, np.ndarray]:
+def _polytope(problem: dict[str, np.ndarray]) -> tuple[np.ndarray, sp.csr_array, np.ndarray]:
     """(objective, equality matrix, right-hand side): one config a node; pairs agree with both ends."""
-    import scipy.sparse as sp
+    import scipy.sparse as sparse
 
     slot, head, tail = problem["slot"], problem["head"], problem["tail"]
     n, slots = slot.size - 1, int(slot[-1])
@@ -221,7 +253,7 @@ def _polytope(problem: dict[str, np.ndarray]) -> tuple[np.ndarray, Any, np.ndarr
         col += i.size
     data = (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols)))
     rhs = np.concatenate([np.ones(n), np.zeros(row - n)])
-    return np.concatenate(costs), sp.csr_array(data, shape=(row, col)), rhs
+    return np.concatenate(costs), sparse.csr_array(data, shape=(row, col)), rhs
 
 
 def main() -> None:
