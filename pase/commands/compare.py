@@ -100,24 +100,12 @@ def compare(
         warn_misfit(ours)
         strictly(ours.fits, strict)
         return
-    from rich.table import Table
-
+    from pase.plan.columns import columns
     from pase.plan.table import bytes_text, cost_text, misfit_text
 
-    out = Table(box=None, header_style="bold", pad_edge=False)
-    for column in (
-        "strategy",
-        "mesh",
-        "step",
-        "against ours",
-        "MFU",
-        "compute",
-        "communication",
-        "moves a device",
-        "memory",
-        "fits",
-    ):
-        out.add_column(column, justify="left" if column in ("strategy", "mesh", "fits") else "right")
+    parts = ("compute", "communication", "moves a device", "memory")
+    names = ("strategy", "mesh", "step", "against ours", "MFU", *parts, "fits")
+    out = columns(*names, left=("strategy", "mesh", "fits"))
     for (name, p), row in zip(rows, table, strict=True):
         out.add_row(
             name,
@@ -174,16 +162,12 @@ def _show(points: list[Point], model: str, options: CompileOptions, json: bool) 
             }
         )
         return
-    from rich.table import Table
-
+    from pase.plan.columns import columns
     from pase.plan.table import cost_text
 
     unit = "FLOP" if options.cost_model == "paper" else "s"
-    out = Table(box=None, header_style="bold", pad_edge=False)
-    columns = ("ours", "best of a new search", "regret", "its mesh", "cheapest of the methods", "next method")
-    for column in (*points[0].factors, *columns):
-        right = column in (*points[0].factors, "ours", "best of a new search", "regret")
-        out.add_column(column, justify="right" if right else "left")
+    words = ("its mesh", "cheapest of the methods", "next method")
+    out = columns(*points[0].factors, "ours", "best of a new search", "regret", *words, left=words)
     for p in points:
         follower = min(p.others.items(), key=lambda pair: pair[1], default=None)
         out.add_row(

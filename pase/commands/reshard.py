@@ -74,11 +74,10 @@ def reshard(
         highlight=False,
     )
     if found:
-        from rich.table import Table
+        from pase.plan.columns import columns
 
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("parameter", "stored", "then", *(f"over {name}" for name in levels), "takes"):
-            table.add_column(column, overflow="fold")
+        names = ("parameter", "stored", "then", *(f"over {name}" for name in levels), "takes")
+        table = columns(*names, left=names, overflow="fold")
         for m in found:
             by_level = [bytes_text(n) if n else "" for n in m.received]
             table.add_row(m.parameter, _text(m.old), _text(m.new), *by_level, cost_text(m.seconds(on), "s"))

@@ -168,8 +168,7 @@ def step_against_unsharded(
 
 
 def _print(r: dict[str, Any]) -> None:
-    from rich.table import Table
-
+    from pase.plan.columns import columns
     from pase.plan.table import bytes_text
 
     out = console()
@@ -189,9 +188,8 @@ def _print(r: dict[str, Any]) -> None:
         + f" (allowed {TOLERANCE:.0e})",
         highlight=False,
     )
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("collective", "predicted", "as XLA's CPU backend forms it", "in the compiled program"):
-        table.add_column(column, justify="left" if column == "collective" else "right")
+    formed = ("predicted", "as XLA's CPU backend forms it", "in the compiled program")
+    table = columns("collective", *formed, left=("collective",))
     for c in r["collectives"]:
         if c["predicted_bytes"] or c["compiled_bytes"]:
             table.add_row(

@@ -75,12 +75,11 @@ def _row(p: ScalePoint) -> dict[str, Any]:
 
 
 def _print(model: str, points: list[ScalePoint]) -> None:
-    from rich.table import Table
-
+    from pase.plan.columns import columns
     from pase.plan.table import bytes_text, cost_text
 
-    out = Table(box=None, header_style="bold", pad_edge=False)
-    for name in (
+    bar = "▒ ideal, █ reached"
+    names = (
         "devices",
         "mesh",
         "step",
@@ -90,9 +89,9 @@ def _print(model: str, points: list[ScalePoint]) -> None:
         "device-seconds",
         "hours/1e9 tokens",
         "speed-up",
-    ):
-        out.add_column(name, justify="left" if name in ("mesh", "fits") else "right")
-    out.add_column("▒ ideal, █ reached")
+        bar,
+    )
+    out = columns(*names, left=("mesh", "fits", bar))
     known = [p for p in points if p.plan is not None]
     first = known[0] if known else None
     most = known[-1].devices / first.devices if first is not None else 1.0

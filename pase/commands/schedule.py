@@ -178,7 +178,8 @@ def _walk(text: str | None):  # type: ignore[no-untyped-def]
 
 def _table(problem: ScheduleProblem, outcomes: list[PolicyResult]) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from pase.plan.columns import columns
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     size = problem.nbytes
@@ -187,19 +188,8 @@ def _table(problem: ScheduleProblem, outcomes: list[PolicyResult]) -> None:
         f"{problem.compute_s * 1e3:.2f} ms · links {', '.join(x.name for x in problem.links)}",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, side in (
-        ("policy", "left"),
-        ("iteration ms", "right"),
-        ("exposed", "right"),
-        ("bubbles", "right"),
-        ("messages", "right"),
-        ("updates", "right"),
-        ("staleness", "right"),
-        ("gap to bound", "right"),
-        ("E", "right"),
-    ):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    shares = ("exposed", "bubbles", "messages", "updates", "staleness", "gap to bound", "E")
+    table = columns("policy", "iteration ms", *shares, left=("policy",))
     notes = []
     for o in outcomes:
         e = o.evaluation
