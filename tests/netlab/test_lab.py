@@ -52,10 +52,10 @@ def test_up_and_down_again(tmp_path):
 
         on_every_host(network, argv, tmp_path, timeout_s=60)
         assert f"heard hello from {network.address(1)}" in (tmp_path / "host0.log").read_text()
-        shown = net._in(network.host(0), "tc", "qdisc", "show", "dev", "eth0")
+        shown = net._inside(network.host(0), "tc", "qdisc", "show", "dev", "eth0")
         assert "tbf" in shown and "100Mbit" in shown
         network.limit(0.0)
-        assert "tbf" not in net._in(network.host(0), "tc", "qdisc", "show", "dev", "eth0")
+        assert "tbf" not in net._inside(network.host(0), "tc", "qdisc", "show", "dev", "eth0")
         with pytest.raises(LabError, match=r"host \d ended with status 1:(?s:.*)gives up"):
             on_every_host(network, lambda i: argv(i, "fail"), tmp_path, timeout_s=60)
     assert not net._namespaces() and not list(net.ETC.glob(f"{net.PREFIX}*"))
