@@ -19,6 +19,12 @@ def _device(m: Machine, **changed: object) -> Machine:
     return replace(m, device=replace(m.device, **changed))  # type: ignore[arg-type]
 
 
+def _shown(name: str, mebibytes: int) -> Machine:
+    """With all the memory that NVIDIA's driver shows of the card (nvidia-smi), more than the datasheet's decimal figure;
+    what a program cannot have of it is the executor's own reserve."""
+    return _device(machine.load(name), memory_bytes=mebibytes * 2**20)
+
+
 def _link(m: Machine, level: int, bytes_per_s: float) -> Machine:
     levels: list[LinkLevel] = list(m.levels)
     levels[level] = replace(levels[level], bandwidth_bytes_per_s=bytes_per_s)
@@ -61,14 +67,14 @@ def _v100_16() -> Machine:
 
 
 _CARDS: dict[str, Callable[[], Machine]] = {
-    "H100-80GB": lambda: machine.load("h100x8"),
-    "H100": lambda: machine.load("h100x8"),
+    "H100-80GB": lambda: _shown("h100x8", 81_559),
+    "H100": lambda: _shown("h100x8", 81_559),
     "H100-96GB": lambda: _meta_h100(96 * 2**30),
     "H100-94GB": lambda: _meta_h100(94 * 2**30),
     "H200": lambda: machine.load("h200x8"),
     "H800": _h800,
-    "A100-80GB": lambda: machine.load("a100x8"),
-    "A100": lambda: machine.load("a100x8"),
+    "A100-80GB": lambda: _shown("a100x8", 81_920),
+    "A100": lambda: _shown("a100x8", 81_920),
     "A100-40GB": _a100_40,
     "V100-16GB": _v100_16,
     "V100-32GB": lambda: machine.load("v100x8"),

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -33,8 +33,8 @@ from bench.published_rows import PublishedRow, read
 from pase import costmodels
 from pase.errors import Infeasible, PaseError
 from pase.stated.price import Priced, price_strategy
-from pase.stated.program import PROGRAMS, Program, all_but_products
-from pase.stated.strategy import Strategy
+from pase.stated.program import PROGRAMS, Program
+from pase.stated.strategy import Remat, Strategy
 
 __all__ = ["PricedRun", "configured", "main", "price_row", "program_of", "summary"]
 
@@ -123,7 +123,7 @@ def program_of(row: PublishedRow) -> Program:
             # Megatron-LM's examples/llama.
             program = replace(program, bytes=replace(program.bytes, gradient=2.0, summed=2.0))
     elif row.source == "mxt" or "maxtext" in notes:
-        program = replace(PROGRAMS["compiled"], selective=all_but_products, copied=(0.0, 0.0), logits=1.0)
+        program = PROGRAMS["xla"]
     elif (
         row.source not in _EAGER
         and "eager" not in notes
@@ -152,9 +152,9 @@ _NODE = 8
 def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     """(the row's strategy, its batch); Infeasible where its layout is not told.
 
-    Not told: nothing is computed again; ZeRO is 1 under Megatron (its distributed optimizer) and 3 elsewhere; a
-    micro-batch is the largest that fits, and one example where there are stages; sequence parallelism goes with tensor
-    parallelism.
+    Not told: nothing is computed again, or where that does not fit, as little as does (``price_row``: it ran); ZeRO
+    is 1 under Megatron (its distributed optimizer) and 3 elsewhere; a micro-batch is the largest that fits, and one
+    example where there are stages; sequence parallelism goes with tensor parallelism.
     """
     gpus, batch = row.whole("gpus"), row.whole("global_batch")
     if not gpus:
@@ -226,6 +226,8 @@ def price_row(row: PublishedRow) -> PricedRun:
         tries = [s]
         if row.text("micro_batch") is None and s.pipeline == 1:  # not told: the largest that fits
             tries = [replace(s, micro=k) for k in range(s.micro or 1, 0, -1) if (s.micro or 1) % k == 0]
+        if row.text("act_ckpt") is None:  # not told: the least that fits, for it ran
+            tries = [replace(t, remat=how) for how in get_args(Remat) for t in tries]
         for t in tries:
             at_once = (t.micro or 1) * t.ranks
             samples = max(at_once, 2)
@@ -262,12 +264,12 @@ def _groups(answers: list[PricedRun]) -> Iterator[tuple[str, list[PricedRun]]]:
 
 
 def main() -> None:
-    """Writes a row for each run of the file, predicted beside measured, as text or JSON; with -o also to a file."""
+    """Writes a row for each run of the file, predicted beside measured, as text or JSON; -o: what they add up to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", nargs="?", default=str(SHARED / "published_steps" / "given.csv"))
-    parser.add_argument("-o", help="write the JSON here, too")
+    parser.add_argument("-o", help="write errors and order by kind of run here, without the rows")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help="rows whose id begins so")
     args = parser.parse_args()
@@ -283,8 +285,9 @@ def main() -> None:
         "median_error": whole["median_error"],
         "tau": whole["tau"],
     }
+    found = digest(answers)
     if args.o:
-        save(record, args.o)
+        save(found, args.o)
     if args.json:
         json.dump(record, sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -292,19 +295,28 @@ def main() -> None:
     for a in answers:
         print(_line(a))
     print()
-    for name, group in _groups(answers):
-        found = summary(group)
-        if found["rows"]:
-            tau = "" if found["tau"] is None else f"  tau {found['tau']:.3f}"
-            errors = f"median {found['median_error']:.1%}  mean {found['mean_error']:+.1%}"
-            print(f"{name:18s} {found['rows']:4d} rows  {errors}{tau}")
-    held = [(a, a.row.memory_bytes) for a in answers if a.priced is not None and a.row.memory_bytes]
-    if held:
-        errors = [abs(a.priced.memory.total / b - 1) for a, b in held if a.priced is not None and b]
-        print(f"memory: {len(held)} rows, median {np.median(errors):.1%}")
-    print(
-        f"do not fit: {', '.join(a.row.id for a in answers if a.priced is not None and not a.priced.fits) or 'none'}"
-    )
+    for name, group in found["groups"].items():
+        tau = "" if group["tau"] is None else f"  tau {group['tau']:.3f}"
+        errors = f"median {group['median_error']:.1%}  mean {group['mean_error']:+.1%}"
+        print(f"{name:18s} {group['rows']:4d} rows  {errors}{tau}")
+    if found["memory_rows"]:
+        print(f"memory: {found['memory_rows']} rows, median {found['memory_median_error']:.1%}")
+    print(f"do not fit: {', '.join(found['do_not_fit']) or 'none'}")
+
+
+def digest(answers: list[PricedRun]) -> dict[str, Any]:
+    """Errors and order by kind of run, and which runs are said not to fit: what may be kept without the file."""
+    groups = {name: summary(group) for name, group in _groups(answers)}
+    priced = [(a.row, a.priced) for a in answers if a.priced is not None]
+    memory = [abs(p.memory.total / row.memory_bytes - 1) for row, p in priced if row.memory_bytes]
+    return {
+        "runs": len(answers),
+        "priced": len(priced),
+        "groups": {name: found for name, found in groups.items() if found["rows"]},
+        "memory_rows": len(memory),
+        "memory_median_error": float(np.median(memory)) if memory else None,
+        "do_not_fit": [row.id for row, p in priced if not p.fits],
+    }
 
 
 def _line(a: PricedRun) -> str:

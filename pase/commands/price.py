@@ -37,7 +37,9 @@ def price(
     ] = "",
     executor: Annotated[
         str,
-        typer.Option("--executor", help="How the program runs: eager, compiled, megatron or megatron_2021."),
+        typer.Option(
+            "--executor", help="How the program runs: eager, compiled, xla, megatron or megatron_2021."
+        ),
     ] = "compiled",
     json: JsonOption = False,
     strict: StrictOption = False,

@@ -90,6 +90,8 @@ def _rank(
     ahead = 1 if p.one_by_one else 2
     whole = max(elements - blocks * block.parameters, 0.0) + ahead * block.parameters
     gathered = whole * (b.used + b.summed) if s.zero == 3 else 0.0
+    if s.zero == 3 and p.by_weight:  # the one that is read, the next, and the gradient of the one before
+        gathered = max(part.largest for part in (*ends, block)) * (2 * b.used + b.summed)
     if s.zero != 3 and b.weight > b.used:
         gathered = elements * b.used
     if s.zero == 3 and (s.pipeline > 1 or not p.gathers_again):

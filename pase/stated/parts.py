@@ -52,7 +52,8 @@ class Part:
     """Seconds of one micro-batch on one device, and bytes.
 
     again_s: forward work that backward repeats. host_s: the host's launches, forward and backward.
-    elements: parameters on the device, by the axes over which their gradients are summed; tensors: how many arrays.
+    elements: parameters on the device, by the axes over which their gradients are summed; tensors: how many arrays;
+    largest: elements of the largest of them.
     saved: bytes that backward needs of one micro-batch where nothing is computed again; kept: with the strategy's
     recomputation; entry: what enters the part.
     """
@@ -66,6 +67,7 @@ class Part:
     update_s: float = 0.0
     elements: dict[tuple[str, ...], float] = field(default_factory=dict)
     tensors: int = 0
+    largest: float = 0.0
     saved: float = 0.0
     kept: float = 0.0
     entry: float = 0.0
@@ -264,6 +266,7 @@ def _send(
             part = parts[where[n.name]]
             axes = summed.get(n.name, ())
             part.tensors += 1
+            part.largest = max(part.largest, local / turns[where[n.name]])
             part.elements[axes] = part.elements.get(axes, 0.0) + local / turns[where[n.name]]
 
 

@@ -53,6 +53,7 @@ class Program:
     prefetches: forward, backward: gathers for the next block run beside this one's compute.
     copied: bytes of device memory that the program's own buffers move for each parameter gathered, and each summed.
     one_by_one: each weight is gathered and summed by itself, not a block's together.
+    by_weight: a weight is whole while its own product runs, not while its block does, and so is its gradient.
     sums_beside: gradients are summed beside backward. sums_each: after each micro-batch, not once a step.
     sends_beside: stages send beside compute; sends_parts: what tensor parallelism holds whole is sent in parts, one a
     rank (Narayanan et al. 2021, section 4.1).
@@ -73,6 +74,7 @@ class Program:
     prefetches: tuple[bool, bool] = (True, True)
     copied: tuple[float, float] = (0.0, 0.0)
     one_by_one: bool = False
+    by_weight: bool = False
     sums_beside: bool = True
     sums_each: bool = True
     sends_beside: bool = False
@@ -156,6 +158,19 @@ for _p in (
         "torch.nn.functional.scaled_dot_product_attention)",
     ),
     Program(
+        name="xla",
+        title="a JAX program, compiled by XLA",
+        executor=replace(COMPILED, overlapped=True),
+        attention=("flash2",),
+        bytes=_MIXED,
+        selective=all_but_products,
+        logits=1.0,
+        by_weight=True,
+        reserve_bytes=1e9,
+        source="by_weight: XLA's partitioner gathers a weight for the product that reads it, and scatters its gradient "
+        "behind the product that makes it (docs/communication-truth.md); no buffers of its own to copy to and from",
+    ),
+    Program(
         name="megatron",
         title="Megatron-Core with Transformer Engine",
         executor=replace(EAGER, waits=False, collective_s=0.0, kernels=_TE_KERNELS),
@@ -178,7 +193,7 @@ for _p in (
         title="Megatron-LM of 2021 and 2022",
         executor=replace(EAGER, waits=False, update_bytes=32.0),
         attention=(),
-        bytes=Bytes(weight=2, gradient=4, state=12, used=2, summed=2),
+        bytes=Bytes(weight=2, gradient=2, state=12, used=2, summed=2),
         selective=core_attention,
         prefetches=(False, False),
         sends_parts=True,
@@ -187,7 +202,8 @@ for _p in (
         logits=2.0,
         reserve_bytes=2e9,
         source="EAGER's; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
-        "sums them after backward (megatron/model/distributed.py)",
+        "sums them after backward (megatron/model/distributed.py); gradients of float16 stay in float16 until then "
+        "(megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is for bfloat16)",
     ),
 ):
     PROGRAMS.add(_p.name, _p)
