@@ -20,8 +20,8 @@ def _device(m: Machine, **changed: object) -> Machine:
 
 
 def _shown(name: str, mebibytes: int) -> Machine:
-    """With all the memory that NVIDIA's driver shows of the card (nvidia-smi), more than the datasheet's decimal figure;
-    what a program cannot have of it is the executor's own reserve."""
+    """With all the memory that NVIDIA's driver shows of the card (nvidia-smi), more than the datasheet's decimal
+    figure; what a program cannot have of it is the executor's own reserve."""
     return _device(machine.load(name), memory_bytes=mebibytes * 2**20)
 
 
