@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.jax_leaves import arrays
+from pase.frontends.jax_types import Tree
 
 __all__ = ["Stepper"]
 
@@ -18,16 +18,16 @@ class Stepper:
     """Call it as the function that it is made of. Arguments are moved to where it wants them; static leaves of
     modules stay outside, and stand in the results again."""
 
-    run: Callable[..., Any]
+    run: Callable[..., Tree]
     """On pytrees of arrays alone."""
-    in_shardings: tuple[Any, ...]
-    out_shardings: Any
+    in_shardings: tuple[Tree, ...]
+    out_shardings: Tree
     donate: tuple[int, ...]
-    whole: Callable[[Any], Any]
+    whole: Callable[[Tree], Tree]
     """The results with their static leaves."""
 
     @cached_property
-    def jitted(self) -> Any:
+    def jitted(self) -> Tree:
         """What jax.jit makes: for pytrees of arrays that lie where it wants them."""
         import jax
 
@@ -38,14 +38,14 @@ class Stepper:
             donate_argnums=self.donate,
         )
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Tree:
         import jax
 
         given = arrays(args)
         if len(given) != len(self.in_shardings):
             raise PaseError(f"the step takes {len(self.in_shardings)} arguments, got {len(given)}")
         for k, (x, s) in enumerate(zip(given, self.in_shardings, strict=True)):
-            form: Any = jax.tree.structure(x)
+            form: Tree = jax.tree.structure(x)
             if form != jax.tree.structure(s):
                 raise PaseError(
                     f"argument {k} of the step is {form}; it wants {jax.tree.structure(s)}. The state of an optimizer "
@@ -54,17 +54,17 @@ class Stepper:
         placed = jax.tree.map(_placed, given, self.in_shardings)
         return self.whole(self.jitted(*placed))
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Tree) -> Tree:
         """Lowered on arrays or shapes, without running; ``.compile()`` it."""
         import jax
 
-        def struct(x: Any, sharding: Any) -> Any:
+        def struct(x: Tree, sharding: Tree) -> Tree:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         return self.jitted.lower(*jax.tree.map(struct, arrays(args), self.in_shardings))
 
 
-def _placed(x: Any, sharding: Any) -> Any:
+def _placed(x: Tree, sharding: Tree) -> Tree:
     """What is committed to another layout is moved; jit itself takes care of the rest."""
     import jax
 

@@ -23,15 +23,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pase.backends.to_jax import jax_plan
 from pase.backends.to_jax_buckets_moves import ManualRegion, Moves, moves_of, path_of, placement_of
 from pase.errors import PaseError
+from pase.frontends.jax_types import Tree
 from pase.schedule.plan import BucketPlan, check_plan
 from pase.schedule.types import ScheduleProblem
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from optax import GradientTransformation
+
     from pase.plan.types import PlanData
 
 __all__ = ["BucketRunner", "RunState", "gradient_problem", "step_from_plan"]
@@ -41,14 +45,14 @@ __all__ = ["BucketRunner", "RunState", "gradient_problem", "step_from_plan"]
 class RunState:
     """Between iterations. generations: (number, unreduced gradient sum, buffers by message) of open updates."""
 
-    params: Any
-    opt_state: Any
+    params: Tree
+    opt_state: Tree
     iteration: int = 0
-    generations: tuple[tuple[int, Any, Mapping[int, Any]], ...] = ()
+    generations: tuple[tuple[int, Tree, Mapping[int, Tree]], ...] = ()
 
 
 def gradient_problem(
-    params: Any, links: Any, *, forward_s: float, backward_s: float, name: str = "model"
+    params: Tree, links: Tree, *, forward_s: float, backward_s: float, name: str = "model"
 ) -> ScheduleProblem:
     """A plain problem for a parameter tree: gradients made in reverse order, compute spread by bytes.
 
@@ -74,11 +78,11 @@ def gradient_problem(
 
 def step_from_plan(
     plan: PlanData,
-    loss_fn: Callable[..., Any],
-    optimizer: Any,
+    loss_fn: Callable[..., Tree],
+    optimizer: GradientTransformation,
     *,
     buckets: tuple[ScheduleProblem, BucketPlan] | None = None,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     overlap: bool = True,
 ) -> BucketRunner:
@@ -130,19 +134,19 @@ class BucketRunner:
     lenient: parameters that the problem does not name are left to the compiler.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Tree]
     problem: ScheduleProblem
     plan: BucketPlan
-    optimizer: Any
-    mesh: Any
+    optimizer: GradientTransformation
+    mesh: Mesh
     data_axes: tuple[str, ...]
-    specs: Any = None
-    batch_specs: tuple[Any, ...] | None = None
+    specs: Tree = None
+    batch_specs: tuple[Tree, ...] | None = None
     reduction: Literal["mean", "sum"] = "mean"
     overlap: bool = True
     lenient: bool = False
-    _steps: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    _moves: dict[Any, Moves] = field(default_factory=dict, repr=False, compare=False)
+    _steps: dict[Tree, Tree] = field(default_factory=dict, repr=False, compare=False)
+    _moves: dict[Tree, Moves] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         from pase.schedule.simulate import as_sequence
@@ -175,14 +179,14 @@ class BucketRunner:
         assert e.starts_s is not None
         return frozenset(i for i, s in enumerate(e.starts_s.tolist()) if s >= e.ends_s * (1 - 1e-12))
 
-    def left_to_xla(self, params: Any) -> tuple[str, ...]:
+    def left_to_xla(self, params: Tree) -> tuple[str, ...]:
         """Parameters whose gradients (and gathers) XLA forms as it likes."""
         import jax
 
         paths = [path_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
         return tuple(paths[i] for i in sorted(self.moves(params).left))
 
-    def init(self, params: Any) -> RunState:
+    def init(self, params: Tree) -> RunState:
         """Parameters (arrays anywhere) laid out as this runner keeps them, and the optimizer's first state."""
         import jax
 
@@ -190,7 +194,7 @@ class BucketRunner:
             params = jax.device_put(params, self._stored(params))
         return RunState(params=params, opt_state=self.optimizer.init(params))
 
-    def step(self, state: RunState, *batch: Any) -> tuple[RunState, Any]:
+    def step(self, state: RunState, *batch: Tree) -> tuple[RunState, Tree]:
         """One iteration: (next state, loss of this batch under the parameters it was computed with)."""
         plan, it = self.plan, state.iteration
         period, position = divmod(it, plan.period)
@@ -209,7 +213,7 @@ class BucketRunner:
             loss,
         )
 
-    def finish(self, state: RunState) -> tuple[Any, Any]:
+    def finish(self, state: RunState) -> tuple[Tree, Tree]:
         """(parameters, optimizer state) with the updates applied that are due after the last step."""
         import jax
 
@@ -221,7 +225,7 @@ class BucketRunner:
         given = [(acc, dict(bufs)) for g, acc, bufs in state.generations if g in due]
         key = ("finish", updates, tuple(tuple(sorted(bufs)) for _, bufs in given))
 
-        def apply(params: Any, opt_state: Any, given: Any) -> Any:
+        def apply(params: Tree, opt_state: Tree, given: Tree) -> Tree:
             for g, (acc, bufs) in zip(updates, given, strict=True):
                 params, opt_state = self._apply(params, opt_state, g, acc, bufs)
             return params, opt_state
@@ -236,7 +240,7 @@ class BucketRunner:
         update, o = self.plan.updates[u], period * self.plan.period
         return u, update.first + o, update.last + o, update.at + o
 
-    def program(self, it: int, active: tuple[int, ...] = ()) -> tuple[Any, tuple[int, ...]]:
+    def program(self, it: int, active: tuple[int, ...] = ()) -> tuple[Tree, tuple[int, ...]]:
         """The jitted step of iteration ``it`` with these generations open, and those that it leaves open, relative
         to the period's first.
         """
@@ -255,7 +259,7 @@ class BucketRunner:
         due = {g: self._due(g, it) for g in order}
         closing = [g for g in order if self._generation(g)[3] == it and not self.late]
 
-        def run(params: Any, opt_state: Any, given: Any, *batch: Any) -> Any:
+        def run(params: Tree, opt_state: Tree, given: Tree, *batch: Tree) -> Tree:
             open_ = {g: [acc, dict(bufs)] for g, (acc, bufs) in zip(active, given, strict=True)}
             for g in opening:
                 params, opt_state = self._apply(params, opt_state, g, *open_.pop(g))
@@ -287,8 +291,8 @@ class BucketRunner:
         ]
 
     def _apply(
-        self, params: Any, opt_state: Any, g: int, acc: Any, bufs: Mapping[int, Any]
-    ) -> tuple[Any, Any]:
+        self, params: Tree, opt_state: Tree, g: int, acc: Tree, bufs: Mapping[int, Tree]
+    ) -> tuple[Tree, Tree]:
         """Send what the generation still owes, and apply its mean gradient."""
         import jax
         import optax
@@ -308,7 +312,7 @@ class BucketRunner:
 
     # --- regions -------------------------------------------------------------------------------------------
 
-    def _leaf_specs(self, leaves: list[Any]) -> list[Any]:
+    def _leaf_specs(self, leaves: list[Tree]) -> list[Tree]:
         import jax
         from jax.sharding import PartitionSpec as P
 
@@ -316,19 +320,19 @@ class BucketRunner:
             return [P() for _ in leaves]
         return jax.tree.leaves(self.specs, is_leaf=lambda s: isinstance(s, P))  # type: ignore[no-any-return]
 
-    def _stored(self, params: Any) -> Any:
+    def _stored(self, params: Tree) -> Tree:
         import jax
         from jax.sharding import NamedSharding
 
         leaves, tree = jax.tree.flatten(params)
         return jax.tree.unflatten(tree, [NamedSharding(self.mesh, s) for s in self._leaf_specs(leaves)])
 
-    def _without_data(self, spec: Any) -> Any:
+    def _without_data(self, spec: Tree) -> Tree:
         from jax.sharding import PartitionSpec as P
 
         return P(*(tuple(a for a in axes if a not in self.data_axes) or None for axes in placement_of(spec)))
 
-    def moves(self, params: Any) -> Moves:
+    def moves(self, params: Tree) -> Moves:
         """The plan's messages on this tree of parameters (or shapes)."""
         import jax
 
@@ -349,7 +353,7 @@ class BucketRunner:
             )
         return self._moves[key]
 
-    def _gathered(self, params: Any) -> Any:
+    def _gathered(self, params: Tree) -> Tree:
         """Parameters whole over the data axes."""
         import jax
         from jax.sharding import NamedSharding
@@ -368,7 +372,7 @@ class BucketRunner:
         if not todo:
             return jax.tree.unflatten(tree, free)
 
-        def local(*shards: Any) -> tuple[Any, ...]:
+        def local(*shards: Tree) -> tuple[Tree, ...]:
             region = ManualRegion(moves, shards, {}, 0)
             region.run(todo)
             return tuple(region.built(gradient=False))
@@ -384,12 +388,12 @@ class BucketRunner:
         )(*free)
         return jax.tree.unflatten(tree, made)
 
-    def _gradients(self, params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _gradients(self, params: Tree, batch: tuple[Tree, ...]) -> tuple[Tree, Tree]:
         """(loss, gradients of each data shard: leaves [ways, …] split over the data axes)."""
         import jax
         from jax.sharding import PartitionSpec as P
 
-        def local(params: Any, *batch: Any) -> Any:
+        def local(params: Tree, *batch: Tree) -> Tree:
             loss, grads = jax.value_and_grad(self.loss_fn)(params, *batch)
             total = jax.lax.pmean if self.reduction == "mean" else jax.lax.psum
             return total(loss, self.data_axes), jax.tree.map(lambda g: g[None], grads)
@@ -404,7 +408,7 @@ class BucketRunner:
             check_vma=False,
         )(self._gathered(params), *batch)  # type: ignore[no-any-return]
 
-    def _shards(self, grads: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    def _shards(self, grads: Tree) -> tuple[list[Tree], tuple[Tree, ...]]:
         """(leaves, specs) of unreduced gradients, for a region that is manual over all axes."""
         import jax
         from jax.sharding import PartitionSpec as P
@@ -413,7 +417,7 @@ class BucketRunner:
         specs = tuple(P(self.data_axes, *self._without_data(s)) for s in self._leaf_specs(leaves))
         return leaves, specs
 
-    def _reduce(self, grads: Any, bufs: Mapping[int, Any], todo: list[int], update: int) -> dict[int, Any]:
+    def _reduce(self, grads: Tree, bufs: Mapping[int, Tree], todo: list[int], update: int) -> dict[int, Tree]:
         """The buffers that these messages leave, summed but not divided; messages of gathers leave none."""
         import jax
         from jax.sharding import PartitionSpec as P
@@ -425,7 +429,7 @@ class BucketRunner:
             return {}
         given = {i: b for i, b in bufs.items() if self.plan.messages[i].update == update}
 
-        def local(given: dict[int, Any], *shards: Any) -> dict[int, Any]:
+        def local(given: dict[int, Tree], *shards: Tree) -> dict[int, Tree]:
             return ManualRegion(moves, [s[0] for s in shards], given, update).run(ours)
 
         each = P(self.mesh.axis_names)
@@ -437,7 +441,7 @@ class BucketRunner:
             check_vma=False,
         )(given, *leaves)
 
-    def _assemble(self, params: Any, acc: Any, bufs: Mapping[int, Any], update: int, count: int) -> Any:
+    def _assemble(self, params: Tree, acc: Tree, bufs: Mapping[int, Tree], update: int, count: int) -> Tree:
         """The mean gradient as a tree laid out as parameters are stored, from the update's buffers."""
         import jax
         from jax.sharding import NamedSharding
@@ -449,12 +453,12 @@ class BucketRunner:
         outs = self._leaf_specs(stored)
         ours = [i for i in range(len(leaves)) if i not in moves.left]
 
-        def local(given: dict[int, Any], *shards: Any) -> tuple[Any, ...]:
+        def local(given: dict[int, Tree], *shards: Tree) -> tuple[Tree, ...]:
             built = ManualRegion(moves, [s[0] for s in shards], given, update).built(gradient=True)
             return tuple(built[i] for i in ours)
 
         given = {i: b for i, b in bufs.items() if self.plan.messages[i].update == update}
-        made: tuple[Any, ...] = jax.shard_map(
+        made: tuple[Tree, ...] = jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=(dict.fromkeys(given, P(self.mesh.axis_names)), *specs),

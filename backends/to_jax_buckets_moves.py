@@ -12,12 +12,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.plan.constraints import Placement
 from pase.schedule.plan import BucketPlan, Piece
 from pase.schedule.types import ScheduleProblem
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import PartitionSpec
+    from jax.typing import DTypeLike
 
 __all__ = ["ManualRegion", "Moves", "Slot", "moves_of", "path_of", "placement_of"]
 
@@ -50,7 +55,7 @@ def path_of(keys: Any) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator=".")
 
 
-def placement_of(spec: Any) -> Placement:
+def placement_of(spec: PartitionSpec) -> Placement:
     """A PartitionSpec as axes per dim."""
     return tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec)
 
@@ -106,15 +111,17 @@ class ManualRegion:
     leaves: local arrays of all parameters or gradients. buffers: what messages left, 1-D local arrays by message.
     """
 
-    def __init__(self, moves: Moves, leaves: Sequence[Any], buffers: Mapping[int, Any], update: int) -> None:
+    def __init__(
+        self, moves: Moves, leaves: Sequence[Array], buffers: Mapping[int, Array], update: int
+    ) -> None:
         self.moves, self.leaves, self.buffers, self.update = moves, leaves, dict(buffers), update
         self._holders = moves.holders()
-        self._values: dict[int, Any] = {}
+        self._values: dict[int, Array] = {}
         self._rows_of: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
 
-    def run(self, todo: Sequence[int]) -> dict[int, Any]:
+    def run(self, todo: Sequence[int]) -> dict[int, Array]:
         """Send these messages in order, each as soon as what it carries is there; each link is a chain."""
-        waiting, last = list(todo), dict[int, Any]()
+        waiting, last = list(todo), dict[int, Array]()
         while waiting:
             ready = next((i for i in waiting if self._can_send(i)), None)
             if ready is None:
@@ -128,7 +135,7 @@ class ManualRegion:
                 last[link] = self.buffers[ready]
         return {i: self.buffers[i] for i in todo}
 
-    def built(self, *, gradient: bool) -> list[Any]:
+    def built(self, *, gradient: bool) -> list[Array]:
         """Every leaf after its last stage: gradients summed, or parameters whole; others as they came."""
         import jax.numpy as jnp
 
@@ -151,7 +158,7 @@ class ManualRegion:
         before = {s.follows for _, s in self.moves.pieces(message)} - {None}
         return all(i in self.buffers for t in before for i in self._of_update(t))  # type: ignore[arg-type]
 
-    def _send(self, message: int, before: Any) -> Any:
+    def _send(self, message: int, before: Array | None) -> Array:
         import jax
         import jax.numpy as jnp
 
@@ -182,7 +189,7 @@ class ManualRegion:
             round((piece.offset + piece.nbytes) * elements / nbytes),
         )
 
-    def _entry(self, s: Slot) -> Any:
+    def _entry(self, s: Slot) -> Array:
         """The local array that a tensor's collective takes."""
         if s.follows is not None:
             return self._value(s.follows)
@@ -191,7 +198,7 @@ class ManualRegion:
     def _ways(self, s: Slot) -> int:
         return math.prod(self.moves.sizes[a] for a in s.axes)
 
-    def _value(self, t: int) -> Any:
+    def _value(self, t: int) -> Array:
         """The local array that a tensor's collective leaves, from the buffers that hold pieces of it."""
         import jax.numpy as jnp
 
@@ -256,12 +263,12 @@ class ManualRegion:
             dims.append(shape[d] // math.prod(self.moves.sizes[a] for a in mine))
         return dims, [*(front[a] for a in s.axes), *rest]
 
-    def _rows(self, x: Any, s: Slot) -> Any:
+    def _rows(self, x: Array, s: Slot) -> Array:
         """[ways, elements]: row i is the shard of the i-th device along the slot's axes."""
         dims, order = self._exposed(s, x.shape)
         return x.reshape(dims).transpose(order).reshape(self._ways(s), -1)
 
-    def _merged(self, rows: Any, s: Slot, shape: tuple[int, ...]) -> Any:
+    def _merged(self, rows: Array, s: Slot, shape: tuple[int, ...]) -> Array:
         """The inverse: rows of shards into the whole."""
         dims, order = self._exposed(s, shape)
         back = [order.index(i) for i in range(len(order))]
@@ -403,7 +410,7 @@ def _chain_works(
     return now == goal and (not gradient or sorted(seen) == sorted(data))
 
 
-def _zero_after(x: Any, dtype: Any) -> Any:
+def _zero_after(x: Array, dtype: DTypeLike) -> Array:
     """A zero of that dtype that can only be had once x is there: the least of 0 and one bit of x, also where x is
     not a number. The compiler does not know that a bit is never negative.
     """

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.to_jax import jax_plan
 from pase.backends.to_jax_buckets_moves import Placement, placement_of
 from pase.errors import PaseError
+from pase.frontends.jax_types import Tree
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -37,7 +38,7 @@ def inputs_split(plan: PlanData) -> dict[str, Placement]:
     return out
 
 
-def batch_specs(plan: PlanData, axes: tuple[str, ...]) -> tuple[Any, ...]:
+def batch_specs(plan: PlanData, axes: tuple[str, ...]) -> tuple[Tree, ...]:
     """PartitionSpecs of the batch arguments, of these axes alone."""
     import jax
     from jax.sharding import PartitionSpec as P
@@ -80,7 +81,7 @@ def data_axes_of(plan: PlanData) -> tuple[str, ...]:
     return tuple(out)
 
 
-def local_loss(plan: PlanData, loss_fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+def local_loss(plan: PlanData, loss_fn: Callable[..., Tree], axes: tuple[str, ...]) -> Callable[..., Tree]:
     """The loss of one shard of the batch, constrained over the other axes as the plan says: to be called where the
     data axes are manual.
 
@@ -98,7 +99,7 @@ def local_loss(plan: PlanData, loss_fn: Callable[..., Any], axes: tuple[str, ...
     params, *batch = jax.tree.unflatten(jp.traced.in_tree, shapes)
     specs = batch_specs(plan, axes)
 
-    def shard(x: Any, spec: Any) -> Any:
+    def shard(x: Tree, spec: Tree) -> Tree:
         ways = [math.prod(size[a] for a in dim) for dim in placement_of(spec)]
         ways += [1] * (len(x.shape) - len(ways))
         return jax.ShapeDtypeStruct(tuple(n // w for n, w in zip(x.shape, ways, strict=True)), x.dtype)
@@ -132,14 +133,14 @@ def local_loss(plan: PlanData, loss_fn: Callable[..., Any], axes: tuple[str, ...
         ),
     )
 
-    def loss(params: Any, *batch: Any) -> Any:
+    def loss(params: Tree, *batch: Tree) -> Tree:
         made = inside.loss(jax.sharding.get_abstract_mesh())(params, *batch)
         return made[0] if aux else made
 
     return loss
 
 
-def _batch(local: Any) -> str:
+def _batch(local: Tree) -> str:
     import jax
 
     return ", ".join(str(x.shape) for x in jax.tree.leaves(local)[:4])

@@ -20,11 +20,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, Piece, check_plan
-from pase.schedule.types import ScheduleProblem
+from pase.schedule.types import Link, ScheduleProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import GradBucket, ProcessGroup
+    from torch.futures import Future
+    from torch.nn import Module
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
 
 __all__ = ["BucketHook", "attach", "ddp_options", "gradient_problem"]
 
@@ -32,7 +40,7 @@ MIB = 2**20
 
 
 def gradient_problem(
-    module: Any, links: Sequence[Any], *, forward_s: float, backward_s: float, name: str = "model"
+    module: Module, links: Sequence[Link], *, forward_s: float, backward_s: float, name: str = "model"
 ) -> ScheduleProblem:
     """A plain problem for a torch module: gradients made in reverse order of registration, compute spread by bytes."""
     from pase.schedule.pipedream import Layer, problem_from_layers
@@ -69,7 +77,11 @@ def ddp_options(problem: ScheduleProblem, plan: BucketPlan) -> dict[str, Any]:
 
 
 def attach(
-    ddp: Any, problem: ScheduleProblem, plan: BucketPlan, *, groups: Mapping[str, Any] | None = None
+    ddp: DistributedDataParallel,
+    problem: ScheduleProblem,
+    plan: BucketPlan,
+    *,
+    groups: Mapping[str, ProcessGroup] | None = None,
 ) -> BucketHook:
     """Register the plan's hook on a DistributedDataParallel module.
 
@@ -94,11 +106,11 @@ def attach(
 class BucketHook:
     """The state of a running plan on one rank. ``step`` takes the place of ``optimizer.step`` and ``zero_grad``."""
 
-    module: Any
+    module: Module
     problem: ScheduleProblem
     plan: BucketPlan
-    group: Any
-    groups: Mapping[str, Any]
+    group: ProcessGroup
+    groups: Mapping[str, ProcessGroup]
     iteration: int = 0
     log: list[tuple[int, int]] = field(default_factory=list)
     """(iteration, message) in the order of issue."""
@@ -136,7 +148,7 @@ class BucketHook:
         self._ready: set[int] = set()
         self._open: dict[int, _Generation] = {}
         self._queue: list[tuple[int, int]] = []
-        self._views: dict[int, Any] = {}
+        self._views: dict[int, Tensor] = {}
         self._buckets: list[_Bucket] = []
         self._lock = threading.Lock()
         self._covers: dict[int, set[int]] = {}
@@ -151,7 +163,7 @@ class BucketHook:
 
     # --- during backward -----------------------------------------------------------------------------------
 
-    def on_bucket(self, bucket: Any) -> Any:
+    def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's call for a bucket of gradients that are made: sends what can be sent. The future that it waits for
         holds their means, or (where updates are delayed) nothing new.
         """
@@ -161,7 +173,7 @@ class BucketHook:
             self._begin()
         made = self._generation(self._current())
         tensors = [self._index[id(p)] for p in bucket.parameters()]
-        future: Any = torch.futures.Future()
+        future: Future[Tensor] = torch.futures.Future()
         for t, grad in zip(tensors, bucket.gradients(), strict=True):
             flat = grad.reshape(-1)
             if t not in made.sums:
@@ -183,7 +195,7 @@ class BucketHook:
             self.iteration += 1
         return future
 
-    def _arrived(self, message: int, buffer: Any) -> None:
+    def _arrived(self, message: int, buffer: Tensor) -> None:
         """A plain message is back: its means go where DDP looks for them."""
         with self._lock:
             for p, part in self._parts(message, buffer):
@@ -196,7 +208,7 @@ class BucketHook:
         for bucket in done:
             bucket.future.set_result(bucket.buffer)
 
-    def _parts(self, message: int, buffer: Any) -> Iterator[tuple[Piece, Any]]:
+    def _parts(self, message: int, buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         at = 0
         for p in self.plan.messages[message].pieces:
             a, b = self._range(p)
@@ -262,7 +274,7 @@ class BucketHook:
 
     # --- after it ------------------------------------------------------------------------------------------
 
-    def step(self, optimizer: Any) -> bool:
+    def step(self, optimizer: Optimizer) -> bool:
         """Apply what this iteration applies, and clear gradients; whether the optimizer was called."""
         if not self.delays:
             optimizer.step()
@@ -298,16 +310,16 @@ class BucketHook:
                 a, b = self._range(p)
                 means[p.tensor][a:b] = part
         for t, mean in means.items():
-            p = self._parameters[t]
-            p.grad = mean.view_as(p)
+            parameter = self._parameters[t]
+            parameter.grad = mean.view_as(parameter)
 
 
 @dataclass(kw_only=True)
 class _Bucket:
     """What DDP waits for: messages still under way."""
 
-    future: Any
-    buffer: Any
+    future: Future[Tensor]
+    buffer: Tensor
     waiting: set[int]
 
 
@@ -315,5 +327,5 @@ class _Bucket:
 class _Generation:
     """An update in the making: local sums by tensor, and (message, buffer, work) of what was sent."""
 
-    sums: dict[int, Any] = field(default_factory=dict)
-    sent: list[tuple[int, Any, Any]] = field(default_factory=list)
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    sent: list[tuple[int, Tensor, Future[Tensor]]] = field(default_factory=list)

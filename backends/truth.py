@@ -15,13 +15,18 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.to_jax import jax_plan
+from pase.frontends.jax_types import Tree
 from pase.hlo.collectives import HloCollective, collectives
+from pase.hlo.module import XlaProgram
 from pase.plan.types import PlanData
 
 if TYPE_CHECKING:
+    from jax import Array
+    from optax import GradientTransformation
+
     from pase.ir import Access, Graph, Op
     from pase.tables.itemize import Collective
 
@@ -51,7 +56,7 @@ class CollectiveRow:
         return (self.on_cpu - self.compiled) / self.compiled if self.compiled else float(self.on_cpu > 0)
 
 
-def compare(plan: PlanData, compiled: Any) -> list[CollectiveRow]:
+def compare(plan: PlanData, compiled: XlaProgram) -> list[CollectiveRow]:
     """compiled: what ``plan.jax.lower_train_step(optimizer).compile()`` gave, on host devices."""
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
     predicted = dict.fromkeys(kinds, 0)
@@ -77,7 +82,7 @@ def compare(plan: PlanData, compiled: Any) -> list[CollectiveRow]:
 
 
 def unmatched(
-    plan: PlanData, compiled: Any, kinds: Sequence[str]
+    plan: PlanData, compiled: XlaProgram, kinds: Sequence[str]
 ) -> tuple[list[Collective], list[HloCollective]]:
     """What is left, line by line, once collectives of equal kind, bytes and mesh axes are paired: of the plan's, and of
     the compiled program's. ``times`` and ``count`` are how many of a line have no partner.
@@ -167,9 +172,9 @@ class StepResult:
     """One training step: its loss, gradients and updated parameters; gathered where they were sharded."""
 
     loss: float
-    gradients: Any
-    parameters: Any
-    compiled: Any = None
+    gradients: Tree
+    parameters: Tree
+    compiled: XlaProgram | None = None
     """The compiled step, for ``compare``."""
     rematerialised: tuple[str, ...] = ()
     """XLA's warnings of a tensor that it gathered whole because it found no better way."""
@@ -183,7 +188,7 @@ class StepResult:
         }
 
 
-def worst_difference(a: Any, b: Any) -> float:
+def worst_difference(a: Tree, b: Tree) -> float:
     """The largest |a - b| of two pytrees, relative to the largest |a|: 0 where they are equal, zeros too; infinite
     where only a is zero; NaN where there is one in either.
 
@@ -201,7 +206,9 @@ def worst_difference(a: Any, b: Any) -> float:
         return float(off / np.max([np.abs(x).max() for x, _ in pairs])) if off else 0.0
 
 
-def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *batch: Any) -> StepResult:
+def unsharded_step(
+    loss_fn: Callable[..., Array], optimizer: GradientTransformation, params: Tree, *batch: Tree
+) -> StepResult:
     """The step as anybody would write it, on one device."""
     import jax
 
@@ -209,7 +216,7 @@ def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *ba
 
     kept, fixed = _keeping_gradients(optimizer), static((params, *batch))
 
-    def step(params: Any, *batch: Any) -> Any:
+    def step(params: Tree, *batch: Tree) -> Tree:
         import optax
 
         (loss, _), grads = value_and_grad(loss_fn)(*combine((params, *batch), fixed))
@@ -221,7 +228,7 @@ def unsharded_step(loss_fn: Callable[..., Any], optimizer: Any, params: Any, *ba
     return StepResult(loss=float(loss), gradients=grads, parameters=updated)
 
 
-def sharded_step(plan: PlanData, optimizer: Any, params: Any, *batch: Any) -> StepResult:
+def sharded_step(plan: PlanData, optimizer: GradientTransformation, params: Tree, *batch: Tree) -> StepResult:
     """The same step as ``plan.jax.train_step`` does it, on the plan's devices; compiled once."""
     import jax
 
@@ -243,15 +250,15 @@ def sharded_step(plan: PlanData, optimizer: Any, params: Any, *batch: Any) -> St
     )
 
 
-def _keeping_gradients(optimizer: Any) -> Any:
+def _keeping_gradients(optimizer: GradientTransformation) -> GradientTransformation:
     """The same optimizer; its state also holds the gradients that it last saw."""
     import jax
     import optax
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         return jax.tree.map(jax.numpy.zeros_like, params), optimizer.init(params)
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
+    def update(grads: Tree, state: Tree, params: Tree = None) -> Tree:
         updates, inner = optimizer.update(grads, state[1], params)
         return updates, (grads, inner)
 

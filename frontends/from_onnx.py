@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,13 +35,16 @@ from pase.ir.garbage import uncollected
 from pase.ir.places import NOWHERE
 from pase.ops import GraphBuilder, nests
 
+if TYPE_CHECKING:
+    from onnx import FunctionProto, GraphProto, NodeProto, TensorProto, ValueInfoProto
+
 __all__ = ["OnnxLowering", "TracedOnnx", "coverage", "lowered", "reads", "trace"]
 
 _MOST_DEPTH = 24
 """Functions and graphs inside of one another."""
 
 
-def reads(model: Any) -> bool:
+def reads(model: object) -> bool:
     """A path ending in .onnx, or a ModelProto."""
     if isinstance(model, (str, Path)):
         return Path(model).suffix.lower() == ".onnx"
@@ -66,7 +69,11 @@ class TracedOnnx(registry.Traced):
 
 
 def trace(
-    model: Any, *args: Any, name: str | None = None, unknown: Unknown = "error", dims: DimSizes | None = None
+    model: object,
+    *args: object,
+    name: str | None = None,
+    unknown: Unknown = "error",
+    dims: DimSizes | None = None,
 ) -> TracedOnnx:
     """Read an ONNX file or ModelProto; see the module's text for what counts as trained.
 
@@ -155,7 +162,7 @@ class OnnxLowering:
 
     # What a graph starts from.
 
-    def initializer(self, t: Any, prefix: str = "") -> Value:
+    def initializer(self, t: TensorProto, prefix: str = "") -> Value:
         name, shape = prefix + t.name, tuple(int(d) for d in t.dims)
         dtype = dtype_name(t.data_type, f"{self.model.name}: initializer '{name}'")
         v = self.stored(name, shape, dtype)
@@ -176,7 +183,7 @@ class OnnxLowering:
         v.make = make
         return v
 
-    def input(self, v: Any) -> Value:
+    def input(self, v: ValueInfoProto) -> Value:
         where = f"{self.model.name}: input '{v.name}'"
         if v.type.WhichOneof("value") != "tensor_type":
             raise PaseError(
@@ -208,10 +215,10 @@ class OnnxLowering:
 
     # The nodes.
 
-    def key(self, node: Any) -> str:
+    def key(self, node: NodeProto) -> str:
         return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}:{node.op_type}"
 
-    def nodes(self, graph: Any, prefix: str) -> None:
+    def nodes(self, graph: GraphProto, prefix: str) -> None:
         """Lower a graph's nodes, those on which an output depends."""
         inside = {x for n in graph.node for x in n.input}
         have = {*self.env, *self.absent, *(x for x in inside if self._outside(x))}
@@ -245,7 +252,7 @@ class OnnxLowering:
             at = at.outer
         return False
 
-    def lower(self, n: Any, path: str, declared: Mapping[str, Any]) -> None:
+    def lower(self, n: NodeProto, path: str, declared: Mapping[str, Any]) -> None:
         self.left[0] -= 1
         if self.left[0] < 0:
             raise PaseError(
@@ -293,7 +300,7 @@ class OnnxLowering:
             raise c.fail(f"inputs {shapes} and its attributes do not fit together: {e}") from e
         return [out] if isinstance(out, Value) else out
 
-    def _function(self, c: OnnxCall, f: Any, path: str) -> Sequence[Value | None]:
+    def _function(self, c: OnnxCall, f: FunctionProto, path: str) -> Sequence[Value | None]:
         """A model's own function, inlined."""
         inner = self.inner(c)
         inner.outer = None
@@ -352,7 +359,7 @@ class OnnxLowering:
         return [Value(shape=s, dtype=d) if 0 in s else c.value(next(made)) for s, d in results]
 
 
-def _size(proto: Any) -> int:
+def _size(proto: TensorProto) -> int:
     """How many nodes the file has, those of functions included."""
     return len(proto.graph.node) + sum(len(f.node) for f in proto.functions)
 
@@ -361,7 +368,7 @@ def _trained(v: Value) -> bool:
     return v.elements > 1 and ("float" in v.dtype or "complex" in v.dtype)
 
 
-def _contents(t: Any) -> np.ndarray | None:
+def _contents(t: TensorProto) -> np.ndarray | None:
     """A small tensor's data; None where the file keeps none."""
     from onnx import numpy_helper
 
@@ -374,7 +381,7 @@ def _contents(t: Any) -> np.ndarray | None:
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,7}), in ([^\n]{1,80})')
 
 
-def _source(n: Any) -> SourceLine:
+def _source(n: NodeProto) -> SourceLine:
     """The user's line, where the exporter wrote it down (PyTorch does)."""
     for p in n.metadata_props:
         if p.key == "pkg.torch.onnx.stack_trace":

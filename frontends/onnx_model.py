@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.onnx_wire import Malformed, skeleton
 from pase.frontends.registry import DimSizes, check_dims
 from pase.ir import parse_size
 from pase.ir.sizes import bind_size, free_symbols
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 __all__ = ["DTYPES", "OnnxModel", "dtype_name", "load", "ordered", "sizes_of", "skeleton_of", "symbols"]
 
@@ -57,17 +60,17 @@ class OnnxModel:
 
     name: str
     """What messages call it: its path, or its graph's name."""
-    proto: Any
+    proto: ModelProto
     opsets: Mapping[str, int]
-    functions: Mapping[tuple[str, str], Any]
+    functions: Mapping[tuple[str, str], FunctionProto]
     dims: Mapping[str, int]
     """Integers for symbolic sizes."""
 
     @property
-    def graph(self) -> Any:
+    def graph(self) -> GraphProto:
         return self.proto.graph
 
-    def shape(self, value_info: Any) -> tuple[int, ...] | None:
+    def shape(self, value_info: ValueInfoProto) -> tuple[int, ...] | None:
         """The declared shape with symbols bound; None where it is not, or not wholly, known."""
         out = sizes_of(value_info, self.dims)
         return out if out is None or all(isinstance(s, int) for s in out) else None  # type: ignore[return-value]
@@ -100,7 +103,7 @@ def load(model: Any, dims: DimSizes | None, name: str | None = None) -> OnnxMode
         if not isinstance(o.domain, str):
             raise PaseError(f"{name}: a domain is not text; is the file damaged?")
     opsets = {_domain(o.domain): o.version for o in proto.opset_import} or {"": 1}
-    functions: dict[tuple[str, str], Any] = {}
+    functions: dict[tuple[str, str], FunctionProto] = {}
     for f in proto.functions:
         functions.setdefault((_domain(f.domain), f.name), f)
     found = symbols(proto.graph.input, {i.name for i in proto.graph.initializer})
@@ -119,7 +122,7 @@ def _domain(domain: str) -> str:
     return "" if domain == "ai.onnx" else domain
 
 
-def skeleton_of(path: Path) -> Any:
+def skeleton_of(path: Path) -> ModelProto:
     """The ModelProto of a file without the contents of its large tensors."""
     import onnx
     from google.protobuf.message import DecodeError
@@ -141,10 +144,10 @@ def skeleton_of(path: Path) -> Any:
         raise PaseError(f"{path} is not an ONNX model, or is damaged: {e}") from e
 
 
-def _check_text(graph: Any, where: str) -> None:
+def _check_text(graph: GraphProto, where: str) -> None:
     """PaseError where a name is no UTF-8 (protobuf hands out bytes then)."""
 
-    def check(*names: Any) -> None:
+    def check(*names: str) -> None:
         for n in names:
             if not isinstance(n, str):
                 raise PaseError(f"{where}: the name {n[:40]!r} is not text; is the file damaged?")
@@ -167,7 +170,7 @@ def _check_text(graph: Any, where: str) -> None:
                 _check_text(g, where)
 
 
-def _check_initializer(t: Any, name: str) -> None:
+def _check_initializer(t: TensorProto, name: str) -> None:
     where = f"{name}: initializer '{t.name}'"
     dtype_name(t.data_type, where)
     if len(t.dims) > _MOST_RANK or any(d < 0 for d in t.dims):
@@ -203,7 +206,7 @@ def _dim(text: str) -> Any:
     return size
 
 
-def _declared_dims(value_info: Any) -> list[tuple[int, Any]] | None:
+def _declared_dims(value_info: ValueInfoProto) -> list[tuple[int, Any]] | None:
     """(axis, number or symbolic size) of each declared dim; None where no shape is declared."""
     kind = value_info.type.WhichOneof("value")
     if kind != "tensor_type" or not value_info.type.tensor_type.HasField("shape"):
@@ -221,7 +224,7 @@ def _declared_dims(value_info: Any) -> list[tuple[int, Any]] | None:
     return out
 
 
-def symbols(inputs: Iterable[Any], given: set[str]) -> dict[str, str]:
+def symbols(inputs: Iterable[ValueInfoProto], given: set[str]) -> dict[str, str]:
     """Symbolic size -> the inputs that have it, in words; an unnamed dim is called INPUT.AXIS."""
     out: dict[str, str] = {}
     for v in inputs:
@@ -232,7 +235,7 @@ def symbols(inputs: Iterable[Any], given: set[str]) -> dict[str, str]:
     return out
 
 
-def sizes_of(value_info: Any, dims: Mapping[str, int]) -> tuple[Any, ...] | None:
+def sizes_of(value_info: ValueInfoProto, dims: Mapping[str, int]) -> tuple[Any, ...] | None:
     """The declared shape, symbols bound as far as ``dims`` goes; None where no shape is declared."""
     declared = _declared_dims(value_info)
     if declared is None:
@@ -246,7 +249,7 @@ def sizes_of(value_info: Any, dims: Mapping[str, int]) -> tuple[Any, ...] | None
     return tuple(out)
 
 
-def ordered(nodes: Sequence[Any], known: Iterable[str], name: str) -> list[tuple[int, Any]]:
+def ordered(nodes: Sequence[NodeProto], known: Iterable[str], name: str) -> list[tuple[int, NodeProto]]:
     """(index, node), each behind those that it reads: as they stand, where that is so. PaseError for a cycle."""
     made = set(known)
     for n in nodes:

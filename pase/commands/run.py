@@ -147,6 +147,7 @@ def step_against_unsharded(
         float(np.abs(np.asarray(x) - np.asarray(y)).max())
         for x, y in zip(jax.tree.leaves(whole.parameters), jax.tree.leaves(split.parameters), strict=True)
     )
+    assert split.compiled is not None  # a sharded step was compiled
     return {
         "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
         "loss": whole.loss,
