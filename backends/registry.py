@@ -41,4 +41,5 @@ BACKENDS: Registry[Backend] = Registry("backend", package="pase.backends", prefi
 
 def emit(plan: PlanData, to: str, path: str | Path, model: Any = None) -> str:
     """Write the plan for another program. PaseError where no backend has that name, or what it cannot express."""
+    plan.check_emitted()
     return BACKENDS[to].emit(plan, Path(path), model=plan.model if model is None else model)

@@ -452,6 +452,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
     """The plan in JAX's terms; PaseError where it was loaded without its model, or that is not a JAX program."""
     from pase.frontends.jax_blocks import micro
 
+    plan.check_emitted()
     traced = plan.traced
     if traced is None:
         raise PaseError(

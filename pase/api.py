@@ -111,6 +111,7 @@ class Plan(PlanData):
         itself; others need ``plan.bind(fn, params, batch)`` first."""
         from pase.backends.to_jax import jax_plan
 
+        self.check_emitted()
         if self.traced is None and self.model.startswith("zoo:"):
             return self.with_model(resolve(self.model)).jax
         return jax_plan(self)

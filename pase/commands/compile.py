@@ -19,6 +19,7 @@ from pase.commands.options import (
     warn_misfit,
 )
 from pase.compiler.options import CompileOptions
+from pase.files.codec import to_tree
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -129,4 +130,5 @@ def summary(plan: PlanData) -> dict[str, object]:
         "bound": plan.bound,
         "nodes": len(plan.nodes),
         **({} if plan.buckets is None else {"bucket_plan": plan.buckets["evaluation"]}),
+        "pipeline": None if plan.pipeline is None else to_tree(plan.pipeline),
     }

@@ -16,6 +16,8 @@ from pase.commands.options import (
     print_json,
     progress,
 )
+from pase.files.codec import to_tree
+from pase.plan.pipeline import lines as stage_lines
 
 if TYPE_CHECKING:
     from pase.questions.explain import Alternative, Explanation, LayerReport
@@ -60,6 +62,8 @@ def explain(
         print_json(summary(e))
         return
     c = console()
+    for line in stage_lines(e.plan):
+        c.print(line, highlight=False, markup=False)
     if e.layer is None:
         _overview(e, c)
     else:
@@ -74,6 +78,7 @@ def summary(e: Explanation) -> dict[str, object]:
         "model": e.plan.model,
         "cost": e.plan.cost,
         "unit": e.plan.unit,
+        "pipeline": None if e.plan.pipeline is None else to_tree(e.plan.pipeline),
         "causes": [
             {"group": c.group, "what": c.what, "cost": c.cost, "bytes": c.nbytes, "count": c.count}
             for c in e.causes

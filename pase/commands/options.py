@@ -118,7 +118,7 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
 def _as_flag(f: Field[Any]) -> inspect.Parameter:
     """The typer parameter of an option: whole numbers are read as such, all else as text that the options read."""
     flag = f.metadata["flag"]
-    whole = int in (f.type, *get_args(f.type))
+    whole = int in (f.type, *get_args(f.type)) and str not in get_args(f.type)
     plain: Any = list[str] if flag.pairs else int if whole else str
     if f.default is None:
         plain = plain | None

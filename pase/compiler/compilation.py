@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pase.compiler.fit import fit_more, fit_variants
 from pase.compiler.mesh_search import search_meshes
 from pase.compiler.methods import memory_of, never_worse, price_methods
 from pase.compiler.options import CompileOptions
+from pase.compiler.pipelines import plan_staged, search_pipelines
 from pase.compiler.plans import NO_LIMIT, Fit, plan_found, plan_of
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.resolve import traced_model
@@ -39,24 +41,16 @@ def compile_model(
     model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, progress: Progress | None = None
 ) -> Compiled:
     """What ``pase.compile`` does."""
+    if options.ranks is not None:
+        return _compile_staged(model, params, batch, options, progress or (lambda _: None))
     say = progress or (lambda _: None)
     start = time.perf_counter()
     say("tracing the model")
-    traced, name = traced_model(
-        model,
-        params,
-        batch,
-        options.unknown,
-        options.dims,
-        mode=options.mode,
-        carry=options.carry,
-        chances=options.chances,
-        loss=options.loss,
-    )
+    traced, name = _traced(model, params, batch, options)
     problem = SplitProblem.of(
         traced.graph, options.devices, options.machine, options.cost_model, options.optimizer, options.overlap
     )
-    limit = options.limit_bytes(problem.machine)
+    written, limit = problem, options.limit_bytes(problem.machine)
     tries = list(variants(traced, problem.graph, options.accumulate, options.remat, limit is not None))
     if tries[0][0] != Variant():
         problem = problem.varied(traced, tries[0][0])
@@ -91,7 +85,64 @@ def compile_model(
     seconds = {"trace": traced_s, **found.seconds, **methods, "total": total_s}
     fit = NO_LIMIT if limit is None else Fit(limit=int(limit), misfit=misfit, methods=needs)
     plan = plan_found(problem, found, name, traced, seconds, given, skipped, fit)
+    if options.pipeline == "auto":
+        plan = _or_staged(plan, written, traced, name, options, say)
     return Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
+
+
+def _traced(model: Any, params: Any, batch: Sequence[Any], options: CompileOptions) -> tuple[Traced, str]:
+    """The model as a frontend reads it, and its name."""
+    return traced_model(
+        model,
+        params,
+        batch,
+        options.unknown,
+        options.dims,
+        mode=options.mode,
+        carry=options.carry,
+        chances=options.chances,
+        loss=options.loss,
+    )
+
+
+def _compile_staged(
+    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, say: Progress
+) -> Compiled:
+    """A pipeline of the number of ranks that was asked for."""
+    say("tracing the model")
+    start = time.perf_counter()
+    traced, name = _traced(model, params, batch, options)
+    problem = SplitProblem.of(
+        traced.graph, options.devices, options.machine, options.cost_model, options.optimizer
+    )
+    seconds = {"trace": time.perf_counter() - start}
+    found = search_pipelines(problem, traced, options, say)
+    seconds |= found.seconds | {"total": time.perf_counter() - start}
+    plan = plan_staged(problem, traced, name, found, seconds)
+    return Compiled(plan=plan, problem=problem, traced=traced, given=())
+
+
+def _or_staged(
+    plan: PlanData, problem: SplitProblem, traced: Traced, name: str, options: CompileOptions, say: Progress
+) -> PlanData:
+    """The plan, or a pipeline where that takes less; the bound is then the lower one of both."""
+    below = (
+        plan.cost if plan.misfit is None else math.inf
+    )  # what does not fit is beaten by anything that does
+    try:
+        found = search_pipelines(problem, traced, options, say, below)
+    except Infeasible:  # the model cannot be cut, or no pipeline fits either
+        return plan
+    if found.best is None:
+        bound = min(plan.bound, found.bound)
+        return replace(plan, bound=bound, optimal=plan.optimal and bound >= plan.cost * (1 - 1e-9))
+    spent = {**plan.seconds, **{f"stages' {k}": v for k, v in found.seconds.items()}}
+    staged = plan_staged(problem, traced, name, found, spent)
+    bound = min(plan.bound, staged.bound)
+    tried = (*plan.tried, *staged.tried)
+    baselines = {**plan.baselines, "no stages": plan.cost}
+    optimal = staged.optimal and bound >= staged.cost * (1 - 1e-6)
+    return replace(staged, bound=bound, optimal=optimal, tried=tried, baselines=baselines)
 
 
 def compare_model(

@@ -137,6 +137,13 @@ class CompileOptions:
         "'none': price all of it.",
         "--overlap",
     )
+    pipeline: int | str = _option(
+        "none",
+        "Cut the model into stages on groups of devices: 'none', 'auto' (where that is cheaper) or the number of "
+        "groups; mesh is then one group's. A pipelined plan is priced, not emitted yet.",
+        "--pipeline",
+        metavar="none|auto|N",
+    )
     time_limit: float = _option(
         60.0, "Seconds for the searches under a memory limit, which may then be inexact; the plan says so."
     )
@@ -150,10 +157,20 @@ class CompileOptions:
             raise PaseError(f"no optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZERS)}")
         if self.accumulate is not None and not _whole(self.accumulate):
             raise PaseError(f"accumulate must be a positive number of micro-batches, got {self.accumulate!r}")
+        if self.pipeline not in ("none", "auto") and self.ranks is None:
+            raise PaseError(
+                f"pipeline is 'none', 'auto' or a number of groups above 1, not {self.pipeline!r}"
+            )
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 *most, last = map(repr, choices)
                 raise PaseError(f"{name} is {', '.join(most)} or {last}, not {getattr(self, name)!r}")
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of groups of devices that stages lie on, where one is given."""
+        text = str(self.pipeline)
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 1 else None
 
     def limit_bytes(self, machine: "Machine") -> float | None:
         """The memory limit in bytes, on this machine; None: there is none. PaseError where it is no size."""

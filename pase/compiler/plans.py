@@ -23,7 +23,7 @@ from pase.tables.itemize import collectives, node_costs
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["NO_LIMIT", "Fit", "plan_found", "plan_of"]
+__all__ = ["NO_LIMIT", "Fit", "plan_found", "plan_of", "provenance_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def plan_found(
         machine=problem.machine, name=name, optimizer=problem.optimizer, cost=s.cost, bound=s.bound, optimal=s.optimal,
         baselines={b.name: b.cost for b in given}, skipped={b.name: b.reason for b in skipped},
         tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried], seconds=seconds,
-        provenance=_provenance(problem.graph, s.method, s.certificate), traced=traced,
+        provenance=provenance_of(problem.graph, s.method, s.certificate), traced=traced,
         graph_digest=digest(traced.graph), accumulate=problem.variant.accumulate, remat=problem.variant.blocks,
     )  # fmt: skip
     return replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.methods)
@@ -66,12 +66,13 @@ def plan_of(
     return assemble(
         problem.graph, mesh, configs, model=problem.model, machine=problem.machine, name=name,
         optimizer=problem.optimizer, cost=cost, bound=0.0, optimal=False, baselines={}, skipped={}, tried=[],
-        seconds={}, provenance=_provenance(problem.graph, "given", "none"), traced=traced,
+        seconds={}, provenance=provenance_of(problem.graph, "given", "none"), traced=traced,
         graph_digest=digest(traced.graph), accumulate=problem.variant.accumulate, remat=problem.variant.blocks,
     )  # fmt: skip
 
 
-def _provenance(graph: Graph, method: str, certificate: str) -> dict[str, str]:
+def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]:
+    """What a plan says of how it was made."""
     versions = {"pase": pase.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
     versions |= {k: sys.modules[k].__version__ for k in ("jax", "numpy") if k in sys.modules}
     return {

@@ -65,12 +65,14 @@ class Memory:
 class Held:
     """Bytes that a node keeps on one device, per config: float64 [K].
 
-    region: the rematerialised region while whose recomputation they live; None: the whole step.
+    region: the rematerialised region while whose recomputation they live; None: the whole step. weights: of a parameter
+    as it is read: one copy, however many micro-batches are in flight.
     """
 
     kind: MemoryKind
     nbytes: np.ndarray
     region: tuple[Scope, ...] | None = None
+    weights: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ class _Term:
     state: tuple[int, ...] = ()
     times: float = 1.0
     over: float = 1.0
+    weights: bool = False
 
     def held(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         """Bytes on a device under each config, float64 [K]; cfg int8 [K, axes]."""
@@ -107,7 +110,7 @@ def _term(graph: Graph, n: Node, kind: MemoryKind, a: Access, **more: Any) -> _T
 def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Held]:
     """What the node keeps under each of its configs; cfg int8 [K, axes]."""
     for term, region in _terms(graph, optimizer)[n.name]:
-        yield Held(kind=term.kind, nbytes=term.held(cfg, mesh), region=region)
+        yield Held(kind=term.kind, nbytes=term.held(cfg, mesh), region=region, weights=term.weights)
 
 
 def _terms(graph: Graph, optimizer: str) -> dict[str, tuple[tuple[_Term, _ScopePath], ...]]:
@@ -154,11 +157,11 @@ def _terms_of(
         if source is None or source.kind != "parameter" or not op.differentiable or op.region is not None:
             continue
         if n.kind == "copy" or op.kind in ("matmul", "conv"):
-            yield term("activations", a, times=number(op.times, n.name), over=turns), None
+            yield term("activations", a, times=number(op.times, n.name), over=turns, weights=True), None
     if n.kind == "parameter":  # less what is the stored parameter itself
         a = n.ops[0].writes[0]
         if a.tensor in heavy and graph.tensors[a.tensor].needs_grad:
-            yield term("activations", a, times=-1), None
+            yield term("activations", a, times=-1, weights=True), None
 
 
 def _read_heavily(graph: Graph) -> set[str]:

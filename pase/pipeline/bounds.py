@@ -1,110 +1,112 @@
-"""What no run of a pipeline's lists can beat, by a path argument, and what none exceeds; seconds.
+"""What no run of a pipeline's lists can beat, by a path argument, and what 1F1B never exceeds.
 
-All count what a rank does before its first and after its last action only where the argument carries it.
+A chain of actions that wait for one another is a lower bound on the step, whatever the times. Which chains a schedule
+has follows from its lists: here are those that decide for equal stages, or nearly equal ones. A simulation's longest
+path is one more (``pase.pipeline.simulate``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
+from pase.pipeline.simulate import Path
 from pase.pipeline.types import Kind, Schedule, StageTimes
 
-__all__ = ["lower_bound", "round_trip_bound", "slowest_stage_bound", "wait_bound", "work_bound"]
+__all__ = ["lower_bound", "paths", "round_trip_paths", "slowest_stage_bound", "wait_paths", "work_paths"]
 
 
-def _ways(times: StageTimes) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds from the step's start to each stage's first input, and from each stage's backward to its end."""
-    send = np.append(times.send, 0.0)
-    there = np.concatenate([[0.0], np.cumsum(times.forward + send)[:-1]])
-    back = np.concatenate([[0.0], np.cumsum(times.again + times.input + send)[:-1]])
-    return there, back
+class _Chain:
+    """A path under construction."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.back = Kind.INPUT if schedule.splits_backward else Kind.BACKWARD
+        self.runs = np.zeros((len(Kind), schedule.stages))
+        self.crossed = np.zeros(schedule.stages - 1)
+        rank = np.array(schedule.rank_of)
+        self.crosses = (rank[1:] != rank[:-1]).astype(float)
+
+    def there(self, start: int, stop: int, times: float = 1) -> _Chain:
+        """A micro-batch forward through stages start … stop - 1, and on to stop."""
+        self.runs[Kind.FORWARD, start:stop] += times
+        self.crossed[start:stop] += times * self.crosses[start:stop]
+        return self
+
+    def home(self, start: int, stop: int, times: float = 1) -> _Chain:
+        """Its gradient from stage stop to stop - 1 and through those to start."""
+        self.runs[self.back, start:stop] += times
+        self.crossed[start:stop] += times * self.crosses[start:stop]
+        return self
+
+    def work(self, stages: list[int], forwards: float, weights: bool = True) -> _Chain:
+        """So many forwards of each of a rank's stages, and all of their backwards."""
+        m = self.schedule.micro_batches
+        for k in stages:
+            self.runs[Kind.FORWARD, k] += forwards
+            self.runs[self.back, k] += m
+            if weights and self.back is Kind.INPUT:
+                self.runs[Kind.WEIGHT, k] += m
+        return self
+
+    def path(self, first: int, last: int) -> Path:
+        rank = self.schedule.rank_of
+        return Path(runs=self.runs, crossed=self.crossed, first=rank[first], last=rank[last])
 
 
-def _crossing(schedule: Schedule, times: StageTimes) -> StageTimes:
-    """The same times without transfers between stages of one rank."""
-    rank = np.array(schedule.rank_of)
-    return StageTimes.of(
-        times.forward, times.input, times.weight, again=times.again, ranks=schedule.ranks,
-        send=np.where(rank[1:] != rank[:-1], times.send, 0.0), before=times.before, after=times.after,
-    )  # fmt: skip
-
-
-def _whole(times: StageTimes, splits: bool) -> StageTimes:
-    """Of whole backwards: all of it stands in the way of the stage before."""
-    if splits:
-        return times
-    return StageTimes.of(
-        times.forward, times.input + times.weight, 0.0, again=times.again, ranks=times.before.size, send=times.send,
-        before=times.before, after=times.after,
-    )  # fmt: skip
-
-
-def work_bound(schedule: Schedule, times: StageTimes) -> float:
+def work_paths(s: Schedule) -> Iterator[Path]:
     """Each rank's whole work, after the way to its first stage and before the way home from it.
 
     A rank's first action is its first stage's forward, its last one that stage's backward. Where gradients of weights
     are apart they may come after it: then without the way home, or without them.
     """
-    t, best = _whole(_crossing(schedule, times), schedule.splits_backward), 0.0
-    there, back = _ways(t)
-    m = schedule.micro_batches
-    for r in range(schedule.ranks):
-        mine = [k for k, rank in enumerate(schedule.rank_of) if rank == r]
-        first, all_ = mine[0], m * float(t.full[mine].sum())
-        arrives = max(there[first], t.before[r])
-        home = all_ - m * float(t.weight[mine].sum()) + back[first]
-        best = max(best, arrives + all_ + t.after[r], arrives + home)
-    return best
+    for r in range(s.ranks):
+        mine = [k for k, rank in enumerate(s.rank_of) if rank == r]
+        at = mine[0]
+        yield _Chain(s).there(0, at).work(mine, s.micro_batches, weights=False).home(0, at).path(0, 0)
+        yield _Chain(s).there(0, at).work(mine, s.micro_batches).path(0, at)
+        yield _Chain(s).work(mine, s.micro_batches).path(at, at)
 
 
-def _ahead(schedule: Schedule, rank: int) -> int:
-    """Forwards before the rank's first backward."""
-    return next(i for i, a in enumerate(schedule.orders[rank]) if a.kind != Kind.FORWARD)
-
-
-def wait_bound(schedule: Schedule, times: StageTimes) -> float:
-    """Of one stage a rank: its first backward waits for the first micro-batch's way there and back; of the rank's work
-    only the forwards before it are done by then.
+def wait_paths(s: Schedule) -> Iterator[Path]:
+    """Of one stage a rank: its first backward waits for a micro-batch's way to the last stage and back; of the rank's
+    work only the forwards before that are done by then.
 
     Σ t + max_j [(m - 1) t_j - (w_j - 1) f_j], where w_j forwards stand before stage j's first backward.
     """
-    t, m, best = _whole(times, schedule.splits_backward), schedule.micro_batches, 0.0
-    there, back = _ways(t)
-    round_ = t.forward + t.again + t.input
-    for j in range(schedule.ranks):
-        after = float(round_[j + 1 :].sum() + 2 * t.send[j:].sum())
-        waited = there[j] + t.forward[j] + after
-        left = m * t.full[j] - _ahead(schedule, j) * t.forward[j]
-        best = max(best, waited + left + t.after[j], waited + left - m * t.weight[j] + back[j])
-    return best
+    for j in range(s.ranks):
+        ahead = next(i for i, a in enumerate(s.orders[j]) if a.kind != Kind.FORWARD)
+        left = s.micro_batches - ahead
+        for weights in (False, True):
+            chain = _Chain(s).there(0, s.stages).home(j + 1, s.stages).work([j], left, weights)
+            chain.crossed[j : j + 1] += chain.crosses[j : j + 1]  # to stage j itself
+            yield chain.path(0, j) if weights else chain.home(0, j).path(0, 0)
 
 
-def round_trip_bound(schedule: Schedule, times: StageTimes) -> float:
+def round_trip_paths(s: Schedule) -> Iterator[Path]:
     """Of one stage a rank: no more than so many micro-batches are past stage j at once, and each stays as long as the
-    way to the last stage and back takes. It is the one that sees transfers in 1F1B's steady state."""
-    t, best = _whole(times, schedule.splits_backward), 0.0
-    there, back = _ways(t)
-    round_ = t.forward + t.again + t.input
-    for j in range(schedule.ranks):
-        stay = float(round_[j:].sum() + 2 * t.send[j:].sum())
-        turns = math.ceil(schedule.micro_batches / _most_ahead(schedule, j))
-        best = max(best, there[j] + turns * stay + back[j])
-    return best
+    way to the last stage and back takes. These see transfers in 1F1B's steady state."""
+    for j in range(s.ranks):
+        steps = [{Kind.FORWARD: 1, Kind.WEIGHT: 0}.get(a.kind, -1) for a in s.orders[j]]
+        turns = math.ceil(s.micro_batches / int(np.cumsum(steps).max()))
+        chain = _Chain(s).there(0, j).there(j, s.stages, turns).home(j, s.stages, turns)
+        yield chain.home(0, j).path(0, 0)
 
 
-def _most_ahead(schedule: Schedule, rank: int) -> int:
-    steps = [{Kind.FORWARD: 1, Kind.WEIGHT: 0}.get(a.kind, -1) for a in schedule.orders[rank]]
-    return int(np.cumsum(steps).max())
+@lru_cache(maxsize=256)
+def paths(schedule: Schedule) -> tuple[Path, ...]:
+    """All of those that the schedule has."""
+    one = schedule.stages == schedule.ranks
+    more = (*wait_paths(schedule), *round_trip_paths(schedule)) if one else ()
+    return (*work_paths(schedule), *more)
 
 
 def lower_bound(schedule: Schedule, times: StageTimes) -> float:
-    """The largest of those that hold for the schedule."""
-    out = work_bound(schedule, times)
-    if schedule.stages == schedule.ranks:
-        out = max(out, wait_bound(schedule, times), round_trip_bound(schedule, times))
-    return out
+    """Seconds that no run of the schedule's lists beats."""
+    return max(p.seconds(times) for p in paths(schedule))
 
 
 def slowest_stage_bound(micro_batches: int, times: StageTimes) -> float:

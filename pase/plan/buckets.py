@@ -56,6 +56,7 @@ def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> ScheduleProbl
     """links: in place of the machine's. Infeasible where no collective is on a parameter: nothing to schedule."""
     from pase.plan.communication import communication_problem
 
+    plan.check_emitted()
     where = f"the plan for '{plan.model}'"
     return communication_problem(plan, where=where, links=links, curve_of=None if links else curves_of(plan))
 

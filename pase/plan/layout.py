@@ -21,6 +21,7 @@ from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.plan.accesses import Digits, EquationLayouts, Reading, distinct
 from pase.plan.constraints import Route
+from pase.plan.pipeline import PipelinePlan
 from pase.plan.throughput import StepWork, Throughput
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
 from pase.tables.derive import Phase
@@ -189,6 +190,7 @@ class LayoutForm(Struct, kw_only=True):
     provenance: dict[str, str]
     accesses: AccessesForm | UnsetType = UNSET
     bucket_plan: dict[str, Any] | UnsetType = UNSET
+    pipeline: Annotated[PipelinePlan, Meta(description="stages; the mesh is one rank's")] | UnsetType = UNSET
 
 
 def made_schema() -> dict[str, Any]:
@@ -263,6 +265,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         provenance=dict(plan.provenance),
         accesses=_accesses_form(plan.accesses) if plan.accesses else UNSET,
         bucket_plan=UNSET if plan.buckets is None else dict(plan.buckets),
+        pipeline=UNSET if plan.pipeline is None else plan.pipeline,
     )  # fmt: skip
 
 
@@ -357,6 +360,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
         provenance=form.provenance,
         accesses={} if form.accesses is UNSET else _accesses_of(form.accesses),
         buckets=None if form.bucket_plan is UNSET else form.bucket_plan,
+        pipeline=None if form.pipeline is UNSET else form.pipeline,
     )  # fmt: skip
 
 
@@ -378,11 +382,14 @@ def _accesses_of(form: AccessesForm) -> dict[Place, EquationLayouts]:
 def _problems(form: LayoutForm) -> Iterator[str]:
     """What types cannot say, each as "place: what": axes exist, a tensor uses an axis once, shards divide."""
     size = form.mesh
-    devices = 1
+    devices = 1 if form.pipeline is UNSET else form.pipeline.degree
     for ways in size.values():
         devices *= ways
     if devices != form.devices:
-        yield f"mesh: {size} is not {form.devices} devices"
+        yield f"mesh: {size} is not {form.devices} devices" + (
+            "" if form.pipeline is UNSET else f" in {form.pipeline.degree} ranks"
+        )
+    yield from _stage_problems(form)
     for kind, tensors in (("parameters", form.parameters), ("inputs", form.inputs)):
         for path, t in tensors.items():
             yield from _misplaced(f"{kind}/{path}/storage", t.storage, size, t.shape)
@@ -403,6 +410,21 @@ def _problems(form: LayoutForm) -> Iterator[str]:
         for at, e in form.accesses.equations.items():
             if max((*e.reads.values(), *e.writes.values()), default=-1) >= known:
                 yield f"accesses/equations/{at}: there are {known} layouts, counted from 0"
+
+
+def _stage_problems(form: LayoutForm) -> Iterator[str]:
+    """Stages are of ranks and strategies that there are, and as many as the cuts."""
+    p = form.pipeline
+    if p is UNSET:
+        return
+    if not len(p.cuts) == len(p.stages) == p.degree * p.chunks:
+        yield f"pipeline: {len(p.cuts)} cuts, {len(p.stages)} stages for {p.degree} ranks of {p.chunks}"
+    for i, s in enumerate(p.stages):
+        if s.rank >= p.degree or s.strategy >= len(p.strategies):
+            yield f"pipeline/stages/{i}: rank {s.rank}, strategy {s.strategy} are not there"
+    for i, strategy in enumerate(p.strategies):
+        for node, split in strategy.items():
+            yield from _misplaced(f"pipeline/strategies/{i}/{node}", list(split.values()), form.mesh)
 
 
 def _misplaced(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pase.ir.blocks import again_text
+from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
 __all__ = [
@@ -91,7 +92,8 @@ def headline(plan: PlanData) -> list[str]:
     )
     if plan.throughput is not None:
         lines.append(f"speed  {plan.throughput}")
-    if plan.accumulate > 1 or plan.remat:
+    lines += stage_lines(plan)
+    if plan.pipeline is None and (plan.accumulate > 1 or plan.remat):
         how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
         how += [f"{part} in backward" for part in again_text(plan.remat)]
         lines.append(f"to fit {' · '.join(how)}")

@@ -16,6 +16,7 @@ from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.plan.accesses import EquationLayouts, Reading, access_states, equation_layouts
 from pase.plan.constraints import Placement, Route
+from pase.plan.pipeline import PipelinePlan
 from pase.plan.throughput import StepWork, Throughput
 from pase.tables.itemize import Collective, NodeCost, config_of
 
@@ -110,6 +111,8 @@ class PlanData:
     """Where no strategy fits the limit: what the least needs, and what would fit. The plan is then the best without."""
     baseline_memory: Mapping[str, int] = field(default_factory=dict)
     """Strategy of ``baselines`` -> bytes that it needs on a device; empty without a limit."""
+    pipeline: PipelinePlan | None = None
+    """The stages that the model is cut into; the mesh is then one rank's. None: every device works on all of it."""
     work: StepWork | None = None
     """What a step works on; None in layouts of before this was kept."""
     traced: Traced | None = field(default=None, repr=False, compare=False)
@@ -127,6 +130,14 @@ class PlanData:
                 f"the plan for '{self.model}' was loaded without its model: plan.bind(fn, params, batch) first"
             )
         return named(simplify(self.traced.graph))
+
+    def check_emitted(self) -> None:
+        """PaseError where no backend runs such a plan yet."""
+        if self.pipeline is not None:
+            raise PaseError(
+                f"the plan for '{self.model}' is a pipeline ({self.pipeline}): it is priced, not emitted yet; compile "
+                f"with pipeline='none' for a plan that runs"
+            )
 
     @cached_property
     def laid_out(self) -> Mapping[Place, EquationLayouts]:

@@ -252,6 +252,11 @@ def _problem(plan: PlanData, traced: Traced, machine: str | None) -> tuple[Split
     from pase.compiler.variants import Variant
     from pase.machine import load
 
+    if plan.pipeline is not None:
+        return (
+            None,
+            "the layers' costs are a rank's, on average; other splits of stages are not priced one by one",
+        )
     try:
         there = load(machine if machine is not None else plan.machine)
     except PaseError as e:

@@ -116,12 +116,14 @@ def build(
     *,
     sync: float = 1.0,
     backward: float = 1.0,
+    gathers: float = 1.0,
 ) -> tuple[CostTables, Space]:
     """Price every config of every node and every pair of layouts of every edge.
 
     Equal nodes and edges of repeated layers are priced once and share their arrays. sync, backward: weights of the
-    gradients' synchronisation and of backward's compute (see ``pase.compiler.overlap``); tables of other weights have
-    the same nodes, edges and classes.
+    gradients' synchronisation and of backward's compute (see ``pase.compiler.overlap``); gathers: of parameters' way
+    to their readers, below 1 without that for recomputation, since they stay. Tables of other weights have the same
+    nodes, edges and classes.
     """
     known = facts(graph)
     space = _configs(graph, mesh, model)
@@ -135,7 +137,7 @@ def build(
             costs[number] = np.broadcast_to(np.asarray(cost, dtype=np.float64), (len(cfg),)).copy()
     tables = CostTables(
         node_costs=tuple(costs[number] for number in known.cost),
-        edges=tuple(_edges(known, space, mesh, model, sync)),
+        edges=tuple(_edges(known, space, mesh, model, {"backward": sync, "forward": gathers})),
         names=tuple(n.name for n in graph.nodes),
     )
     return tables, Space(graph=graph, mesh=mesh, configs=space)
@@ -184,9 +186,9 @@ class _Layouts:
 
 
 def _edges(
-    known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel, sync: float
+    known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel, weights: Mapping[str, float]
 ) -> Iterator[EdgeTable]:
-    """Edges that cost something under some pair of layouts."""
+    """Edges that cost something under some pair of layouts; weights: of what parameters send, by phase."""
     layouts = _Layouts(known.rules, mesh)
     ends: dict[tuple[int, int, bool], tuple[np.ndarray, np.ndarray]] = {}
     classes = [(layouts.of(e.write, space[e.src]), layouts.of(e.read, space[e.dst])) for e in known.edges]
@@ -208,7 +210,8 @@ def _edges(
                 a, b = ends[id(src.rows), id(dst.rows), f.back]
                 one = plans[id(a), id(b)].cost(price.of(f))
                 something |= bool(one.any())
-                weight = sync if f.back and f.bucketed else 1.0
+                weight = weights[f.phase] if f.bucketed else 1.0
+                weight /= f.again if weight < 1 else 1
                 cost += weight * (one.T if f.back else one)
             memo[where] = cost if something else None
         matrix = memo[where]

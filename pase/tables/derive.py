@@ -392,9 +392,10 @@ def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """A tensor, or its gradient, on its way along an edge: bytes of the whole, and how often in a step.
+    """A tensor, or its gradient, on its way along an edge: bytes of the whole, and how often in a step, recomputation
+    included.
 
-    back: it is the gradient, on its way from the reader.
+    back: it is the gradient, on its way from the reader. again: 2 where recomputation needs it once more.
     """
 
     phase: Phase
@@ -402,6 +403,7 @@ class Flow:
     nbytes: int
     times: float
     bucketed: bool
+    again: int = 1
 
     def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The layouts that it leaves and those that it reaches; src from write_states, dst from read_states."""
@@ -421,7 +423,7 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     bucketed = graph.producer[edge.tensor].kind == "parameter"
     again = 2 if edge.access.again else 1
     phase: Phase = "forward" if bucketed else _phase(edge.op)
-    there = Flow(phase=phase, back=False, nbytes=nbytes, times=times * again, bucketed=bucketed)
+    there = Flow(phase=phase, back=False, nbytes=nbytes, times=times * again, bucketed=bucketed, again=again)
     if not (tensor.needs_grad and edge.op.differentiable):
         return (there,)
     back = Flow(phase="backward", back=True, nbytes=nbytes, times=times, bucketed=bucketed)

@@ -26,6 +26,7 @@ SMALLEST = {
     "onnx_size": '--only "nodes 1000"',
     "paper_table1": "--repeats 1 --only alexnet",
     "pase_fig6": '--only "1080tix8 alexnet 4"',
+    "pipelines": "--out pipelines.json",
     "programs": "*ntxent*",
     "published": "--only 22B",
     "replay_fuzz": "--count 3",

@@ -89,6 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.search",
         "pase.baselines",
         "pase.memory",
+        "pase.pipeline",
         "pase.plan",
     },
     # Strategies that people state, placed on the same graph and priced as a program runs them.
@@ -100,6 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.tables",
         "pase.baselines",
         "pase.memory",
+        "pase.pipeline",
         "pase.plan",
         "pase.compiler",
     },

@@ -1,0 +1,127 @@
+"""Pipelines: what each schedule takes on equal stages, how near the bounds are, how many simulations prove cuts, and
+Llama-3 405B on 16,384 H100 with the published shape among the choices.
+
+    python -m bench.pipelines [--compile] [--out bench/results/pipelines.json]
+
+``--compile`` searches Llama-3 405B, which takes a minute or two of CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+
+from bench.provenance import RESULTS, save
+from pase.pipeline.bounds import lower_bound, slowest_stage_bound, wait_paths, work_paths
+from pase.pipeline.cuts import CutProblem, best_cuts
+from pase.pipeline.registry import SCHEDULES, schedule
+from pase.pipeline.simulate import peak_bytes, simulate
+from pase.pipeline.types import StageTimes
+
+MODEL = "zoo:llama3_405b?batch=2048&seq=8192&attention=fused&remat=0"
+DEVICES = 16384
+
+
+def schedules(ranks: int = 8, micro_batches: int = 16) -> list[dict[str, Any]]:
+    """Equal ranks whose forward, and both parts of backward, take one unit each, without transfers and with them."""
+    rows = []
+    for name, d in SCHEDULES.items():
+        v = max(d.chunks[0], 1)
+        s = schedule(name, ranks, micro_batches, v)
+        plain, sent = (
+            simulate(s, StageTimes.of([1 / v] * (ranks * v), 1 / v, 1 / v, ranks=ranks, send=c))
+            for c in (0.0, 0.1)
+        )
+        held = peak_bytes(s, np.full(ranks * v, 1 / v))
+        rows.append({
+            "schedule": name, "chunks": v, "step": plain.step_s, "period": plain.period_s, "bubble": plain.bubble,
+            "with_transfers": sent.step_s, "held_first": float(held[0]), "held_last": float(held[-1]),
+        })  # fmt: skip
+    return rows
+
+
+def bounds(pipelines: int = 1000) -> dict[str, float]:
+    """Of 1F1B with random unequal stages: how far the bounds are from the simulation, on average and at worst."""
+    rng, off = np.random.default_rng(0), dict[str, list[float]]()
+    for _ in range(pipelines):
+        p, m = int(rng.integers(2, 9)), int(rng.integers(4, 33))
+        s = schedule("1f1b", p, m)
+        t = StageTimes.of(rng.uniform(0.5, 1.5, p), rng.uniform(1, 3, p), 0.0, ranks=p)
+        truth = simulate(s, t).step_s
+        for name, value in (
+            ("work", max(q.seconds(t) for q in work_paths(s))), ("wait", max(q.seconds(t) for q in wait_paths(s))),
+            ("both", lower_bound(s, t)), ("slowest stage (upper)", slowest_stage_bound(m, t)),
+        ):  # fmt: skip
+            off.setdefault(name, []).append(value / truth - 1)
+    both = (("mean", np.mean), ("worst", np.max))
+    return {f"{k}, {what}": float(f(np.abs(v))) for k, v in off.items() for what, f in both}
+
+
+def cuts(chains: int = 8) -> list[dict[str, Any]]:
+    """Chains of equal blocks with an embedding and a head: simulations until the cuts are proven."""
+    rng, rows = np.random.default_rng(1), []
+    for i in range(chains):
+        p, blocks = ((3, 9), (4, 12), (4, 16), (5, 20), (6, 24), (8, 32), (12, 96), (16, 126))[i % 8]
+        m, head = 4 * p, rng.uniform(0.5, 1.5)
+        ends = np.zeros(p)
+        ends[0], ends[-1] = 0.1, head
+        s = schedule("1f1b", p, m)
+        problem = CutProblem(
+            schedule=s, blocks=blocks, fixed=StageTimes.of(ends, 2 * ends, 0.0, ranks=p),
+            each=StageTimes.of([1.0] * p, 2.0, 0.0, ranks=p),
+        )  # fmt: skip
+        began = time.perf_counter()
+        found = best_cuts(problem)
+        assert found.simulated is not None
+        rows.append({
+            "blocks": blocks, "stages": p, "micro_batches": m, "head": head, "simulations": found.simulations,
+            "counts": found.counts, "step": found.simulated.step_s, "bound": found.bound, "proven": found.optimal,
+            "seconds": time.perf_counter() - began,
+        })  # fmt: skip
+    return rows
+
+
+def llama() -> list[dict[str, Any]]:
+    """The published shape (TP 8, PP 16, DP 128, 16 micro-batches) and what the search finds, priced alike."""
+    import pase
+
+    rows = []
+    for name, options in (
+        ("16 ranks of 128×8, 16 micro-batches", {"pipeline": 16, "mesh": "128x8", "accumulate": 16}),
+        ("16 ranks", {"pipeline": 16}),
+        ("8 ranks", {"pipeline": 8}),
+    ):
+        began = time.process_time()
+        plan = pase.compile(MODEL, devices=DEVICES, memory_limit="machine", **options)  # type: ignore[arg-type]
+        p = plan.pipeline
+        assert p is not None
+        rows.append({
+            "asked": name, "step_s": plan.cost, "bound_s": plan.bound, "mesh": plan.mesh.sizes, "pipeline": str(p),
+            "cuts": p.cuts, "bubble": p.bubble, "memory_bytes": plan.memory.total, "others": dict(p.others),
+            "cpu_s": time.process_time() - began,
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--out", default=str(RESULTS / "pipelines.json"))
+    args = parser.parse_args()
+    result: dict[str, Any] = {"schedules": schedules(), "bounds": bounds(), "cuts": cuts()}
+    if args.compile:
+        result["llama3_405b"] = llama()
+    print(save(result, args.out))
+    for key, rows in result.items():
+        print(key)
+        for row in rows.items() if isinstance(rows, dict) else rows:
+            print("  ", row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Pipelines in the search: the number of ranks and of micro-batches, a mesh of each rank's devices, a schedule, cuts.
+
+Ranks, micro-batches and meshes are an outer loop, from the least that any pipeline of theirs can take on (its ranks'
+mean work, which no schedule, no cuts and no splits undercut); it ends where that is no less than what has been found.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.compiler.options import CompileOptions
+from pase.compiler.plans import provenance_of
+from pase.compiler.problem import Progress, SplitProblem
+from pase.compiler.stage_menu import StageTables
+from pase.compiler.stage_places import Places, places_of
+from pase.compiler.stage_search import Staged, StageMenu, chunks_of, disciplines
+from pase.compiler.variants import Variant, graph_of
+from pase.errors import Infeasible, PaseError
+from pase.ir import Graph, digest
+from pase.ir.blocks import Block, mixes_examples
+from pase.machine import Mesh, mesh_from, meshes
+from pase.memory.account import Memory
+from pase.pipeline.simulate import peak_bytes
+from pase.plan.assemble import assemble, axes_by_use
+from pase.plan.pipeline import PipelinePlan, StagePlan
+from pase.plan.types import PlanData, Tried
+from pase.tables.itemize import NodeCost, split_of
+
+if TYPE_CHECKING:
+    from pase.frontends.registry import Traced
+
+__all__ = ["plan_staged", "search_pipelines"]
+
+_MOST_RANKS = 64
+_MICRO_BATCHES = (1, 2, 4)
+"""Micro-batches that are tried, in times of the ranks'."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Candidate:
+    """A number of ranks, of micro-batches and a mesh. least: seconds that none of its pipelines beats."""
+
+    ranks: int
+    micro_batches: int
+    mesh: Mesh
+    least: float
+    tables: tuple[StageTables, ...]
+
+
+@dataclass(kw_only=True)
+class Pipelines:
+    """What the search found. tried: candidates; left: of them those that the time did not suffice for."""
+
+    best: Staged | None = None
+    menu: StageMenu | None = None
+    bound: float = math.inf
+    tried: int = 0
+    left: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def search_pipelines(
+    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, below: float = math.inf
+) -> Pipelines:
+    """The cheapest pipeline, if it takes less than ``below`` seconds. Infeasible where the model cannot be cut, or
+    nothing fits."""
+    began = time.perf_counter()
+    limit = options.limit_bytes(problem.machine) or math.inf
+    candidates = sorted(_candidates(problem, traced, options, say), key=lambda c: c.least)
+    if not candidates:
+        raise Infeasible(
+            f"no pipeline of {options.devices} devices (pipeline={options.pipeline}): it takes devices and a batch "
+            f"that divide, and a block for each rank"
+        )
+    out = Pipelines(tried=len(candidates))
+    out.seconds["tables"] = time.perf_counter() - began
+    began, end = time.perf_counter(), time.perf_counter() + options.time_limit
+    for i, c in enumerate(candidates):
+        if c.least >= below * (1 - 1e-9):
+            break
+        if time.perf_counter() > end:
+            out.left = len(candidates) - i
+            break
+        say(f"{c.ranks} ranks of {'×'.join(map(str, c.mesh.sizes))}, {c.micro_batches} micro-batches")
+        found, menu = _search(c, options, limit, below)
+        if found is not None:
+            out.best, out.menu, below = found, menu, found.step_s
+    out.bound = min(min((c.least for c in candidates), default=math.inf), below)
+    out.seconds["search"] = time.perf_counter() - began
+    if out.best is None and math.isinf(below):
+        raise Infeasible(
+            f"no pipeline found that fits {limit / 2**30:.4g} GiB a device: use more devices or a smaller batch"
+        )
+    return out
+
+
+def _candidates(
+    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress
+) -> Iterator[_Candidate]:
+    from pase.frontends.jax_blocks import batch_size, blocks_of
+
+    if problem.model.unit != "s":
+        raise PaseError(f"a pipeline is priced in seconds; cost model '{problem.model.name}' has none")
+    if traced.frontend != "jax":
+        raise PaseError(
+            f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches of a pipeline need a JAX "
+            f"model"
+        )
+    mixed = mixes_examples(problem.graph)
+    if mixed:
+        raise PaseError(
+            f"a pipeline's micro-batches would give other numbers: examples of the batch meet in {mixed}"
+        )
+    blocks = blocks_of(traced)  # type: ignore[arg-type]
+    places = places_of(problem.graph, blocks)
+    examples = batch_size(traced)  # type: ignore[arg-type]
+    graphs: dict[Variant, tuple[Graph, Places]] = {}
+
+    def tables(variant: Variant, mesh: Mesh) -> StageTables:
+        if variant not in graphs:
+            graph = graph_of(traced, variant)
+            graphs[variant] = graph, places_of(graph, blocks)
+        return StageTables(*graphs[variant], variant, mesh, problem.model, problem.optimizer, "once")
+
+    for ranks in _degrees(options, places.blocks):
+        for m in _micro_batches(options, ranks, examples):
+            variants = list(_variants(options, m, blocks, options.limit_bytes(problem.machine) is not None))
+            for mesh in _stage_meshes(problem, options, ranks):
+                say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")
+                made = tuple(tables(v, mesh) for v in variants)
+                least = StageMenu(made, ranks, m, math.inf).least_s()
+                yield _Candidate(ranks=ranks, micro_batches=m, mesh=mesh, least=least, tables=made)
+
+
+def _degrees(options: CompileOptions, blocks: int) -> Iterator[int]:
+    devices = options.devices
+    if options.ranks is not None:
+        if devices % options.ranks:
+            raise PaseError(f"pipeline={options.ranks} does not divide {devices} devices")
+        if options.ranks > blocks:
+            raise Infeasible(f"{blocks} blocks do not fill {options.ranks} stages")
+        yield options.ranks
+        return
+    yield from (p for p in range(2, min(devices, blocks, _MOST_RANKS) + 1) if devices % p == 0)
+
+
+def _micro_batches(options: CompileOptions, ranks: int, examples: int) -> Iterator[int]:
+    if options.accumulate is not None:
+        if examples % options.accumulate:
+            raise PaseError(f"a batch of {examples} is not {options.accumulate} equal micro-batches")
+        yield options.accumulate
+        return
+    yield from (
+        ranks * k for k in _MICRO_BATCHES if examples % (ranks * k) == 0 and examples >= 2 * ranks * k
+    )
+
+
+def _variants(
+    options: CompileOptions, micro_batches: int, blocks: tuple[Block, ...], limited: bool
+) -> Iterator[Variant]:
+    """As the model is written, and with its blocks computed again: the first charges least."""
+    if options.remat != "all":
+        yield Variant(accumulate=micro_batches)
+    if options.remat != "none" and blocks and (options.remat == "all" or limited):
+        yield Variant(accumulate=micro_batches, blocks=blocks)
+    elif options.remat == "all":
+        yield Variant(accumulate=micro_batches)  # what the model marks itself
+
+
+def _stage_meshes(problem: SplitProblem, options: CompileOptions, ranks: int) -> list[Mesh]:
+    """Of a rank's devices: the one that is given, or all devices as one axis, or one axis within a node and one across.
+
+    Ranks of a pipeline are the outermost axis, so that transfers between them cross the slowest link.
+    """
+    devices = problem.devices // ranks
+    if options.mesh is not None:
+        return [mesh_from(options.mesh, devices)]
+    near = problem.machine.levels[0].ways or devices
+    every = meshes(devices, problem.machine, min(options.max_axes, 2))
+    return [m for m in every if len(m.sizes) == 1 or m.sizes[-1] <= near]
+
+
+def _search(
+    c: _Candidate, options: CompileOptions, limit: float, below: float
+) -> tuple[Staged | None, StageMenu | None]:
+    """The candidate's best pipeline that takes less than ``below``. Gathers and sums at each micro-batch take longer
+    and hold less: they are tried where nothing fits without them."""
+    for each in (False, True):
+        tables = [
+            *c.tables,
+            *(
+                StageTables(t.graph, t.places, t.variant, t.mesh, t.model, t.optimizer, "each")
+                for t in (c.tables if each else ())
+            ),
+        ]
+        menu = StageMenu(tables, c.ranks, c.micro_batches, limit)
+        best, top, fits = None, below, False
+        for d in sorted(disciplines(), key=lambda d: -d.chunks[0]):
+            for chunks in chunks_of(d, menu.places.blocks, c.ranks):
+                found, fitted = menu.staged(d, chunks, top)
+                fits |= fitted
+                if found is not None:
+                    best, top = found, found.step_s
+        if fits or math.isinf(limit):
+            break
+    return best, menu
+
+
+def plan_staged(
+    problem: SplitProblem, traced: Traced, name: str, found: Pipelines, seconds: dict[str, float]
+) -> PlanData:
+    """The plan of what the search found: the mesh, nodes, storage of a middle stage, with the ends' own splits."""
+    s, menu = found.best, found.menu
+    assert s is not None and menu is not None and s.cuts.simulated is not None and s.cuts.counts is not None
+    middle = s.splits[len(s.splits) // 2]
+    of = {"first": s.splits[0], "block": middle, "last": s.splits[-1]}
+    t = next(t for t in menu.tables if t.variant == middle.variant)
+    configs = {n.name: of[t.places.of(n.name)].configs[n.name] for n in t.graph.nodes}
+    mesh = axes_by_use(t.graph, s.mesh, configs)
+    bound = min(found.bound, s.step_s)
+    plan = assemble(
+        t.graph, mesh, configs, model=problem.model, machine=problem.machine, name=name, optimizer=problem.optimizer,
+        cost=s.step_s, bound=bound, optimal=bound >= s.step_s * (1 - 1e-6), baselines={}, skipped={},
+        tried=[Tried(mesh=s.mesh.sizes, cost=s.step_s)], seconds=seconds,
+        provenance=provenance_of(t.graph, "stages: tables of one graph, cuts by paths", "mean work of the ranks"),
+        traced=traced, graph_digest=digest(traced.graph), accumulate=s.micro_batches, remat=middle.variant.blocks,
+    )  # fmt: skip
+    part = 1 / s.schedule.ranks  # nodes' costs: of one rank, on average
+
+    def shared(c: NodeCost) -> NodeCost:
+        return NodeCost(
+            compute=c.compute * part, communication=c.communication * part, update=c.update * part
+        )
+
+    memory = _memory(s)
+    return replace(
+        plan, devices=problem.devices, memory_limit=None if math.isinf(menu.limit) else int(menu.limit), memory=max(memory, key=lambda m: m.total),
+        nodes=tuple(replace(n, cost=shared(n.cost)) for n in plan.nodes),
+        pipeline=_pipeline(s, menu, mesh, memory, found),
+    )  # fmt: skip
+
+
+def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], found: Pipelines) -> PipelinePlan:
+    sim, counts = s.cuts.simulated, s.cuts.counts
+    assert sim is not None and counts is not None
+    times = s.problem.times(np.array(counts))
+    strategies = list(dict.fromkeys(s.splits))
+    stages = tuple(
+        StagePlan(
+            rank=rank, blocks=n, strategy=strategies.index(split), recomputes=bool(split.variant.blocks),
+            weights=split.weights, forward_s=float(times.forward[k]),
+            backward_s=float(times.full[k] - times.forward[k]), memory_bytes=memory[rank].total,
+        )
+        for k, (rank, n, split) in enumerate(zip(s.schedule.rank_of, counts, s.splits, strict=True))
+    )  # fmt: skip
+    others = {}
+    for d in disciplines():
+        for chunks in chunks_of(d, menu.places.blocks, s.schedule.ranks):
+            if (d.name, chunks * s.schedule.ranks) != (s.schedule.name, s.schedule.stages):
+                other, _ = menu.staged(d, chunks)
+                if other is not None:
+                    others[f"{d.name} ×{chunks}" if chunks > 1 else d.name] = other.step_s
+    where = {n.name: n for n in menu.graph.nodes}
+    return PipelinePlan(
+        degree=s.schedule.ranks, chunks=s.schedule.stages // s.schedule.ranks, micro_batches=s.micro_batches,
+        schedule=s.schedule.name, cuts=counts, bubble=sim.bubble, imbalance=sim.imbalance, cuts_bound=s.cuts.bound,
+        stages=stages, others=others,
+        strategies=tuple(
+            {name: split_of(where[name], cfg, mesh) for name, cfg in split.configs.items()} for split in strategies
+        ),
+        scope=_scope(found),
+    )  # fmt: skip
+
+
+def _scope(found: Pipelines) -> str:
+    left = f"; {found.left} of them were bounded only, in the time" if found.left else ""
+    return (
+        f"the bound is the mean work of the ranks, over {found.tried} choices of ranks, micro-batches ("
+        f"{', '.join(map(str, _MICRO_BATCHES))} times the ranks, or as given) and meshes of at most two axes{left}; it "
+        f"holds for every schedule, every cut and every split of a stage, with or without a memory limit; ranks are "
+        f"the outermost axis"
+    )
+
+
+def _memory(s: Staged) -> list[Memory]:
+    """On a device of each rank."""
+    counts = np.array(s.cuts.counts)
+    p = s.problem
+    f, e = p.bytes_fixed, p.bytes_each
+    assert f is not None and e is not None
+    active = peak_bytes(s.schedule, f.kept + counts * e.kept, f.for_weights + counts * e.for_weights)
+    out = []
+    for r in range(s.schedule.ranks):
+        mine = [k for k, rank in enumerate(s.schedule.rank_of) if rank == r]
+        kinds = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
+        for k in mine:
+            for many, part in [(counts[k], s.splits[k].block), *((1, end) for end in s.splits[k].ends)]:
+                for kind, nbytes in part.memory.items():
+                    kinds[kind] += many * nbytes
+        kinds["activations"] += float(active[r])
+        buffers = max(s.splits[k].buffers() for k in mine)
+        out.append(Memory(buffers=round(buffers), **{k: round(v) for k, v in kinds.items()}))
+    return out

@@ -1,0 +1,197 @@
+"""What a strategy takes in each part of a model that is cut into stages: before the blocks, in one block, behind them.
+
+The same work and collectives as of a step without stages (``pase.tables``), and the same account of memory
+(``pase.memory.account``), by where they are paid and whether they are paid once a step or at every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from pase.compiler.stage_places import Places, StagePart
+from pase.ir import Graph, Node
+from pase.ir.blocks import turns_of
+from pase.machine import CostModel, Mesh
+from pase.memory.account import held, in_flight
+from pase.tables.build import array_tile, work_price
+from pase.tables.derive import node_work
+from pase.tables.itemize import Collective, collectives
+from pase.tables.layouts import forward_states, local_bytes, number, read_states, write_states
+
+__all__ = ["PARTS", "PartCost", "Weights", "part_costs"]
+
+PARTS: tuple[StagePart, ...] = ("first", "block", "last")
+
+Weights = Literal["once", "each"]
+"""When split parameters are gathered and gradients summed: once a step, whole weights and whole sums of gradients being
+kept through it; or at each micro-batch."""
+
+
+@dataclass(kw_only=True)
+class PartCost:
+    """Of one part, of "block" one block. Seconds of one micro-batch; before, after: of a step, once. Bytes on a device.
+
+    input, weight: backward's two parts; again: recomputation. static: kept through the step; kept: of one micro-batch
+    until its backward; inner: of a block while it is computed again; buffers: of one op, with its gradients.
+    """
+
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    again: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+    static: float = 0.0
+    kept: float = 0.0
+    inner: float = 0.0
+    buffers: float = 0.0
+    memory: dict[str, float] = field(default_factory=dict)
+    """``static`` by kind: parameters, gradients, optimizer, activations (gathered weights and inputs)."""
+
+    def keep(self, kind: str, nbytes: float) -> None:
+        self.static += nbytes
+        self.memory[kind] = self.memory.get(kind, 0.0) + nbytes
+
+
+def part_costs(
+    graph: Graph, places: Places, mesh: Mesh, configs: Mapping[str, np.ndarray], model: CostModel, optimizer: str,
+    weights: Weights,
+) -> dict[StagePart, PartCost]:  # fmt: skip
+    """The parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
+
+    configs: node -> int8 [axes].
+    """
+    out = {part: PartCost() for part in PARTS}
+    moved = collectives(graph, mesh, configs, model)
+    for n in graph.nodes:
+        for place in places.parts[n.name]:  # a tied parameter is updated in each of its stages
+            _work(graph, n, configs[n.name], mesh, model, optimizer, out[place])
+    for c in moved:
+        for place in places.parts[c.node]:
+            _send(graph, c, weights, out[place])
+    _hold(graph, places, mesh, configs, optimizer, weights, out)
+    for c in moved:
+        part = out[places.of(c.node)]
+        part.buffers = max(part.buffers, c.nbytes)
+    for n in graph.nodes:
+        part = out[places.of(n.name)]
+        part.buffers = max(part.buffers, in_flight(graph, n, configs, mesh))
+    block, many = out["block"], places.blocks
+    for name in ("forward", "input", "weight", "again", "before", "after", "static", "kept"):
+        setattr(block, name, getattr(block, name) / many)
+    block.memory = {k: v / many for k, v in block.memory.items()}
+    return out
+
+
+def _work(
+    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, optimizer: str, part: PartCost
+) -> None:
+    """The node's own work into its part."""
+    m = turns_of(graph)
+    for_weights = iter(list(_products_of_weights(graph, n)))
+    for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
+        seconds = w.times * float(np.ravel(work_price(w, model))[0])
+        if w.phase == "update":
+            if w.times > 1:  # each micro-batch's gradient is added to the sum
+                part.weight += seconds / m
+            else:
+                part.after += seconds
+        elif w.phase == "forward":
+            again = 0.5 if n.main.remat else 0.0
+            part.forward += seconds / m * (1 - again)
+            part.again += seconds / m * again
+        elif w.kind in ("matmul", "conv") and next(for_weights):
+            part.weight += seconds / m
+        else:
+            part.input += seconds / m
+
+
+def _products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
+    """For each product of the node's backward, in the order of ``node_work``: is it the gradient of weights?"""
+    for op in n.ops:
+        if op.kind in ("matmul", "conv"):
+            for a in op.reads:
+                if op.differentiable and graph.tensors[a.tensor].needs_grad:
+                    yield a.tensor in graph.producer and graph.producer[a.tensor].kind == "parameter"
+
+
+def _send(graph: Graph, c: Collective, weights: Weights, part: PartCost) -> None:
+    """A collective into the part that pays for it."""
+    m, n = turns_of(graph), graph.node[c.node]
+    of_parameter = graph.producer[c.tensor].kind == "parameter"
+    runs = max(float(number(op.times, n.name)) for op in n.ops)
+    twice = any(op.remat for op in n.ops) and c.phase == "forward" and c.times >= 2 * runs
+    seconds = c.cost / m
+    if c.phase == "update":
+        part.after += c.cost
+    elif of_parameter and c.phase == "backward":
+        if weights == "once":
+            part.after += seconds
+        else:
+            part.weight += seconds
+    elif of_parameter and weights == "once":
+        part.before += seconds / (2 if twice else 1)
+    elif c.phase == "forward":
+        part.forward += seconds / (2 if twice else 1)
+        part.again += seconds / 2 if twice else 0.0
+    else:
+        part.input += seconds
+
+
+def _hold(
+    graph: Graph, places: Places, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str, weights: Weights,
+    out: dict[StagePart, PartCost],
+) -> None:  # fmt: skip
+    """Bytes into the parts. Weights that are kept whole, and whole sums of their gradients, are counted as they are
+    read."""
+    whole = weights == "once" and turns_of(graph) > 1
+    regions: dict[tuple[StagePart, object], float] = {}
+    for n in graph.nodes:
+        for h in held(graph, n, configs[n.name][None, :], mesh, optimizer):
+            nbytes = float(h.nbytes[0])
+            if (h.weights and weights == "once") or (h.kind == "gradients" and whole):
+                continue
+            for place in places.parts[n.name]:
+                if h.region is not None:
+                    regions[place, h.region] = regions.get((place, h.region), 0.0) + nbytes
+                elif h.kind != "activations" or h.weights or n.kind == "input":
+                    out[place].keep(h.kind, nbytes)
+                else:
+                    out[place].kept += nbytes
+    for (place, _), nbytes in regions.items():
+        out[place].inner = max(out[place].inner, nbytes)
+    if weights == "once":
+        for place, copied, summed in _as_read(graph, places, mesh, configs):
+            out[place].keep("activations", copied)
+            if whole:
+                out[place].keep("gradients", summed)
+
+
+def _as_read(
+    graph: Graph, places: Places, mesh: Mesh, configs: Mapping[str, np.ndarray]
+) -> Iterator[tuple[StagePart, float, float]]:
+    """Per parameter and part that reads it: (the part, bytes of copies in another layout or dtype than the stored one,
+    bytes of a sum of gradients in the layout of the reader), of all turns of its loop."""
+    m = turns_of(graph)
+    found: dict[tuple[StagePart, str], tuple[float, float]] = {}
+    for e in graph.edges:
+        source, reader = graph.node[e.src], graph.node[e.dst]
+        if source.kind != "parameter":
+            continue
+        stored, tensor = graph.tensors[source.ops[0].writes[0].tensor], graph.tensors[e.tensor]
+        written = write_states(source, *source.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)
+        read = read_states(reader, e.op, e.access, tensor, configs[e.dst][None, :], mesh)
+        moved = bool((forward_states(written) != forward_states(read)).any())
+        times = number(e.op.times, e.dst) / m
+        local = times * float(local_bytes(reader, tensor, e.access, configs[e.dst][None, :], mesh)[0])
+        copied = local if moved or tensor.dtype != stored.dtype else 0.0
+        summed = local / tensor.itemsize * stored.itemsize if stored.needs_grad else 0.0
+        key = places.of(e.dst), e.src
+        before = found.get(key, (0.0, 0.0))
+        found[key] = max(before[0], copied), max(before[1], summed)
+    for (place, _), (copied, summed) in found.items():
+        yield place, copied, summed

@@ -1,0 +1,184 @@
+"""Ways to split one stage of a pipeline: the model's own tables under other weights, searched as ever.
+
+A stage with n of L blocks is the model's graph in which a block's nodes and edges weigh n/L, what comes before the
+blocks weighs nothing but in the first stage, what comes behind them nothing but in the last one. So one pair of tables
+serves all stages of all sizes. Under a memory limit the same tables are searched at prices per byte, which gives ways
+that take longer and hold less; which of them a stage takes is for its schedule to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pase.compiler.stage_costs import PartCost, Weights, part_costs
+from pase.compiler.stage_places import Places, StagePart
+from pase.compiler.variants import Variant
+from pase.ir import Graph, Node
+from pase.ir.blocks import turns_of
+from pase.machine import CostModel, Mesh
+from pase.memory.account import held
+from pase.search import solve
+from pase.tables import CostTables, EdgeTable
+from pase.tables.build import Space, build
+from pase.tables.layouts import local_bytes, number
+
+__all__ = ["FIRST", "LAST", "MIDDLE", "ONLY", "Role", "StageSplit", "StageTables"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """Whether a stage has what comes before the blocks, and what comes behind them."""
+
+    first: bool = False
+    last: bool = False
+
+    def weight(self, parts: tuple[StagePart, ...], share: float) -> float:
+        """Of a node that stands in these parts, where a stage has this share of the blocks."""
+        of = {"first": float(self.first), "block": share, "last": float(self.last)}
+        return max(of[p] for p in parts)
+
+
+FIRST, MIDDLE, LAST, ONLY = Role(first=True), Role(), Role(last=True), Role(first=True, last=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageSplit:
+    """A way to split a stage: node -> int8 [axes], with what it takes. cost: seconds of a step in ``role`` with the
+    blocks that it was searched for."""
+
+    role: Role
+    variant: Variant
+    weights: Weights
+    configs: Mapping[str, np.ndarray]
+    parts: Mapping[StagePart, PartCost]
+
+    @property
+    def block(self) -> PartCost:
+        return self.parts["block"]
+
+    @property
+    def ends(self) -> list[PartCost]:
+        return [self.parts["first"]] * self.role.first + [self.parts["last"]] * self.role.last
+
+    def fixed(self, what: str) -> float:
+        """Of the stage without blocks: seconds or bytes, by the name of ``PartCost``'s field."""
+        return float(sum(getattr(e, what) for e in self.ends))
+
+    def of_block(self, what: str) -> float:
+        """Of one block more."""
+        return float(getattr(self.block, what))
+
+    def buffers(self) -> float:
+        """Bytes that live for a moment, whatever the number of blocks."""
+        every = [*self.ends, self.block]
+        return max(e.buffers for e in every) + max(e.inner for e in every)
+
+    def step_s(self, blocks: float, micro_batches: int) -> float:
+        """Seconds that a rank with this stage alone is busy in a step."""
+        return sum(
+            k * (micro_batches * (e.forward + e.input + e.weight + e.again) + e.before + e.after)
+            for k, e in [(blocks, self.block), *((1.0, e) for e in self.ends)]
+        )
+
+    def nbytes(self, blocks: float, flying: float) -> float:
+        """Bytes on a device with so many micro-batches in flight."""
+        held_ = sum(e.static + flying * e.kept for e in self.ends)
+        return held_ + blocks * (self.block.static + flying * self.block.kept) + self.buffers()
+
+
+class StageTables:
+    """The tables of a step in micro-batches on the devices of one stage."""
+
+    def __init__(
+        self, graph: Graph, places: Places, variant: Variant, mesh: Mesh, model: CostModel, optimizer: str,
+        weights: Weights,
+    ) -> None:  # fmt: skip
+        self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
+        self.model, self.optimizer, self.weights = model, optimizer, weights
+        self._splits: dict[tuple[Role, bytes], StageSplit] = {}
+
+    @cached_property
+    def built(self) -> tuple[CostTables, Space]:
+        once = 1 / turns_of(self.graph) if self.weights == "once" else 1.0
+        return build(self.graph, self.mesh, self.model, self.optimizer, sync=once, gathers=once)
+
+    def split(self, role: Role, blocks: float, byte_price: float = 0.0, flying: float = 1.0) -> StageSplit:
+        """The cheapest split of a stage of so many blocks; byte_price: seconds of a byte that it holds."""
+        space = self.built[1]
+        found = solve(self._weighted(role, blocks / self.places.blocks, byte_price, flying))
+        configs = {
+            n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, found.choice, strict=True)
+        }
+        key = role, found.choice.tobytes()
+        if key not in self._splits:
+            parts = part_costs(
+                self.graph, self.places, self.mesh, configs, self.model, self.optimizer, self.weights
+            )
+            self._splits[key] = StageSplit(
+                role=role, variant=self.variant, weights=self.weights, configs=configs, parts=parts
+            )
+        return self._splits[key]
+
+    def least_s(self, role: Role, blocks: float) -> float:
+        """A lower bound on the seconds that a rank with a stage of so many blocks is busy in a step."""
+        return float(solve(self._weighted(role, blocks / self.places.blocks, 0.0, 0.0)).bound)
+
+    def _weighted(self, role: Role, share: float, byte_price: float, flying: float) -> CostTables:
+        tables, space = self.built
+        weight = [role.weight(self.places.parts[n.name], share) for n in space.graph.nodes]
+        made: dict[tuple[int, int, float], np.ndarray] = {}  # equal layers keep sharing their arrays
+
+        def scaled(array: np.ndarray, extra: np.ndarray | None, w: float) -> np.ndarray:
+            key = id(array), id(extra), w
+            if key not in made:
+                plain = np.where(np.isinf(array), np.inf, array * w)
+                made[key] = plain if extra is None else plain + byte_price * w * extra
+            return made[key]
+
+        extra: list[np.ndarray | None] = [None] * len(weight)
+        if byte_price:
+            extra = [static + flying * kept for static, kept in self._bytes]
+        edges = (
+            EdgeTable(
+                src=e.src, dst=e.dst, cost=scaled(e.cost, None, weight[e.dst]), src_class=e.src_class,
+                dst_class=e.dst_class,
+            )
+            for e in tables.edges
+            if weight[e.dst]
+        )  # fmt: skip
+        costs = tuple(scaled(c, x, w) for c, x, w in zip(tables.node_costs, extra, weight, strict=True))
+        return CostTables(node_costs=costs, edges=tuple(edges), names=tables.names)
+
+    @cached_property
+    def _bytes(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Per node and config, what it keeps through the step and of each micro-batch: a guide for the search, what a
+        split holds is counted exactly afterwards. Whole weights are counted where they are read."""
+        _, space = self.built
+        out = []
+        for n, cfg in zip(space.graph.nodes, space.configs, strict=True):
+            static, kept = np.zeros(len(cfg)), np.zeros(len(cfg))
+            for h in held(self.graph, n, cfg, self.mesh, self.optimizer):
+                if self.weights == "once" and (h.weights or h.kind == "gradients"):
+                    continue
+                if h.kind != "activations" or h.weights or h.region is not None:
+                    static = static + h.nbytes
+                else:
+                    kept = kept + h.nbytes
+            if self.weights == "once":
+                static = static + sum(self._whole(n, cfg))
+            out.append((static, kept))
+        return out
+
+    def _whole(self, n: Node, cfg: np.ndarray) -> Iterator[np.ndarray]:
+        """Copies of weights as the node reads them, with sums of their gradients."""
+        m = turns_of(self.graph)
+        for e in self.graph.edges:
+            source = self.graph.node[e.src]
+            if e.dst == n.name and source.kind == "parameter":
+                tensor, stored = (self.graph.tensors[t] for t in (e.tensor, source.ops[0].writes[0].tensor))
+                local = local_bytes(n, tensor, e.access, cfg, self.mesh) * number(e.op.times, n.name) / m
+                yield local * (1 + stored.itemsize * stored.needs_grad / tensor.itemsize)

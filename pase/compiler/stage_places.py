@@ -1,0 +1,96 @@
+"""Where a model's nodes stand in a chain of equal blocks: before them, in one, behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pase.errors import Infeasible
+from pase.ir import Graph
+from pase.ir.blocks import turns_of
+from pase.tables.layouts import number
+
+if TYPE_CHECKING:
+    from pase.ir.blocks import Block
+
+__all__ = ["Places", "StagePart", "places_of"]
+
+StagePart = Literal["first", "block", "last"]
+_STORED = ("parameter", "input", "constant")  # graphs list them first, whoever reads them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """parts: node -> where it stands; a parameter that several parts read (a tied embedding) stands in each of them.
+    blocks: how many equal blocks there are, whether a loop runs them or they are written out. crossing: (node, tensor)
+    of what one block hands to the next."""
+
+    parts: Mapping[str, tuple[StagePart, ...]]
+    blocks: int
+    crossing: tuple[tuple[str, str], ...]
+
+    def of(self, node: str) -> StagePart:
+        """Where it is paid for: of several parts the first."""
+        return self.parts[node][0]
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Parameters of the first and the last stage."""
+        return tuple(n for n, parts in self.parts.items() if {"first", "last"} <= set(parts))
+
+
+def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
+    """By the loop with most turns, else by blocks of equations that are written out (of ``jax_blocks.blocks_of``).
+
+    Infeasible where the model has neither: it cannot be cut into stages.
+    """
+    turns = turns_of(graph)
+    times = {
+        n.name: max(int(number(op.times, n.name)) for op in n.ops) // (1 if n.kind in ("input", "constant") else turns)
+        for n in graph.nodes
+    }  # fmt: skip
+    blocks = max(times.values(), default=1)
+    if blocks > 1:
+        inside = {name for name, many in times.items() if many > 1}
+        at = [i for i, n in enumerate(graph.nodes) if times[n.name] == blocks and n.kind not in _STORED]
+        crossing = tuple(
+            (n.name, a.tensor) for n in graph.nodes if n.kind == "carry" and times[n.name] == blocks
+            for op in n.ops for a in op.writes if graph.tensors[a.tensor].needs_grad
+        )  # fmt: skip
+    else:
+        blocks = len(written_out)
+        if blocks < 2:
+            raise Infeasible(
+                f"'{graph.name}' has no equal blocks to cut it between: no loop over layers, no equal layers in a row"
+            )
+        inside = {
+            n.name for n in graph.nodes
+            if n.kind not in (*_STORED, "output")
+            and any(b.holds(op.eqn) for op in n.ops for b in written_out)
+        }  # fmt: skip
+        at = [i for i, n in enumerate(graph.nodes) if n.name in inside]
+        crossing = _handed_on(graph, written_out, inside)
+    parts: dict[str, tuple[StagePart, ...]] = {}
+    for i, n in enumerate(graph.nodes):
+        parts[n.name] = ("block",) if n.name in inside else ("first",) if i < at[0] else ("last",)
+    for n in graph.nodes:
+        if n.kind in _STORED:
+            readers = {parts[e.dst][0] for e in graph.edges if e.src == n.name}
+            order: tuple[StagePart, ...] = ("first", "block", "last")
+            parts[n.name] = tuple(p for p in order if p in readers) or ("first",)
+    return Places(parts=parts, blocks=blocks, crossing=crossing)
+
+
+def _handed_on(graph: Graph, blocks: Sequence[Block], inside: Collection[str]) -> tuple[tuple[str, str], ...]:
+    """What is made up to the middle block and read behind it."""
+    middle = len(blocks) // 2
+    number_of = {
+        name: min(i for i, b in enumerate(blocks) for op in graph.node[name].ops if b.holds(op.eqn))
+        for name in inside
+    }
+    out = dict.fromkeys(
+        (e.src, e.tensor) for e in graph.edges
+        if number_of.get(e.src, len(blocks)) < middle <= number_of.get(e.dst, -1)
+    )  # fmt: skip
+    return tuple(out)

@@ -1,0 +1,209 @@
+"""The best pipeline for one number of ranks, one of micro-batches and one mesh of a stage's devices: which way each
+stage is split, under which schedule, with how many blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, Role, StageSplit, StageTables
+from pase.compiler.stage_places import Places
+from pase.errors import Infeasible
+from pase.ir import Graph
+from pase.machine import CostModel, Mesh, mesh_from
+from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts
+from pase.pipeline.registry import SCHEDULES, Discipline, schedule
+from pase.pipeline.simulate import in_flight
+from pase.pipeline.types import Schedule, StageTimes
+from pase.tables.build import charge_price
+from pase.tables.derive import Charge
+from pase.tables.layouts import forward_states, local_bytes, write_states
+from pase.tables.reshard import reshard
+
+__all__ = ["StageMenu", "Staged", "chunks_of"]
+
+_PRICES = (0.1, 0.5, 4.0)
+"""What the memory of a device is worth, in times of the stage's step: prices per byte at which stages are split."""
+_ROOMS = (1.0, 0.85, 0.7)
+"""Parts of the limit for which stages' splits are chosen, until some numbers of blocks fit."""
+_SIMULATIONS = 12
+_GAP = 1e-3
+_SECONDS = 0.3
+"""Of one integer program; of cuts no more is asked than a relative gap of ``_GAP``."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Staged:
+    """A pipelined step. splits: of each stage; limit: bytes on a device, infinite where there is none."""
+
+    schedule: Schedule
+    problem: CutProblem
+    cuts: Cuts
+    splits: tuple[StageSplit, ...]
+    mesh: Mesh
+    micro_batches: int
+
+    @property
+    def step_s(self) -> float:
+        return np.inf if self.cuts.simulated is None else self.cuts.simulated.step_s
+
+
+def chunks_of(d: Discipline, blocks: int, ranks: int) -> Iterator[int]:
+    """How many stages a rank is tried with: the powers of two that there are blocks for, and the most."""
+    low, high = d.chunks
+    most = blocks // ranks if not high else min(high, blocks // ranks)
+    tried = {low, most, *(2**i for i in range(most.bit_length()))}
+    yield from sorted(v for v in tried if low <= v <= most)
+
+
+class StageMenu:
+    """Ways to split stages of some devices, found once and chosen among by each schedule."""
+
+    def __init__(self, tables: Sequence[StageTables], ranks: int, micro_batches: int, limit: float) -> None:
+        self.tables, self.ranks, self.micro_batches, self.limit = tables, ranks, micro_batches, limit
+        self.places: Places = tables[0].places
+        self.graph: Graph = tables[0].graph
+        self.model: CostModel = tables[0].model
+        self.mesh: Mesh = tables[0].mesh
+        self._splits: dict[Role, list[StageSplit]] = {}
+
+    def least_s(self) -> float:
+        """No pipeline of these ranks, whatever its schedule, cuts and splits, takes less: its ranks' mean work. The
+        first of the tables are those that charge least."""
+        t, n = self.tables[0], self.places.blocks
+        return (
+            t.least_s(MIDDLE, n) + t.least_s(FIRST, 0.0) + t.least_s(LAST, 0.0)
+        ) / self.ranks  # fmt: skip
+
+    def splits(self, role: Role) -> list[StageSplit]:
+        """Ways to split a stage that has all of a rank's blocks: one for each of the tables at each price per byte."""
+        if role not in self._splits:
+            blocks, found = self.places.blocks / self.ranks, list[StageSplit]()
+            for t in self.tables:
+                free = t.split(role, blocks)
+                each = free.step_s(blocks, self.micro_batches) / self.limit
+                found += [free, *(t.split(role, blocks, part * each, self.ranks) for part in _PRICES if each)]
+            self._splits[role] = found
+        return self._splits[role]
+
+    def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
+        """(the best pipeline under a schedule, if it takes less than ``below``, whether any may fit)."""
+        if d.refuses(self.ranks, self.micro_batches, chunks):
+            return None, False
+        s = schedule(d.name, self.ranks, self.micro_batches, chunks)
+        tried = list[tuple[StageSplit, ...]]()
+        for room in _ROOMS:
+            splits = self._chosen(s, room)
+            if splits in tried:
+                continue
+            tried.append(splits)
+            problem = self._problem(s, splits)
+            try:
+                cuts = best_cuts(problem, below, _SIMULATIONS, _GAP, _SECONDS)
+            except Infeasible:
+                continue
+            if cuts.simulated is None:
+                return None, True
+            found = Staged(
+                schedule=s, problem=problem, cuts=cuts, splits=splits, mesh=self.mesh,
+                micro_batches=self.micro_batches,
+            )  # fmt: skip
+            return found, True
+        return None, False
+
+    def _chosen(self, s: Schedule, room: float) -> tuple[StageSplit, ...]:
+        """For each rank the fastest way to split its stages that fits a part of the limit with an equal share of the
+        blocks; the one that holds least where none does."""
+        blocks = self.places.blocks / s.stages
+        out: dict[int, StageSplit] = {}
+        for r in range(s.ranks):
+            mine = [k for k, rank in enumerate(s.rank_of) if rank == r]
+            flying = in_flight(s, r)[:, 0].max(axis=0)
+            roles = [Role(first=k == 0, last=k == s.stages - 1) for k in mine]
+            ways = list(zip(*(self.splits(role) for role in roles), strict=True))
+            seconds = [sum(w.step_s(blocks, self.micro_batches) for w in way) for way in ways]
+            nbytes = [
+                sum(w.nbytes(blocks, flying[k]) - w.buffers() for k, w in zip(mine, way, strict=True))
+                + max(w.buffers() for w in way)
+                for way in ways
+            ]
+            fitting = [i for i, n in enumerate(nbytes) if n <= room * self.limit]
+            best = (
+                min(fitting, key=seconds.__getitem__)
+                if fitting
+                else min(range(len(ways)), key=nbytes.__getitem__)
+            )
+            out |= dict(zip(mine, ways[best], strict=True))
+        return tuple(out[k] for k in range(s.stages))
+
+    def _problem(self, s: Schedule, splits: tuple[StageSplit, ...]) -> CutProblem:
+        fixed, each = (
+            {name: np.array([f(w, name) for w in splits]) for name in _FIELDS}
+            for f in (StageSplit.fixed, StageSplit.of_block)
+        )
+        rank = np.array(s.rank_of)
+        once = {name: np.bincount(rank, fixed[name], s.ranks) for name in ("before", "after")}
+        if rank[0] != rank[-1]:
+            tied = self._tied_s(splits[0])
+            once["after"][rank[0]] += tied
+            once["after"][rank[-1]] += tied
+        chunks = s.stages // s.ranks
+        buffers = np.array([w.buffers() for w in splits]) / chunks
+        waiting = np.array([w.block.inner or w.block.kept for w in splits])
+        return CutProblem(
+            schedule=s, blocks=self.places.blocks, limit=self.limit,
+            fixed=StageTimes(
+                forward=fixed["forward"], input=fixed["input"], weight=fixed["weight"], again=fixed["again"],
+                send=np.array([self._send_s(a, b) for a, b in pairwise(splits)]), **once,
+            ),
+            each=StageTimes(send=np.zeros(s.stages - 1), **{k: each[k] for k in _FIELDS[:6]}),
+            bytes_fixed=StageBytes(
+                held=fixed["static"] + buffers, kept=fixed["kept"], for_weights=fixed["kept"]
+            ),
+            bytes_each=StageBytes(held=each["static"], kept=each["kept"], for_weights=waiting),
+        )  # fmt: skip
+
+    def _over_stages(self) -> Mesh:
+        inner = self.mesh.devices
+        return mesh_from(f"stage={self.ranks},inner={inner}", self.ranks * inner)
+
+    def _tied_s(self, first: StageSplit) -> float:
+        """The sum of tied parameters' gradients between the first and the last stage, of what a device has of them."""
+        nbytes = 0.0
+        for name in self.places.tied:
+            n = self.graph.node[name]
+            a = n.ops[0].writes[0]
+            cfg = first.configs[name][None, :]
+            nbytes += float(local_bytes(n, self.graph.tensors[a.tensor], a, cfg, self.mesh)[0])
+        two = mesh_from(f"ends=2,rest={self.ranks * self.mesh.devices // 2}", self.ranks * self.mesh.devices)
+        return float(self.model.collective("all_reduce", two, 1, nbytes)) if nbytes else 0.0
+
+    def _send_s(self, a: StageSplit, b: StageSplit) -> float:
+        """One micro-batch's activations from a stage to the next, and into the layout in which that one reads them."""
+        total, nbytes = 0.0, 0.0
+        for name, tensor in self.places.crossing:
+            n, t = self.graph.node[name], self.graph.tensors[tensor]
+            op, access = n.write_of(tensor)
+            before, after = (w.configs[name][None, :] for w in (a, b))
+            nbytes += float(local_bytes(n, t, access, before, self.mesh)[0])
+            src, dst = (
+                forward_states(write_states(n, op, access, t, cfg, self.mesh)) for cfg in (before, after)
+            )
+            for step in reshard(src, dst, self.mesh):
+                charge = Charge(
+                    kind=step.kind, axes=np.ravel(step.axes), nbytes=np.ravel(step.fraction) * float(t.nbytes),
+                    tensor=tensor, phase="forward", times=1.0,
+                )  # fmt: skip
+                total += float(np.ravel(charge_price(charge, self.model, self.mesh))[0])
+        return total + float(self.model.collective("permute", self._over_stages(), 1, nbytes))
+
+
+_FIELDS = ("forward", "input", "weight", "again", "before", "after", "static", "kept")
+
+
+def disciplines() -> list[Discipline]:
+    """Schedules to try: all that ranks run by themselves. (In one program, in lockstep, autodiff keeps other bytes.)"""
+    return [d for d in SCHEDULES.values() if not d.lockstep]

@@ -1,0 +1,244 @@
+"""The best numbers of equal blocks for a pipeline's stages, proven.
+
+A step's seconds are the longest of its paths, and every path is linear in the stages' times, so in their numbers of
+blocks: each simulation of some cuts gives, with its longest path, a lower bound on all others. The search asks an
+integer program for the numbers whose known paths are shortest, simulates them, adds the path that was longest, and
+ends when none could be shorter than the best simulated. (A cutting-plane method: Kelley 1960; Benders 1962.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from pase.errors import Infeasible
+from pase.pipeline.bounds import paths
+from pase.pipeline.simulate import Path, Simulated, in_flight, simulate
+from pase.pipeline.types import Schedule, StageTimes
+
+__all__ = ["CutProblem", "Cuts", "StageBytes", "best_cuts"]
+
+TOLERANCE = 1e-6
+"""Relative: what the integer program's answers (HiGHS) are trusted to; proofs hold to it."""
+
+
+_MOST_STAGES = 20
+"""Whole numbers are asked for of so many stages; with more the integer program takes too long."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageBytes:
+    """Bytes of each stage, float64 [stages]. held: throughout; kept: of one micro-batch until its backward;
+    for_weights: what of it is left until the gradients of the weights."""
+
+    held: np.ndarray
+    kept: np.ndarray
+    for_weights: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CutProblem:
+    """How many of so many equal blocks each stage gets, at least ``least``.
+
+    fixed: times of stages without blocks; each: of one block more, in every stage the times of its own split. In
+    ``each``, before and after are per stage, float64 [stages]. bytes_fixed, bytes_each alike, under ``limit`` bytes on
+    every rank.
+    """
+
+    schedule: Schedule
+    blocks: int
+    fixed: StageTimes
+    each: StageTimes
+    bytes_fixed: StageBytes | None = None
+    bytes_each: StageBytes | None = None
+    limit: float = np.inf
+    least: int = 1
+
+    def times(self, counts: np.ndarray) -> StageTimes:
+        """Of stages with so many blocks, int [stages]."""
+        f, e = self.fixed, self.each
+        return StageTimes(
+            forward=f.forward + counts * e.forward, input=f.input + counts * e.input,
+            weight=f.weight + counts * e.weight, again=f.again + counts * e.again, send=f.send,
+            before=f.before + self.on_rank @ (counts * e.before), after=f.after + self.on_rank @ (counts * e.after),
+        )  # fmt: skip
+
+    @cached_property
+    def on_rank(self) -> np.ndarray:
+        """Whether a rank has a stage, float64 [ranks, stages]."""
+        rank = np.array(self.schedule.rank_of)
+        out: np.ndarray = (np.arange(self.schedule.ranks)[:, None] == rank).astype(float)
+        return out
+
+    def along(self, path: Path) -> tuple[float, np.ndarray]:
+        """A path's seconds as (with no blocks, for one block more of each stage [stages])."""
+        slope = (path.runs * self.each.by_kind).sum(axis=0)
+        slope = (
+            slope + self.on_rank[path.first] * self.each.before + self.on_rank[path.last] * self.each.after
+        )
+        return path.seconds(self.fixed), slope
+
+    @cached_property
+    def memory_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """(bytes for one block more of each stage [rows, stages], room for blocks [rows]): each moment of a rank at
+        which it may hold most is a row."""
+        s, f, e = self.schedule, self.bytes_fixed, self.bytes_each
+        if f is None or e is None or np.isinf(self.limit):
+            return np.zeros((0, s.stages)), np.zeros(0)
+        rows, room = [], []
+        for r in range(s.ranks):
+            mine = self.on_rank[r]
+            for held in _most(in_flight(s, r)):
+                rows.append(mine * e.held + held[0] * e.kept + held[1] * e.for_weights)
+                room.append(self.limit - float(mine @ f.held + held[0] @ f.kept + held[1] @ f.for_weights))
+        return np.array(rows), np.array(room)
+
+
+def _most(held: np.ndarray) -> np.ndarray:
+    """The moments at which no other has as much of everything; held: float64 [moments, 2, stages]."""
+    flat = np.unique(held.reshape(len(held), -1), axis=0)[::-1]
+    kept: list[np.ndarray] = []
+    for row in flat:
+        if not any((other >= row).all() for other in kept):
+            kept.append(row)
+    return np.array(kept).reshape(len(kept), *held.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cuts:
+    """counts: blocks of each stage; None: none is better than what was asked for. bound: no counts take less than it,
+    to ``TOLERANCE``. simulations: how many it took."""
+
+    counts: tuple[int, ...] | None
+    simulated: Simulated | None
+    bound: float
+    simulations: int
+
+    @property
+    def optimal(self) -> bool:
+        return self.simulated is not None and self.bound >= self.simulated.step_s * (1 - TOLERANCE)
+
+
+def best_cuts(
+    problem: CutProblem,
+    below: float = np.inf,
+    most: int = 200,
+    gap: float = TOLERANCE,
+    seconds: float = np.inf,
+) -> Cuts:
+    """The numbers of blocks under which the step is shortest.
+
+    below: seconds that are known to be possible; what takes as long need not be found. Ends after ``most`` simulations,
+    at a relative ``gap``, or where one integer program takes more than ``seconds``, with what it has; the bound holds
+    all the same. Infeasible where no numbers fit.
+    """
+    s = problem.schedule
+    if problem.blocks < problem.least * s.stages:
+        raise Infeasible(f"{problem.blocks} blocks do not fill {s.stages} stages")
+    known = [problem.along(p) for p in paths(s)]
+    best: tuple[np.ndarray, Simulated] | None = None
+    bound, tried = _relaxed(problem, known), 0
+    while bound < below * (1 - TOLERANCE) and tried < most:
+        counts, least = _master(problem, known, gap / 2, seconds)
+        if best is None and s.stages > _MOST_STAGES:  # equal numbers to begin with
+            even = _rounded(problem, np.full(s.stages, problem.blocks / s.stages))
+            counts = counts if even is None else even
+        if best is not None and counts is not None and (counts == best[0]).all():
+            bound = max(bound, least)
+            break  # rounded, the same again
+        bound = max(bound, least)
+        top = below if best is None else min(below, best[1].step_s)
+        if counts is None or bound >= top * (1 - gap):
+            break
+        done = simulate(s, problem.times(counts))
+        tried += 1
+        if best is None or done.step_s < best[1].step_s:
+            best = counts, done
+        known.append(problem.along(done.path))
+        value, slope = known[-1]
+        if s.lockstep or value + slope @ counts < done.step_s * (1 - TOLERANCE):
+            break  # idle slots take time that no path sees: such cuts are simulated, not proven
+    if best is None or best[1].step_s >= below:
+        return Cuts(counts=None, simulated=None, bound=bound, simulations=tried)
+    bound = min(bound, best[1].step_s)
+    return Cuts(counts=tuple(map(int, best[0])), simulated=best[1], bound=bound, simulations=tried)
+
+
+def _relaxed(problem: CutProblem, known: list[tuple[float, np.ndarray]]) -> float:
+    """A lower bound by parts of blocks."""
+    found, unit = _program(problem, known, 0.0, {})
+    return float(found.fun) * unit
+
+
+def _master(
+    problem: CutProblem, known: list[tuple[float, np.ndarray]], gap: float, seconds: float
+) -> tuple[np.ndarray | None, float]:
+    """(the numbers of blocks whose longest known path is shortest, a lower bound on any's); None: not in the time.
+
+    Of many stages, parts of blocks that are rounded: the bound holds, the numbers are near it.
+    """
+    if problem.schedule.stages > _MOST_STAGES:
+        found, unit = _program(problem, known, 0.0, {})
+        return _rounded(problem, found.x[:-1]), float(found.fun) * unit
+    limits = {"mip_rel_gap": gap if gap > TOLERANCE else 0.0} | (
+        {"time_limit": seconds} if np.isfinite(seconds) else {}
+    )
+    found, unit = _program(problem, known, 1.0, limits)
+    counts = None if found.x is None else np.rint(found.x[:-1]).astype(np.int64)
+    return counts, 0.0 if found.mip_dual_bound is None else float(found.mip_dual_bound) * unit
+
+
+def _rounded(problem: CutProblem, parts: np.ndarray) -> np.ndarray | None:
+    """Whole numbers of blocks near these parts that fit; None where there is no room for the last blocks."""
+    rows, room = problem.memory_rows
+    counts = np.maximum(np.floor(parts + 1e-6), problem.least).astype(np.int64)
+    while counts.sum() > problem.blocks:
+        over = np.where(counts > problem.least, counts - parts, -np.inf)
+        counts[int(over.argmax())] -= 1
+    while counts.sum() < problem.blocks:
+        for k in np.argsort(counts - parts, kind="stable"):
+            more = counts + (np.arange(counts.size) == k)
+            if not len(rows) or (rows @ more <= room * (1 + 1e-9)).all():
+                counts = more
+                break
+        else:
+            return None
+    return counts
+
+
+def _program(
+    problem: CutProblem, known: list[tuple[float, np.ndarray]], whole: float, limits: Any
+) -> tuple[Any, float]:
+    """The program's answer, and the seconds that are one of its units; Infeasible where no numbers fit."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    s = problem.schedule
+    base, slope = np.array([k[0] for k in known]), np.stack([k[1] for k in known])
+    unit = float(base.max() + slope.max(axis=1).max() * problem.blocks) or 1.0
+    rows, room = problem.memory_rows
+    scale = np.maximum(np.abs(rows).max(axis=1, initial=0.0), 1.0)
+    rules = [
+        LinearConstraint(np.hstack([np.ones((1, s.stages)), [[0.0]]]), problem.blocks, problem.blocks),
+        LinearConstraint(np.hstack([slope / unit, -np.ones((len(known), 1))]), -np.inf, -base / unit),
+    ]
+    if len(rows):
+        rules.append(
+            LinearConstraint(
+                np.hstack([rows / scale[:, None], np.zeros((len(rows), 1))]), -np.inf, room / scale
+            )
+        )
+    low, high = np.full(s.stages + 1, float(problem.least)), np.full(s.stages + 1, float(problem.blocks))
+    low[-1], high[-1] = 0.0, np.inf
+    found = milp(
+        np.append(np.zeros(s.stages), 1.0), constraints=rules, bounds=Bounds(low, high),
+        integrality=np.append(np.full(s.stages, whole), 0.0), options=limits,
+    )  # fmt: skip
+    if found.status == 2:
+        raise Infeasible(
+            f"no {problem.blocks} blocks in {s.stages} stages fit {problem.limit / 2**30:.4g} GiB a device under "
+            f"schedule '{s.name}'"
+        )
+    return found, unit

@@ -1,0 +1,98 @@
+"""The stages of a pipelined plan: who has which blocks, split how, and what the schedule makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pase.files.codec import AtLeastOne, Count, NotNegative
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
+
+__all__ = ["PipelinePlan", "StagePlan", "lines"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One stage. blocks: of the model's equal blocks; the first stage has what comes before them too, the last one what
+    comes behind them. strategy: which of the plan's ``strategies`` splits it. recomputes: whether backward runs its
+    blocks again. weights: gathered and gradients summed once a step, or at each micro-batch. forward_s, backward_s: of
+    one micro-batch, backward with recomputation. memory_bytes: on a device of its rank, all of that rank's stages.
+    """
+
+    rank: Count
+    blocks: Count
+    strategy: Count
+    recomputes: bool
+    weights: Literal["once", "each"]
+    forward_s: NotNegative
+    backward_s: NotNegative
+    memory_bytes: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """A pipeline of ``degree`` ranks, each a mesh of the plan's, with ``chunks`` stages on each.
+
+    cuts: blocks of each stage. bubble: the part of the step that ranks on average do no micro-batch's work, sums of
+    gradients and the update among it. imbalance: how much more the busiest rank works than the average one.
+    cuts_bound: no other cuts of these stages take less. strategies: node -> iteration dim -> mesh axes, of the stages.
+    others: seconds of the step under other schedules, "name" or "name ×chunks", on the same devices. scope: what the
+    plan's certificate covers.
+    """
+
+    degree: AtLeastOne
+    chunks: AtLeastOne
+    micro_batches: AtLeastOne
+    schedule: str
+    cuts: tuple[Count, ...]
+    bubble: NotNegative
+    imbalance: NotNegative
+    cuts_bound: NotNegative
+    stages: tuple[StagePlan, ...]
+    strategies: tuple[Mapping[str, Mapping[str, tuple[str, ...]]], ...]
+    others: Mapping[str, float]
+    scope: str
+
+    def __str__(self) -> str:
+        chunks = f" of {self.chunks} stages each" if self.chunks > 1 else ""
+        return f"{self.degree} ranks{chunks}, {self.micro_batches} micro-batches, {self.schedule}"
+
+
+def lines(plan: PlanData) -> list[str]:
+    """The pipeline as a person reads it; none where there is none."""
+    p = plan.pipeline
+    if p is None:
+        return []
+    again = sum(s.recomputes for s in p.stages)
+    each = sum(s.weights == "each" for s in p.stages)
+    how = [f"{again} of {len(p.stages)} stages computed again in backward"] if again else []
+    how += [f"{each} gather and sum at each micro-batch"] if each else []
+    out = [
+        f"stages {p} · bubble {p.bubble:.1%} · imbalance {p.imbalance:.1%}"
+        + (f" · {' · '.join(how)}" if how else ""),
+        f"cuts   {runs(p.cuts)} blocks a stage; the mesh is one rank's",
+    ]
+    slower = sorted((s, name) for name, s in p.others.items())
+    if slower:
+        texts = (f"{name} {s / plan.cost - 1:+.1%}" for s, name in slower)
+        out.append(f"other schedules, each with its own best cuts: {' · '.join(texts)}")
+    out.append(f"scope  {p.scope}")
+    out.append("note   a pipelined plan is priced, not emitted yet: plan.jax and pase emit refuse it")
+    return out
+
+
+def runs(cuts: tuple[int, ...]) -> str:
+    """
+    >>> runs((7, 8, 8, 8, 6))
+    '7 8×3 6'
+    """
+    out: list[list[int]] = []
+    for n in cuts:
+        if out and out[-1][0] == n:
+            out[-1][1] += 1
+        else:
+            out.append([n, 1])
+    return " ".join(f"{n}×{k}" if k > 1 else str(n) for n, k in out)

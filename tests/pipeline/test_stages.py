@@ -1,0 +1,167 @@
+"""Stages in the search: priced as a step without them is, within each rank's memory, with a bound that holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+import pase
+from pase.backends.registry import emit
+from pase.compiler.problem import SplitProblem
+from pase.compiler.resolve import traced_model
+from pase.compiler.stage_costs import part_costs
+from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, ONLY, StageTables
+from pase.compiler.stage_places import places_of
+from pase.compiler.variants import Variant, graph_of
+from pase.errors import Infeasible, PaseError
+from pase.files.codec import to_tree
+from pase.frontends.jax_blocks import blocks_of
+from pase.machine import Mesh
+from pase.memory.account import memory
+from pase.plan.layout import from_json
+from pase.tables.itemize import collectives
+
+SCANNED = "zoo:llama3_8b?layers=8&batch=32&seq=2048&vocab=2048&remat=0&attention=fused"
+WRITTEN_OUT = "zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0&scan=0"
+
+
+@cache
+def tables_of(model: str, m: int, weights="each", again: bool = False) -> StageTables:  # type: ignore[no-untyped-def]
+    traced, _ = traced_model(model, None, (), "error")
+    blocks = blocks_of(traced)  # type: ignore[arg-type]
+    variant = Variant(accumulate=m, blocks=blocks if again else ())
+    problem = SplitProblem.of(traced.graph, 8, "h100x8", "analytic", "adam")
+    graph = graph_of(traced, variant)
+    mesh = Mesh(names=("x", "y"), sizes=(2, 2))
+    return StageTables(graph, places_of(graph, blocks), variant, mesh, problem.model, "adam", weights)
+
+
+@pytest.mark.parametrize("model", [SCANNED, WRITTEN_OUT])
+@pytest.mark.parametrize("weights", ["once", "each"])
+@pytest.mark.parametrize("again", [False, True])
+def test_the_parts_of_a_stage_are_what_the_tables_price(model, weights, again):
+    """A stage's parts add up to the search's own cost; with all blocks and both ends it is the model."""
+    t = tables_of(model, 4, weights, again)
+    many = t.places.blocks
+    assert many == (8 if model == SCANNED else 4)
+    parts = [t.split(FIRST, many / 2), t.split(MIDDLE, many / 2), t.split(LAST, many / 2)]
+    for split in parts:
+        assert split.step_s(many / 2, 4) == pytest.approx(t.least_s(split.role, many / 2))
+    # Apart, each part may choose its own layouts: together they cost no less than the bound on any pipeline says.
+    apart = t.least_s(MIDDLE, many) + t.least_s(FIRST, 0) + t.least_s(LAST, 0)
+    if not t.places.tied:
+        whole = t.split(ONLY, many).step_s(many, 4)
+        assert whole == pytest.approx(t.least_s(ONLY, many)) and apart <= whole * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_bytes_of_a_stage_are_the_accounts(again):
+    """Of the whole model with one micro-batch in flight: what the account of a plan without stages says."""
+    t = tables_of(SCANNED, 4, "each", again)
+    split = t.split(ONLY, 8)
+    moved = collectives(t.graph, t.mesh, split.configs, t.model)
+    account = memory(t.graph, t.mesh, split.configs, moved)
+    assert split.nbytes(8, 1) - split.buffers() + max(p.inner for p in split.parts.values()) == pytest.approx(
+        account.total - account.buffers, rel=1e-3
+    )
+
+
+def test_once_a_step_holds_whole_sums_of_gradients():
+    each, once = (tables_of(SCANNED, 4, w) for w in ("each", "once"))
+    configs = once.split(MIDDLE, 4).configs
+    a, b = (
+        part_costs(t.graph, t.places, t.mesh, configs, t.model, "adam", t.weights)["block"]
+        for t in (each, once)
+    )
+    assert b.after >= a.after and b.weight <= a.weight and b.forward <= a.forward
+    assert b.memory["gradients"] > 0 and a.kept == b.kept
+
+
+@cache
+def staged(**options):  # type: ignore[no-untyped-def]
+    return pase.compile(SCANNED, devices=8, machine="h100x8", pipeline=2, mesh="2x2", accumulate=4, **options)
+
+
+def test_a_pipelined_plan_states_its_stages_its_bound_and_what_else_there_is():
+    plan = staged()
+    p = plan.pipeline
+    assert p is not None and p.degree == 2 and p.micro_batches == plan.accumulate == 4
+    assert sum(p.cuts) == 8 and len(p.stages) == len(p.cuts) == 2 * p.chunks
+    assert plan.bound <= p.cuts_bound * (1 + 1e-6) and p.cuts_bound <= plan.cost * (1 + 1e-9)
+    assert all(s >= plan.cost * (1 - 2e-3) for s in p.others.values()) and {"1f1b", "gpipe"} <= set(p.others)
+    # A rank's own work is no more than the step; the mean of all is what is not bubble.
+    work = np.bincount([s.rank for s in p.stages], [4 * (s.forward_s + s.backward_s) for s in p.stages])
+    assert work.max() <= plan.cost and 1 - work.mean() / plan.cost == pytest.approx(p.bubble)
+    assert work.max() / work.mean() - 1 == pytest.approx(p.imbalance)
+    text = str(plan)
+    assert "2 ranks" in text and "bubble" in text and "priced, not emitted yet" in text
+    assert from_json(json.loads(json.dumps(to_tree_of(plan)))).pipeline == p
+
+
+def to_tree_of(plan):  # type: ignore[no-untyped-def]
+    from pase.plan.layout import to_json
+
+    return to_tree(to_json(plan))
+
+
+def test_nothing_runs_it_and_each_way_says_so(tmp_path):
+    plan = staged()
+    for attempt in (
+        lambda: plan.jax, lambda: emit(plan, "dtensor", tmp_path / "x"), plan.scheduled, lambda: plan.bucket_plan
+    ):  # fmt: skip
+        with pytest.raises(PaseError, match=r"is a pipeline .2 ranks.*priced, not emitted yet"):
+            attempt()
+
+
+def test_a_layout_whose_stages_do_not_agree_is_refused():
+    tree = to_tree_of(staged())
+    tree["pipeline"]["degree"] = 4
+    with pytest.raises(PaseError, match=r"mesh: .* is not 8 devices in 4 ranks"):
+        from_json(tree)
+    tree = to_tree_of(staged())
+    tree["pipeline"]["stages"][0]["strategy"] = 99
+    with pytest.raises(PaseError, match="pipeline/stages/0: rank 0, strategy 99 are not there"):
+        from_json(tree)
+
+
+def test_each_rank_keeps_to_the_memory_limit():
+    free = staged()
+    most = max(s.memory_bytes for s in free.pipeline.stages)
+    tight = staged(memory_limit=0.85 * most)
+    assert max(s.memory_bytes for s in tight.pipeline.stages) <= 0.85 * most
+    assert tight.cost >= free.cost * (1 - 2e-3)
+    assert tight.bound <= tight.cost
+    with pytest.raises(Infeasible, match="no pipeline found that fits"):
+        staged(memory_limit=1e6)
+
+
+def test_auto_is_never_worse_than_no_stages():
+    model = "zoo:mlp?batch=64"
+    with pytest.raises(Infeasible, match="no equal blocks to cut it between"):
+        pase.compile(model, devices=4, pipeline=2)
+    small = "zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0"
+    plain = pase.compile(small, devices=4, baselines=False, max_axes=1)
+    auto = pase.compile(small, devices=4, baselines=False, max_axes=1, pipeline="auto")
+    assert auto.cost <= plain.cost and auto.bound <= auto.cost
+
+
+def test_what_cannot_be_is_refused():
+    for wrong in ("some", 0, 1, "1", -2):
+        with pytest.raises(PaseError, match="pipeline is 'none', 'auto' or a number of groups"):
+            pase.compile(SCANNED, devices=8, pipeline=wrong)
+    with pytest.raises(PaseError, match="pipeline=3 does not divide 8 devices"):
+        pase.compile(SCANNED, devices=8, pipeline=3)
+    with pytest.raises(Infeasible, match="8 blocks do not fill 16 stages"):
+        pase.compile(SCANNED, devices=16, pipeline=16)
+    with pytest.raises(PaseError, match="32 is not 5 equal micro-batches"):
+        pase.compile(SCANNED, devices=8, pipeline=2, accumulate=5)
+
+
+def test_tied_tables_are_summed_between_the_ends():
+    t = tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4)
+    assert t.places.tied == ("wte",)
+    assert replace(t.places, parts={}).tied == ()
