@@ -240,7 +240,8 @@ def plan_staged(
 
     memory = _memory(s)
     return replace(
-        plan, devices=problem.devices, memory_limit=None if math.isinf(menu.limit) else int(menu.limit), memory=max(memory, key=lambda m: m.total),
+        plan, devices=problem.devices, memory=max(memory, key=lambda m: m.total),
+        memory_limit=None if math.isinf(menu.limit) else int(menu.limit),
         nodes=tuple(replace(n, cost=shared(n.cost)) for n in plan.nodes),
         pipeline=_pipeline(s, menu, mesh, memory, found),
     )  # fmt: skip
