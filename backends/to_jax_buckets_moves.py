@@ -121,7 +121,8 @@ class ManualRegion:
 
     def run(self, todo: Sequence[int]) -> dict[int, Array]:
         """Send these messages in order, each as soon as what it carries is there; each link is a chain."""
-        waiting, last = list(todo), dict[int, Array]()
+        waiting = list(todo)
+        last: dict[int, Array] = {}
         while waiting:
             ready = next((i for i in waiting if self._can_send(i)), None)
             if ready is None:
