@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pase.backends import jax_attention
+from pase.backends import jax_attention, jax_convolution
 from pase.backends.jax_equations import KEPT, boundary
 from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
@@ -148,13 +148,15 @@ class JaxprWalk:
         return [value(v) for v in jaxpr.outvars]
 
     def _kernel(self, eqn: Any, at: Place) -> Callable[..., Any] | None:
-        """An attention's kernel, split as the plan has it; None: XLA splits the equation."""
-        call = call_of(eqn)
+        """What XLA cannot split, an attention's kernel or a grouped convolution, split as the plan has it; None: XLA
+        splits the equation."""
+        call, traced = call_of(eqn), self.plan.traced
         if call is None:
-            return None
+            layouts = self.plan.accesses.get(at)
+            return jax_convolution.of_plan(eqn, traced.operands[at], traced.results[at], layouts, self.mesh)
         return jax_attention.of_plan(
             call,
-            self.plan.traced.operands[at],
+            traced.operands[at],
             [v.aval for v in eqn.invars],
             self.plan.accesses.get(at),
             self.mesh,

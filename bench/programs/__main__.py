@@ -4,6 +4,7 @@ python -m bench.programs                 # all of them
 python -m bench.programs 'haiku.*' nnx   # these again; the others' rows are kept
 python -m bench.programs --missing       # those without a row, or that were not done in time
 python -m bench.programs --failing       # those that do not agree
+python -m bench.programs --recount       # FLOPs alone, after what counts them has changed
 
 Needs the packages of the extra 'corpus'. Writes bench/results/programs.json.
 """
@@ -48,12 +49,12 @@ def server(names: list[str]) -> Any:
     return made
 
 
-def run(processes: Any, name: str, cpu_s: int, wide: bool = False) -> dict[str, Any]:
+def run(processes: Any, name: str, cpu_s: int, what: child.What = "step") -> dict[str, Any]:
     """One program's row; a process that dies or does not end says so."""
     ours, theirs = processes.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "said")
-        one = processes.Process(target=child.work, args=(name, wide, cpu_s, theirs, str(said)))
+        one = processes.Process(target=child.work, args=(name, what, cpu_s, theirs, str(said)))
         one.start()
         theirs.close()
         try:
@@ -92,6 +93,9 @@ def main() -> None:
     parser.add_argument("--cpu-s", type=int, default=200, help="seconds of CPU time for each program")
     parser.add_argument("--missing", action="store_true", help="only what has no row yet, or ran out of time")
     parser.add_argument("--failing", action="store_true", help="only what has a row and does not agree")
+    parser.add_argument(
+        "--recount", action="store_true", help="FLOPs alone, of rows that agree; the rest is kept"
+    )
     given = parser.parse_args()
     rows = read()
 
@@ -101,14 +105,18 @@ def main() -> None:
             (not given.programs or any(fnmatch(name, p) for p in given.programs))
             and not (given.missing and "not done" not in row.get("error", "" if row else "not done"))
             and not (given.failing and row.get("agrees", True))
+            and not (given.recount and not row.get("agrees", False))
         )
 
     names = [name for name in sorted(load()) if wanted(name)]
     processes = server(names)
     for name in names:
-        row = run(processes, name, given.cpu_s)
-        if not row["agrees"] and "off" in row:
-            row["float64"] = run(processes, name, given.cpu_s, wide=True)
+        if given.recount:
+            row = rows[name] | run(processes, name, given.cpu_s, "count")
+        else:
+            row = run(processes, name, given.cpu_s)
+        if not row["agrees"] and "off" in row and not given.recount:
+            row["float64"] = run(processes, name, given.cpu_s, "float64")
         rows = read() | {name: row | {"commit": BEGAN["commit"]}}  # another run may go on beside this one
         print(
             f"{name:36} {'agrees' if row['agrees'] else row.get('stage')} {row.get('cpu_s', '')} "

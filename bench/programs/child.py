@@ -6,8 +6,10 @@ import json
 import os
 import resource
 import time
-from typing import Any
+from typing import Any, Literal
 
+What = Literal["step", "float64", "count"]
+"""What a process does: a row, the same step in float64, or the row's FLOPs alone."""
 PRELOADED = ("jax", "optax", "bench.cases.plans", "pase.backends.truth", "pase.backends.truth_memory")
 """What every program needs, imported once for all of their processes."""
 
@@ -15,17 +17,26 @@ STRATEGY = "ours@2x4"
 """Compute is made expensive, so that all that may be split is split over a mesh of 2 x 4."""
 
 
-def work(name: str, wide: bool, cpu_s: int, answer: Any, said: str) -> None:
+def work(name: str, what: What, cpu_s: int, answer: Any, said: str) -> None:
     """The whole of a program's process: ended by the system where it takes more than ``cpu_s`` seconds of CPU time;
     what it says goes to the file ``said``, its row to ``answer`` as JSON."""
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
     file = os.open(said, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    row = in_float64(name) if wide else main(name)
+    row = {"step": main, "float64": in_float64, "count": recount}[what](name)
     used = resource.getrusage(resource.RUSAGE_SELF)
     row["cpu_s"] = round(used.ru_utime + used.ru_stime, 1)
     answer.send_bytes(json.dumps(row).encode())
+
+
+def recount(name: str) -> dict[str, Any]:
+    """The FLOPs of a program's row anew, after what counts them has changed."""
+    from bench.cases.plans import case_of
+    from bench.programs.catalog import load
+
+    fn, *args = load()[name]()
+    return flops(fn, args, case_of(fn, *args, name=name).problem.graph)
 
 
 def main(name: str) -> dict[str, Any]:

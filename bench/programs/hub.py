@@ -93,9 +93,9 @@ _IMAGES: Mapping[str, HubSettings] = {
     "DeiT": {**_PATCHES, "intermediate_dim": 64},
     "DINOV2": {**_PATCHES, "intermediate_dim": 64, "position_embedding_shape": (16, 16, 3)},
     "ResNet": {
-        "input_conv_filters": [8],
+        "input_conv_filters": [64],
         "input_conv_kernel_sizes": [3],
-        "stackwise_num_filters": [8, 16],
+        "stackwise_num_filters": [64, 64],
         "stackwise_num_blocks": [1, 1],
         "stackwise_num_strides": [1, 2],
         "block_type": "basic_block",
@@ -115,7 +115,8 @@ _IMAGES: Mapping[str, HubSettings] = {
         "stackwise_depth": [1, 1],
         "stackwise_strides": [2, 2],
         "stackwise_num_filters": [8, 16],
-        "block_type": "dark",
+        "block_type": "dark_block",
+        "stage_type": "dark",
         "image_shape": (16, 16, 3),
     },
     "SwinTransformer": {

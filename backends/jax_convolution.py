@@ -1,0 +1,85 @@
+"""Grouped convolutions of a plan as they run: each device's examples and groups by themselves, under shard_map.
+
+XLA's partitioner (jaxlib 0.10.2) splits a grouped convolution only where each group has one channel in and one out. Any
+other it gathers, images included, and every device computes all of it: eight times the work on eight devices. Nothing
+is exchanged between images or groups, so the plan's split is written out. A part of the weights that several devices
+read has its gradient summed over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pase.plan.accesses import Digits, EquationLayouts
+
+__all__ = ["of_plan"]
+
+
+def of_plan(
+    eqn: Any, reads: Sequence[str | None], makes: Sequence[str], layouts: EquationLayouts | None, mesh: Any
+) -> Callable[..., Any] | None:
+    """The equation as a function of its operands, split as the plan has it.
+
+    None where XLA is to split it: it is no such convolution, or its windows, or channels
+    within a group, are split. reads, makes: names of what it reads and makes.
+    """
+    if eqn.primitive.name != "conv_general_dilated" or layouts is None or len(set(reads)) != 2:
+        return None
+    groups, numbers = eqn.params["feature_group_count"], eqn.params["dimension_numbers"]
+    filters = numbers.rhs_spec
+    shape = eqn.invars[1].aval.shape
+    depthwise = (shape[filters[1]], shape[filters[0]]) == (1, groups)
+    if groups == 1 or depthwise or eqn.params["batch_group_count"] != 1:
+        return None
+    x, w = (layouts.reads.get(name or "") for name in reads)
+    out = layouts.writes.get(makes[0])
+    if x is None or w is None or out is None:
+        return None
+    batch, by_group = (
+        (numbers.lhs_spec[0], None, numbers.out_spec[0]),
+        (
+            numbers.lhs_spec[1],
+            filters[0],
+            numbers.out_spec[1],
+        ),
+    )
+    parts, sizes = 1, dict(mesh.shape)
+    for axis, digits in zip(sizes, zip(x, w, out, strict=True), strict=True):
+        dims = tuple(None if d is None else d[0] for d in digits)
+        if dims == by_group:
+            parts *= sizes[axis]
+        elif dims not in (batch, (None, None, None)):
+            return None
+    specs = [_spec(digits, sizes) for digits in (x, w, out)]
+    if groups % parts or None in specs or all(d is None for d in out):
+        return None
+    return _mapped(eqn, groups // parts, specs, mesh)
+
+
+def _mapped(eqn: Any, groups: int, specs: Sequence[Any], mesh: Any) -> Callable[..., Any]:
+    import jax
+
+    def part(x: Any, w: Any) -> Any:
+        return eqn.primitive.bind(x, w, **{**eqn.params, "feature_group_count": groups})
+
+    return jax.shard_map(part, mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2], check_vma=False)
+
+
+def _spec(digits: Digits, sizes: Mapping[str, int]) -> Any:
+    """A layout as a PartitionSpec; None where an axis takes anything but contiguous parts."""
+    from jax.sharding import PartitionSpec
+
+    found: dict[int, list[tuple[int, str]]] = {}
+    for axis, digit in zip(sizes, digits, strict=True):
+        if digit is not None:
+            found.setdefault(digit[0], []).append((digit[1], axis))
+    parts: list[tuple[str, ...]] = [()] * (max(found, default=-1) + 1)
+    for dim, axes in found.items():
+        cut = 1
+        for blocks, axis in sorted(axes):
+            cut *= sizes[axis]
+            if blocks != cut:
+                return None
+        parts[dim] = tuple(axis for _, axis in sorted(axes))
+    return PartitionSpec(*parts)
