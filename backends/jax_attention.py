@@ -21,7 +21,7 @@ from pase.frontends.jax_attention import AttentionCall
 from pase.ir import SourceLine
 from pase.plan.accesses import Digits, EquationLayouts
 
-__all__ = ["AttentionSplit", "kernel_for", "of_plan"]
+__all__ = ["AttentionSplit", "kernel_for", "of_plan", "on_a_device"]
 
 AxisNames = tuple[str, ...]
 
@@ -130,6 +130,49 @@ def of_plan(
     run = _DeviceShare(
         kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh
     ).differentiable()
+    return _ordered(call, run)
+
+
+def on_a_device(
+    call: AttentionCall,
+    operands: Sequence[tuple[tuple[int, ...], Digits]],
+    mesh: Any,
+    source: SourceLine,
+    dtype: Any,
+) -> Callable[..., Any] | None:
+    """The attention as a function of one device's parts, within a ``shard_map``; None where its split cannot be written
+    out. The gradients of keys and values are summands: of the parts of queries and of groups that read them.
+
+    operands: shapes and layouts of all that it reads.
+    """
+    (q, of_q), (k, of_k), *_ = operands
+    split = split_of(of_q, of_k, call, (q, k), dict(mesh.shape))
+    if split is None or (call.causal and split.queries and q[call.order[1]] != k[call.order[1]]):
+        return None
+    if len(operands) > 3:  # by JAX's own definition
+        return None if split.ring or (call.causal and split.queries) else _beside(call)
+    kernel = kernel_for(call, mesh.devices.flat[0].platform, dtype, source)
+    local = _DeviceShare(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh)
+    return _ordered(call, local.on_a_device())
+
+
+def _beside(call: AttentionCall) -> Callable[..., Any]:
+    """With a bias or a mask, which follow queries, keys and values."""
+    import jax
+
+    def attention(q: Any, k: Any, v: Any, *beside: Any) -> Any:
+        masks = [x for x in beside if x.dtype == bool]
+        bias = next((x for x in beside if x.dtype != bool), None)
+        return jax.nn.dot_product_attention(
+            q, k, v, bias=bias, mask=masks[0] if masks else None, is_causal=call.causal, scale=call.scale,
+            implementation="xla",
+        )  # fmt: skip
+
+    return attention
+
+
+def _ordered(call: AttentionCall, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, which takes [b, q, kv heads, group, d] and [b, s, kv heads, d], on arrays laid out as the call's."""
     order = tuple(
         sorted(range(4), key=lambda i: call.order[i])
     )  # where each dim of (b, q, h, d) goes back to
@@ -199,6 +242,25 @@ class _DeviceShare:
         attention.defvjp(kept, lambda given, gradient: backward(*given, gradient))
         return attention
 
+    def on_a_device(self) -> Callable[..., Any]:
+        """f(q, k, v) on this device's parts, whose gradients of keys and values are summands."""
+        import jax
+
+        @jax.custom_vjp
+        def attention(q: Any, k: Any, v: Any) -> Any:
+            return self._forward(q, k, v)[0]
+
+        def kept(q: Any, k: Any, v: Any) -> Any:
+            result, left = self._forward(q, k, v)
+            return result, (*left, result)
+
+        def pulled(given: Any, gradient: Any) -> tuple[Any, Any, Any]:
+            q, k, v, sums, result = given
+            return self._summands(q, k, v, sums, result, gradient)
+
+        attention.defvjp(kept, pulled)
+        return attention
+
     def _parts(self) -> int:
         return math.prod(self.mesh.shape[a] for a in self.split.queries) if self.causal else 1
 
@@ -242,6 +304,16 @@ class _DeviceShare:
     def _backward(
         self, q: Any, k: Any, v: Any, sums: Any, result: Any, gradient: Any
     ) -> tuple[Any, Any, Any]:
+        """Gradients of q, k and v, summed over the parts that read keys and values."""
+        import jax
+
+        dq, dk, dv = self._summands(q, k, v, sums, result, gradient)
+        over = (*self.split.queries, *self.split.groups)
+        return (dq, jax.lax.psum(dk, over), jax.lax.psum(dv, over)) if over else (dq, dk, dv)
+
+    def _summands(
+        self, q: Any, k: Any, v: Any, sums: Any, result: Any, gradient: Any
+    ) -> tuple[Any, Any, Any]:
         import jax
 
         if (ring := self._ring()) is not None:
@@ -258,8 +330,7 @@ class _DeviceShare:
             dq, *of_keys = jax.lax.switch(
                 jax.lax.axis_index(self.split.queries), [part(i) for i in range(self._parts())]
             )
-        over = (*self.split.queries, *self.split.groups)
-        dk, dv = (jax.lax.psum(x, over) if over else x for x in of_keys)
+        dk, dv = of_keys
         return dq, dk, dv
 
     def _part_backward(

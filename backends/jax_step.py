@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from pase.errors import PaseError
 from pase.frontends.jax_leaves import arrays
 from pase.frontends.jax_types import Tree
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "as_linked", "shape_and_dtype"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +71,24 @@ def _placed(x: Tree, sharding: Tree) -> Tree:
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return x
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
+
+
+def as_linked(devices: Sequence[Any]) -> list[Any]:
+    """TPU chips in the order of machine files: along the longest dim of the slice first; others as they come."""
+    if not all(hasattr(d, "coords") for d in devices):
+        return list(devices)
+    extent = [len(set(along)) for along in zip(*(d.coords for d in devices), strict=True)]
+    outer_first = sorted(range(len(extent)), key=lambda i: (extent[i], i))
+
+    def place(d: Any) -> tuple[int, ...]:
+        return (getattr(d, "slice_index", 0) or 0, *(d.coords[i] for i in outer_first), d.core_on_chip)
+
+    return sorted(devices, key=place)
+
+
+def shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
+    """As JAX will see it: 64-bit numbers become 32-bit ones unless it is told otherwise."""
+    import jax
+
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
+    return jax.numpy.shape(leaf), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

@@ -9,21 +9,29 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
-from pase.backends.jax_step import Stepper
+from pase.backends.jax_manual import Manual
+from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
+from pase.backends.jax_values import NotByHand
 from pase.backends.jax_walk import JaxprWalk
 from pase.errors import PaseError, install_line
 from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
-from pase.ir import Place
-from pase.ir.blocks import Block, kept_results
+from pase.ir import Place, named, simplify
+from pase.ir.blocks import Block, accumulated, kept_results, rematerialised
+from pase.local.lower import program_of
+from pase.local.types import LocalProgram
 from pase.machine import Mesh
 from pase.plan.accesses import EquationLayouts, Reading
 from pase.plan.constraints import Constraints, Placement
 from pase.plan.types import PlanData
 
-__all__ = ["JaxPlan", "jax_plan"]
+__all__ = ["JaxPlan", "Lowering", "jax_plan"]
+
+Lowering = Literal["annotated", "manual", "auto"]
+"""Who splits the program: XLA's partitioner, led by the plan's constraints; pase itself, by ``shard_map``; or pase
+where it can split all of it."""
 
 _STORAGE_ALONE = (
     "in_shardings says how arguments are stored, half of the plan: a step jitted with nothing else leaves its inside "
@@ -48,6 +56,16 @@ class JaxPlan:
     """What was made with the constraints inside, so that ``in_shardings`` knows whether it stands alone."""
     accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict)
     """Path of an equation -> the layouts in which it reads and writes."""
+    strategy: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Node -> iteration dim -> the mesh axes that split it."""
+
+    @cached_property
+    def program(self) -> LocalProgram:
+        """What each device does, and what it sends."""
+        raw = rematerialised(self.traced.graph, self.blocks)
+        return program_of(
+            accumulated(named(simplify(raw)), self.accumulate), self.logical_mesh, self.strategy
+        )
 
     @cached_property
     def kept_results(self) -> frozenset[Place]:
@@ -67,7 +85,7 @@ class JaxPlan:
                 f"the plan is for {m.devices} devices and JAX sees {len(devices)}: on a CPU, set "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={m.devices} before JAX starts, or compile for fewer"
             )
-        grid = np.array(_as_linked(devices)[: m.devices], dtype=object).reshape(m.sizes)
+        grid = np.array(as_linked(devices)[: m.devices], dtype=object).reshape(m.sizes)
         return jax.sharding.Mesh(grid, m.names)
 
     def sharding(self, placement: Placement, mesh: Any) -> Any:
@@ -81,7 +99,7 @@ class JaxPlan:
 
         return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in placement])
 
-    def _leaf_names(self) -> list[str]:
+    def leaf_names(self) -> list[str]:
         """Tensor names of the function's inputs, in the order of its leaves."""
         graph = self.traced.graph
         leaves = [n.ops[0].writes[0].tensor for n in graph.nodes if n.kind in ("parameter", "input")]
@@ -106,7 +124,7 @@ class JaxPlan:
         import jax
 
         storage = self.constraints.storage
-        flat = [self.spec(storage.get(t, ())) for t in self._leaf_names()]
+        flat = [self.spec(storage.get(t, ())) for t in self.leaf_names()]
         return tuple(jax.tree.unflatten(self.traced.in_tree, flat))
 
     def in_shardings(self, mesh: Any | None = None) -> tuple[Any, ...]:
@@ -132,7 +150,7 @@ class JaxPlan:
 
         mesh = mesh if mesh is not None else self.mesh()
         c = self.constraints
-        names = self._leaf_names()[: len(self.traced.param_paths)]
+        names = self.leaf_names()[: len(self.traced.param_paths)]
         params = self._shapes()[0]
         flat = [
             self.sharding(c.state.get(t, c.storage.get(t, ())), mesh) if trained(a) is not None else None
@@ -140,26 +158,28 @@ class JaxPlan:
         ]
         return jax.tree.unflatten(jax.tree.structure(params), flat)
 
-    def loss(self, mesh: Any | None = None) -> Callable[..., Any]:
+    def loss(self, mesh: Any | None = None, *, lowering: Lowering = "annotated") -> Callable[..., Any]:
         """The user's function, constrained: loss(params, *batch) -> scalar, or (scalar, aux); of a step in
         micro-batches, on one of them. Of a model that is not trained: what it returns."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("loss")
+        if self._by_hand(lowering, mesh):
+            return Manual(plan=self, mesh=mesh).loss()
         closed = self.traced.jaxpr
 
         def constrained(*args: Any) -> Any:
-            leaves = self._checked(args)
+            leaves = self.checked(args)
             walk = JaxprWalk(plan=self, mesh=mesh)
-            leaves = [walk.defined(x, t) for x, t in zip(leaves, self._leaf_names(), strict=True)]
+            leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
             outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
             out = combine(jax.tree.unflatten(self.traced.out_tree, outs), self.traced.kept_out)
             return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
 
         return constrained
 
-    def _checked(self, args: Any) -> list[Any]:
+    def checked(self, args: Any) -> list[Any]:
         """The arguments' arrays, leaf by leaf; PaseError where they are not those of the plan."""
         import jax
 
@@ -168,13 +188,26 @@ class JaxPlan:
             raise PaseError(f"the plan was compiled for arguments {self.traced.in_tree}, got {tree}")
         paths = (*self.traced.param_paths, *self.traced.input_paths)
         for leaf, aval, path in zip(leaves, self.traced.jaxpr.in_avals, paths, strict=True):
-            got = _shape_and_dtype(leaf)
+            got = shape_and_dtype(leaf)
             for what, is_, was in zip(("shape", "dtype"), got, (aval.shape, aval.dtype), strict=True):
                 if is_ != was:
                     raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
         return leaves
 
-    def value_and_grad(self, mesh: Any | None = None) -> Callable[..., Any]:
+    def _by_hand(self, lowering: Lowering, mesh: Any) -> bool:
+        """Is the plan lowered by hand? ``auto``: where all of it can be; else a warning says what cannot."""
+        if lowering != "auto":
+            return lowering == "manual"
+        try:
+            Manual(plan=self, mesh=mesh).check()
+        except NotByHand as e:
+            warnings.warn(str(e), stacklevel=3)
+            return False
+        return True
+
+    def value_and_grad(
+        self, mesh: Any | None = None, *, lowering: Lowering = "annotated"
+    ) -> Callable[..., Any]:
         """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) of a loss function that returns more: gradients
         of the trained leaves, laid out as ``gradient_shardings`` says. Of a step in micro-batches aux is stacked,
         but what ``carry`` threads, of which it is the last."""
@@ -182,8 +215,12 @@ class JaxPlan:
 
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
-        fn, aux = self.loss(mesh), self.traced.has_aux
         kept = self.gradient_shardings(mesh)
+        if self._by_hand(lowering, mesh):
+            self._functions.append("value_and_grad")
+            by_hand = Manual(plan=self, mesh=mesh).value_and_grad()
+            return by_hand if self.accumulate == 1 else self._summed(by_hand, kept, mesh)
+        fn, aux = self.loss(mesh), self.traced.has_aux
 
         def graded(params: Any, *batch: Any) -> Any:
             rest = untrained(arrays(params))
@@ -311,7 +348,14 @@ class JaxPlan:
         avals = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, given, strict=True)]
         return tuple(jax.tree.unflatten(self.traced.in_tree, avals))
 
-    def train_step(self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True) -> Stepper:
+    def train_step(
+        self,
+        optimizer: Any,
+        mesh: Any | None = None,
+        *,
+        donate: bool = True,
+        lowering: Lowering = "annotated",
+    ) -> Stepper:
         """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer; (loss, aux) in place
         of loss where the loss function returns more.
 
@@ -329,7 +373,7 @@ class JaxPlan:
         stored, *arrive = self._in_shardings(mesh)
         state_sharding = self.state_shardings(optimizer, mesh)
         updated_as = self.gradient_shardings(mesh)
-        graded = self.value_and_grad(mesh)
+        graded = self.value_and_grad(mesh, lowering=lowering)
 
         def step(params: Any, opt_state: Any, *batch: Any) -> Any:
             value, grads = graded(params, *batch)
@@ -396,14 +440,16 @@ class JaxPlan:
         """A model that is not trained, over all of jax.devices(): apply(params, *inputs)."""
         return self.step(donate=False)
 
-    def lower_train_step(self, optimizer: Any, mesh: Any | None = None) -> Any:
+    def lower_train_step(
+        self, optimizer: Any, mesh: Any | None = None, *, lowering: Lowering = "annotated"
+    ) -> Any:
         """The train step lowered on shapes alone; ``.compile()`` it to see what XLA makes of the plan."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
         shapes = self._shapes()
         state = jax.eval_shape(optimizer.init, trained(shapes[0]))
-        return self.train_step(optimizer, mesh).lower(shapes[0], state, *shapes[1:])
+        return self.train_step(optimizer, mesh, lowering=lowering).lower(shapes[0], state, *shapes[1:])
 
     def restore(self, path: Any, mesh: Any | None = None) -> Any:
         """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read straight into the plan's layouts:
@@ -469,6 +515,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         accumulate=plan.accumulate,
         blocks=plan.remat,
         accesses=plan.accesses,
+        strategy=plan.strategy,
         logical_mesh=plan.mesh,
         constraints=Constraints(
             storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},
@@ -478,24 +525,3 @@ def jax_plan(plan: PlanData) -> JaxPlan:
             copies=plan.copies,
         ),
     )
-
-
-def _as_linked(devices: Sequence[Any]) -> list[Any]:
-    """TPU chips in the order of machine files: along the longest dim of the slice first; others as they come."""
-    if not all(hasattr(d, "coords") for d in devices):
-        return list(devices)
-    extent = [len(set(along)) for along in zip(*(d.coords for d in devices), strict=True)]
-    outer_first = sorted(range(len(extent)), key=lambda i: (extent[i], i))
-
-    def place(d: Any) -> tuple[int, ...]:
-        return (getattr(d, "slice_index", 0) or 0, *(d.coords[i] for i in outer_first), d.core_on_chip)
-
-    return sorted(devices, key=place)
-
-
-def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
-    """As JAX will see it: 64-bit numbers become 32-bit ones unless it is told otherwise."""
-    import jax
-
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
-    return jax.numpy.shape(leaf), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

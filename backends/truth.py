@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pase.backends.to_jax import jax_plan
+from pase.backends.to_jax import Lowering, jax_plan
 from pase.frontends.jax_types import Tree
 from pase.hlo.collectives import HloCollective, collectives
 from pase.hlo.module import XlaProgram
@@ -56,8 +56,9 @@ class CollectiveRow:
         return (self.on_cpu - self.compiled) / self.compiled if self.compiled else float(self.on_cpu > 0)
 
 
-def compare(plan: PlanData, compiled: XlaProgram) -> list[CollectiveRow]:
-    """compiled: what ``plan.jax.lower_train_step(optimizer).compile()`` gave, on host devices."""
+def compare(plan: PlanData, compiled: XlaProgram, lowering: Lowering = "annotated") -> list[CollectiveRow]:
+    """compiled: what ``plan.jax.lower_train_step(optimizer).compile()`` gave, on host devices; lowering: by which way.
+    Lowered by hand a program has the plan's own collectives: none of the CPU pipeline's habits is allowed for."""
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
     predicted = dict.fromkeys(kinds, 0)
     on_cpu = dict.fromkeys(kinds, 0)
@@ -66,6 +67,9 @@ def compare(plan: PlanData, compiled: XlaProgram) -> list[CollectiveRow]:
     for c in plan.collectives:
         nbytes = c.nbytes * c.times
         predicted[c.kind] += nbytes
+        if lowering == "manual":
+            on_cpu[c.kind] += nbytes
+            continue
         if c.kind == "all_reduce" and _flow(c) in scattered and not sums.sliced_between(c):
             continue  # a whole all-reduce over all the axes stood in for the reduce-scatter
         if c.kind in ("all_reduce", "reduce_scatter"):
@@ -228,7 +232,13 @@ def unsharded_step(
     return StepResult(loss=float(loss), gradients=grads, parameters=updated)
 
 
-def sharded_step(plan: PlanData, optimizer: GradientTransformation, params: Tree, *batch: Tree) -> StepResult:
+def sharded_step(
+    plan: PlanData,
+    optimizer: GradientTransformation,
+    params: Tree,
+    *batch: Tree,
+    lowering: Lowering = "annotated",
+) -> StepResult:
     """The same step as ``plan.jax.train_step`` does it, on the plan's devices; compiled once."""
     import jax
 
@@ -237,7 +247,7 @@ def sharded_step(plan: PlanData, optimizer: GradientTransformation, params: Tree
     kept, jp = _keeping_gradients(optimizer), jax_plan(plan)
     mesh = jp.mesh()
     with _stderr() as said:
-        compiled = jp.lower_train_step(kept, mesh).compile()
+        compiled = jp.lower_train_step(kept, mesh, lowering=lowering).compile()
     placed, *placed_batch = arrays(jp.device_put(params, *batch, mesh=mesh))
     state = jp.init(kept, placed, mesh)
     updated, (grads, _), value = compiled(placed, state, *placed_batch)

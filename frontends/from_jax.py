@@ -70,7 +70,8 @@ class TracedJax(registry.Traced):
     operands: Mapping[Place, tuple[str | None, ...]]
     """Equation -> tensor name of each input (None: a literal)."""
     results: Mapping[Place, tuple[str, ...]]
-    """Equation -> tensor name of each output; and of each part of a loop or a branch."""
+    """Equation -> tensor name of each output; and of each part of a loop or a branch. Equations inside of calls that
+    are kept whole have places here, too."""
     fn: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     """What was traced, to trace it on a part of the batch."""
     unknown: Unknown = "error"
@@ -347,9 +348,8 @@ class _JaxLowering:
                     f"no lowering for JAX primitive '{name}' at {self.b.source or 'an unknown line'}.\n"
                     f"Add one to frontends/jax_rules.py, or pass unknown='replicate' (the op is then not split)."
                 )
-            if not self.inside:
-                made = [self.env[v] for v in eqn.outvars]
-                self.results[at] = tuple("" if t is None else t.name for t in made)
+            made = [self.env[v] for v in eqn.outvars]
+            self.results[Place(f"{prefix}{i}")] = tuple("" if t is None else t.name for t in made)
         self.b.saved = False
 
     def _known(self, eqn: Any) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from pase import costmodels, machine, zoo
 from pase.api import Plan
+from pase.backends.to_jax import Lowering
 from pase.backends.truth import CollectiveRow, StepResult, compare, sharded_step, unsharded_step
 from pase.baselines import Baseline, baselines, masks
 from pase.compiler.mesh_search import search_meshes
@@ -104,7 +105,9 @@ def reduced(name: str) -> Case:
 
 
 @cache
-def measured(model: str, strategy: str) -> tuple[dict[str, float], list[CollectiveRow]]:
+def measured(
+    model: str, strategy: str, lowering: Lowering = "annotated"
+) -> tuple[dict[str, float], list[CollectiveRow]]:
     """One step of a reduced zoo model both ways: how far the numbers are apart, and bytes by kind."""
     import optax
 
@@ -112,9 +115,9 @@ def measured(model: str, strategy: str) -> tuple[dict[str, float], list[Collecti
     plan = case.plan(strategy)
     assert plan is not None, f"{model} has no strategy {strategy}"
     optimizer = optax.adam(1e-2, eps=1e-3)
-    step = sharded_step(plan, optimizer, *case.model.init(0))
+    step = sharded_step(plan, optimizer, *case.model.init(0), lowering=lowering)
     whole = _whole(model, optimizer)
-    return whole.differences(step), compare(plan, step.compiled)
+    return whole.differences(step), compare(plan, step.compiled, lowering)
 
 
 def total_error(rows: Sequence[CollectiveRow]) -> float:

@@ -63,7 +63,12 @@ def mark_recomputed(graph: Graph) -> Graph:
     def marked(op: Op) -> Op:
         if op.region not in regions or op.backward:
             return op
-        reads = tuple(replace(a, again=a.tensor in needed[op.region]) for a in op.reads)
+        own = (
+            {*needs(op, graph.tensors)}
+            if any(graph.tensors[a.tensor].needs_grad for a in op.writes)
+            else set()
+        )
+        reads = tuple(replace(a, again=id(op) in again or a.tensor in own) for a in op.reads)
         return replace(op, reads=reads, remat=id(op) in again)
 
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(marked, n.ops))) for n in graph.nodes))

@@ -35,6 +35,7 @@ __all__ = [
     "Tensor",
     "Walk",
     "Window",
+    "shared_edge",
 ]
 
 _WALK = re.compile(
@@ -396,6 +397,11 @@ class Edge:
     access: Access
 
 
+def shared_edge(node: Node, op: Op, access: Access) -> object:
+    """Equal for those reads of a node's ops that one edge serves."""
+    return node.name, access.tensor, access.map, op.scope, frozenset(op.dims), access.gradient
+
+
 @dataclass(frozen=True, kw_only=True)
 class Graph:
     """Nodes in an order in which every tensor but a loop's carry is written before it is read."""
@@ -426,7 +432,7 @@ class Graph:
             for op, a in n.reads:
                 if a.tensor not in self.producer:
                     continue
-                key = (n.name, a.tensor, a.map, op.scope, frozenset(op.dims), a.gradient)
+                key = shared_edge(n, op, a)
                 old = found.get(key)
                 edge = Edge(src=self.producer[a.tensor].name, dst=n.name, tensor=a.tensor, op=op, access=a)
                 if old is not None and (old.op.differentiable or not op.differentiable):

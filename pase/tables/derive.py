@@ -2,7 +2,7 @@
 
 - Local work is the op's points over the shards of the dims it works on; backward has one product for each
   differentiable operand of a matmul or conv, and as much traffic again for the rest.
-- A tensor written by an op that sums over a split dim is partial over that dim's axes. Within a node it is
+- A tensor written by an op that sums over a split dim is partial over that dim's axes. OwnAccess a node it is
   summed at once (softmax's maximum, a norm's mean); between nodes the edge settles it.
 - The gradient of a tensor read is partial over the axes of the split dims of which its map knows nothing:
   for a parameter that is the gradient synchronisation.
@@ -50,6 +50,7 @@ __all__ = [
     "OPTIMIZERS",
     "Charge",
     "Flow",
+    "OwnAccess",
     "Phase",
     "Work",
     "edge_charges",
@@ -73,6 +74,7 @@ class Charge:
     with others in a bucket.
     turns: how many of them follow each other, each time. behind: work in turns + 1 equal parts, one of which runs
     beside each of them: only what is left then is waited for.
+    within: of a node's own, the op and which of its reads or writes it is for; None: of an edge, or of the node whole.
     """
 
     kind: CollectiveKind
@@ -84,6 +86,15 @@ class Charge:
     bucketed: bool = False
     turns: np.ndarray | float = 1.0
     behind: Work | None = None
+    within: OwnAccess | None = None
+
+
+@dataclass(frozen=True)
+class OwnAccess:
+    """One access of an op: the op's number in its node, and of its reads or its writes which."""
+
+    op: int
+    access: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,26 +331,28 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
             kind="all_gather", axes=axis_bits(cfg, [i], mesh), tensor=a.tensor, phase="update", times=1.0,
             nbytes=local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh), bucketed=True,
         )  # fmt: skip
-    for op in node.ops:
+    for number_of_op, op in enumerate(node.ops):
         times = _runs(op, node.name)
         runs = times * (2 if op.remat else 1)
-        for a in op.writes:
+        for i, a in enumerate(op.writes):
             summed = [d for d in op.dims if d not in set(a.map.dims)]
             if a.tensor in consumed and summed:
                 axes = axis_bits(cfg, dim_index(node, summed), mesh)
                 size = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
                 yield Charge(
-                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase=_phase(op), times=runs
-                )
-        for a in op.reads:
+                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase=_phase(op), times=runs,
+                    within=OwnAccess(number_of_op, i),
+                )  # fmt: skip
+        for i, a in enumerate(op.reads):
             t = graph.tensors[a.tensor]
             other = [d for d in op.dims if d not in set(a.map.dims)]
             if a.tensor in internal and other and _grad(graph, op, a.tensor):
                 axes = axis_bits(cfg, dim_index(node, other), mesh)
                 size = local_bytes(node, t, a, cfg, mesh)
                 yield Charge(
-                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times
-                )
+                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times,
+                    within=OwnAccess(number_of_op, i),
+                )  # fmt: skip
             for walk, extent in zip(a.map.walks, t.shape, strict=True):
                 if walk.window is None or not walk.window.halo or len(walk.dims) != 1:
                     continue
@@ -349,12 +362,14 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
                 size = local_bytes(node, t, a, cfg, mesh) * part
                 axes = axis_bits(cfg, index, mesh)
                 yield Charge(
-                    kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase=_phase(op), times=runs
-                )
+                    kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase=_phase(op), times=runs,
+                    within=OwnAccess(number_of_op, i),
+                )  # fmt: skip
                 if _grad(graph, op, a.tensor):
                     yield Charge(
-                        kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times
-                    )
+                        kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times,
+                        within=OwnAccess(number_of_op, i),
+                    )  # fmt: skip
     if (ring := ring_of(node)) is not None:
         yield from _ring_charges(graph, node, ring, cfg, mesh)
 

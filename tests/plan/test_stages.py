@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench.cases.plans import case_of
 from pase import compile as pase_compile
 from pase import machine, zoo
-from pase.backends.to_jax import _as_linked
+from pase.backends.jax_step import as_linked
 from pase.hlo.collectives import collectives
 from pase.machine import Mesh, mesh_from
 from pase.plan.constraints import WIDEST_GATHER, _staged, stages
@@ -71,13 +71,13 @@ def test_chips_stand_as_the_links_join_them(shape):
         SimpleNamespace(id=i, coords=(x, y, z), core_on_chip=0)
         for i, (z, y, x) in enumerate(itertools.product(*map(range, reversed(shape))))
     ]
-    ordered = _as_linked(chips)
+    ordered = as_linked(chips)
     longest = max(range(3), key=lambda i: (shape[i], i))
     along = [c.coords[longest] for c in ordered[: shape[longest]]]
     assert along == list(range(shape[longest]))
     assert sorted(c.id for c in ordered) == list(range(len(chips)))
     plain = [SimpleNamespace(id=i) for i in (3, 1, 2)]
-    assert _as_linked(plain) == plain
+    assert as_linked(plain) == plain
 
 
 def test_weights_are_cast_and_then_gathered_inside_the_loop():

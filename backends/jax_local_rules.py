@@ -1,0 +1,410 @@
+"""One equation on one device: what differs from the whole one.
+
+Most primitives do on a part what they do on the whole, once the sizes that they are called with are the part's. What
+depends on where the part lies has a rule here: lookups and scattered updates by index, what is made by position, maxima
+over several devices, attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pase.backends.jax_moves import first, part, places_of, summed, there_and_back
+from pase.frontends.from_jax import inlined, inner_jaxpr
+from pase.frontends.jax_attention import call_of
+from pase.frontends.jax_rules import RULES, Elementwise
+from pase.frontends.jax_versions import evaluate as plain
+from pase.frontends.jax_versions import is_literal, jvp_of, source_line
+from pase.local.types import Extents, LocalOp, LocalOperand, LocalResult
+from pase.machine import Mesh
+from pase.registry import Registry
+
+__all__ = ["LocalCall", "LocalShapes", "NotLowered", "by_own_rule", "evaluate", "plainly"]
+
+
+class NotLowered(Exception):
+    """Why an equation cannot be run on parts; becomes a PaseError that names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCall:
+    """An equation as one op of the local program.
+
+    operands: of each input, None of numbers. results: of each output, None where another op makes it; shapes: of these
+    on this device. devices: JAX's mesh.
+    """
+
+    eqn: Any
+    op: LocalOp
+    mesh: Mesh
+    devices: Any
+    info: Any
+    operands: tuple[LocalOperand | None, ...]
+    results: tuple[LocalResult | None, ...]
+    shapes: tuple[Extents | None, ...]
+
+    @property
+    def shape(self) -> Extents:
+        """Of its first result."""
+        return next(s for s in self.shapes if s is not None)
+
+    def whole(self, i: int = 0) -> Extents:
+        """Of an input, on all devices."""
+        return tuple(self.eqn.invars[i].aval.shape)
+
+
+Rule = Callable[[LocalCall, Sequence[Any]], Sequence[Any]]
+
+_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
+"""Primitive -> how it runs on parts, where that is not as on the whole."""
+
+
+def evaluate(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """The equation's results on this device; NotLowered where it cannot be run on parts."""
+    op, name = call.op.op, call.eqn.primitive.name
+    if any(o is not None and o.halo for o in call.operands):
+        raise NotLowered(
+            "a dim that its window moves along is split, and neighbours would have to exchange rows"
+        )
+    if op.kind == "generate":
+        outs: Sequence[Any] = _generated(call, ins)
+    elif op.kind == "attention":
+        outs = _attention(call, ins)
+    else:
+        rule = _RULES.get(name) or _alike
+        outs = rule(call, ins)
+    for x, shape in zip(outs, call.shapes, strict=True):
+        if shape is not None and tuple(x.shape) != shape:
+            raise NotLowered(f"on parts it makes {tuple(x.shape)} where the plan has {shape}")
+    return [x if r is None else _summed(call, x, r) for x, r in zip(outs, call.results, strict=True)]
+
+
+def _summed(call: LocalCall, x: Any, result: LocalResult) -> Any:
+    """Summed at once, where its own node reads it; its gradient is that of every summand."""
+    import jax
+
+    over, combine = result.summed, call.op.combine
+    if not over and "partial" not in result.layout:
+        return x
+    if combine == "other" or (combine != "sum" and call.op.op.kind != "reduce"):
+        raise NotLowered("partial results of it are joined by no collective")
+    if not over or combine != "sum":
+        return x  # the edge sums it; a maximum's own rule has joined it
+    if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
+        return summed(x, over)
+    return there_and_back(x, None, lambda x: summed(x, over), lambda g: g)
+
+
+def plainly(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:
+    """The equation as it is, on whole arrays."""
+    return plain(eqn, ins, info)
+
+
+_SIZES: dict[str, Callable[[Any, Extents, Sequence[Extents]], dict[str, Any]]] = {
+    "broadcast_in_dim": lambda p, out, ins: {"shape": out},
+    "reshape": lambda p, out, ins: {"new_sizes": out},
+    "dynamic_slice": lambda p, out, ins: {"slice_sizes": out},
+}
+"""Primitive -> those of its parameters that are sizes, as they are on a part."""
+
+
+def _resized(eqn: Any, out: Extents | None, ins: Sequence[Any]) -> Any:
+    """The equation with the sizes of parts."""
+    sizes = _SIZES.get(eqn.primitive.name)
+    if sizes is None or out is None:
+        return eqn
+    return eqn.replace(params=eqn.params | sizes(eqn.params, out, [x.shape for x in ins]))
+
+
+def _alike(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """On a part as on the whole."""
+    out = next((s for s in call.shapes if s is not None), None)
+    return plain(_resized(call.eqn, out, ins), ins, call.info)
+
+
+def _generated(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """What is made by position: whole, and of it this device's part."""
+    made = plain(call.eqn, ins, call.info)
+    return [
+        x if r is None else part(x, r.shape, r.layout, call.mesh)
+        for x, r in zip(made, call.results, strict=True)
+    ]
+
+
+@_RULES.register("slice")
+def _slice(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """Dims that are split are kept whole, or all parts of them alike are."""
+    p, whole, here = call.eqn.params, call.whole(), ins[0].shape
+    start, limit = (
+        [at * n // all_ for at, n, all_ in zip(p[k], here, whole, strict=True)]
+        for k in ("start_indices", "limit_indices")
+    )
+    changed = p | {"start_indices": tuple(start), "limit_indices": tuple(limit)}
+    return plain(call.eqn.replace(params=changed), ins, call.info)
+
+
+@_RULES.register("sharding_constraint")
+def _unconstrained(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """The plan has its own layouts."""
+    return list(ins)
+
+
+@_RULES.register("shard_map")
+def _by_hand(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    raise NotLowered("it is written for a mesh of its own")
+
+
+@_RULES.register("conv_general_dilated")
+def _conv(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """Batch, channels and groups may be parts."""
+    d = call.eqn.params["dimension_numbers"]
+    groups = ins[0].shape[d.lhs_spec[1]] // ins[1].shape[d.rhs_spec[1]]
+    return plain(call.eqn.replace(params=call.eqn.params | {"feature_group_count": groups}), ins, call.info)
+
+
+def _split_dims(call: LocalCall, ins: Sequence[Any], i: int = 0) -> set[int]:
+    """Dims of an input of which this device has a part."""
+    return {d for d, (n, whole) in enumerate(zip(ins[i].shape, call.whole(i), strict=True)) if n != whole}
+
+
+@_RULES.register("reduce_max", "reduce_min")
+def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """Over several devices: all elements that reach it share its gradient, as they do on one."""
+    import jax
+    import jax.numpy as jnp
+
+    (x,), axes = ins, tuple(call.eqn.params["axes"])
+    (r,) = call.op.results
+    here = plain(call.eqn, ins, call.info)
+    if not _split_dims(call, ins) & set(axes):
+        return here
+    over, combine = r.summed, call.op.combine
+    if not over:  # the edge joins them; nothing says then which elements reach it
+        return [jax.lax.stop_gradient(here[0])]
+
+    @jax.custom_vjp
+    def extreme(x: Any) -> Any:
+        return summed(plain(call.eqn, [x], call.info)[0], over, combine)
+
+    def forward(x: Any) -> Any:
+        top = extreme(x)
+        return top, (x, top)
+
+    def backward(kept: Any, g: Any) -> Any:
+        x, top = kept
+        reached = (x == jnp.expand_dims(top, axes)).astype(g.dtype)
+        shares = summed(reached.sum(axes), over)
+        return (reached * jnp.expand_dims(g / shares, axes),)
+
+    extreme.defvjp(forward, backward)
+    return [extreme(x)]
+
+
+@_RULES.register("gather")
+def _gather(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """Of a dim that is split each device looks up what it has; elsewhere it takes zero, and the rows are summed."""
+    import jax
+    import jax.numpy as jnp
+    from jax.lax import GatherScatterMode as Mode
+
+    x, ids = ins
+    p, whole = call.eqn.params, call.whole()
+    d, operand = p["dimension_numbers"], call.operands[0]
+    sizes = tuple(
+        n if size == all_ else size for size, n, all_ in zip(p["slice_sizes"], x.shape, whole, strict=True)
+    )
+    looked_up = sorted(_split_dims(call, ins) & set(d.start_index_map))
+    changed = p | {"slice_sizes": sizes}
+    if not looked_up or operand is None:
+        return plain(call.eqn.replace(params=changed), ins, call.info)
+    if any(p["slice_sizes"][dim] != 1 for dim in looked_up):
+        raise NotLowered("it looks up more than one element at a time of a dim that is split")
+    here, mine, inside = _local_ids(call, ids, d.start_index_map, looked_up, p["mode"])
+    out = plain(call.eqn.replace(params=changed | {"mode": Mode.CLIP}), [x, here], call.info)[0]
+    batch = [i for i in range(out.ndim) if i not in d.offset_dims]
+
+    def over_rows(flags: Any) -> Any:
+        return jax.lax.broadcast_in_dim(flags, out.shape, batch)
+
+    out = jnp.where(over_rows(mine), out, jnp.zeros((), out.dtype))
+    if inside is not None:  # what no device has is the fill value, once
+        fill = p["fill_value"]
+        if fill is None:
+            fill = jnp.nan if jnp.issubdtype(out.dtype, jnp.inexact) else _filler(out.dtype)
+        axes = [
+            name
+            for name, s in zip(call.mesh.names, operand.layout, strict=True)
+            if isinstance(s, tuple) and s[0] in looked_up
+        ]
+        out = jnp.where(over_rows(~inside & first(axes)), jnp.asarray(fill, out.dtype), out)
+    return [out]
+
+
+def _filler(dtype: Any) -> Any:
+    """What JAX fills with out of bounds: the least of signed integers, the largest of unsigned ones."""
+    import numpy as np
+
+    if np.dtype(dtype) == np.bool_:
+        return True
+    info = np.iinfo(dtype)
+    return info.min if info.min < 0 else info.max
+
+
+def _local_ids(
+    call: LocalCall, ids: Any, index_map: Sequence[int], dims: Sequence[int], mode: Any
+) -> tuple[Any, Any, Any]:
+    """(indices into this device's part, whether they lie in it, whether they lie in the whole; None: all do)."""
+    import jax.numpy as jnp
+    from jax.lax import GatherScatterMode as Mode
+
+    operand = call.operands[0]
+    assert operand is not None
+    columns = [ids[..., k] for k in range(ids.shape[-1])]
+    mine = jnp.ones(ids.shape[:-1], bool)
+    inside: Any = jnp.ones(ids.shape[:-1], bool)
+    for k, dim in enumerate(index_map):
+        extent = operand.shape[dim]
+        if mode == Mode.CLIP:
+            columns[k] = jnp.clip(columns[k], 0, extent - 1)
+        inside &= (columns[k] >= 0) & (columns[k] < extent)
+        if dim in dims:
+            columns[k], here = places_of(columns[k], dim, operand.shape, operand.layout, call.mesh)
+            mine &= here
+    fills = mode == Mode.FILL_OR_DROP
+    return jnp.stack(columns, axis=-1), mine & inside if fills else mine, inside if fills else None
+
+
+@_RULES.register("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min",
+                 "scatter-max", "scatter_max", "scatter-sub", "scatter_sub")  # fmt: skip
+def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """Each device takes the updates that fall in its part. Where the updates are parts, what they are added to counts
+    on the first device alone."""
+    import jax.numpy as jnp
+    from jax.lax import GatherScatterMode as Mode
+
+    x, ids, updates = ins
+    p = call.eqn.params
+    d = p["dimension_numbers"]
+    (r,) = call.op.results
+    partial = [n for n, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial"] or list(r.summed)
+    if partial and call.op.combine == "sum":
+        x = jnp.where(first(partial), x, jnp.zeros((), x.dtype))
+    fallen = sorted(_split_dims(call, ins) & set(d.scatter_dims_to_operand_dims))
+    if not fallen:
+        return plain(call.eqn, [x, ids, updates], call.info)
+    if set(fallen) - set(d.inserted_window_dims):
+        raise NotLowered("it updates more than one element at a time of a dim that is split")
+    here, mine, _ = _local_ids(call, ids, d.scatter_dims_to_operand_dims, fallen, p["mode"])
+    nowhere = jnp.asarray(max(x.shape), here.dtype)
+    here = jnp.where(mine[..., None], here, nowhere)
+    return plain(call.eqn.replace(params=p | {"mode": Mode.FILL_OR_DROP}), [x, here, updates], call.info)
+
+
+def _attention(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """A device's batch, heads and queries, by the kernel that the program asks for."""
+    from pase.backends import jax_attention
+
+    asked = call_of(call.eqn)
+    assert asked is not None  # the frontend makes no other
+    read = [(o.shape, o.layout) for o in call.operands if o is not None]
+    if len(read) != len(ins) or any("partial" in layout for _, layout in read):
+        raise NotLowered("it reads a number")
+    run = jax_attention.on_a_device(
+        asked,
+        read,  # type: ignore[arg-type]
+        call.devices,
+        source_line(call.eqn),
+        ins[0].dtype,
+    )
+    if run is None:
+        raise NotLowered("parts of its heads or of its queries do not make attentions of their own")
+    return [run(*ins)]
+
+
+@dataclass(frozen=True)
+class LocalShapes:
+    """Whole shape -> this device's, in a call whose arrays are all split alike."""
+
+    of_whole: Mapping[Extents, Extents]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Extents, Extents]]) -> LocalShapes:
+        found: dict[Extents, set[Extents]] = {}
+        for whole, here in pairs:
+            found.setdefault(whole, set()).add(here)
+        return cls({whole: next(iter(here)) for whole, here in found.items() if len(here) == 1})
+
+    def local(self, whole: Extents) -> Extents:
+        """The part of an array of this whole shape."""
+        if math.prod(whole) == 1:
+            return whole
+        if whole not in self.of_whole:
+            raise NotLowered(
+                f"it has a derivative rule of its own, and an array of {whole} in it may be split anyhow"
+            )
+        return self.of_whole[whole]
+
+
+_POINTWISE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
+_REDUCE = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+
+
+def by_own_rule(eqn: Any, ins: Sequence[Any], shapes: LocalShapes, info: Any) -> list[Any]:
+    """A call with a derivative rule of its own, on parts: its function and its rule, with the sizes of parts."""
+    import jax
+
+    if eqn.primitive.name != "custom_jvp_call":
+        raise NotLowered("it has a derivative rule of its own, by vector-Jacobian product")
+    jaxpr, consts = inner_jaxpr(eqn)
+    rule, of_rule, zeros = jvp_of(eqn)
+
+    @jax.custom_jvp
+    def call(*xs: Any) -> Any:
+        return tuple(_on_parts(jaxpr, consts, xs, shapes, info))
+
+    @call.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        made = _on_parts(rule, of_rule, [*primals, *tangents], shapes, info)
+        outs, there = made[: len(zeros)], iter(made[len(zeros) :])
+        return tuple(outs), tuple(
+            jax.numpy.zeros(x.shape, x.dtype) if zero else next(there)
+            for x, zero in zip(outs, zeros, strict=True)
+        )
+
+    return list(call(*ins))
+
+
+def _on_parts(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], shapes: LocalShapes, info: Any
+) -> list[Any]:
+    """A jaxpr that works point by point, or reduces dims that are whole, on parts."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def value(v: Any) -> Any:
+        return v.val if is_literal(v) else env[v]
+
+    for eqn in jaxpr.eqns:
+        ins, name = [value(v) for v in eqn.invars], eqn.primitive.name
+        if inlined(eqn) or name == "custom_jvp_call":
+            inner, of_inner = inner_jaxpr(eqn)
+            outs = _on_parts(inner, of_inner, ins, shapes, info)
+        else:
+            local = [shapes.local(tuple(v.aval.shape)) for v in eqn.outvars]
+            pointwise = name in _POINTWISE or isinstance(RULES.get(name), Elementwise)
+            if not (pointwise or (name in _REDUCE and _whole_over(eqn, ins))):
+                raise NotLowered(f"it has a derivative rule of its own, with '{name}' in it")
+            outs = plain(_resized(eqn, local[0], ins), ins, info)
+            if [tuple(x.shape) for x in outs] != local:
+                raise NotLowered(
+                    f"it has a derivative rule of its own, and '{name}' in it does not work on parts"
+                )
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [value(v) for v in jaxpr.outvars]
+
+
+def _whole_over(eqn: Any, ins: Sequence[Any]) -> bool:
+    return all(ins[0].shape[a] == eqn.invars[0].aval.shape[a] for a in eqn.params["axes"])

@@ -1,0 +1,208 @@
+"""A plan's loss and gradients as one ``shard_map`` over the whole mesh: the local program, run on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.jax_local import LocalWalk
+from pase.backends.jax_moves import moved
+from pase.backends.jax_values import DeviceValue
+from pase.errors import PaseError
+from pase.frontends.jax_leaves import combine
+from pase.frontends.jax_versions import is_literal
+from pase.ir import Place
+from pase.local.parts import placement, to_whole
+from pase.local.types import Layout, LocalOp, LocalProgram, local_shape
+
+if TYPE_CHECKING:
+    from pase.backends.to_jax import JaxPlan
+
+__all__ = ["Manual"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manual:
+    """What a JAX plan gives where it is lowered by hand, on a mesh of JAX's."""
+
+    plan: JaxPlan
+    mesh: Any
+
+    @property
+    def program(self) -> LocalProgram:
+        return self.plan.program
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return self.plan.leaf_names()
+
+    @cached_property
+    def _walk(self) -> LocalWalk:
+        return LocalWalk(
+            program=self.program,
+            traced=self.plan.traced,
+            blocks=self.plan.blocks,
+            kept=self.plan.kept_results,
+            devices=self.mesh,
+        )
+
+    def check(self) -> None:
+        """NotByHand where a part of the program cannot be lowered by hand."""
+        import jax
+
+        graded = self.value_and_grad() if self.plan.traced.mode == "train" else self.loss()
+        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.plan.traced.jaxpr.in_avals]
+        jax.eval_shape(graded, *jax.tree.unflatten(self.plan.traced.in_tree, avals))
+
+    def loss(self) -> Callable[..., Any]:
+        """f(params, *batch) -> what the user's function returns. It is not differentiated: ``value_and_grad`` is."""
+        import jax
+
+        run = jax.custom_vjp(self._mapped(lambda *leaves: self._forward(leaves, {}), self._returns()))
+
+        def refuse(*_: Any) -> Any:
+            raise PaseError(
+                "the loss that is lowered by hand has no derivative of its own: plan.jax.value_and_grad("
+                "lowering='manual') gives loss and gradients"
+            )
+
+        run.defvjp(refuse, refuse)
+
+        def whole(*args: Any) -> Any:
+            return self._value(run(*self.plan.checked(args)))
+
+        return whole
+
+    def value_and_grad(self) -> Callable[..., Any]:
+        """f(params, *batch) -> (what the user's function returns, gradients of the trained leaves)."""
+        import jax
+
+        own = self._trained()
+        kept = [self.program.result(self._names[i]).gradient for i in own]
+        specs = (
+            self._returns(),
+            [self._spec(layout, self._shape(i)) for i, layout in zip(own, kept, strict=True)],
+        )
+
+        def local(*leaves: Any) -> Any:
+            carriers = {i: self._carrier(i, leaves[i], layout) for i, layout in zip(own, kept, strict=True)}
+
+            def of(carriers: dict[int, Any]) -> tuple[Any, list[Any]]:
+                outs = self._forward(leaves, carriers)
+                return outs[0], outs
+
+            (_, outs), grads = jax.value_and_grad(of, has_aux=True)(carriers)
+            return outs, [grads[i] for i in own]
+
+        run = self._mapped(local, specs)
+
+        def graded(params: Any, *batch: Any) -> Any:
+            outs, grads = run(*self.plan.checked((params, *batch)))
+            found = dict(zip(own, grads, strict=True))
+            tree = jax.tree.unflatten(
+                self.plan.traced.in_tree, [found.get(i) for i in range(len(self._names))]
+            )
+            return self._value(outs), tree[0]
+
+        return graded
+
+    def _value(self, outs: Sequence[Any]) -> Any:
+        import jax
+
+        traced = self.plan.traced
+        out = combine(jax.tree.unflatten(traced.out_tree, outs), traced.kept_out)
+        return out[0] if traced.mode == "train" and not traced.has_aux else out
+
+    def _mapped(self, fn: Callable[..., Any], outs: Any) -> Callable[..., Any]:
+        import jax
+
+        ins = tuple(
+            self._spec(self.program.result(name).layout, self._shape(i)) for i, name in enumerate(self._names)
+        )
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)  # type: ignore[no-any-return]
+
+    def _shape(self, i: int) -> tuple[int, ...]:
+        return tuple(self.plan.traced.jaxpr.in_avals[i].shape)
+
+    def _trained(self) -> list[int]:
+        """The leaves of params that have gradients."""
+        import jax
+
+        avals = self.plan.traced.jaxpr.in_avals[: len(self.plan.traced.param_paths)]
+        return [i for i, a in enumerate(avals) if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
+
+    def _spec(self, layout: Layout, shape: tuple[int, ...]) -> Any:
+        where = placement(layout, len(shape), self.program.mesh)
+        if where is None:
+            raise PaseError(f"the layout {layout} is not of contiguous parts: this is a defect of pase.local")
+        return self.plan.spec(where)
+
+    def _carrier(self, i: int, leaf: Any, gradient: Layout) -> Any:
+        """What a parameter's gradient is taken by: itself, or zeros of the layout that its gradient is kept in."""
+        import jax
+
+        if self.program.result(self._names[i]).layout == gradient:
+            return leaf
+        return jax.numpy.zeros(local_shape(self._shape(i), gradient, self.program.mesh), leaf.dtype)
+
+    def _forward(self, leaves: Sequence[Any], carriers: dict[int, Any]) -> list[Any]:
+        """What the model returns, on one device; carriers: see ``_carrier``."""
+        walk, closed = self._walk, self.plan.traced.jaxpr
+        values = []
+        for i, (x, name) in enumerate(zip(leaves, self._names, strict=True)):
+            r = self.program.result(name)
+            own = carriers.get(i)
+            beside = r.layout != r.gradient
+            values.append(walk.leaf(x if own is None or beside else own, name, own if beside else None))
+        cache: dict[int, Any] = {}
+        outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
+        ends = [self._end(j) for j in range(len(outs))]
+        return [self._out(h, op, cache) for h, op in zip(outs, ends, strict=True)]
+
+    def _out(self, value: DeviceValue, op: LocalOp | None, cache: dict[int, Any]) -> Any:
+        """As it leaves: as the plan has it where it says so, else as it is made, or whole where no array says that."""
+        if op is not None:
+            return self._walk.brought(value, op.operands[0], cache).array
+        if value.layout is None:
+            return value.array
+        shape = self.program.result(value.tensor or "").shape
+        if placement(value.layout, len(shape), self.program.mesh) is not None:
+            return value.array
+        made = self.program.maker[value.tensor or ""]
+        return moved(
+            value.array, to_whole(value.layout, self.program.mesh), shape, made.combine, self.program.mesh
+        )
+
+    def _returns(self) -> list[Any]:
+        """PartitionSpecs of what the model returns."""
+        specs = []
+        for j, aval in enumerate(self.plan.traced.jaxpr.out_avals):
+            op, name = self._end(j), self._out_names[j]
+            layout: Layout = (None,) * len(self.program.mesh.names)
+            if op is not None:
+                layout = op.operands[0].layout
+            elif name in self.program.maker:
+                layout = self.program.result(name or "").layout
+            where = placement(layout, len(aval.shape), self.program.mesh)
+            specs.append(self.plan.spec(where or ()))
+        return specs
+
+    @cached_property
+    def _out_names(self) -> list[str | None]:
+        """Of what the model returns, its name in the traced graph; None of a number."""
+        jaxpr, results = self.plan.traced.jaxpr.jaxpr, self.plan.traced.results
+        names = dict(zip(jaxpr.invars, self._names, strict=True))
+        for i, eqn in enumerate(jaxpr.eqns):
+            names |= zip(eqn.outvars, results[Place(str(i))], strict=True)
+        return [None if is_literal(v) else names.get(v) for v in jaxpr.outvars]
+
+    def _end(self, j: int) -> LocalOp | None:
+        """The op that takes what the model returns: the output's, or the leaf's of which it is the next value."""
+        into = {of: leaf for leaf, of in self.plan.traced.carried.items()}
+        if j in into:
+            at = self.program.maker[self._names[into[j]]].op.eqn
+            found = self.program.takers.get(at, ())
+            return found[0] if found else None
+        return self.program.outputs.get(self._out_names[j] or "")

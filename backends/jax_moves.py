@@ -1,0 +1,166 @@
+"""Moves of a local program in JAX, inside of ``shard_map``: each is the one collective that it says, there and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+from pase.errors import PaseError
+from pase.local.parts import WireView, digits, pairs, view
+from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
+from pase.machine import Mesh
+
+__all__ = ["first", "moved", "part", "places_of", "summed", "there_and_back"]
+
+
+def there_and_back(
+    value: Any, shadow: Any, there: Callable[[Any], Any], back: Callable[[Any], Any] | None
+) -> Any:
+    """``there(value)``, whose gradient is ``back`` of its own and goes to ``shadow``, if there is one, else to value.
+
+    shadow: of the layout that the gradient arrives in, where that is not the value's. back: None: no gradient passes.
+    """
+    import jax
+
+    if back is None:
+        return there(jax.lax.stop_gradient(value))
+    if shadow is None:
+        f = jax.custom_vjp(there)
+        f.defvjp(lambda x: (there(x), None), lambda _, g: (back(g),))
+        return f(value)
+    held = jax.lax.stop_gradient(value)
+    beside = jax.custom_vjp(lambda x, _: there(x))
+    beside.defvjp(
+        lambda x, _: (there(x), None),
+        lambda _, g: (jax.numpy.zeros(held.shape, held.dtype), back(g)),
+    )
+    return beside(held, shadow)
+
+
+def moved(value: Any, moves: Sequence[LocalMove], shape: Extents, combine: Combine, mesh: Mesh) -> Any:
+    """The value led through moves; shape: of the whole tensor."""
+    return reduce(lambda x, move: _step(x, move, shape, combine, mesh), moves, value)
+
+
+def _step(x: Any, move: LocalMove, shape: Extents, combine: Combine, mesh: Mesh) -> Any:
+    import jax
+
+    match move.kind:
+        case "all_reduce":
+            return summed(x, move.axes, combine)
+        case "permute":
+            return jax.lax.ppermute(x, move.axes, pairs(move, shape, mesh))
+        case "own":
+            return jax.numpy.where(first(move.axes), x, jax.numpy.zeros((), x.dtype))
+        case "slice":
+            return _sliced(x, view(move, shape, mesh), move.axes, mesh)
+        case "reduce_scatter":
+            if combine != "sum":
+                raise PaseError(f"a {combine} over {', '.join(move.axes)} has no reduce-scatter")
+            return _scattered(x, view(move, shape, mesh), move.axes)
+        case "all_gather":
+            return _gathered(x, view(move, shape, mesh), move.axes)
+        case "all_to_all":
+            return _exchanged(x, view(move, shape, mesh), move.axes)
+
+
+def summed(x: Any, axes: tuple[str, ...], combine: Combine = "sum") -> Any:
+    """All-reduced over these axes."""
+    import jax
+
+    by = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
+    if combine not in by:
+        raise PaseError(
+            f"no collective joins partial results over {', '.join(axes)} but sums, maxima and minima"
+        )
+    return by[combine](x, axes)
+
+
+def first(axes: Sequence[str]) -> Any:
+    """Is this the first device along each of these axes?"""
+    import jax
+
+    return reduce(lambda a, b: a & b, [jax.lax.axis_index(a) == 0 for a in axes])
+
+
+def _wide(axes: Sequence[str], mesh: Mesh) -> list[str]:
+    return [a for a in axes if mesh.sizes[mesh.names.index(a)] > 1]
+
+
+def _sliced(x: Any, v: WireView, axes: Sequence[str], mesh: Mesh) -> Any:
+    import jax
+
+    x = x.reshape(v.seen)
+    for axis, at in zip(_wide(axes, mesh), v.leaving, strict=True):
+        x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis), 1, at)
+    return x.reshape(v.shape)
+
+
+def _to_front(x: Any, v: WireView) -> Any:
+    """The digits that leave as the first dim, the rest as they are."""
+    rest = [i for i in range(len(v.seen)) if i not in v.leaving]
+    x = x.reshape(v.seen).transpose(*v.leaving, *rest)
+    return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
+
+
+def _from_front(x: Any, v: WireView) -> Any:
+    """The first dim as the digits that arrive, each in its place."""
+    assert v.arriving is not None
+    return x.reshape(*v.ways, *x.shape[1:]).transpose(v.arriving).reshape(v.shape)
+
+
+def _scattered(x: Any, v: WireView, axes: Sequence[str]) -> Any:
+    import jax
+
+    if v.along is not None and v.along[0] is not None:
+        return jax.lax.psum_scatter(x, tuple(axes), scatter_dimension=v.along[0], tiled=True)
+    return jax.lax.psum_scatter(_to_front(x, v), tuple(axes), scatter_dimension=0, tiled=False).reshape(
+        v.shape
+    )
+
+
+def _gathered(x: Any, v: WireView, axes: Sequence[str]) -> Any:
+    import jax
+
+    if v.along is not None and v.along[1] is not None:
+        return jax.lax.all_gather(x, tuple(axes), axis=v.along[1], tiled=True)
+    return _from_front(jax.lax.all_gather(x.reshape(v.seen), tuple(axes), axis=0, tiled=False), v)
+
+
+def _exchanged(x: Any, v: WireView, axes: Sequence[str]) -> Any:
+    import jax
+
+    if v.along is not None and None not in v.along:
+        return jax.lax.all_to_all(x, tuple(axes), v.along[0], v.along[1], tiled=True)  # type: ignore[arg-type]
+    return _from_front(jax.lax.all_to_all(_to_front(x, v), tuple(axes), 0, 0, tiled=True), v)
+
+
+def part(x: Any, shape: Extents, layout: Layout, mesh: Mesh) -> Any:
+    """This device's part of what all devices hold whole."""
+    axes = tuple(name for name, state in zip(mesh.names, layout, strict=True) if isinstance(state, tuple))
+    if not axes or local_shape(shape, layout, mesh) == shape:
+        return x
+    return moved(
+        x,
+        [LocalMove(kind="slice", axes=axes, before=(None,) * len(layout), after=layout)],
+        shape,
+        "sum",
+        mesh,
+    )
+
+
+def places_of(ids: Any, dim: int, shape: Extents, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
+    """Of indices into a whole tensor dim: (the indices into this device's part of it, whether they lie in it)."""
+    import jax
+    import jax.numpy as jnp
+
+    here, mine, stride = jnp.zeros_like(ids), jnp.ones(ids.shape, bool), 1
+    for d in reversed([d for d in digits(shape, layout, layout, mesh) if d.dim == dim]):
+        index = ids // d.stride % d.size
+        if d.before is None:
+            here, stride = here + index * stride, stride * d.size
+        else:
+            mine &= index == jax.lax.axis_index(mesh.names[d.before]).astype(ids.dtype)
+    return here, mine & (ids >= 0) & (ids < shape[dim])

@@ -1,0 +1,37 @@
+"""Values on one device, as a walk over a jaxpr passes them on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pase.errors import PaseError
+from pase.local.types import Layout
+
+__all__ = ["DeviceValue", "NotByHand", "packed", "unpacked"]
+
+
+class NotByHand(PaseError):
+    """A program that cannot be lowered by hand: it says which equation, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceValue:
+    """A value on one device. tensor: its name in the traced graph, None of a number. layout: None where all devices
+    hold the whole, which no data decides. shadow: what its gradient goes to, where that is laid out otherwise."""
+
+    array: Any
+    tensor: str | None = None
+    layout: Layout | None = None
+    shadow: Any = None
+
+
+def packed(values: Sequence[DeviceValue]) -> list[Any]:
+    """Their arrays, as a pytree."""
+    return [(h.array, h.shadow) for h in values]
+
+
+def unpacked(values: Sequence[DeviceValue], arrays: Sequence[Any]) -> list[DeviceValue]:
+    """The values with these arrays."""
+    return [replace(h, array=a, shadow=s) for h, (a, s) in zip(values, arrays, strict=True)]

@@ -1,0 +1,49 @@
+"""What a local program sends, read off it: the plan's own list of collectives, without prices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pase.local.types import LocalMove, LocalProgram, LocalTransfer, NodeCollective
+from pase.tables.derive import Phase
+
+__all__ = ["ProgramCollective", "program_collectives"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramCollective(NodeCollective):
+    """A collective of a step; node: where it is paid (of a transfer, the reader's), source: where it comes from."""
+
+    node: str
+    source: str
+
+
+def program_collectives(program: LocalProgram) -> Iterator[ProgramCollective]:
+    """Every collective of a step, in the order of ``pase.tables.itemize.collectives``."""
+    arriving: dict[str, list[LocalTransfer]] = {}
+    for t in program.transfers:
+        arriving.setdefault(t.dst, []).append(t)
+    last = ""
+    for op in program.ops:
+        if op.node != last:
+            last = op.node
+            for t in arriving.get(last, ()):
+                yield from _moved(t, t.phase, t.forward, t.runs[0])
+                yield from _moved(t, "backward", t.backward or (), t.runs[1])
+        for s in op.sent:
+            yield ProgramCollective(
+                kind=s.kind, axes=s.axes, nbytes=s.nbytes, tensor=s.tensor, phase=s.phase, times=s.times,
+                node=op.node, source=op.node,
+            )  # fmt: skip
+
+
+def _moved(
+    t: LocalTransfer, phase: Phase, moves: tuple[LocalMove, ...], times: float
+) -> Iterator[ProgramCollective]:
+    for m in moves:
+        if m.kind != "slice" and m.kind != "own" and m.nbytes:
+            yield ProgramCollective(
+                kind=m.kind, axes=m.axes, nbytes=m.nbytes, tensor=t.tensor, phase=phase, times=round(times),
+                node=t.dst, source=t.src,
+            )  # fmt: skip

@@ -1,0 +1,212 @@
+"""From a graph and its strategy to the local program: states of accesses, and what moves between and inside of nodes,
+are those by which the tables price it (``pase.tables``)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.ir import Access, Edge, Graph, Node, Op
+from pase.ir.types import shared_edge
+from pase.local.types import (
+    AxisState,
+    Combine,
+    Layout,
+    LocalMove,
+    LocalOp,
+    LocalOperand,
+    LocalProgram,
+    LocalResult,
+    LocalTransfer,
+    NodeCollective,
+)
+from pase.machine import Mesh
+from pase.tables.derive import Charge, Flow, edge_flows, node_charges
+from pase.tables.itemize import config_of
+from pase.tables.layouts import (
+    PARTIAL,
+    REPLICATED,
+    blocks_of,
+    forward_states,
+    gradient_states,
+    number,
+    read_states,
+    tensor_dim,
+    write_states,
+)
+from pase.tables.reshard_path import moves
+
+__all__ = ["local_program", "program_of"]
+
+
+def local_program(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> LocalProgram:
+    """What one device does under a strategy; configs: node name -> int8 [axes]."""
+    lower = _Lower(graph, mesh, configs)
+    edges = {shared_edge(graph.node[e.dst], e.op, e.access): k for k, e in enumerate(graph.edges)}
+    return LocalProgram(
+        name=graph.name,
+        mesh=mesh,
+        ops=tuple(op for n in graph.nodes for op in lower.node(n, edges)),
+        transfers=tuple(map(lower.transfer, graph.edges)),
+        originals={t.name: t.copy_of for t in graph.tensors.values() if t.copy_of},
+    )
+
+
+def program_of(
+    graph: Graph, mesh: Mesh, strategy: Mapping[str, Mapping[str, tuple[str, ...]]]
+) -> LocalProgram:
+    """``local_program`` of a plan's strategy: node name -> iteration dim -> mesh axes. PaseError where it is of another
+    graph."""
+    if other := sorted({n.name for n in graph.nodes} ^ set(strategy)):
+        raise PaseError(f"the strategy is not one of this model: they differ at {other[0]}")
+    return local_program(graph, mesh, {n.name: config_of(n, strategy[n.name], mesh) for n in graph.nodes})
+
+
+_COMBINES: dict[str, Combine] = {
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "scatter_max": "max",
+    "scatter_min": "min",
+    **dict.fromkeys(
+        ("reduce_prod", "scatter_mul", "reduce", "reduce_and", "reduce_or", "reduce_xor"), "other"
+    ),
+}
+"""Function -> how partial results of it become one; of all others they are summed."""
+
+
+def _combine(op: Op) -> Combine:
+    return _COMBINES.get(op.function.name, "sum")
+
+
+class _Lower:
+    def __init__(self, graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> None:
+        self.graph, self.mesh, self.configs = graph, mesh, configs
+
+    def _read(self, node: Node, op: Op, a: Access) -> np.ndarray:
+        config = self.configs[node.name][None, :]
+        return read_states(node, op, a, self.graph.tensors[a.tensor], config, self.mesh)
+
+    def _write(self, node: Node, op: Op, a: Access) -> np.ndarray:
+        config = self.configs[node.name][None, :]
+        return write_states(node, op, a, self.graph.tensors[a.tensor], config, self.mesh)
+
+    def _shape(self, tensor: str) -> tuple[int, ...]:
+        return tuple(number(s, tensor) for s in self.graph.tensors[tensor].shape)
+
+    def _axes(self, bits: int) -> tuple[str, ...]:
+        return tuple(name for i, name in enumerate(self.mesh.names) if bits >> i & 1)
+
+    def transfer(self, edge: Edge) -> LocalTransfer:
+        """An edge's moves, one after the other, and back."""
+        src, dst = self.graph.node[edge.src], self.graph.node[edge.dst]
+        maker, write = src.write_of(edge.tensor)
+        have, want = self._write(src, maker, write), self._read(dst, edge.op, edge.access)
+        flows = {f.back: f for f in edge_flows(self.graph, edge)}
+        there, back = flows.get(False), flows.get(True)
+        return LocalTransfer(
+            tensor=edge.tensor,
+            src=edge.src,
+            dst=edge.dst,
+            combine=_combine(maker),
+            forward=() if there is None else self._moves(there, have, want),
+            backward=None if back is None else self._moves(back, have, want),
+            phase="backward" if there is None else there.phase,
+            runs=(0.0 if there is None else there.times, 0.0 if back is None else back.times),
+        )
+
+    def _moves(self, flow: Flow, have: np.ndarray, want: np.ndarray) -> tuple[LocalMove, ...]:
+        (now,), (goal,) = (tuple(map(tuple, rows.tolist())) for rows in flow.ends(have, want))
+        out = []
+        for m in moves(now, goal, self.mesh.sizes):
+            nbytes = 0 if m.kind == "slice" else round(flow.nbytes / self.mesh.ways(m.split))
+            out.append(
+                LocalMove(
+                    kind=m.kind, axes=self._axes(m.axes), before=_layout(now), after=_layout(m.after), nbytes=nbytes
+                )
+            )  # fmt: skip
+            now = m.after
+        if keep := [i for i, (n, g) in enumerate(zip(now, goal, strict=True)) if g == PARTIAL != n]:
+            after = tuple(PARTIAL if i in keep else s for i, s in enumerate(now))
+            axes = tuple(self.mesh.names[i] for i in keep)
+            out.append(LocalMove(kind="own", axes=axes, before=_layout(now), after=_layout(after)))
+        return tuple(out)
+
+    def node(self, node: Node, edges: Mapping[object, int]) -> Iterable[LocalOp]:
+        """The node's ops, each with what is sent inside of it."""
+        config = self.configs[node.name][None, :]
+        inside: dict[int, list[Charge]] = defaultdict(list)
+        main = next(k for k, op in enumerate(node.ops) if op is node.main)
+        for charge in node_charges(self.graph, node, config, self.mesh):
+            inside[main if charge.within is None else charge.within.op].append(charge)
+        for k, op in enumerate(node.ops):
+            yield self._op(node, op, inside[k], edges)
+
+    def _op(self, node: Node, op: Op, inside: list[Charge], edges: Mapping[object, int]) -> LocalOp:
+        here = "backward" if op.backward else "forward"
+
+        def over(phase: str, kind: str, access: int) -> tuple[str, ...]:
+            found = (
+                c
+                for c in inside
+                if c.within is not None and (c.phase, c.kind, c.within.access) == (phase, kind, access)
+            )
+            return self._axes(sum({int(np.ravel(c.axes)[0]) for c in found}))
+
+        def operand(i: int, a: Access) -> LocalOperand:
+            made_here = a.tensor in node.internal
+            return LocalOperand(
+                tensor=a.tensor,
+                shape=self._shape(a.tensor),
+                layout=_layout(_settled(self._read(node, op, a)[0])),
+                transfer=None if made_here else edges.get(shared_edge(node, op, a)),
+                constant=a.tensor not in self.graph.producer,
+                summed=over("backward", "all_reduce", i),
+                halo=over(here, "permute", i),
+            )
+
+        def result(i: int, a: Access) -> LocalResult:
+            states = self._write(node, op, a)[0]
+            return LocalResult(
+                tensor=a.tensor,
+                shape=self._shape(a.tensor),
+                layout=_layout(forward_states(states)),
+                gradient=_layout(gradient_states(states)),
+                summed=over(here, "all_reduce", i),
+            )
+
+        return LocalOp(
+            node=node.name,
+            op=op,
+            operands=tuple(operand(i, a) for i, a in enumerate(op.reads)),
+            results=tuple(result(i, a) for i, a in enumerate(op.writes)),
+            combine=_combine(op),
+            sent=tuple(s for c in inside if (s := self._sent(c)) is not None),
+        )
+
+    def _sent(self, c: Charge) -> NodeCollective | None:
+        """The charge, where it sends anything under this strategy."""
+        axes, nbytes, turns = (np.ravel(x)[0] for x in (c.axes, c.nbytes, c.turns))
+        if not axes or not nbytes or not turns:
+            return None
+        return NodeCollective(
+            kind=c.kind, axes=self._axes(int(axes)), nbytes=round(float(nbytes)), tensor=c.tensor, phase=c.phase,
+            times=round(c.times * float(turns)),
+        )  # fmt: skip
+
+
+def _settled(states: np.ndarray) -> np.ndarray:
+    """How a tensor is read, of its ``read_states``: where its gradient will be partial, it is whole."""
+    return np.where(states < 0, REPLICATED, states)
+
+
+def _layout(states: Iterable[int]) -> Layout:
+    return tuple(map(_state, map(int, states)))
+
+
+def _state(state: int) -> AxisState:
+    if state >= 0:
+        return tensor_dim(state), blocks_of(state)
+    return "partial" if state == PARTIAL else None

@@ -1,0 +1,218 @@
+"""How a tensor's parts lie on the devices: the digits of its dims, and a move as a view, a wire and a view.
+
+A tensor dim that axes split is a number in mixed radix: each axis holds one digit, and what no axis holds is what a
+device has, major to minor. A move changes who holds which digit. So every backend does it alike: see the local array as
+its digits, bring those that leave to the front, send, and put those that arrive in their places.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from pase.errors import PaseError
+from pase.local.types import Layout, LocalMove, digits_of
+from pase.machine import Mesh
+
+__all__ = ["RadixDigit", "WireView", "digits", "pairs", "placement", "to_whole", "view"]
+
+
+@dataclass(frozen=True)
+class RadixDigit:
+    """A digit of a tensor dim: its size, and the axes (by number) that hold it before and after a move, or None."""
+
+    dim: int
+    size: int
+    stride: int
+    before: int | None
+    after: int | None
+
+
+@lru_cache(maxsize=1 << 14)
+def digits(shape: tuple[int, ...], before: Layout, after: Layout, mesh: Mesh) -> tuple[RadixDigit, ...]:
+    """The digits of all dims, major to minor, that two layouts tell apart; PaseError where they do not nest."""
+    out: list[RadixDigit] = []
+    for dim, extent in enumerate(shape):
+        spans = [_spans(extent, dim, layout, mesh) for layout in (before, after)]
+        cuts = sorted({1, extent, *(edge for held in spans for span in held for edge in span)}, reverse=True)
+        for high, low in itertools.pairwise(cuts):
+            if high % low:
+                raise PaseError(
+                    f"a dim of {extent} elements is cut in parts of {low} and of {high} elements, which do not nest"
+                )
+            holders = [_holder(held, low, high, extent) for held in spans]
+            out.append(RadixDigit(dim, high // low, low, holders[0], holders[1]))
+    return tuple(out)
+
+
+def _spans(extent: int, dim: int, layout: Layout, mesh: Mesh) -> dict[tuple[int, int], int]:
+    """(stride, stride times ways) of each digit that an axis holds -> the axis; digits of one way are none."""
+    return {
+        (extent // blocks, extent // blocks * mesh.sizes[axis]): axis
+        for axis, blocks in digits_of(layout, dim)
+        if mesh.sizes[axis] > 1
+    }
+
+
+def _holder(held: dict[tuple[int, int], int], low: int, high: int, extent: int) -> int | None:
+    for (bottom, top), axis in held.items():
+        if bottom <= low and high <= top:
+            if (bottom, top) != (low, high):
+                raise PaseError(
+                    f"a part of what one mesh axis holds of a dim of {extent} elements goes to another axis, the rest "
+                    f"does not"
+                )
+            return axis
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireView:
+    """A move over the wire, of an array of this local shape.
+
+    seen: the shape to see the local array in, a dim each digit. leaving: positions in it of the digits that go onto the
+    wire, in the order of the axes; they are brought to the front and make up its first dim. ways: of the axes.
+    arriving: where digits come off the wire: the first dim of what arrives is seen as ``ways``, then the rest, and this
+    permutation puts all in its place; None: none does. shape: of the local array afterwards.
+    along: where all digits that leave, and all that arrive, are the outermost of one dim: these two dims of the local
+    array, by which a backend may do without permutations.
+    """
+
+    seen: tuple[int, ...]
+    leaving: tuple[int, ...]
+    ways: tuple[int, ...]
+    arriving: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    along: tuple[int | None, int | None] | None
+
+
+@lru_cache(maxsize=1 << 14)
+def view(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> WireView:
+    """How a move of a tensor of this whole shape looks on one device; a permute leaves arrays as they are."""
+    every = digits(shape, move.before, move.after, mesh)
+    axes = [a for name in move.axes if mesh.sizes[a := mesh.names.index(name)] > 1]
+    had = [d for d in every if d.before is None]
+    has = [d for d in every if d.after is None]
+    leaving = [next((d for d in had if d.after == a), None) for a in axes]
+    coming = [next((d for d in has if d.before == a), None) for a in axes]
+    gone, came = [d for d in leaving if d is not None], [d for d in coming if d is not None]
+    if {len(gone), len(came)} - {0, len(axes)}:
+        raise PaseError(f"a {move.kind} over {', '.join(move.axes)} does not move whole digits")
+    on_wire = [*came, *(d for d in had if d not in gone)]
+    return WireView(
+        seen=tuple(d.size for d in had),
+        leaving=tuple(had.index(d) for d in gone),
+        ways=tuple(mesh.sizes[a] for a in axes),
+        arriving=tuple(on_wire.index(d) for d in has) if came else None,
+        shape=_merged(len(shape), has),
+        along=_along(had, gone, has, came),
+    )
+
+
+def _merged(rank: int, kept: Sequence[RadixDigit]) -> tuple[int, ...]:
+    return tuple(math.prod(d.size for d in kept if d.dim == dim) for dim in range(rank))
+
+
+def _along(
+    had: Sequence[RadixDigit],
+    gone: Sequence[RadixDigit],
+    has: Sequence[RadixDigit],
+    came: Sequence[RadixDigit],
+) -> tuple[int | None, int | None] | None:
+    """The dims whose outermost digits, in order, are those that leave and those that arrive."""
+    out: list[int | None] = []
+    for moved, held in ((gone, had), (came, has)):
+        if not moved:
+            out.append(None)
+            continue
+        dim = moved[0].dim
+        if [d for d in held if d.dim == dim][: len(moved)] != list(moved):
+            return None
+        out.append(dim)
+    return out[0], out[1]
+
+
+def pairs(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int, int]]:
+    """(from, to) of a permute: places along the move's axes, row-major. Each device gets what it is to hold."""
+    axes = [mesh.names.index(name) for name in move.axes]
+    places = list(itertools.product(*(range(mesh.sizes[a]) for a in axes)))
+
+    def held(layout: Layout) -> Iterator[tuple[tuple[int, int, int], ...]]:
+        """Per place, which parts of which digits a device there has."""
+        for place in places:
+            found: list[tuple[int, int, int]] = []
+            for a, index in zip(axes, place, strict=True):
+                state = layout[a]
+                if isinstance(state, tuple):
+                    found += _parts(shape[state[0]], state, mesh.sizes[a], index, edges[state[0]])
+            yield tuple(sorted(found))
+
+    edges: dict[int, list[int]] = {}
+    for layout in (move.before, move.after):
+        for a in axes:
+            state = layout[a]
+            if isinstance(state, tuple):
+                stride = shape[state[0]] // state[1]
+                edges.setdefault(state[0], []).extend((stride, stride * mesh.sizes[a]))
+    have, want = list(held(move.before)), list(held(move.after))
+    left: dict[object, list[int]] = {}
+    for i, part in enumerate(have):
+        left.setdefault(part, []).append(i)
+    if sorted(have) != sorted(want):
+        raise PaseError(f"a permute over {', '.join(move.axes)} does not hand on whole parts")
+    return [(left[part].pop(0), i) for i, part in enumerate(want)]
+
+
+def _parts(
+    extent: int, state: tuple[int, int], ways: int, index: int, edges: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """The index of a digit as indices of the finer digits that the edges of other digits cut it in: (dim, stride,
+    index)."""
+    dim, blocks = state
+    bottom = extent // blocks
+    cuts = sorted({bottom, bottom * ways, *(e for e in edges if bottom < e < bottom * ways)}, reverse=True)
+    for high, low in itertools.pairwise(cuts):
+        yield dim, low, index * bottom // low % (high // low)
+
+
+def placement(layout: Layout, rank: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
+    """Per tensor dim the axes that split it, major to minor; None where it is partial, or parts are not contiguous.
+
+    >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
+    >>> placement(((0, 2), (0, 8)), 2, mesh), placement(((0, 4), None), 1, mesh)
+    ((('a', 'b'), ()), None)
+    """
+    if "partial" in layout:
+        return None
+    out = []
+    for dim in range(rank):
+        cut, names = 1, []
+        for blocks, axis in sorted((blocks, axis) for axis, blocks in digits_of(layout, dim)):
+            cut *= mesh.sizes[axis]
+            if blocks != cut:
+                return None
+            names.append(mesh.names[axis])
+        out.append(tuple(names))
+    return tuple(out)
+
+
+def to_whole(layout: Layout, mesh: Mesh) -> list[LocalMove]:
+    """The moves by which every device gets all of a tensor."""
+    out: list[LocalMove] = []
+    now = layout
+
+    def add(kind: Literal["all_reduce", "all_gather"], axes: list[int]) -> None:
+        nonlocal now
+        after = tuple(None if i in axes else s for i, s in enumerate(now))
+        if axes:
+            out.append(LocalMove(kind=kind, axes=tuple(mesh.names[i] for i in axes), before=now, after=after))
+        now = after
+
+    add("all_reduce", [i for i, s in enumerate(now) if s == "partial"])
+    for dim in sorted({s[0] for s in now if isinstance(s, tuple)}):
+        add("all_gather", [i for i, _ in digits_of(now, dim)])
+    return out

@@ -1,0 +1,100 @@
+"""All devices of a mesh in one process, in numpy: what a layout means, and what a move does. The oracle of backends."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from pase.local.parts import pairs, view
+from pase.local.types import Extents, Layout, LocalMove
+from pase.machine import Mesh
+
+__all__ = ["moved_all", "part_of", "places", "whole_of"]
+
+DeviceParts = dict[tuple[int, ...], np.ndarray]
+"""Place of a device on the mesh -> what it holds."""
+
+
+def places(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The devices, by their index along each axis."""
+    return list(itertools.product(*map(range, mesh.sizes)))
+
+
+def part_of(x: np.ndarray, layout: Layout, place: tuple[int, ...], mesh: Mesh) -> np.ndarray:
+    """The elements that a device holds, by the definition of a digit: index * blocks // extent % ways."""
+    for dim, extent in enumerate(x.shape):
+        keep = np.ones(extent, bool)
+        for axis, state in enumerate(layout):
+            if isinstance(state, tuple) and state[0] == dim:
+                keep &= np.arange(extent) * state[1] // extent % mesh.sizes[axis] == place[axis]
+        x = np.compress(keep, x, axis=dim)
+    return x
+
+
+def whole_of(parts: DeviceParts, shape: Extents, layout: Layout, mesh: Mesh) -> np.ndarray:
+    """The tensor of its parts; summands of it are added up. Devices that hold the same must hold the same numbers."""
+    out = np.zeros(shape)
+    filled = np.zeros(shape, bool)
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    partial = [i for i, s in enumerate(layout) if s == "partial"]
+    for place in places(mesh):
+        if any(place[i] for i in partial):
+            continue
+        along = itertools.product(
+            *(range(mesh.sizes[i]) if i in partial else (place[i],) for i in range(len(place)))
+        )
+        total = sum(parts[p] for p in along)
+        at = part_of(numbers, layout, place, mesh)
+        if filled.flat[at].any() and not np.array_equal(out.flat[at], total):
+            raise ValueError(f"device {place} holds other numbers than one that should hold the same")
+        out.flat[at], filled.flat[at] = total, True
+    return out
+
+
+def moved_all(parts: DeviceParts, moves: Sequence[LocalMove], shape: Extents, mesh: Mesh) -> DeviceParts:
+    """What all devices hold after the moves of a tensor of this whole shape, whose partial values are summed."""
+    for move in moves:
+        parts = _moved(parts, move, shape, mesh)
+    return parts
+
+
+def _moved(parts: DeviceParts, move: LocalMove, shape: Extents, mesh: Mesh) -> DeviceParts:
+    axes = [mesh.names.index(a) for a in move.axes]
+    out: DeviceParts = {}
+    for place in places(mesh):
+        group = [
+            tuple(dict(zip(axes, along, strict=True)).get(i, p) for i, p in enumerate(place))
+            for along in itertools.product(*(range(mesh.sizes[a]) for a in axes))
+        ]
+        out[place] = _on_one(parts, move, shape, mesh, place, group)
+    return out
+
+
+def _on_one(
+    parts: DeviceParts, move: LocalMove, shape: Extents, mesh: Mesh, place: tuple[int, ...],
+    group: list[tuple[int, ...]],
+) -> np.ndarray:  # fmt: skip
+    """What one device holds after a move among the devices of its group, which are in row-major order."""
+    mine = group.index(place)
+    match move.kind:
+        case "all_reduce":
+            return sum(parts[p] for p in group)  # type: ignore[return-value]
+        case "own":
+            return parts[place] if mine == 0 else np.zeros_like(parts[place])
+        case "permute":
+            return parts[group[next(a for a, b in pairs(move, shape, mesh) if b == mine)]]
+    v = view(move, shape, mesh)
+    rest = [i for i in range(len(v.seen)) if i not in v.leaving]
+
+    def on_wire(p: tuple[int, ...]) -> np.ndarray:
+        seen = parts[p].reshape(v.seen).transpose(*v.leaving, *rest)
+        return seen.reshape(len(group) if v.leaving else 1, *(v.seen[i] for i in rest))
+
+    if v.arriving is None:  # a slice, or a slice of the sum
+        sources = [place] if move.kind == "slice" else group
+        return sum(on_wire(p)[mine] for p in sources).reshape(v.shape)  # type: ignore[union-attr]
+    came = np.stack([on_wire(p)[mine if v.leaving else 0] for p in group])
+    return came.reshape(*v.ways, *came.shape[1:]).transpose(v.arriving).reshape(v.shape)

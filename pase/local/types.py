@@ -1,0 +1,213 @@
+"""A local program: per op what one device holds and computes of it, per edge the moves there and back.
+
+Layouts are written per mesh axis, as in ``pase.plan.accesses``: which digit of which tensor dim the axis selects. Of a
+value that is *partial* over an axis the devices along it hold summands (or, after a maximum, candidates).
+
+Gradients follow one rule. The gradient of what an op reads is partial over the axes that split dims which the op works
+on and the operand does not walk, and equal on all devices along axes that split nothing of the op; the gradient of a
+partial sum is equal on all its summands. So plain differentiation of the local computation, and the moves that stand
+here, are all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from pase.ir import Op, Place
+from pase.machine import CollectiveKind, Mesh
+from pase.tables.derive import Phase
+
+__all__ = [
+    "AxisState",
+    "Combine",
+    "Extents",
+    "Layout",
+    "LocalMove",
+    "LocalOp",
+    "LocalOperand",
+    "LocalProgram",
+    "LocalResult",
+    "LocalTensor",
+    "LocalTransfer",
+    "NodeCollective",
+    "local_shape",
+]
+
+AxisState: TypeAlias = "tuple[int, int] | Literal['partial'] | None"
+"""What a mesh axis selects of a tensor: (dim, blocks that this and the more major axes cut it in); its devices hold
+summands; or (None) all hold the same."""
+Layout: TypeAlias = tuple[AxisState, ...]
+"""A state for each axis of the mesh."""
+
+Extents: TypeAlias = tuple[int, ...]
+"""A shape in numbers."""
+
+Combine = Literal["sum", "max", "min", "other"]
+"""How partial values become one. other: by no collective that there is."""
+
+LocalMoveKind = CollectiveKind | Literal["slice", "own"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMove:
+    """One collective, or a free step: a slice, or *own*, by which a value that all devices hold becomes partial (the
+    first device along each axis keeps it, the others take zero).
+
+    axes: those it goes over, in the order of the mesh. nbytes: the larger local buffer; 0 of a free step.
+    """
+
+    kind: LocalMoveKind
+    axes: tuple[str, ...]
+    before: Layout
+    after: Layout
+    nbytes: int = 0
+
+    @property
+    def free(self) -> bool:
+        """Does it send nothing?"""
+        return self.kind in ("slice", "own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTransfer:
+    """A tensor on its way from the node that makes it to those ops of another that read it alike, and its gradient
+    on its way back.
+
+    backward: None where no gradient comes back. combine: how partial values of it become one. phase: in which it is
+    read: backward by the ops of a derivative rule that the user wrote. runs: how often the way there and the way back
+    run in a step.
+    """
+
+    tensor: str
+    src: str
+    dst: str
+    combine: Combine
+    forward: tuple[LocalMove, ...]
+    backward: tuple[LocalMove, ...] | None
+    phase: Phase
+    runs: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTensor:
+    """A tensor as one device holds it: shape is the whole tensor's."""
+
+    tensor: str
+    shape: Extents
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOperand(LocalTensor):
+    """What an op reads. transfer: what brings it, by number; None: an op of the same node makes it, or it is constant.
+
+    constant: known without data, so that each device makes its part. summed: the axes over which its gradient is summed
+    at once. halo: the axes over which neighbours exchange the rows that a window reaches over.
+    """
+
+    transfer: int | None = None
+    constant: bool = False
+    summed: tuple[str, ...] = ()
+    halo: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalResult(LocalTensor):
+    """What an op makes. summed: the axes over which it is summed at once, since its own node reads it; layout: after
+    that. gradient: the layout that its gradient arrives in."""
+
+    gradient: Layout
+    summed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCollective:
+    """A collective inside of a node, of an op of it or (an updated parameter's gather) of none."""
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    nbytes: int
+    tensor: str
+    phase: Phase
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOp:
+    """One op on one device. sent: the collectives that stand in it, which ``summed`` and ``halo`` of its operands and
+    results, or its kind (a ring), stand for. combine: how partial results of it become one."""
+
+    node: str
+    op: Op
+    operands: tuple[LocalOperand, ...]
+    results: tuple[LocalResult, ...]
+    combine: Combine
+    sent: tuple[NodeCollective, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalProgram:
+    """What each device of the mesh does in a step; ops stand in the order of the graph.
+
+    originals: copy -> the tensor that it is a copy of.
+    """
+
+    name: str
+    mesh: Mesh
+    ops: tuple[LocalOp, ...]
+    transfers: tuple[LocalTransfer, ...]
+    originals: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def maker(self) -> Mapping[str, LocalOp]:
+        """Tensor -> the op that makes it."""
+        return {r.tensor: op for op in self.ops for r in op.results}
+
+    @cached_property
+    def takers(self) -> Mapping[Place, tuple[LocalOp, ...]]:
+        """Place -> the ops there that make nothing: what leaves a loop's body, or the model."""
+        found: dict[Place, list[LocalOp]] = {}
+        for op in self.ops:
+            if not op.results:
+                found.setdefault(op.op.eqn, []).append(op)
+        return {at: tuple(ops) for at, ops in found.items()}
+
+    @cached_property
+    def outputs(self) -> Mapping[str, LocalOp]:
+        """Tensor of the traced program -> the op by which the model returns it."""
+        return {self.original(op.operands[0].tensor): op for op in self.ops if op.op.kind == "output"}
+
+    def result(self, tensor: str) -> LocalResult:
+        """The tensor as its op makes it."""
+        return next(r for r in self.maker[tensor].results if r.tensor == tensor)
+
+    def original(self, tensor: str) -> str:
+        """The tensor of the traced program."""
+        return self.originals.get(tensor, tensor)
+
+    def ways(self, axes: tuple[str, ...]) -> int:
+        """Devices along these axes together."""
+        return self.mesh.ways(sum(1 << self.mesh.names.index(a) for a in axes))
+
+
+def digits_of(layout: Layout, dim: int) -> Iterator[tuple[int, int]]:
+    """(axis, blocks) of the axes that split a tensor dim."""
+    for axis, state in enumerate(layout):
+        if isinstance(state, tuple) and state[0] == dim:
+            yield axis, state[1]
+
+
+def local_shape(shape: Extents, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one device's part.
+
+    >>> local_shape((8, 6), ((0, 4), None, (1, 6)), Mesh(names=("a", "b", "c"), sizes=(4, 2, 3)))
+    (2, 2)
+    """
+    out = list(shape)
+    for axis, state in enumerate(layout):
+        if isinstance(state, tuple):
+            out[state[0]] //= mesh.sizes[axis]
+    return tuple(out)
