@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "compare", "compile", "load", "price", "resolve"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlanData):
     """What ``pase.compile`` returns and ``layout.json`` holds. Costs are in ``unit``: predicted, not measured."""
 
@@ -39,6 +39,16 @@ class Plan(PlanData):
         from pase.plan.table import as_text
 
         return as_text(self)
+
+    def __repr__(self) -> str:
+        from pase.plan.table import in_a_line
+
+        return in_a_line(self)
+
+    def _repr_html_(self) -> str:
+        from pase.plan.table import as_html
+
+        return as_html(self)
 
     def save(self, path: str | Path) -> None:
         """Write layout.json, whole or not at all."""

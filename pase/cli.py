@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from pase import __version__
 from pase.errors import Infeasible, PaseError
+from pase.files.terminal import printable
 
 __all__ = ["command_group", "main"]
 
@@ -71,7 +72,7 @@ def _loaded(package: str, name: str) -> Any:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"Error: {message}", err=True)
+    typer.echo(f"Error: {printable(message)}", err=True)
     raise typer.Exit(status)
 
 

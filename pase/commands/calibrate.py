@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pase.commands.options import JsonOption, console, print_json, progress
+from pase.commands.options import JsonOption, print_json, progress
+from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.calibrate import Fitted, Journal, Settings, Task
@@ -111,7 +112,6 @@ def calibrate(
         console(err=True).print(
             f"measuring for about {budget_s:.0f} s, and compiling what is measured; Ctrl-C stops, and the same command "
             f"goes on from there",
-            highlight=False,
         )
         with _quiet_output():
             start(host_devices=devices, coordinator=coordinator, processes=processes, process_id=process_id)
@@ -194,7 +194,6 @@ def _measured(
         if first:
             console(err=True).print(
                 f"{len(journal.samples)} measurements are kept in {path}; the same command goes on from there",
-                highlight=False,
             )
         raise
     if not first:
@@ -357,13 +356,12 @@ def _print(r: dict[str, Any]) -> None:
             table.add_row(c["kind"], ways, str(c["points"]), _si(c["largest_bytes"], "B"), takes)
         out.print(table)
     for what, ratio in r.get("checks_predicted_over_measured", {}).items():
-        out.print(f"check, not fitted: {what}: predicted {ratio:.2f} of measured", highlight=False)
+        out.print(f"check, not fitted: {what}: predicted {ratio:.2f} of measured")
     for note in r.get("notes", []):
-        out.print(f"note: {note}", highlight=False)
+        out.print(f"note: {note}")
     if "measured" in r:
         out.print(
             f"{r['measured']} measured, {r['resumed']} from the journal, {r['beyond_budget']} beyond the budget, "
             f"{len(r['too_slow'])} too slow for it, in {r['seconds']:.0f} s; median spread {r['median_spread']:.0%}",
-            highlight=False,
         )
-    out.print(f"written: {r['output']}", highlight=False)
+    out.print(f"written: {r['output']}")

@@ -12,13 +12,13 @@ from pase.commands.options import (
     ModelName,
     StrictOption,
     compile_options,
-    console,
     print_json,
     progress,
     strictly,
     warn_misfit,
 )
 from pase.compiler.options import CompileOptions
+from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.questions.sensitivity import Point
@@ -123,13 +123,12 @@ def compare(
     c = console()
     c.print(
         f"{ours.model} on {ours.devices} devices of {ours.machine}, cost model '{ours.cost_model}': predictions",
-        highlight=False,
     )
     c.print(out)
     for name, why in ours.skipped.items():
-        c.print(f"without {name}: {why}", highlight=False)
+        c.print(f"without {name}: {why}")
     if (warning := misfit_text(ours)) is not None:
-        c.print(f"WARNING {warning}", highlight=False, markup=False, style="bold red")
+        c.print(f"WARNING {warning}", style="bold red")
     strictly(ours.fits, strict)
 
 
@@ -184,7 +183,6 @@ def _show(points: list[Point], model: str, options: CompileOptions, json: bool) 
     c = console()
     c.print(
         f"{model} on {devices} devices of {name}: ours as found for the machine as it is, where that is off",
-        highlight=False,
     )
     c.print(out)
     where = ", ".join(f"{k} ×{v:g}" for k, v in worst.factors.items())
@@ -196,5 +194,4 @@ def _show(points: list[Point], model: str, options: CompileOptions, json: bool) 
             if beaten
             else "no other method is ahead anywhere"
         ),
-        highlight=False,
     )

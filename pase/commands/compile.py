@@ -12,7 +12,6 @@ from pase.commands.options import (
     ModelName,
     StrictOption,
     compile_options,
-    console,
     print_json,
     progress,
     strictly,
@@ -20,6 +19,7 @@ from pase.commands.options import (
 )
 from pase.compiler.options import CompileOptions
 from pase.files.codec import to_tree
+from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -87,10 +87,9 @@ def compile(
         console().print(
             f"bucket plan '{plan.buckets['policy']}': {len(plan.buckets['messages'])} messages, "
             f"{e['iteration_s'] * 1e3:.3f} ms a step, of which {e['exposed_s'] * 1e3:.3f} ms wait for the network",
-            highlight=False,
         )
     if output is not None:
-        console(err=True).print(f"wrote {output}", highlight=False)
+        console(err=True).print(f"wrote {output}")
     strictly(plan.fits, strict)
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from pase.files.terminal import console
+
 __all__ = ["diagnose"]
 
 
@@ -56,33 +58,31 @@ def diagnose(
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False)
-    console.print(report["headline"], markup=False)
-    console.print(
+    out = console()
+    out.print(report["headline"])
+    out.print(
         f"{report['source']}: {report['measured_s'] * 1e3:.2f} ms an iteration, replayed "
         f"{report['replayed_s'] * 1e3:.2f} ms",
-        markup=False,
     )
     for r in report["ranks"]:
-        console.print(f"\nrank {r['rank']}: {r['measured_s'] * 1e3:.2f} ms", markup=False)
+        out.print(f"\nrank {r['rank']}: {r['measured_s'] * 1e3:.2f} ms")
         small = 0.0
         for p in r["parts"]:
             if p["seconds"] < 0.005 * r["measured_s"]:
                 small += p["seconds"]
                 continue
             what = f" ({p['what']})" if p["what"] else ""
-            console.print(f"  {p['seconds'] * 1e3:9.2f} ms  {p['in_words']}{what}", markup=False)
+            out.print(f"  {p['seconds'] * 1e3:9.2f} ms  {p['in_words']}{what}")
         if small:
-            console.print(f"  {small * 1e3:9.2f} ms  other causes, below 0.5% each (--json has them)")
+            out.print(f"  {small * 1e3:9.2f} ms  other causes, below 0.5% each (--json has them)")
     for f in report["findings"]:
         cost = f"-{f['cost_s'] * 1e3:.2f} ms ({f['share']:.1%})" if f["cost_s"] else ""
         seen = f"{f['measured_s'] * 1e3:.2f} ms measured" if f["measured_s"] else "remark"
-        console.print(f"\n{f['title']}: {cost or seen}", markup=False)
-        console.print(f"  {f['detail']}", markup=False)
+        out.print(f"\n{f['title']}: {cost or seen}")
+        out.print(f"  {f['detail']}")
         for e in f["evidence"][:1]:
             at = f"rank {e['rank']}, {e['start_s'] * 1e3:.3f} ms into the trace, {e['seconds'] * 1e3:.3f} ms long"
-            console.print(f"  See {at}: {e['name'][:80]}", markup=False)
+            out.print(f"  See {at}: {e['name'][:80]}")
     for p in report["problems"]:
-        console.print(f"note: {p}", markup=False)
+        out.print(f"note: {p}")

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, console, print_json
+from pase.commands.options import JsonOption, print_json
+from pase.files.terminal import console
 
 __all__ = ["diff"]
 
@@ -43,9 +44,8 @@ def diff(
         return
     say = console().print
     for line in lines or ["both lay everything out alike"]:
-        say(line, highlight=False, markup=False)
+        say(line)
     say(
         f"step {cost_text(a.cost, a.unit)} -> {cost_text(b.cost, b.unit)}, memory {bytes_text(a.memory.total)} -> "
         f"{bytes_text(b.memory.total)} a device",
-        highlight=False,
     )

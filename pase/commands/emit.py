@@ -9,7 +9,8 @@ import typer
 
 from pase.backends.registry import BACKENDS
 from pase.backends.registry import emit as write
-from pase.commands.options import JsonOption, LayoutFile, console, print_json
+from pase.commands.options import JsonOption, LayoutFile, print_json
+from pase.files.terminal import console
 
 __all__ = ["emit"]
 
@@ -45,7 +46,7 @@ def emit(
     if json:
         print_json({"layout": str(layout), "to": to, "file": str(output), "written": written})
     else:
-        console().print(written, highlight=False)
+        console().print(written)
 
 
 _LISTED = "\n    ".join(["\b", *(f"--to {name:<8} {backend.writes}" for name, backend in BACKENDS.items())])

@@ -12,11 +12,11 @@ from pase.commands.options import (
     LayoutFile,
     LayoutMachine,
     LayoutModel,
-    console,
     print_json,
     progress,
 )
 from pase.files.codec import to_tree
+from pase.files.terminal import console
 from pase.plan.pipeline import lines as stage_lines
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ def explain(
         return
     c = console()
     for line in stage_lines(e.plan):
-        c.print(line, highlight=False, markup=False)
+        c.print(line)
     if e.layer is None:
         _overview(e, c)
     else:
         _layer(e, e.layer, c, None if every else 12)
     if e.remark:
-        c.print(e.remark, highlight=False, markup=False)
+        c.print(e.remark)
 
 
 def summary(e: Explanation) -> dict[str, object]:
@@ -177,7 +177,7 @@ def _overview(e: Explanation, c: Any) -> None:
 
     plan = e.plan
     for line in headline(plan):
-        c.print(line, highlight=False, markup=False)
+        c.print(line)
     c.print()
     whole = sum(x.cost for x in e.causes) or 1.0
     table = _table("where the time goes", "step>", "share>", "bytes a device>", "collectives>")
@@ -207,7 +207,7 @@ def _overview(e: Explanation, c: Any) -> None:
     c.print(table)
     if e.unfused:
         c.print()
-        c.print(_fusable(e), highlight=False, markup=False)
+        c.print(_fusable(e))
 
 
 def _fusable(e: Explanation) -> str:
@@ -242,7 +242,7 @@ def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
     plan, n, unit = e.plan, r.node, e.plan.unit
 
     def say(text: str) -> None:
-        c.print(text, highlight=False, markup=False)
+        c.print(text)
 
     say(f"{n.name}: {n.op}  {n.einsum}" + (f"   in {n.source}" if n.source else ""))
     say("sizes    " + "  ".join(f"{d}={s}" for d, s in n.sizes.items()) + f"   {n.times} times a step")

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from pase.files.terminal import console
+
 __all__ = ["machines"]
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -112,6 +114,5 @@ def machines(
         found = [_as_json(m) for m in shown]
         print(json.dumps(found[0] if name else {"machines": found}))
         return
-    from rich.console import Console
 
-    Console().print(_details(shown[0]) if name else _table(shown))
+    console().print(_details(shown[0]) if name else _table(shown))

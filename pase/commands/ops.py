@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pase.commands.options import JsonOption, console, print_json
+from pase.commands.options import JsonOption, print_json
+from pase.files.terminal import console
 
 __all__ = ["ops"]
 

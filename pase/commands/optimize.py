@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from pase.files.terminal import console
+
 __all__ = ["optimize"]
 
 
@@ -69,34 +71,32 @@ def optimize(
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False)
-    console.print(report["headline"], markup=False)
-    console.print(
-        f"[bold]{report['source']}[/bold]: measured {report['measured_s'] * 1e3:.2f} ms; "
+    out = console()
+    out.print(report["headline"])
+    out.print(
+        f"{report['source']}: measured {report['measured_s'] * 1e3:.2f} ms; "
         f"{report['before_s'] * 1e3:.2f} -> {report['after_s'] * 1e3:.2f} ms an "
         f"iteration by replay (×{report['speedup']:.3f}); {report['evaluations']} replays in "
         f"{report['seconds']:.2f} s, {report['ended']}"
     )
     for s in report["steps"]:
-        console.print(
+        out.print(
             f"  {s['pass']}: {s['what']}: {s['before_s'] * 1e3:.2f} -> {s['after_s'] * 1e3:.2f} ms",
-            markup=False,
         )
-    console.print(f"  {report['rolled_back']} steps were tried and undone")
+    out.print(f"  {report['rolled_back']} steps were tried and undone")
     for b in report["buckets"]:
         size = f", {b['bytes'] / 1e6:.1f} MB" if b["bytes"] is not None else ""
         parts = f", in {b['parts']} parts" if b["parts"] > 1 else ""
-        console.print(
+        out.print(
             f"  bucket of {len(b['tensors'])} tensors ({b['tensors'][0]}..{b['tensors'][-1]}{size}{parts})"
         )
     if report["fused_runs"]:
-        console.print(f"  {report['fused_ops']} ops in {report['fused_runs']} fused runs")
+        out.print(f"  {report['fused_ops']} ops in {report['fused_runs']} fused runs")
     for o in report["memory"]:
         mark = "*" if o["chosen"] else " "
-        console.print(
+        out.print(
             f" {mark}memory {o['name']}: {o['iteration_s'] * 1e3:.2f} ms, peak {o['peak_bytes'] / 2**30:.2f} GiB"
         )
     for p in report["problems"]:
-        console.print(f"[yellow]note[/yellow] {p}")
+        out.print(f"[yellow]note[/yellow] {p}")

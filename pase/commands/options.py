@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from pase.compiler.options import CompileOptions
+from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -28,7 +29,6 @@ __all__ = [
     "ModelName",
     "StrictOption",
     "compile_options",
-    "console",
     "print_json",
     "progress",
     "strictly",
@@ -81,7 +81,7 @@ def warn_misfit(plan: PlanData) -> None:
     from pase.plan.table import misfit_text
 
     if (warning := misfit_text(plan)) is not None:
-        console(err=True).print(f"WARNING {warning}", highlight=False, markup=False)
+        console(err=True).print(f"WARNING {warning}")
 
 
 def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -133,20 +133,10 @@ def _as_flag(f: Field[Any]) -> inspect.Parameter:
     return inspect.Parameter(f.name, kind, default=default, annotation=Annotated[plain, info])
 
 
-def console(*, err: bool = False) -> Any:
-    """A rich Console on standard output or error; wide enough for the tables where it is not a terminal."""
-    from rich.console import Console
-
-    c = Console(stderr=err, soft_wrap=False)
-    return c if c.is_terminal else Console(stderr=err, width=160)
-
-
 @contextmanager
 def progress() -> Iterator[Any]:
     """say(text): what goes on, on standard error while it is a terminal; nothing elsewhere."""
-    from rich.console import Console
-
-    err = Console(stderr=True)
+    err = console(err=True)
     if not err.is_terminal:
         yield lambda text: None
         return

@@ -11,12 +11,12 @@ from pase.commands.options import (
     ModelName,
     StrictOption,
     compile_options,
-    console,
     print_json,
     progress,
     strictly,
 )
 from pase.compiler.options import CompileOptions
+from pase.files.terminal import console
 
 __all__ = ["price"]
 
@@ -74,7 +74,5 @@ def price(
         strictly(found.fits, strict)
         return
     for line in as_lines(model, found):
-        console().print(
-            line, highlight=False, markup=False, style="bold red" if line.startswith("WARNING") else None
-        )
+        console().print(line, style="bold red" if line.startswith("WARNING") else None)
     strictly(found.fits, strict)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pase.errors import PaseError
+from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.replay.report import Rewrite
@@ -152,15 +153,13 @@ def _print(report: dict[str, Any], as_json: bool, human: Any) -> None:
 
 
 def _summary(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    console.print(report["headline"], markup=False)
-    console.print(
+    out = console()
+    out.print(report["headline"])
+    out.print(
         f"{report['source']}: {report['measured_s'] * 1e3:.2f} ms an iteration (±{report['spread']:.1%}), replayed "
         f"{report['replayed_s'] * 1e3:.2f} ms; {report['unexplained']:.1%} of its critical path is unexplained",
-        markup=False,
     )
     table = Table(box=None, padding=(0, 1, 0, 0), title="milliseconds", title_justify="left")
     for column in ("rank", "measured", "replayed", "held out", "clock", "compute", "exposed", "idle"):
@@ -175,36 +174,32 @@ def _summary(report: dict[str, Any]) -> None:
         ]
         error = f"{r['error']:+.2%}" if r["error"] is not None else "-"
         table.add_row(str(r["rank"]), *times[:2], error, offset, *times[2:])
-    console.print(table)
+    out.print(table)
     for i in report["iterations"]:
         note = "" if i["steady"] else f"  left out: {i['why_not']}"
         predicted = (
             f", from the others {i['replayed_s'] * 1e3:.2f} ms ({i['error']:+.2%})" if i["replayed_s"] else ""
         )
-        console.print(
-            f"iteration {i['iteration']}: {i['measured_s'] * 1e3:.2f} ms{predicted}{note}", markup=False
-        )
+        out.print(f"iteration {i['iteration']}: {i['measured_s'] * 1e3:.2f} ms{predicted}{note}")
     for w in report["what_if"]:
-        console.print(
+        out.print(
             f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})",
-            markup=False,
         )
         if "control_s" in w:
-            console.print(
+            out.print(
                 f"  {w['messages']} messages for {w['tensors']} collectives; the run's own plan with durations from "
                 f"the same fitted curve: {w['control_s'] * 1e3:.2f} ms, with which the speedup compares"
             )
         if "note" in w:
-            console.print(f"  {w['note']}", markup=False)
+            out.print(f"  {w['note']}")
     for p in report["problems"]:
-        console.print(f"note: {p}", markup=False)
+        out.print(f"note: {p}")
 
 
 def _comparison(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    out = console()
     table = Table(
         title=f"predicted {report['predicted_s'] * 1e3:.2f} ms, measured {report['measured_s'] * 1e3:.2f} ms"
     )
@@ -218,6 +213,6 @@ def _comparison(report: dict[str, Any]) -> None:
             f"{o['measured_s'] * 1e6:.1f}",
             f"{difference * 1e6:+.1f}",
         )
-    console.print(table)
+    out.print(table)
     alone = f"only predicted: {report['only_predicted']}, only measured: {report['only_measured']}"
-    console.print(f"{report['matched']} ops matched; {alone}")
+    out.print(f"{report['matched']} ops matched; {alone}")

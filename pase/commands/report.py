@@ -13,10 +13,10 @@ from pase.commands.options import (
     LayoutFile,
     LayoutMachine,
     LayoutModel,
-    console,
     print_json,
     progress,
 )
+from pase.files.terminal import console
 
 __all__ = ["report"]
 
@@ -50,4 +50,4 @@ def report(
     if json:
         print_json({"report": str(output), "model": e.plan.model, "layers": len(e.plan.nodes)})
     else:
-        console(err=True).print(f"wrote {output}", highlight=False)
+        console(err=True).print(f"wrote {output}")

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, console, print_json
+from pase.commands.options import JsonOption, print_json
+from pase.files.terminal import console
 
 __all__ = ["reshard"]
 
@@ -71,7 +72,6 @@ def reshard(
     say(
         f"{len(found)} of {len(after.parameters)} parameters move; a device receives at most "
         f"{bytes_text(sum(m.nbytes for m in found))}, about {cost_text(seconds, 's')} on {on.name}",
-        highlight=False,
     )
     if found:
         from pase.plan.columns import columns

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pase.commands.options import JsonOption, LayoutFile, console, print_json, progress
+from pase.commands.options import JsonOption, LayoutFile, print_json, progress
+from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -175,11 +176,10 @@ def _print(r: dict[str, Any]) -> None:
     out = console()
     size = "reduced size, " if r["reduced"] else ""
     mesh = " ".join(f"{k}={v}" for k, v in r["mesh"].items())
-    out.print(f"{r['model']} · {size}{r['devices']} devices here · mesh {mesh}", highlight=False)
+    out.print(f"{r['model']} · {size}{r['devices']} devices here · mesh {mesh}")
     if r["dropped_splits"]:
         out.print(
             f"not split here, the small size does not divide: {', '.join(r['dropped_splits'])}",
-            highlight=False,
         )
     d = r["difference"]
     out.print(
@@ -187,7 +187,6 @@ def _print(r: dict[str, Any]) -> None:
         f"{d['gradients']:.1e} of the largest · "
         + ("they agree" if r["agrees"] else "THEY DO NOT AGREE")
         + f" (allowed {TOLERANCE:.0e})",
-        highlight=False,
     )
     formed = ("predicted", "as XLA's CPU backend forms it", "in the compiled program")
     table = columns("collective", *formed, left=("collective",))

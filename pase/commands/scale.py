@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pase.commands.options import JsonOption, ModelName, compile_options, console, print_json, progress
+from pase.commands.options import JsonOption, ModelName, compile_options, print_json, progress
 from pase.compiler.options import CompileOptions
+from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.questions.scale import ScalePoint
@@ -115,7 +116,5 @@ def _print(model: str, points: list[ScalePoint]) -> None:
             "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
         )
     name = known[0].plan.machine if known and known[0].plan is not None else ""
-    console().print(
-        f"{model} on {name}: the same whole batch on each number of devices; predictions", highlight=False
-    )
+    console().print(f"{model} on {name}: the same whole batch on each number of devices; predictions")
     console().print(out)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pase.files.terminal import console
+
 if TYPE_CHECKING:
     from pase.api import Plan
     from pase.schedule.compare import PolicyResult
@@ -177,16 +179,14 @@ def _walk(text: str | None):  # type: ignore[no-untyped-def]
 
 
 def _table(problem: ScheduleProblem, outcomes: list[PolicyResult]) -> None:
-    from rich.console import Console
 
     from pase.plan.columns import columns
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    out = console() if sys.stdout.isatty() else console(width=120)
     size = problem.nbytes
-    console.print(
+    out.print(
         f"{problem.name} · {len(problem.tensors)} tensors, {size / 1e6:,.1f} MB · compute "
         f"{problem.compute_s * 1e3:.2f} ms · links {', '.join(x.name for x in problem.links)}",
-        highlight=False,
     )
     shares = ("exposed", "bubbles", "messages", "updates", "staleness", "gap to bound", "E")
     table = columns("policy", "iteration ms", *shares, left=("policy",))
@@ -209,9 +209,9 @@ def _table(problem: ScheduleProblem, outcomes: list[PolicyResult]) -> None:
         )
         if o.plan is not None and "preserver" in o.plan.detail:
             notes.append(f"{o.policy}: {o.plan.detail['preserver']}")
-    console.print(table)
+    out.print(table)
     plain = next((o.bound_s for o in outcomes if o.evaluation and not o.evaluation.staleness), None)
     if plain is not None:
-        console.print(f"no plan without staleness is shorter than {plain * 1e3:.3f} ms", highlight=False)
+        out.print(f"no plan without staleness is shorter than {plain * 1e3:.3f} ms")
     for note in notes:
-        console.print(note, highlight=False)
+        out.print(note)

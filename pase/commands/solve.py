@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pase.files.terminal import console
+
 if TYPE_CHECKING:
     from pase.search.types import SearchProgress
 
@@ -128,9 +130,8 @@ def _progress(what: str) -> Iterator[SearchProgress | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
 
-    with Console(stderr=True).status(what) as status:
+    with console(err=True).status(what) as status:
 
         def progress(phase: str, cost: float, bound: float, seconds: float) -> None:
             status.update(f"{phase} · best {cost:,.6g} · bound {bound:,.6g} · {seconds:.0f} s")

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from pase.files.terminal import console
+
 __all__ = ["zoo"]
 
 
@@ -37,7 +39,6 @@ def zoo(
         print(dumps({"models": models}))
         return
 
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("name", box=None, pad_edge=False, header_style="bold")
@@ -47,6 +48,6 @@ def zoo(
     for model in entries:
         settings = " ".join(f"{key}={value}" for key, value in model.settings.items())
         table.add_row(model.name, f"{model.published_parameters:,}", settings, model.source)
-    console = Console(highlight=False)
-    console.print(table)
-    console.print("\nUse one as zoo:NAME, with settings as in 'zoo:gpt2?batch=32&seq=512'.", markup=False)
+    out = console()
+    out.print(table)
+    out.print("\nUse one as zoo:NAME, with settings as in 'zoo:gpt2?batch=32&seq=512'.")

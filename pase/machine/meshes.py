@@ -13,6 +13,9 @@ __all__ = ["axis_levels", "level_ways", "mesh_from", "meshes"]
 
 _AXIS_NAMES = "xyzwvutsrqponmlkjihgfedcba"
 
+MOST_DEVICES = 1 << 20
+"""Ten times the largest cluster; far above it the meshes alone are too many to list."""
+
 
 def level_ways(devices: int, machine: Machine) -> tuple[int, ...]:
     """How many units each link level joins when ``devices`` are used, innermost first.
@@ -26,6 +29,10 @@ def level_ways(devices: int, machine: Machine) -> tuple[int, ...]:
     """
     if devices < 1:
         raise PaseError(f"devices must be at least 1, got {devices}")
+    if devices > MOST_DEVICES:
+        raise PaseError(
+            f"{devices} devices are more than any machine has; at most {MOST_DEVICES} are searched"
+        )
     if devices in machine.shapes:
         return machine.shapes[devices]
     ways, left = [], devices

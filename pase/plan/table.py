@@ -6,15 +6,18 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pase.files.terminal import console
 from pase.ir.blocks import again_text
 from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
 __all__ = [
+    "as_html",
     "as_text",
     "bytes_text",
     "cost_text",
     "headline",
+    "in_a_line",
     "layer_table",
     "misfit_text",
     "render",
@@ -113,6 +116,16 @@ def headline(plan: PlanData) -> list[str]:
     under = f"under cost model '{plan.cost_model}'" + (" and the notes above" if plan.remarks else "")
     lines.append(f"{proof} {under} · {len(plan.nodes)} nodes, {edges} edges · {times}")
     return lines
+
+
+def in_a_line(plan: PlanData) -> str:
+    """Which plan it is: for the prompt of an interpreter, a log, a debugger."""
+    proof = "optimal" if plan.optimal else f"bound {cost_text(plan.bound, plan.unit)}"
+    fits = "" if plan.fits else ", does not fit"
+    return (
+        f"<Plan {plan.model} on {plan.devices} × {plan.machine}, mesh {_mesh_text(plan)}: "
+        f"{cost_text(plan.cost, plan.unit)} predicted, {proof}{fits}>"
+    )
 
 
 def misfit_text(plan: PlanData) -> str | None:
@@ -214,22 +227,27 @@ def _itemsize(dtype: str) -> int:
     return itemsize(dtype)
 
 
-def render(plan: PlanData, console: Any) -> None:
+def render(plan: PlanData, out: Any) -> None:
     """Print the plan on a rich Console."""
     for line in headline(plan):
-        console.print(
-            line, highlight=False, style="bold red" if line.startswith("WARNING") else None, markup=False
-        )
-    console.print()
-    console.print(layer_table(plan))
-    console.print()
-    console.print(storage_table(plan))
+        out.print(line, style="bold red" if line.startswith("WARNING") else None)
+    out.print()
+    out.print(layer_table(plan))
+    out.print()
+    out.print(storage_table(plan))
 
 
 def as_text(plan: PlanData, width: int = 150) -> str:
     """The plan as plain text."""
-    from rich.console import Console
-
     out = io.StringIO()
-    render(plan, Console(file=out, width=width, color_system=None))
+    render(plan, console(file=out, width=width, color_system=None))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def as_html(plan: PlanData, width: int = 150) -> str:
+    """The plan as an HTML fragment, for notebooks: what ``render`` prints, in the page's own colours."""
+    page = console(file=io.StringIO(), record=True, width=width, force_jupyter=False)
+    render(plan, page)
+    return page.export_html(
+        inline_styles=True, code_format='<pre style="overflow-x:auto;line-height:1.3">{code}</pre>'
+    )

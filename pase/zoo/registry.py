@@ -19,6 +19,8 @@ _WORDS = {"dtype": ("bfloat16", "float16", "float32"), "attention": ("plain", "f
 """Settings that are words, with those that each may be."""
 _FLAGS = ("remat", "scan")
 _LARGEST = 2**31 - 1
+_MOST = {"layers": 2_000}
+"""What is written out, layer by layer: more than this takes minutes to trace, and no model has as many."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,7 +162,7 @@ def _value(found: Entry, key: str, raw: Setting) -> Setting:
     if key in _FLAGS:
         low, high = 0, 1
     else:
-        low, high = found.minimum.get(key, 1), _LARGEST
+        low, high = found.minimum.get(key, 1), _MOST.get(key, _LARGEST)
     if not low <= value <= high:
         raise PaseError(f"{where} is out of range; it must lie between {low} and {high}.")
     return value

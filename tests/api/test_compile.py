@@ -24,6 +24,16 @@ def test_a_callable_on_shapes_alone():
     assert plan.mesh.devices == 8
 
 
+def test_a_plan_shows_itself_in_a_line_and_in_a_notebook():
+    """Names of a model are text there, whatever they are."""
+    shape = jax.ShapeDtypeStruct((8, 8), "float32")
+    plan = pase.compile(lambda p, x: (x @ p["<b>w[red]"]).sum(), {"<b>w[red]": shape}, shape, devices=4)
+    assert repr(plan).startswith("<Plan ") and "predicted, optimal>" in repr(plan) and "\n" not in repr(plan)
+    page = plan._repr_html_()
+    assert page.startswith("<pre") and "&lt;b&gt;w[red]" in page and "<b>" not in page
+    assert "predicted" in page and "4 devices" in page
+
+
 def test_arrays_and_shapes_give_the_same_plan():
     arrays = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (PARAMS, BATCH))
     assert pase.compile(loss, *arrays, devices=8).diff(pase.compile(loss, PARAMS, BATCH, devices=8)) == []

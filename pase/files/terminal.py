@@ -1,0 +1,46 @@
+"""What people read on a terminal: lines and tables, in which a name from a file is text, whatever it holds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+__all__ = ["console", "printable"]
+
+_UNSEEN = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
+"""Control characters but tabs and line breaks: they move the cursor, hide what was said, or start a command."""
+
+
+def printable(text: str) -> str:
+    """The text with every control character made visible.
+
+    >>> printable("layer\\x1b[2J")
+    'layer\N{REPLACEMENT CHARACTER}[2J'
+    """
+    return text.translate(_UNSEEN)
+
+
+def console(*, err: bool = False, **how: Any) -> Any:
+    """A rich Console on standard output or error, which takes brackets for brackets and prints no control character.
+
+    Where it is no terminal, and ``how`` (as rich's own Console takes it) says no width, it is wide enough for tables.
+    """
+    made = _kind()(stderr=err, markup=False, highlight=False, emoji=False, **how)
+    if not made.is_terminal and "width" not in how:
+        made.width = 160
+    return made
+
+
+@cache
+def _kind() -> type[Any]:
+    """rich is imported when something is printed."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class Terminal(Console):
+        """Every string that is printed, in a line or in a table, comes through here."""
+
+        def render_str(self, text: str, **how: Any) -> Text:
+            return super().render_str(printable(text), **how)
+
+    return Terminal

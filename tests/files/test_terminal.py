@@ -1,0 +1,40 @@
+"""Names from files are text on a terminal: brackets stay, control characters are made visible, everywhere."""
+
+import io
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.table import Table
+
+from pase.files.terminal import console, printable
+from tests.house.test_documents import ROOT
+
+
+@given(st.text(max_size=40))
+def test_nothing_in_a_line_or_a_cell_commands_the_terminal(name):
+    out = io.StringIO()
+    table = Table("[bold]head\x1b[2J", title=name)
+    table.add_row(name)
+    c = console(file=out, width=200)
+    c.print(name)
+    c.print(table)
+    said = out.getvalue()
+    assert "[bold]head\N{REPLACEMENT CHARACTER}[2J" in said
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)
+
+
+def test_what_is_plain_stays():
+    out = io.StringIO()
+    console(file=out, width=80).print("w[0] :smile: [red]x[/red]\n\té ü 中")
+    assert out.getvalue().splitlines()[0] == "w[0] :smile: [red]x[/red]"
+    assert printable("w[0]\n\té ü 中") == "w[0]\n\té ü 中"
+
+
+def test_nobody_makes_a_terminal_of_his_own():
+    found = [
+        str(f.relative_to(ROOT))
+        for f in (ROOT / "pase").rglob("*.py")
+        if "rich.console import Console" in f.read_text(encoding="utf-8")
+    ]
+    assert found == ["pase/files/terminal.py"]
