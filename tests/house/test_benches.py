@@ -20,6 +20,7 @@ SMALLEST = {
     "comm_truth": "mlp",
     "depth": '--only "2 layers"',
     "dpro_memory": "--only VGG16",
+    "file_fuzz": "--count 45",
     "memory_search": "--only mlp",
     "memory_truth": "mlp",
     "mesh_tf": "--models mlp",
