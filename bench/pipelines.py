@@ -36,10 +36,18 @@ def schedules(ranks: int = 8, micro_batches: int = 16) -> list[dict[str, Any]]:
             for c in (0.0, 0.1)
         )
         held = peak_bytes(s, np.full(ranks * v, 1 / v))
-        rows.append({
-            "schedule": name, "chunks": v, "step": plain.step_s, "period": plain.period_s, "bubble": plain.bubble,
-            "with_transfers": sent.step_s, "held_first": float(held[0]), "held_last": float(held[-1]),
-        })  # fmt: skip
+        rows.append(
+            {
+                "schedule": name,
+                "chunks": v,
+                "step": plain.step_s,
+                "period": plain.period_s,
+                "bubble": plain.bubble,
+                "with_transfers": sent.step_s,
+                "held_first": float(held[0]),
+                "held_last": float(held[-1]),
+            }
+        )
     return rows
 
 
@@ -52,9 +60,11 @@ def bounds(pipelines: int = 1000) -> dict[str, float]:
         t = StageTimes.of(rng.uniform(0.5, 1.5, p), rng.uniform(1, 3, p), 0.0, ranks=p)
         truth = simulate(s, t).step_s
         for name, value in (
-            ("work", max(q.seconds(t) for q in work_paths(s))), ("wait", max(q.seconds(t) for q in wait_paths(s))),
-            ("both", lower_bound(s, t)), ("slowest stage (upper)", slowest_stage_bound(m, t)),
-        ):  # fmt: skip
+            ("work", max(q.seconds(t) for q in work_paths(s))),
+            ("wait", max(q.seconds(t) for q in wait_paths(s))),
+            ("both", lower_bound(s, t)),
+            ("slowest stage (upper)", slowest_stage_bound(m, t)),
+        ):
             off.setdefault(name, []).append(value / truth - 1)
     both = (("mean", np.mean), ("worst", np.max))
     return {f"{k}, {what}": float(f(np.abs(v))) for k, v in off.items() for what, f in both}
@@ -70,17 +80,28 @@ def cuts(chains: int = 8) -> list[dict[str, Any]]:
         ends[0], ends[-1] = 0.1, head
         s = schedule("1f1b", p, m)
         problem = CutProblem(
-            schedule=s, blocks=blocks, fixed=StageTimes.of(ends, 2 * ends, 0.0, ranks=p),
+            schedule=s,
+            blocks=blocks,
+            fixed=StageTimes.of(ends, 2 * ends, 0.0, ranks=p),
             each=StageTimes.of([1.0] * p, 2.0, 0.0, ranks=p),
-        )  # fmt: skip
+        )
         began = time.perf_counter()
         found = best_cuts(problem)
         assert found.simulated is not None
-        rows.append({
-            "blocks": blocks, "stages": p, "micro_batches": m, "head": head, "simulations": found.simulations,
-            "counts": found.counts, "step": found.simulated.step_s, "bound": found.bound, "proven": found.optimal,
-            "seconds": time.perf_counter() - began,
-        })  # fmt: skip
+        rows.append(
+            {
+                "blocks": blocks,
+                "stages": p,
+                "micro_batches": m,
+                "head": head,
+                "simulations": found.simulations,
+                "counts": found.counts,
+                "step": found.simulated.step_s,
+                "bound": found.bound,
+                "proven": found.optimal,
+                "seconds": time.perf_counter() - began,
+            }
+        )
     return rows
 
 
@@ -98,11 +119,20 @@ def llama() -> list[dict[str, Any]]:
         plan = pase.compile(MODEL, devices=DEVICES, memory_limit="machine", **options)  # type: ignore[arg-type]
         p = plan.pipeline
         assert p is not None
-        rows.append({
-            "asked": name, "step_s": plan.cost, "bound_s": plan.bound, "mesh": plan.mesh.sizes, "pipeline": str(p),
-            "cuts": p.cuts, "bubble": p.bubble, "memory_bytes": plan.memory.total, "others": dict(p.others),
-            "cpu_s": time.process_time() - began,
-        })  # fmt: skip
+        rows.append(
+            {
+                "asked": name,
+                "step_s": plan.cost,
+                "bound_s": plan.bound,
+                "mesh": plan.mesh.sizes,
+                "pipeline": str(p),
+                "cuts": p.cuts,
+                "bubble": p.bubble,
+                "memory_bytes": plan.memory.total,
+                "others": dict(p.others),
+                "cpu_s": time.process_time() - began,
+            }
+        )
     return rows
 
 

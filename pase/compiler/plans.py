@@ -40,19 +40,38 @@ NO_LIMIT = Fit()
 
 
 def plan_found(
-    problem: SplitProblem, found: Found, name: str, traced: Traced, seconds: Mapping[str, float],
-    given: Sequence[Baseline] = (), skipped: Sequence[Skipped] = (), fit: Fit = NO_LIMIT,
-) -> PlanData:  # fmt: skip
+    problem: SplitProblem,
+    found: Found,
+    name: str,
+    traced: Traced,
+    seconds: Mapping[str, float],
+    given: Sequence[Baseline] = (),
+    skipped: Sequence[Skipped] = (),
+    fit: Fit = NO_LIMIT,
+) -> PlanData:
     """The plan of what the search found. fit: the memory limit that it was found under."""
     s = found.solution
     plan = assemble(
-        problem.graph, axes_by_use(problem.graph, found.mesh, found.configs), found.configs, model=problem.model,
-        machine=problem.machine, name=name, optimizer=problem.optimizer, cost=s.cost, bound=s.bound, optimal=s.optimal,
-        baselines={b.name: b.cost for b in given}, skipped={b.name: b.reason for b in skipped},
-        tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried], seconds=seconds,
-        provenance=provenance_of(problem.graph, s.method, s.certificate), traced=traced,
-        graph_digest=digest(traced.graph), accumulate=problem.variant.accumulate, remat=problem.variant.blocks,
-    )  # fmt: skip
+        problem.graph,
+        axes_by_use(problem.graph, found.mesh, found.configs),
+        found.configs,
+        model=problem.model,
+        machine=problem.machine,
+        name=name,
+        optimizer=problem.optimizer,
+        cost=s.cost,
+        bound=s.bound,
+        optimal=s.optimal,
+        baselines={b.name: b.cost for b in given},
+        skipped={b.name: b.reason for b in skipped},
+        tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried],
+        seconds=seconds,
+        provenance=provenance_of(problem.graph, s.method, s.certificate),
+        traced=traced,
+        graph_digest=digest(traced.graph),
+        accumulate=problem.variant.accumulate,
+        remat=problem.variant.blocks,
+    )
     return replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.methods)
 
 
@@ -64,11 +83,26 @@ def plan_of(
     costs = node_costs(problem.graph, mesh, configs, problem.model, moved, problem.optimizer)
     cost = problem.pricing.cost(mesh, configs, sum(c.total for c in costs.values()))
     return assemble(
-        problem.graph, mesh, configs, model=problem.model, machine=problem.machine, name=name,
-        optimizer=problem.optimizer, cost=cost, bound=0.0, optimal=False, baselines={}, skipped={}, tried=[],
-        seconds={}, provenance=provenance_of(problem.graph, "given", "none"), traced=traced,
-        graph_digest=digest(traced.graph), accumulate=problem.variant.accumulate, remat=problem.variant.blocks,
-    )  # fmt: skip
+        problem.graph,
+        mesh,
+        configs,
+        model=problem.model,
+        machine=problem.machine,
+        name=name,
+        optimizer=problem.optimizer,
+        cost=cost,
+        bound=0.0,
+        optimal=False,
+        baselines={},
+        skipped={},
+        tried=[],
+        seconds={},
+        provenance=provenance_of(problem.graph, "given", "none"),
+        traced=traced,
+        graph_digest=digest(traced.graph),
+        accumulate=problem.variant.accumulate,
+        remat=problem.variant.blocks,
+    )
 
 
 def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]:

@@ -58,9 +58,14 @@ class PartCost:
 
 
 def part_costs(
-    graph: Graph, places: Places, mesh: Mesh, configs: Mapping[str, np.ndarray], model: CostModel, optimizer: str,
+    graph: Graph,
+    places: Places,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    model: CostModel,
+    optimizer: str,
     weights: Weights,
-) -> dict[StagePart, PartCost]:  # fmt: skip
+) -> dict[StagePart, PartCost]:
     """The parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
 
     configs: node -> int8 [axes].
@@ -143,9 +148,14 @@ def _send(graph: Graph, c: Collective, weights: Weights, part: PartCost) -> None
 
 
 def _hold(
-    graph: Graph, places: Places, mesh: Mesh, configs: Mapping[str, np.ndarray], optimizer: str, weights: Weights,
+    graph: Graph,
+    places: Places,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    optimizer: str,
+    weights: Weights,
     out: dict[StagePart, PartCost],
-) -> None:  # fmt: skip
+) -> None:
     """Bytes into the parts. Weights that are kept whole, and whole sums of their gradients, are counted as they are
     read."""
     whole = weights == "once" and turns_of(graph) > 1

@@ -94,9 +94,15 @@ class StageTables:
     """The tables of a step in micro-batches on the devices of one stage."""
 
     def __init__(
-        self, graph: Graph, places: Places, variant: Variant, mesh: Mesh, model: CostModel, optimizer: str,
+        self,
+        graph: Graph,
+        places: Places,
+        variant: Variant,
+        mesh: Mesh,
+        model: CostModel,
+        optimizer: str,
         weights: Weights,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
         self.model, self.optimizer, self.weights = model, optimizer, weights
         self._splits: dict[tuple[Role, bytes], StageSplit] = {}
@@ -144,12 +150,15 @@ class StageTables:
             extra = [static + flying * kept for static, kept in self._bytes]
         edges = (
             EdgeTable(
-                src=e.src, dst=e.dst, cost=scaled(e.cost, None, weight[e.dst]), src_class=e.src_class,
+                src=e.src,
+                dst=e.dst,
+                cost=scaled(e.cost, None, weight[e.dst]),
+                src_class=e.src_class,
                 dst_class=e.dst_class,
             )
             for e in tables.edges
             if weight[e.dst]
-        )  # fmt: skip
+        )
         costs = tuple(scaled(c, x, w) for c, x, w in zip(tables.node_costs, extra, weight, strict=True))
         return CostTables(node_costs=costs, edges=tuple(edges), names=tables.names)
 

@@ -47,17 +47,22 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
     """
     turns = turns_of(graph)
     times = {
-        n.name: max(int(number(op.times, n.name)) for op in n.ops) // (1 if n.kind in ("input", "constant") else turns)
+        n.name: max(int(number(op.times, n.name)) for op in n.ops)
+        // (1 if n.kind in ("input", "constant") else turns)
         for n in graph.nodes
-    }  # fmt: skip
+    }
     blocks = max(times.values(), default=1)
     if blocks > 1:
         inside = {name for name, many in times.items() if many > 1}
         at = [i for i, n in enumerate(graph.nodes) if times[n.name] == blocks and n.kind not in _STORED]
         crossing = tuple(
-            (n.name, a.tensor) for n in graph.nodes if n.kind == "carry" and times[n.name] == blocks
-            for op in n.ops for a in op.writes if graph.tensors[a.tensor].needs_grad
-        )  # fmt: skip
+            (n.name, a.tensor)
+            for n in graph.nodes
+            if n.kind == "carry" and times[n.name] == blocks
+            for op in n.ops
+            for a in op.writes
+            if graph.tensors[a.tensor].needs_grad
+        )
     else:
         blocks = len(written_out)
         if blocks < 2:
@@ -65,10 +70,11 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
                 f"'{graph.name}' has no equal blocks to cut it between: no loop over layers, no equal layers in a row"
             )
         inside = {
-            n.name for n in graph.nodes
+            n.name
+            for n in graph.nodes
             if n.kind not in (*_STORED, "output")
             and any(b.holds(op.eqn) for op in n.ops for b in written_out)
-        }  # fmt: skip
+        }
         at = [i for i, n in enumerate(graph.nodes) if n.name in inside]
         crossing = _handed_on(graph, written_out, inside)
     parts: dict[str, tuple[StagePart, ...]] = {}
@@ -90,7 +96,8 @@ def _handed_on(graph: Graph, blocks: Sequence[Block], inside: Collection[str]) -
         for name in inside
     }
     out = dict.fromkeys(
-        (e.src, e.tensor) for e in graph.edges
+        (e.src, e.tensor)
+        for e in graph.edges
         if number_of.get(e.src, len(blocks)) < middle <= number_of.get(e.dst, -1)
-    )  # fmt: skip
+    )
     return tuple(out)

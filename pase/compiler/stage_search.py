@@ -74,9 +74,7 @@ class StageMenu:
         """No pipeline of these ranks, whatever its schedule, cuts and splits, takes less: its ranks' mean work. The
         first of the tables are those that charge least."""
         t, n = self.tables[0], self.places.blocks
-        return (
-            t.least_s(MIDDLE, n) + t.least_s(FIRST, 0.0) + t.least_s(LAST, 0.0)
-        ) / self.ranks  # fmt: skip
+        return (t.least_s(MIDDLE, n) + t.least_s(FIRST, 0.0) + t.least_s(LAST, 0.0)) / self.ranks
 
     def splits(self, role: Role) -> list[StageSplit]:
         """Ways to split a stage that has all of a rank's blocks: one for each of the tables at each price per byte."""
@@ -108,9 +106,13 @@ class StageMenu:
             if cuts.simulated is None:
                 return None, True
             found = Staged(
-                schedule=s, problem=problem, cuts=cuts, splits=splits, mesh=self.mesh,
+                schedule=s,
+                problem=problem,
+                cuts=cuts,
+                splits=splits,
+                mesh=self.mesh,
                 micro_batches=self.micro_batches,
-            )  # fmt: skip
+            )
             return found, True
         return None, False
 
@@ -154,17 +156,23 @@ class StageMenu:
         buffers = np.array([w.buffers() for w in splits]) / chunks
         waiting = np.array([w.block.inner or w.block.kept for w in splits])
         return CutProblem(
-            schedule=s, blocks=self.places.blocks, limit=self.limit,
+            schedule=s,
+            blocks=self.places.blocks,
+            limit=self.limit,
             fixed=StageTimes(
-                forward=fixed["forward"], input=fixed["input"], weight=fixed["weight"], again=fixed["again"],
-                send=np.array([self._send_s(a, b) for a, b in pairwise(splits)]), **once,
+                forward=fixed["forward"],
+                input=fixed["input"],
+                weight=fixed["weight"],
+                again=fixed["again"],
+                send=np.array([self._send_s(a, b) for a, b in pairwise(splits)]),
+                **once,
             ),
             each=StageTimes(send=np.zeros(s.stages - 1), **{k: each[k] for k in _FIELDS[:6]}),
             bytes_fixed=StageBytes(
                 held=fixed["static"] + buffers, kept=fixed["kept"], for_weights=fixed["kept"]
             ),
             bytes_each=StageBytes(held=each["static"], kept=each["kept"], for_weights=waiting),
-        )  # fmt: skip
+        )
 
     def _over_stages(self) -> Mesh:
         inner = self.mesh.devices
@@ -194,9 +202,13 @@ class StageMenu:
             )
             for step in reshard(src, dst, self.mesh):
                 charge = Charge(
-                    kind=step.kind, axes=np.ravel(step.axes), nbytes=np.ravel(step.fraction) * float(t.nbytes),
-                    tensor=tensor, phase="forward", times=1.0,
-                )  # fmt: skip
+                    kind=step.kind,
+                    axes=np.ravel(step.axes),
+                    nbytes=np.ravel(step.fraction) * float(t.nbytes),
+                    tensor=tensor,
+                    phase="forward",
+                    times=1.0,
+                )
                 total += float(np.ravel(charge_price(charge, self.model, self.mesh))[0])
         return total + float(self.model.collective("permute", self._over_stages(), 1, nbytes))
 

@@ -61,10 +61,14 @@ class CutProblem:
         """Of stages with so many blocks, int [stages]."""
         f, e = self.fixed, self.each
         return StageTimes(
-            forward=f.forward + counts * e.forward, input=f.input + counts * e.input,
-            weight=f.weight + counts * e.weight, again=f.again + counts * e.again, send=f.send,
-            before=f.before + self.on_rank @ (counts * e.before), after=f.after + self.on_rank @ (counts * e.after),
-        )  # fmt: skip
+            forward=f.forward + counts * e.forward,
+            input=f.input + counts * e.input,
+            weight=f.weight + counts * e.weight,
+            again=f.again + counts * e.again,
+            send=f.send,
+            before=f.before + self.on_rank @ (counts * e.before),
+            after=f.after + self.on_rank @ (counts * e.after),
+        )
 
     @cached_property
     def on_rank(self) -> np.ndarray:
@@ -233,9 +237,12 @@ def _program(
     low, high = np.full(s.stages + 1, float(problem.least)), np.full(s.stages + 1, float(problem.blocks))
     low[-1], high[-1] = 0.0, np.inf
     found = milp(
-        np.append(np.zeros(s.stages), 1.0), constraints=rules, bounds=Bounds(low, high),
-        integrality=np.append(np.full(s.stages, whole), 0.0), options=limits,
-    )  # fmt: skip
+        np.append(np.zeros(s.stages), 1.0),
+        constraints=rules,
+        bounds=Bounds(low, high),
+        integrality=np.append(np.full(s.stages, whole), 0.0),
+        options=limits,
+    )
     if found.status == 2:
         raise Infeasible(
             f"no {problem.blocks} blocks in {s.stages} stages fit {problem.limit / 2**30:.4g} GiB a device under "

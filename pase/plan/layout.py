@@ -223,23 +223,28 @@ def _form_of(plan: PlanData) -> LayoutForm:
         schema=SCHEMA,
         model=plan.model,
         devices=plan.devices,
-        machine=MachineForm(
-            name=plan.machine, digest=plan.machine_digest, memory_bytes=plan.device_memory
-        ),
+        machine=MachineForm(name=plan.machine, digest=plan.machine_digest, memory_bytes=plan.device_memory),
         mesh=dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
         optimizer=plan.optimizer,
         parameters={path: tensor(t) for path, t in plan.parameters.items()},
         inputs={path: tensor(t) for path, t in plan.inputs.items()},
         strategy=tuple(
             NodeForm(
-                node=n.name, op=n.op, einsum=n.einsum, sizes=dict(n.sizes), split=dict(n.split), times=n.times,
+                node=n.name,
+                op=n.op,
+                einsum=n.einsum,
+                sizes=dict(n.sizes),
+                split=dict(n.split),
+                times=n.times,
                 source=n.source,
             )
             for n in plan.nodes
         ),
         reshards=tuple(
             ReshardForm(
-                at=str(reading.at), tensor=reading.tensor, layouts=route.layouts,
+                at=str(reading.at),
+                tensor=reading.tensor,
+                layouts=route.layouts,
                 gradient=UNSET if route.gradient is None else route.gradient,
             )
             for reading, route in plan.read.items()
@@ -249,9 +254,17 @@ def _form_of(plan: PlanData) -> LayoutForm:
         copies=dict(plan.copies) or UNSET,
         collectives=tuple(_copied(c, CollectiveForm) for c in plan.collectives),
         cost=CostForm(
-            unit=plan.unit, model=plan.cost_model, total=plan.cost, bound=plan.bound, optimal=plan.optimal,
-            by_node={n.name: n.cost for n in plan.nodes}, by_kind=by_kind, baselines=dict(plan.baselines),
-            skipped=dict(plan.skipped), baseline_memory=dict(plan.baseline_memory) or UNSET, meshes=plan.tried,
+            unit=plan.unit,
+            model=plan.cost_model,
+            total=plan.cost,
+            bound=plan.bound,
+            optimal=plan.optimal,
+            by_node={n.name: n.cost for n in plan.nodes},
+            by_kind=by_kind,
+            baselines=dict(plan.baselines),
+            skipped=dict(plan.skipped),
+            baseline_memory=dict(plan.baseline_memory) or UNSET,
+            meshes=plan.tried,
         ),
         memory=plan.memory,
         work=UNSET if plan.work is None else plan.work,
@@ -266,7 +279,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         accesses=_accesses_form(plan.accesses) if plan.accesses else UNSET,
         bucket_plan=UNSET if plan.buckets is None else dict(plan.buckets),
         pipeline=UNSET if plan.pipeline is None else plan.pipeline,
-    )  # fmt: skip
+    )
 
 
 def _copied(value: Any, cls: Any) -> Any:
@@ -325,7 +338,13 @@ def _plan_of(form: LayoutForm) -> PlanData:
         mesh=Mesh(names=tuple(form.mesh), sizes=tuple(form.mesh.values())),
         nodes=tuple(
             NodePlan(
-                name=n.node, op=n.op, einsum=n.einsum, sizes=n.sizes, split=n.split, times=n.times, source=n.source,
+                name=n.node,
+                op=n.op,
+                einsum=n.einsum,
+                sizes=n.sizes,
+                split=n.split,
+                times=n.times,
+                source=n.source,
                 cost=cost.by_node.get(n.node, nothing),
             )
             for n in form.strategy
@@ -337,7 +356,9 @@ def _plan_of(form: LayoutForm) -> PlanData:
             for name in dict.fromkeys((*form.layouts, *form.gradients))
         },
         read={
-            Reading(Place.parse(r.at), r.tensor): Route(r.layouts, None if r.gradient is UNSET else r.gradient)
+            Reading(Place.parse(r.at), r.tensor): Route(
+                r.layouts, None if r.gradient is UNSET else r.gradient
+            )
             for r in form.reshards
         },
         copies=_copies_by_name(form.layouts) if form.copies is UNSET else form.copies,
@@ -361,7 +382,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
         accesses={} if form.accesses is UNSET else _accesses_of(form.accesses),
         buckets=None if form.bucket_plan is UNSET else form.bucket_plan,
         pipeline=None if form.pipeline is UNSET else form.pipeline,
-    )  # fmt: skip
+    )
 
 
 def _copies_by_name(tensors: Iterable[str]) -> dict[str, str]:

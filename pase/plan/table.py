@@ -180,9 +180,13 @@ def layer_table(plan: PlanData) -> Any:
         turns = f" ×{n.times}" if n.times > 1 else ""
         moved = "  ".join(f"{k} {bytes_text(b)}" for k, b in moves.get(n.name, {}).items())
         table.add_row(
-            n.name + turns, _op_text(n), _split_text(n.split), cost_text(n.cost.compute, plan.unit),
-            cost_text(n.cost.communication, plan.unit) if n.cost.communication else "", moved,
-        )  # fmt: skip
+            n.name + turns,
+            _op_text(n),
+            _split_text(n.split),
+            cost_text(n.cost.compute, plan.unit),
+            cost_text(n.cost.communication, plan.unit) if n.cost.communication else "",
+            moved,
+        )
     return table
 
 

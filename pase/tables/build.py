@@ -234,9 +234,14 @@ class _Prices:
             for k, name in enumerate(COLLECTIVES):
                 on = kind == k
                 charge = Charge(
-                    kind=name, axes=axes[None, on], nbytes=np.array(sizes, dtype=float)[:, None] * fraction[on],
-                    tensor="", phase="forward", times=1.0, bucketed=bucketed,
-                )  # fmt: skip
+                    kind=name,
+                    axes=axes[None, on],
+                    nbytes=np.array(sizes, dtype=float)[:, None] * fraction[on],
+                    tensor="",
+                    phase="forward",
+                    times=1.0,
+                    bucketed=bucketed,
+                )
                 table[:, used[on]] = charge_price(charge, model, mesh)
             self.rows |= dict(zip(((size, bucketed) for size in sizes), table, strict=True))
 

@@ -20,10 +20,13 @@ def longest(found, times: StageTimes) -> float:  # type: ignore[no-untyped-def]
 def random_times(rng: np.random.Generator, stages: int, ranks: int, *, sends: bool = True) -> StageTimes:
     draw = [rng.random(stages) * rng.choice([0.1, 1, 3]) + 0.01 for _ in range(4)]
     return StageTimes.of(
-        *draw[:3], again=draw[3] * rng.integers(2), ranks=ranks,
+        *draw[:3],
+        again=draw[3] * rng.integers(2),
+        ranks=ranks,
         send=sends * rng.random(stages - 1) * rng.choice([0, 0.05, 2]),
-        before=sends * rng.random(ranks), after=sends * rng.random(ranks),
-    )  # fmt: skip
+        before=sends * rng.random(ranks),
+        after=sends * rng.random(ranks),
+    )
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))

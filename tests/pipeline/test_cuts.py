@@ -31,10 +31,14 @@ def problem_of(
     )
     each = StageTimes.of([block[0]] * n, block[1], block[2], ranks=n, after=rng.uniform(0, 0.5))
     return CutProblem(
-        schedule=s, blocks=blocks, fixed=fixed, each=each, limit=limit,
+        schedule=s,
+        blocks=blocks,
+        fixed=fixed,
+        each=each,
+        limit=limit,
         bytes_fixed=StageBytes(held=ends[0] * 4, kept=ends[1], for_weights=ends[1] / 4),
         bytes_each=StageBytes(held=np.full(n, 2.0), kept=np.full(n, 1.0), for_weights=np.full(n, 0.25)),
-    )  # fmt: skip
+    )
 
 
 def fits(problem: CutProblem, counts: np.ndarray) -> bool:

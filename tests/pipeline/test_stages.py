@@ -111,8 +111,11 @@ def to_tree_of(plan):  # type: ignore[no-untyped-def]
 def test_nothing_runs_it_and_each_way_says_so(tmp_path):
     plan = staged()
     for attempt in (
-        lambda: plan.jax, lambda: emit(plan, "dtensor", tmp_path / "x"), plan.scheduled, lambda: plan.bucket_plan
-    ):  # fmt: skip
+        lambda: plan.jax,
+        lambda: emit(plan, "dtensor", tmp_path / "x"),
+        plan.scheduled,
+        lambda: plan.bucket_plan,
+    ):
         with pytest.raises(PaseError, match=r"is a pipeline .2 ranks.*priced, not emitted yet"):
             attempt()
 
