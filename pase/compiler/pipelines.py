@@ -225,12 +225,28 @@ def plan_staged(
     mesh = axes_by_use(t.graph, s.mesh, configs)
     bound = min(found.bound, s.step_s)
     plan = assemble(
-        t.graph, mesh, configs, model=problem.model, machine=problem.machine, name=name, optimizer=problem.optimizer,
-        cost=s.step_s, bound=bound, optimal=bound >= s.step_s * (1 - 1e-6), baselines={}, skipped={},
-        tried=[Tried(mesh=s.mesh.sizes, cost=s.step_s)], seconds=seconds,
-        provenance=provenance_of(t.graph, "stages: tables of one graph, cuts by paths", "mean work of the ranks"),
-        traced=traced, graph_digest=digest(traced.graph), accumulate=s.micro_batches, remat=middle.variant.blocks,
-    )  # fmt: skip
+        t.graph,
+        mesh,
+        configs,
+        model=problem.model,
+        machine=problem.machine,
+        name=name,
+        optimizer=problem.optimizer,
+        cost=s.step_s,
+        bound=bound,
+        optimal=bound >= s.step_s * (1 - 1e-6),
+        baselines={},
+        skipped={},
+        tried=[Tried(mesh=s.mesh.sizes, cost=s.step_s)],
+        seconds=seconds,
+        provenance=provenance_of(
+            t.graph, "stages: tables of one graph, cuts by paths", "mean work of the ranks"
+        ),
+        traced=traced,
+        graph_digest=digest(traced.graph),
+        accumulate=s.micro_batches,
+        remat=middle.variant.blocks,
+    )
     part = 1 / s.schedule.ranks  # nodes' costs: of one rank, on average
 
     def shared(c: NodeCost) -> NodeCost:
@@ -240,11 +256,13 @@ def plan_staged(
 
     memory = _memory(s)
     return replace(
-        plan, devices=problem.devices, memory=max(memory, key=lambda m: m.total),
+        plan,
+        devices=problem.devices,
+        memory=max(memory, key=lambda m: m.total),
         memory_limit=None if math.isinf(menu.limit) else int(menu.limit),
         nodes=tuple(replace(n, cost=shared(n.cost)) for n in plan.nodes),
         pipeline=_pipeline(s, menu, mesh, memory, found),
-    )  # fmt: skip
+    )
 
 
 def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], found: Pipelines) -> PipelinePlan:
@@ -254,12 +272,17 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
     strategies = list(dict.fromkeys(s.splits))
     stages = tuple(
         StagePlan(
-            rank=rank, blocks=n, strategy=strategies.index(split), recomputes=bool(split.variant.blocks),
-            weights=split.weights, forward_s=float(times.forward[k]),
-            backward_s=float(times.full[k] - times.forward[k]), memory_bytes=memory[rank].total,
+            rank=rank,
+            blocks=n,
+            strategy=strategies.index(split),
+            recomputes=bool(split.variant.blocks),
+            weights=split.weights,
+            forward_s=float(times.forward[k]),
+            backward_s=float(times.full[k] - times.forward[k]),
+            memory_bytes=memory[rank].total,
         )
         for k, (rank, n, split) in enumerate(zip(s.schedule.rank_of, counts, s.splits, strict=True))
-    )  # fmt: skip
+    )
     others = {}
     for d in disciplines():
         for chunks in chunks_of(d, menu.places.blocks, s.schedule.ranks):
@@ -269,14 +292,22 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
                     others[f"{d.name} ×{chunks}" if chunks > 1 else d.name] = other.step_s
     where = {n.name: n for n in menu.graph.nodes}
     return PipelinePlan(
-        degree=s.schedule.ranks, chunks=s.schedule.stages // s.schedule.ranks, micro_batches=s.micro_batches,
-        schedule=s.schedule.name, cuts=counts, bubble=sim.bubble, imbalance=sim.imbalance, cuts_bound=s.cuts.bound,
-        stages=stages, others=others,
+        degree=s.schedule.ranks,
+        chunks=s.schedule.stages // s.schedule.ranks,
+        micro_batches=s.micro_batches,
+        schedule=s.schedule.name,
+        cuts=counts,
+        bubble=sim.bubble,
+        imbalance=sim.imbalance,
+        cuts_bound=s.cuts.bound,
+        stages=stages,
+        others=others,
         strategies=tuple(
-            {name: split_of(where[name], cfg, mesh) for name, cfg in split.configs.items()} for split in strategies
+            {name: split_of(where[name], cfg, mesh) for name, cfg in split.configs.items()}
+            for split in strategies
         ),
         scope=_scope(found),
-    )  # fmt: skip
+    )
 
 
 def _scope(found: Pipelines) -> str:

@@ -167,10 +167,12 @@ def _terms_of(
 def _read_heavily(graph: Graph) -> set[str]:
     """Tensors that a product outside of rematerialised regions reads, or a copy."""
     return {
-        e.tensor for e in graph.edges
-        if e.op.region is None and e.op.differentiable
+        e.tensor
+        for e in graph.edges
+        if e.op.region is None
+        and e.op.differentiable
         and (e.op.kind in ("matmul", "conv") or graph.node[e.dst].kind == "copy")
-    }  # fmt: skip
+    }
 
 
 def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
