@@ -212,15 +212,26 @@ def node_work(
     for phase, runs in (("forward", times * (2 if main.remat else 1)), ("backward", times)):
         if flops_of[phase].any() or bytes_of[phase].any():  # type: ignore[index]
             yield Work(
-                kind="memory", dtype=dtype, flops=flops_of[phase], nbytes=bytes_of[phase], mnk=None,  # type: ignore[index]
-                phase=phase, times=runs,  # type: ignore[arg-type]
-            )  # fmt: skip
+                kind="memory",
+                dtype=dtype,
+                flops=flops_of[phase],
+                nbytes=bytes_of[phase],
+                mnk=None,  # type: ignore[index]
+                phase=phase,
+                times=runs,  # type: ignore[arg-type]
+            )
 
 
 def _products(
-    graph: Graph, node: Node, op: Op, flops: np.ndarray, nbytes: np.ndarray, cfg: np.ndarray, mesh: Mesh,
+    graph: Graph,
+    node: Node,
+    op: Op,
+    flops: np.ndarray,
+    nbytes: np.ndarray,
+    cfg: np.ndarray,
+    mesh: Mesh,
     tile: TileShape | None,
-) -> Iterator[Work]:  # fmt: skip
+) -> Iterator[Work]:
     """A matmul or conv forward, and one product for each operand that has a gradient."""
     x, w = (set(a.map.dims) for a in op.reads)
     out = set(op.writes[0].map.dims)
@@ -241,9 +252,15 @@ def _products(
     def product(mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float) -> Work:
         known = 1.0 if tile is None else rounded(mnk[1], tile[1]) * rounded(mnk[2], tile[1])
         return Work(
-            kind=kind, dtype=dtype, flops=flops, nbytes=nbytes, mnk=mnk, phase=phase, times=times,
+            kind=kind,
+            dtype=dtype,
+            flops=flops,
+            nbytes=nbytes,
+            mnk=mnk,
+            phase=phase,
+            times=times,
             padding=np.maximum(most / known, 1.0),
-        )  # fmt: skip
+        )
 
     yield product((m, n, k), _phase(op), runs)
     for a, mnk in zip(op.reads, ((m, k, n), (k, n, m)), strict=True):
@@ -281,14 +298,24 @@ def _attention(
     times = _runs(op, node.name)
     dtype = graph.tensors[op.reads[0].tensor].dtype
     yield Work(
-        kind="attention", dtype=dtype, flops=flops, nbytes=nbytes, mnk=(rows, keys, inner), phase=_phase(op),
+        kind="attention",
+        dtype=dtype,
+        flops=flops,
+        nbytes=nbytes,
+        mnk=(rows, keys, inner),
+        phase=_phase(op),
         times=times * (2 if op.remat else 1),
-    )  # fmt: skip
+    )
     if any(_grad(graph, op, a.tensor) for a in op.reads):
         yield Work(
-            kind="attention", dtype=dtype, flops=BACKWARD_PRODUCTS * flops, nbytes=2 * nbytes, mnk=(rows, keys, inner),
-            phase="backward", times=times,
-        )  # fmt: skip
+            kind="attention",
+            dtype=dtype,
+            flops=BACKWARD_PRODUCTS * flops,
+            nbytes=2 * nbytes,
+            mnk=(rows, keys, inner),
+            phase="backward",
+            times=times,
+        )
 
 
 def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Work]:
@@ -299,10 +326,14 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
                 local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh) for a in (*op.reads, *op.writes)
             )
             yield Work(
-                kind="memory", dtype=graph.tensors[op.writes[0].tensor].dtype, flops=np.zeros(len(cfg)),
-                nbytes=np.asarray(moved), mnk=None, phase="forward",
+                kind="memory",
+                dtype=graph.tensors[op.writes[0].tensor].dtype,
+                flops=np.zeros(len(cfg)),
+                nbytes=np.asarray(moved),
+                mnk=None,
+                phase="forward",
                 times=_runs(op, node.name) * (2 if op.remat else 1),
-            )  # fmt: skip
+            )
     write = node.ops[0].writes[0]
     tensor = graph.tensors[write.tensor]
     if not tensor.needs_grad:
@@ -311,14 +342,24 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
     state = stored / tensor.itemsize * 4 * OPTIMIZERS[optimizer]
     elements = stored / tensor.itemsize
     yield Work(
-        kind="memory", dtype=tensor.dtype, flops=(2 + 5 * OPTIMIZERS[optimizer]) * elements,
-        nbytes=3 * stored + 2 * state, mnk=None, phase="update", times=1.0,
-    )  # fmt: skip
+        kind="memory",
+        dtype=tensor.dtype,
+        flops=(2 + 5 * OPTIMIZERS[optimizer]) * elements,
+        nbytes=3 * stored + 2 * state,
+        mnk=None,
+        phase="update",
+        times=1.0,
+    )
     if turns_of(graph) > 1:  # each micro-batch's gradient is added to the sum
         yield Work(
-            kind="memory", dtype=tensor.dtype, flops=elements, nbytes=3 * stored, mnk=None, phase="update",
+            kind="memory",
+            dtype=tensor.dtype,
+            flops=elements,
+            nbytes=3 * stored,
+            mnk=None,
+            phase="update",
             times=float(turns_of(graph)),
-        )  # fmt: skip
+        )
 
 
 def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
