@@ -22,11 +22,11 @@ from pase.tables.derive import node_work
 from pase.tables.itemize import Collective, collectives
 from pase.tables.layouts import forward_states, local_bytes, number, read_states, write_states
 
-__all__ = ["PARTS", "PartCost", "Weights", "part_costs"]
+__all__ = ["PARTS", "PartCost", "GatheredWeights", "part_costs"]
 
 PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 
-Weights = Literal["once", "each"]
+GatheredWeights = Literal["once", "each"]
 """When split parameters are gathered and gradients summed: once a step, whole weights and whole sums of gradients being
 kept through it; or at each micro-batch."""
 
@@ -64,7 +64,7 @@ def part_costs(
     configs: Mapping[str, np.ndarray],
     model: CostModel,
     optimizer: str,
-    weights: Weights,
+    weights: GatheredWeights,
 ) -> dict[StagePart, PartCost]:
     """The parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
 
@@ -124,7 +124,7 @@ def _products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
                     yield a.tensor in graph.producer and graph.producer[a.tensor].kind == "parameter"
 
 
-def _send(graph: Graph, c: Collective, weights: Weights, part: PartCost) -> None:
+def _send(graph: Graph, c: Collective, weights: GatheredWeights, part: PartCost) -> None:
     """A collective into the part that pays for it."""
     m, n = turns_of(graph), graph.node[c.node]
     of_parameter = graph.producer[c.tensor].kind == "parameter"
@@ -153,7 +153,7 @@ def _hold(
     mesh: Mesh,
     configs: Mapping[str, np.ndarray],
     optimizer: str,
-    weights: Weights,
+    weights: GatheredWeights,
     out: dict[StagePart, PartCost],
 ) -> None:
     """Bytes into the parts. Weights that are kept whole, and whole sums of their gradients, are counted as they are

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pase.compiler.stage_costs import PartCost, Weights, part_costs
+from pase.compiler.stage_costs import PartCost, GatheredWeights, part_costs
 from pase.compiler.stage_places import Places, StagePart
 from pase.compiler.variants import Variant
 from pase.ir import Graph, Node
@@ -26,11 +26,11 @@ from pase.tables import CostTables, EdgeTable
 from pase.tables.build import Space, build
 from pase.tables.layouts import local_bytes, number
 
-__all__ = ["FIRST", "LAST", "MIDDLE", "ONLY", "Role", "StageSplit", "StageTables"]
+__all__ = ["FIRST", "LAST", "MIDDLE", "ONLY", "StageRole", "StageSplit", "StageTables"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Role:
+class StageRole:
     """Whether a stage has what comes before the blocks, and what comes behind them."""
 
     first: bool = False
@@ -42,7 +42,12 @@ class Role:
         return max(of[p] for p in parts)
 
 
-FIRST, MIDDLE, LAST, ONLY = Role(first=True), Role(), Role(last=True), Role(first=True, last=True)
+FIRST, MIDDLE, LAST, ONLY = (
+    StageRole(first=True),
+    StageRole(),
+    StageRole(last=True),
+    StageRole(first=True, last=True),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,9 +55,9 @@ class StageSplit:
     """A way to split a stage: node -> int8 [axes], with what it takes. cost: seconds of a step in ``role`` with the
     blocks that it was searched for."""
 
-    role: Role
+    role: StageRole
     variant: Variant
-    weights: Weights
+    weights: GatheredWeights
     configs: Mapping[str, np.ndarray]
     parts: Mapping[StagePart, PartCost]
 
@@ -101,18 +106,20 @@ class StageTables:
         mesh: Mesh,
         model: CostModel,
         optimizer: str,
-        weights: Weights,
+        weights: GatheredWeights,
     ) -> None:
         self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
         self.model, self.optimizer, self.weights = model, optimizer, weights
-        self._splits: dict[tuple[Role, bytes], StageSplit] = {}
+        self._splits: dict[tuple[StageRole, bytes], StageSplit] = {}
 
     @cached_property
     def built(self) -> tuple[CostTables, Space]:
         once = 1 / turns_of(self.graph) if self.weights == "once" else 1.0
         return build(self.graph, self.mesh, self.model, self.optimizer, sync=once, gathers=once)
 
-    def split(self, role: Role, blocks: float, byte_price: float = 0.0, flying: float = 1.0) -> StageSplit:
+    def split(
+        self, role: StageRole, blocks: float, byte_price: float = 0.0, flying: float = 1.0
+    ) -> StageSplit:
         """The cheapest split of a stage of so many blocks; byte_price: seconds of a byte that it holds."""
         space = self.built[1]
         found = solve(self._weighted(role, blocks / self.places.blocks, byte_price, flying))
@@ -129,11 +136,11 @@ class StageTables:
             )
         return self._splits[key]
 
-    def least_s(self, role: Role, blocks: float) -> float:
+    def least_s(self, role: StageRole, blocks: float) -> float:
         """A lower bound on the seconds that a rank with a stage of so many blocks is busy in a step."""
         return float(solve(self._weighted(role, blocks / self.places.blocks, 0.0, 0.0)).bound)
 
-    def _weighted(self, role: Role, share: float, byte_price: float, flying: float) -> CostTables:
+    def _weighted(self, role: StageRole, share: float, byte_price: float, flying: float) -> CostTables:
         tables, space = self.built
         weight = [role.weight(self.places.parts[n.name], share) for n in space.graph.nodes]
         made: dict[tuple[int, int, float], np.ndarray] = {}  # equal layers keep sharing their arrays

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, Role, StageSplit, StageTables
+from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, StageRole, StageSplit, StageTables
 from pase.compiler.stage_places import Places
 from pase.errors import Infeasible
 from pase.ir import Graph
@@ -68,7 +68,7 @@ class StageMenu:
         self.graph: Graph = tables[0].graph
         self.model: CostModel = tables[0].model
         self.mesh: Mesh = tables[0].mesh
-        self._splits: dict[Role, list[StageSplit]] = {}
+        self._splits: dict[StageRole, list[StageSplit]] = {}
 
     def least_s(self) -> float:
         """No pipeline of these ranks, whatever its schedule, cuts and splits, takes less: its ranks' mean work. The
@@ -76,7 +76,7 @@ class StageMenu:
         t, n = self.tables[0], self.places.blocks
         return (t.least_s(MIDDLE, n) + t.least_s(FIRST, 0.0) + t.least_s(LAST, 0.0)) / self.ranks
 
-    def splits(self, role: Role) -> list[StageSplit]:
+    def splits(self, role: StageRole) -> list[StageSplit]:
         """Ways to split a stage that has all of a rank's blocks: one for each of the tables at each price per byte."""
         if role not in self._splits:
             blocks, found = self.places.blocks / self.ranks, list[StageSplit]()
@@ -124,7 +124,7 @@ class StageMenu:
         for r in range(s.ranks):
             mine = [k for k, rank in enumerate(s.rank_of) if rank == r]
             flying = in_flight(s, r)[:, 0].max(axis=0)
-            roles = [Role(first=k == 0, last=k == s.stages - 1) for k in mine]
+            roles = [StageRole(first=k == 0, last=k == s.stages - 1) for k in mine]
             ways = list(zip(*(self.splits(role) for role in roles), strict=True))
             seconds = [sum(w.step_s(blocks, self.micro_batches) for w in way) for way in ways]
             nbytes = [

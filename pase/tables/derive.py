@@ -209,16 +209,12 @@ def node_work(
     main = node.main
     times = _runs(main, node.name)
     dtype = graph.tensors[(main.writes or main.reads)[0].tensor].dtype
-    for phase, runs in (("forward", times * (2 if main.remat else 1)), ("backward", times)):
-        if flops_of[phase].any() or bytes_of[phase].any():  # type: ignore[index]
+    executions: dict[Phase, float] = {"forward": times * (2 if main.remat else 1), "backward": times}
+    for phase, runs in executions.items():
+        flops, nbytes = flops_of[phase], bytes_of[phase]
+        if flops.any() or nbytes.any():
             yield Work(
-                kind="memory",
-                dtype=dtype,
-                flops=flops_of[phase],
-                nbytes=bytes_of[phase],
-                mnk=None,  # type: ignore[index]
-                phase=phase,
-                times=runs,  # type: ignore[arg-type]
+                kind="memory", dtype=dtype, flops=flops, nbytes=nbytes, mnk=None, phase=phase, times=runs
             )
 
 
