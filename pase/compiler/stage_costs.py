@@ -22,7 +22,7 @@ from pase.tables.derive import node_work
 from pase.tables.itemize import Collective, collectives
 from pase.tables.layouts import forward_states, local_bytes, number, read_states, write_states
 
-__all__ = ["PARTS", "PartCost", "GatheredWeights", "part_costs"]
+__all__ = ["PARTS", "GatheredWeights", "PartCost", "part_costs"]
 
 PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 

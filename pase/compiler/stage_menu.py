@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pase.compiler.stage_costs import PartCost, GatheredWeights, part_costs
+from pase.compiler.stage_costs import GatheredWeights, PartCost, part_costs
 from pase.compiler.stage_places import Places, StagePart
 from pase.compiler.variants import Variant
 from pase.ir import Graph, Node
