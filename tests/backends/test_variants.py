@@ -109,6 +109,33 @@ def test_light_work_and_attention_computed_again():
     assert kept["all"] < kept["light"] < kept["none"]
 
 
+@jax.jit
+def written_block(h, w):
+    q, k, v = jnp.einsum("bsd,dchk->cbshk", jnp.tanh(h), w["qkv"])
+    p = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k))
+    h = h + jnp.einsum("bshk,hkd->bsd", jnp.einsum("bhqs,bshk->bqhk", p, v), w["out"])
+    return h + jnp.tanh(jnp.tanh(h) @ w["up"]) @ w["down"]
+
+
+def written_out(params, x):
+    for i in range(3):
+        x = written_block(x, {name: w[i] for name, w in params.items()})
+    return jnp.mean(x**2)
+
+
+def test_an_attention_written_out_in_calls_is_found_and_computed_again():
+    x = jax.random.normal(KEYS[2], (16, 8, 16))
+    case = case_of(written_out, BLOCKS, x, name="written_out")
+    cores = recomputed(case.traced, "attention")
+    assert len(cores) == 3 and all(b.prefix for b in cores)  # inside of the calls
+    free, plan = (plan_for(case, "8", Variant(blocks=blocks)) for blocks in ((), cores))
+    assert plan.memory.activations < free.memory.activations and plan.cost > free.cost
+    optimizer = optax.sgd(1e-2)
+    step = sharded_step(plan, optimizer, BLOCKS, x)
+    off = unsharded_step(written_out, optimizer, BLOCKS, x).differences(step)
+    assert max(off.values()) < 1e-5, off
+
+
 def test_light_work_again_is_what_the_models_own_policy_says():
     """Of a model without attention: as if it were under jax.checkpoint with products kept, in seconds and in bytes."""
     keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
