@@ -164,9 +164,15 @@ def _beside(call: AttentionCall) -> Callable[..., Any]:
         masks = [x for x in beside if x.dtype == bool]
         bias = next((x for x in beside if x.dtype != bool), None)
         return jax.nn.dot_product_attention(
-            q, k, v, bias=bias, mask=masks[0] if masks else None, is_causal=call.causal, scale=call.scale,
+            q,
+            k,
+            v,
+            bias=bias,
+            mask=masks[0] if masks else None,
+            is_causal=call.causal,
+            scale=call.scale,
             implementation="xla",
-        )  # fmt: skip
+        )
 
     return attention
 

@@ -160,11 +160,18 @@ class LocalWalk:
 
         def evaluated(arrays: Sequence[Any], gradient: bool) -> list[Any]:
             call = rules.LocalCall(
-                eqn=eqn, op=op, mesh=self.program.mesh, devices=self.devices, info=self._info,
-                operands=tuple(wanted), results=tuple(results), shapes=tuple(
-                    None if r is None else self._local(r.shape, r.gradient if gradient else r.layout) for r in results
+                eqn=eqn,
+                op=op,
+                mesh=self.program.mesh,
+                devices=self.devices,
+                info=self._info,
+                operands=tuple(wanted),
+                results=tuple(results),
+                shapes=tuple(
+                    None if r is None else self._local(r.shape, r.gradient if gradient else r.layout)
+                    for r in results
                 ),
-            )  # fmt: skip
+            )
             return self._named(eqn, lambda: rules.evaluate(call, arrays))
 
         outs = evaluated([h.array for h in read], False)

@@ -277,8 +277,19 @@ def _local_ids(
     return jnp.stack(columns, axis=-1), mine & inside if fills else mine, inside if fills else None
 
 
-@_RULES.register("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min",
-                 "scatter-max", "scatter_max", "scatter-sub", "scatter_sub")  # fmt: skip
+@_RULES.register(
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+    "scatter-mul",
+    "scatter_mul",
+    "scatter-min",
+    "scatter_min",
+    "scatter-max",
+    "scatter_max",
+    "scatter-sub",
+    "scatter_sub",
+)
 def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """Each device takes the updates that fall in its part. Where the updates are parts, what they are added to counts
     on the first device alone."""

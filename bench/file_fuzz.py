@@ -46,9 +46,33 @@ from pase.search.readers import read_instance
 LIMIT_S = 20.0
 MODEL = "zoo:mlp?batch=8192&layers=1&features=512&hidden=1024&classes=16"
 EXTREMES: tuple[Any, ...] = (
-    -1e308, 1e308, float("inf"), float("nan"), -1, 0, 1, 1 << 31, 1 << 62, 10**30, 0.5, "", "x", "\x1b[2J", "../../x",
-    "nan", "a" * 10_000, None, True, [], {}, [[]], [[[[1]]]], {"a": {"a": {}}}, [1e308, -1e308], "1" * 50,
-)  # fmt: skip
+    -1e308,
+    1e308,
+    float("inf"),
+    float("nan"),
+    -1,
+    0,
+    1,
+    1 << 31,
+    1 << 62,
+    10**30,
+    0.5,
+    "",
+    "x",
+    "\x1b[2J",
+    "../../x",
+    "nan",
+    "a" * 10_000,
+    None,
+    True,
+    [],
+    {},
+    [[]],
+    [[[[1]]]],
+    {"a": {"a": {}}},
+    [1e308, -1e308],
+    "1" * 50,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,6 +137,7 @@ def llama() -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Writes bench/results/pipelines.json: schedules, bounds and cuts; with --compile also Llama-3 405B."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -33,9 +33,15 @@ def program_collectives(program: LocalProgram) -> Iterator[ProgramCollective]:
                 yield from _moved(t, "backward", t.backward or (), t.runs[1])
         for s in op.sent:
             yield ProgramCollective(
-                kind=s.kind, axes=s.axes, nbytes=s.nbytes, tensor=s.tensor, phase=s.phase, times=s.times,
-                node=op.node, source=op.node,
-            )  # fmt: skip
+                kind=s.kind,
+                axes=s.axes,
+                nbytes=s.nbytes,
+                tensor=s.tensor,
+                phase=s.phase,
+                times=s.times,
+                node=op.node,
+                source=op.node,
+            )
 
 
 def _moved(
@@ -44,6 +50,12 @@ def _moved(
     for m in moves:
         if m.kind != "slice" and m.kind != "own" and m.nbytes:
             yield ProgramCollective(
-                kind=m.kind, axes=m.axes, nbytes=m.nbytes, tensor=t.tensor, phase=phase, times=round(times),
-                node=t.dst, source=t.src,
-            )  # fmt: skip
+                kind=m.kind,
+                axes=m.axes,
+                nbytes=m.nbytes,
+                tensor=t.tensor,
+                phase=phase,
+                times=round(times),
+                node=t.dst,
+                source=t.src,
+            )

@@ -124,9 +124,13 @@ class _Lower:
             nbytes = 0 if m.kind == "slice" else round(flow.nbytes / self.mesh.ways(m.split))
             out.append(
                 LocalMove(
-                    kind=m.kind, axes=self._axes(m.axes), before=_layout(now), after=_layout(m.after), nbytes=nbytes
+                    kind=m.kind,
+                    axes=self._axes(m.axes),
+                    before=_layout(now),
+                    after=_layout(m.after),
+                    nbytes=nbytes,
                 )
-            )  # fmt: skip
+            )
             now = m.after
         if keep := [i for i, (n, g) in enumerate(zip(now, goal, strict=True)) if g == PARTIAL != n]:
             after = tuple(PARTIAL if i in keep else s for i, s in enumerate(now))
@@ -192,9 +196,13 @@ class _Lower:
         if not axes or not nbytes or not turns:
             return None
         return NodeCollective(
-            kind=c.kind, axes=self._axes(int(axes)), nbytes=round(float(nbytes)), tensor=c.tensor, phase=c.phase,
+            kind=c.kind,
+            axes=self._axes(int(axes)),
+            nbytes=round(float(nbytes)),
+            tensor=c.tensor,
+            phase=c.phase,
             times=round(c.times * float(turns)),
-        )  # fmt: skip
+        )
 
 
 def _settled(states: np.ndarray) -> np.ndarray:

@@ -74,9 +74,13 @@ def _moved(parts: DeviceParts, move: LocalMove, shape: Extents, mesh: Mesh) -> D
 
 
 def _on_one(
-    parts: DeviceParts, move: LocalMove, shape: Extents, mesh: Mesh, place: tuple[int, ...],
+    parts: DeviceParts,
+    move: LocalMove,
+    shape: Extents,
+    mesh: Mesh,
+    place: tuple[int, ...],
     group: list[tuple[int, ...]],
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """What one device holds after a move among the devices of its group, which are in row-major order."""
     mine = group.index(place)
     match move.kind:

@@ -365,9 +365,14 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
     for i in state_index(node):
         a = node.ops[0].writes[0]
         yield Charge(
-            kind="all_gather", axes=axis_bits(cfg, [i], mesh), tensor=a.tensor, phase="update", times=1.0,
-            nbytes=local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh), bucketed=True,
-        )  # fmt: skip
+            kind="all_gather",
+            axes=axis_bits(cfg, [i], mesh),
+            tensor=a.tensor,
+            phase="update",
+            times=1.0,
+            nbytes=local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh),
+            bucketed=True,
+        )
     for number_of_op, op in enumerate(node.ops):
         times = _runs(op, node.name)
         runs = times * (2 if op.remat else 1)
@@ -377,9 +382,14 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
                 axes = axis_bits(cfg, dim_index(node, summed), mesh)
                 size = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
                 yield Charge(
-                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase=_phase(op), times=runs,
+                    kind="all_reduce",
+                    axes=axes,
+                    nbytes=size,
+                    tensor=a.tensor,
+                    phase=_phase(op),
+                    times=runs,
                     within=OwnAccess(number_of_op, i),
-                )  # fmt: skip
+                )
         for i, a in enumerate(op.reads):
             t = graph.tensors[a.tensor]
             other = [d for d in op.dims if d not in set(a.map.dims)]
@@ -387,9 +397,14 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
                 axes = axis_bits(cfg, dim_index(node, other), mesh)
                 size = local_bytes(node, t, a, cfg, mesh)
                 yield Charge(
-                    kind="all_reduce", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times,
+                    kind="all_reduce",
+                    axes=axes,
+                    nbytes=size,
+                    tensor=a.tensor,
+                    phase="backward",
+                    times=times,
                     within=OwnAccess(number_of_op, i),
-                )  # fmt: skip
+                )
             for walk, extent in zip(a.map.walks, t.shape, strict=True):
                 if walk.window is None or not walk.window.halo or len(walk.dims) != 1:
                     continue
@@ -399,14 +414,24 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
                 size = local_bytes(node, t, a, cfg, mesh) * part
                 axes = axis_bits(cfg, index, mesh)
                 yield Charge(
-                    kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase=_phase(op), times=runs,
+                    kind="permute",
+                    axes=axes,
+                    nbytes=size,
+                    tensor=a.tensor,
+                    phase=_phase(op),
+                    times=runs,
                     within=OwnAccess(number_of_op, i),
-                )  # fmt: skip
+                )
                 if _grad(graph, op, a.tensor):
                     yield Charge(
-                        kind="permute", axes=axes, nbytes=size, tensor=a.tensor, phase="backward", times=times,
+                        kind="permute",
+                        axes=axes,
+                        nbytes=size,
+                        tensor=a.tensor,
+                        phase="backward",
+                        times=times,
                         within=OwnAccess(number_of_op, i),
-                    )  # fmt: skip
+                    )
     if (ring := ring_of(node)) is not None:
         yield from _ring_charges(graph, node, ring, cfg, mesh)
 
@@ -429,9 +454,15 @@ def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh
             nbytes: np.ndarray, turns: np.ndarray | float, behind: Work | None = None, w: Work = w
         ) -> Charge:
             return Charge(
-                kind="permute", axes=axis_bits(cfg, [ring.dim], mesh), nbytes=nbytes, tensor=op.reads[1].tensor,
-                phase=w.phase, times=w.times, turns=turns, behind=behind,
-            )  # fmt: skip
+                kind="permute",
+                axes=axis_bits(cfg, [ring.dim], mesh),
+                nbytes=nbytes,
+                tensor=op.reads[1].tensor,
+                phase=w.phase,
+                times=w.times,
+                turns=turns,
+                behind=behind,
+            )
 
         if w.phase == "forward":
             yield moved(k + v, turns, w)
@@ -488,6 +519,11 @@ def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mes
         for step in reshard(*flow.ends(src, dst), mesh):
             axes, fraction = (step.axes.T, step.fraction.T) if flow.back else (step.axes, step.fraction)
             yield Charge(
-                kind=step.kind, axes=axes, nbytes=fraction * flow.nbytes, tensor=edge.tensor, phase=flow.phase,
-                times=flow.times, bucketed=flow.bucketed,
-            )  # fmt: skip
+                kind=step.kind,
+                axes=axes,
+                nbytes=fraction * flow.nbytes,
+                tensor=edge.tensor,
+                phase=flow.phase,
+                times=flow.times,
+                bucketed=flow.bucketed,
+            )

@@ -16,6 +16,7 @@ def sources(*rooms: str) -> list[Path]:
     return sorted(set(files))
 
 
+ROOMS = ("pase", "frontends", "backends", "costmodels", "bench", "tests", "examples")
 BENCHES = [str(f.relative_to(ROOT)) for f in sources("bench")]
 
 
@@ -31,3 +32,12 @@ def test_public_functions_of_a_bench_say_what_they_write(file: str) -> None:
         and not any(ast.unparse(d) == "program" for d in node.decorator_list)
     ]
     assert not silent, f"{file}: without docstring: {silent}"
+
+
+def test_the_formatter_formats_all() -> None:
+    """No part of a file is kept from it."""
+    kept = ("fmt: " + "skip", "fmt: " + "off")
+    found = [
+        str(f.relative_to(ROOT)) for f in sources(*ROOMS) if any(k in f.read_text("utf-8") for k in kept)
+    ]
+    assert not found
