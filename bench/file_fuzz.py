@@ -76,7 +76,7 @@ EXTREMES: tuple[Any, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class FileKind:
     """A kind of file. make: writes a good one; use: reads one and does with it what its command does."""
 
     suffix: str
@@ -150,30 +150,30 @@ def _use_onnx(path: Path) -> object:
     return pase.compile(str(path), devices=4, dims={"n": 8}, baselines=False)
 
 
-KINDS: dict[str, Kind] = {
-    "layout": Kind(suffix=".json", make=_layout, use=_use_layout),
-    "names": Kind(suffix=".json", make=_names, use=load_names),
-    "machine": Kind(
+KINDS: dict[str, FileKind] = {
+    "layout": FileKind(suffix=".json", make=_layout, use=_use_layout),
+    "names": FileKind(suffix=".json", make=_names, use=load_names),
+    "machine": FileKind(
         suffix=".toml",
         make=lambda p: (
             p.write_text((ROOT / "pase" / "machine" / "data" / "h100x8.toml").read_text()) and None
         ),
         use=lambda p: load_machine(p),
     ),
-    "problem": Kind(suffix=".json", make=_problem, use=lambda p: evaluated(load_problem(p))),
-    "profile": Kind(
+    "problem": FileKind(suffix=".json", make=_problem, use=lambda p: evaluated(load_problem(p))),
+    "profile": FileKind(
         suffix=".txt",
         make=lambda p: p.write_text((ROOT / "examples" / "profile.txt").read_text()) and None,
         use=lambda p: evaluated(load_problem(p)),
     ),
-    "instance": Kind(
+    "instance": FileKind(
         suffix=".json",
         make=lambda p: p.write_text((ROOT / "examples" / "instance.json").read_text()) and None,
         use=lambda p: solve(read_instance(p)[0]),
     ),
-    "graph": Kind(suffix=".txt", make=_graph, use=lambda p: from_text(p.read_text(errors="replace"))),
-    "timeline": Kind(suffix=".json", make=_timeline, use=lambda p: load_timeline(p)),
-    "onnx": Kind(suffix=".onnx", make=_onnx, use=_use_onnx),
+    "graph": FileKind(suffix=".txt", make=_graph, use=lambda p: from_text(p.read_text(errors="replace"))),
+    "timeline": FileKind(suffix=".json", make=_timeline, use=lambda p: load_timeline(p)),
+    "onnx": FileKind(suffix=".onnx", make=_onnx, use=_use_onnx),
 }
 
 
@@ -239,7 +239,7 @@ def change_bytes(data: bytes, rng: np.random.Generator) -> bytes:
             return data[:i] + word + data[i + 1 :]
 
 
-def mutated(good: bytes, kind: Kind, rng: np.random.Generator) -> bytes:
+def mutated(good: bytes, kind: FileKind, rng: np.random.Generator) -> bytes:
     """One to four changes of a good file."""
     for _ in range(min(int(rng.geometric(0.6)), 4)):
         if kind.suffix == ".json" and rng.random() < 0.8:
@@ -257,7 +257,7 @@ def _alarm(*_: Any) -> None:
     raise _TookTooLong
 
 
-def verdict(kind: Kind, path: Path) -> str:
+def verdict(kind: FileKind, path: Path) -> str:
     """What comes of a file: "answered", "refused", or what must not be, beginning with "fault"."""
     signal.signal(signal.SIGVTALRM, _alarm)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
@@ -285,7 +285,7 @@ def _clean(message: str) -> str:
 
 
 def fuzz(
-    kinds: dict[str, Kind], count: int, seed: int
+    kinds: dict[str, FileKind], count: int, seed: int
 ) -> tuple[dict[str, Counter[str]], list[dict[str, Any]]]:
     """Outcomes by kind of ``count`` cases in all, and the faults."""
     found = {name: Counter[str]() for name in kinds}
