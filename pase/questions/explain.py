@@ -219,8 +219,18 @@ def explain(
         report = _layer(plan, node, problem, say)
     if problem is not None and plan.hidden > _NOTHING * plan.cost:
         remark = f"what else could be is priced with nothing hidden behind backward. {remark}".strip()
+    others = [*next_best.values(), *(a.cost for a in (report.alternatives if report is not None else ()))]
+    if plan.memory_limit is not None and min(others, default=plan.cost) < plan.cost * (1 - _NOTHING):
+        remark = (
+            f"what else could be is priced without the memory limit: what is cheaper does not fit. {remark}"
+        )
     return Explanation(
-        plan=plan, causes=causes(plan), next_best=next_best, layer=report, unfused=written_out, remark=remark
+        plan=plan,
+        causes=causes(plan),
+        next_best=next_best,
+        layer=report,
+        unfused=written_out,
+        remark=remark.strip(),
     )
 
 
