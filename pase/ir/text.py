@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
 from pase.errors import PaseError
+from pase.files.terminal import printable
 from pase.ir.functions import BY_KIND, FUNCTIONS, Function
 from pase.ir.places import Place, Scope, SourceLine
 from pase.ir.sizes import Size, parse_size
@@ -198,7 +199,7 @@ class _Line:
 
     def fail(self, what: str, at: int | None = None) -> NoReturn:
         column = (self.position if at is None else at) + 1
-        raise PaseError(f"graph text line {self.number}, column {column}: {what}")
+        raise PaseError(f"graph text line {self.number}, column {column}: {printable(what)}")
 
     def at_end(self) -> bool:
         while self.position < len(self.text) and self.text[self.position] in " \r":

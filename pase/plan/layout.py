@@ -423,6 +423,8 @@ def _problems(form: LayoutForm) -> Iterator[str]:
             yield from _misplaced(f"layouts/{name}", layout, size)
     for name, layout in form.gradients.items():
         yield from _misplaced(f"gradients/{name}", layout, size)
+    for i, c in enumerate(form.collectives):
+        yield from _misplaced(f"collectives/{i}/axes", [c.axes], size)
     for r in form.reshards:
         for layout in (*r.layouts, *(() if r.gradient is UNSET else (r.gradient,))):
             yield from _misplaced(f"reshards/{r.at} of {r.tensor}", layout, size)
