@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 
 import numpy as np
 
 from pase.errors import Infeasible
-from pase.search.bundle import Bundle, next_prices
+from pase.search.bundle import next_prices
 from pase.search.check import cost_of
 from pase.search.clock import DEFAULT_SECONDS, Deadline
-from pase.search.contract import Contracted, contract, fixed_bytes, restrict
+from pase.search.contract import Contracted, contract, restrict
 from pase.search.exact import eliminate_pairwise
-from pase.search.flat import Flat, flatten
 from pase.search.ilp import IlpJob, ilp_problem, solve_ilp
-from pase.search.rows import Rows, memory_rows
+from pase.search.residual import ACTIVE_POINTS, Incumbent, Residual
 from pase.search.types import MemoryProfile, SearchProgress, Solution
 from pase.tables.types import CostTables
 
@@ -30,113 +28,8 @@ __all__ = ["bounded_search"]
 
 _ILP_PAIRS = 120_000  # allowed pairs of all edges, at most, for an integer program
 _SMALL_ILP = 6_000  # pairs and configs, at most, for one at once and in this process
-_ACTIVE_POINTS = 400
 _SWEEPS = 100
 _CUTS = 12  # cutting-plane steps a turn
-
-
-class _SearchState:
-    """The incumbent and the bound, in terms of the original problem."""
-
-    def __init__(self, tables: CostTables, memory: MemoryProfile | None, began: float) -> None:
-        self.tables, self.memory, self.began = tables, memory, began
-        self.choice: np.ndarray | None = None
-        self.cost = np.inf
-        self.bound = -np.inf
-        self.certificate = "dual bound"
-        self.enough = 0.0
-
-    @cached_property
-    def integers(self) -> bool:
-        """Whether all costs are whole numbers, so that costs less than 1 apart are equal."""
-        matrices = {id(e.cost): e.cost for e in self.tables.edges}.values()
-        return all(map(_whole, self.tables.node_costs)) and all(map(_whole, matrices))
-
-    def offer(self, choice: np.ndarray) -> bool:
-        """Take ``choice`` (over the original nodes) if it is allowed and cheaper."""
-        cost = cost_of(self.tables, choice)
-        if cost >= self.cost:
-            return False
-        if self.memory is not None and (self.memory.usage(choice) > self.memory.limit_bytes).any():
-            return False
-        self.choice, self.cost = choice, cost
-        return True
-
-    def prove(self, bound: float, by: str) -> None:
-        if bound > self.bound:
-            self.bound, self.certificate = bound, by
-
-    def done(self) -> bool:
-        """No cheaper choice can exist: bound and cost agree, to rounding or within a whole number."""
-        if not np.isfinite(self.cost):
-            return False
-        gap = self.cost - self.bound
-        return gap <= max(1e-9 * abs(self.cost), 1e-12) or (gap < 1 - 1e-6 and self.integers)
-
-
-def _whole(a: np.ndarray) -> bool:
-    finite = a[np.isfinite(a)]
-    return bool((finite == np.round(finite)).all() and (np.abs(finite) < 2**53).all())
-
-
-class _Residual:
-    """Arrays of what is left, and the dual's state on it."""
-
-    def __init__(self, left: Contracted, memory: MemoryProfile | None) -> None:
-        self.left = left
-        self.flat: Flat = flatten(left.costs, left.pairs, left.matrices)
-        sizes = [c.size for c in left.costs]
-        if memory is None:
-            slot = self.flat.slot
-            none = np.zeros(0, np.int64)
-            self.rows = Rows(
-                capacity=np.zeros(0),
-                when=none,
-                slot=slot,
-                ptr=np.zeros(int(slot[-1]) + 1, np.int64),
-                point=none,
-                change=np.zeros(0),
-            )
-        else:
-            self.rows = memory_rows(memory, sizes, left.members, fixed_bytes(left, memory))
-        self.price = np.zeros(self.rows.points)
-        self.message = np.zeros(self.flat.messages)
-        self.active = np.zeros(_ACTIVE_POINTS, np.int64)
-        self.dual = np.array([-np.inf, 0.0, 0.0, 0.0, 0.0, 0.0])
-        self.choice = np.array([c.argmin() for c in left.costs], np.int64)
-        self.bundle = Bundle()
-        self.cutting = True
-        self.cut_points = np.zeros(0, np.int64)
-        self.turn = 0
-
-    def inherit(self, old: _Residual) -> None:
-        """Start from the prices of the residual this one came from."""
-        if not self.rows.points:
-            return
-        for t in np.flatnonzero(old.price > 0):
-            at = int(np.abs(self.rows.when - old.rows.when[t]).argmin())
-            self.price[at] += old.price[t]
-        live = np.flatnonzero(self.price)[:_ACTIVE_POINTS]
-        self.active[: live.size] = live
-        self.dual[2] = live.size
-        self.dual[1] = 2.0 * old.dual[1]
-        self.cutting, self.cut_points = old.cutting, live
-
-    def over(self, choice: np.ndarray) -> np.ndarray:
-        """Bytes in use less the capacity at each point, float64 [points]."""
-        from pase.search.kernels_memory import usage_of
-
-        used = np.zeros(self.rows.points)
-        usage_of(self.rows.limit, self.flat.slot, choice, used)
-        return used - self.rows.capacity
-
-    def priced(self, price: np.ndarray) -> np.ndarray:
-        """Node costs with bytes at ``price``, float64 [slots]."""
-        from pase.search.kernels_memory import priced_costs
-
-        out = np.zeros(self.flat.cost.size)
-        priced_costs(self.rows.limit, self.flat.cost, price, np.zeros(self.rows.points + 1), out)
-        return out
 
 
 def bounded_search(
@@ -157,7 +50,7 @@ def bounded_search(
     Raises Infeasible where it is proven that nothing fits.
     """
     clock = Deadline(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
-    state = _SearchState(tables, memory, began)
+    state = Incumbent(tables, memory, began)
     state.enough = gap
     if known is not None:
         state.offer(known[0])
@@ -171,7 +64,7 @@ def bounded_search(
     return _solution(state, method)
 
 
-def _solution(state: _SearchState, method: str) -> Solution:
+def _solution(state: Incumbent, method: str) -> Solution:
     seconds = time.perf_counter() - state.began
     feasible = state.choice is not None
     cheapest = [int(c.argmin()) for c in state.tables.node_costs]
@@ -191,7 +84,7 @@ def _solution(state: _SearchState, method: str) -> Solution:
 
 
 def _rounds(
-    state: _SearchState,
+    state: Incumbent,
     left: Contracted,
     seed: int,
     clock: Deadline,
@@ -199,7 +92,7 @@ def _rounds(
     rounds: int | None,
 ) -> str:
     rng = np.random.default_rng(seed)
-    now = clock.run("residual", _Residual, left, state.memory)
+    now = clock.run("residual", Residual, left, state.memory)
     job: IlpJob | None = None
     pairs_tried = np.inf
     turn = 0
@@ -261,7 +154,7 @@ def _rounds(
                 until = time.perf_counter() + 0.5 * clock.left
                 try:
                     rest = clock.run("residual", restrict, now.left, keep, until)
-                    smaller = clock.run("residual", _Residual, rest, state.memory)
+                    smaller = clock.run("residual", Residual, rest, state.memory)
                 except Infeasible:  # nothing cheaper is left
                     state.prove(state.cost, "dual bound")
                     return "dual bound and neighbourhood search"
@@ -273,7 +166,7 @@ def _rounds(
         pool.shutdown()
 
 
-def _refuse_hopeless(state: _SearchState, now: _Residual) -> None:
+def _refuse_hopeless(state: Incumbent, now: Residual) -> None:
     if state.choice is None and now.rows.points and now.rows.capacity.min() < 0:
         assert state.memory is not None
         raise Infeasible(
@@ -282,7 +175,7 @@ def _refuse_hopeless(state: _SearchState, now: _Residual) -> None:
         )
 
 
-def _eliminate(state: _SearchState, now: _Residual) -> bool:
+def _eliminate(state: Incumbent, now: Residual) -> bool:
     """Finish exactly by elimination, where no memory limit stands and what is left is narrow."""
     if now.rows.points:
         return False
@@ -294,7 +187,7 @@ def _eliminate(state: _SearchState, now: _Residual) -> bool:
     return True
 
 
-def _settle_small(state: _SearchState, now: _Residual, clock: Deadline) -> bool:
+def _settle_small(state: Incumbent, now: Residual, clock: Deadline) -> bool:
     """A small residual goes to the integer program at once, in this process."""
     usable, pairs = _usable_pairs(state, now)
     if pairs + now.flat.cost.size > _SMALL_ILP:
@@ -304,7 +197,7 @@ def _settle_small(state: _SearchState, now: _Residual, clock: Deadline) -> bool:
     return _take(state, now, solve_ilp(ilp_problem(now.flat, now.rows, usable, scale, seconds)))
 
 
-def _raise_bound(state: _SearchState, now: _Residual) -> None:
+def _raise_bound(state: Incumbent, now: Residual) -> None:
     from pase.search.kernels_memory import dual_ascent
 
     flat = now.flat
@@ -336,7 +229,7 @@ def _raise_bound(state: _SearchState, now: _Residual) -> None:
     state.prove(min(lower + now.left.constant, state.cost), "dual bound")
 
 
-def _cut(now: _Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
+def _cut(now: Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
     """Cutting-plane steps on the prices of ``points`` and of the worst one; returns the best bound."""
     from pase.search.kernels_flat import trws_pass
 
@@ -347,7 +240,7 @@ def _cut(now: _Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
         over = bundle.slopes[-1]
         if over.max() > 0:
             points = np.union1d(points, [int(over.argmax())]).astype(np.int64)
-        if points.size == 0 or points.size > _ACTIVE_POINTS // 2:
+        if points.size == 0 or points.size > ACTIVE_POINTS // 2:
             break
         if bundle.reach <= 0.0:
             start = abs(now.dual[0]) if np.isfinite(now.dual[0]) else abs(bundle.values[-1])
@@ -378,7 +271,7 @@ def _cut(now: _Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
     return float(now.dual[0])
 
 
-def _remember(now: _Residual, choice: np.ndarray) -> None:
+def _remember(now: Residual, choice: np.ndarray) -> None:
     """A choice without forbidden pairs is a plane of the bundle."""
     cost = now.flat.cost_of(choice)
     if np.isfinite(cost):
@@ -386,8 +279,8 @@ def _remember(now: _Residual, choice: np.ndarray) -> None:
 
 
 def _neighbourhoods(
-    state: _SearchState,
-    now: _Residual,
+    state: Incumbent,
+    now: Residual,
     price: np.ndarray,
     rounded: np.ndarray,
     rng: np.random.Generator,
@@ -430,7 +323,7 @@ def _neighbourhoods(
                 state.offer(now.left.expand(best))
 
 
-def _press(now: _Residual, price: np.ndarray, choice: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _press(now: Residual, price: np.ndarray, choice: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A choice that fits, or nearly: the worst point's price is doubled until nothing is over."""
     from pase.search.kernels_memory import polish, usage_of
 
@@ -450,7 +343,7 @@ def _press(now: _Residual, price: np.ndarray, choice: np.ndarray, rng: np.random
     return choice
 
 
-def _usable_pairs(state: _SearchState, now: _Residual) -> tuple[np.ndarray, int]:
+def _usable_pairs(state: Incumbent, now: Residual) -> tuple[np.ndarray, int]:
     """(bool per entry: may an answer as good as the best use it; their number over all edges)."""
     flat = now.flat
     usable = np.isfinite(flat.entries)
@@ -473,7 +366,7 @@ def _usable_pairs(state: _SearchState, now: _Residual) -> tuple[np.ndarray, int]
     return usable, int((count[flat.matrix + area] - count[flat.matrix]).sum())
 
 
-def _take(state: _SearchState, now: _Residual, answer: tuple[str, np.ndarray | None, float]) -> bool:
+def _take(state: Incumbent, now: Residual, answer: tuple[str, np.ndarray | None, float]) -> bool:
     """Use an integer program's answer; True if it settles the search."""
     status, choice, bound = answer
     if choice is not None:
@@ -490,7 +383,7 @@ def _take(state: _SearchState, now: _Residual, answer: tuple[str, np.ndarray | N
     return state.done()
 
 
-def _affordable(state: _SearchState, now: _Residual) -> list[np.ndarray] | None:
+def _affordable(state: Incumbent, now: Residual) -> list[np.ndarray] | None:
     """Per node, which configs a choice as good as the best may use; None where few would go."""
     from pase.search.kernels_flat import trws_pass
 
