@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from pase.backends.jax_manual import Manual
+from pase.backends.jax_programs import part_of, threaded_arguments
 from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
 from pase.backends.jax_values import NotByHand
 from pase.backends.jax_walk import JaxprWalk
@@ -178,6 +179,17 @@ class JaxPlan:
             return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
 
         return constrained
+
+    @cached_property
+    def prefill(self) -> Stepper:
+        """Of a ``pase.Generation``, over all of jax.devices(): prefill(params, *prompt) -> (token, cache), laid out as
+        decode wants them. On other devices: ``jax_programs.part_of``."""
+        return part_of(self, "prefill", self.mesh())
+
+    @cached_property
+    def decode(self) -> Stepper:
+        """Of a ``pase.Generation``: decode(params, token, cache) -> (token, cache); the cache is donated."""
+        return part_of(self, "decode", self.mesh())
 
     def checked(self, args: Any) -> list[Any]:
         """The arguments' arrays, leaf by leaf; PaseError where they are not those of the plan."""
@@ -420,24 +432,24 @@ class JaxPlan:
 
     def step(self, mesh: Any | None = None, *, donate: bool = True) -> Stepper:
         """The model itself, jitted under the plan: of mode="step", the user's own train step(params, opt_state,
-        *batch), whose state is donated; of mode="inference", f(params, *inputs). What ``carry`` threads comes back
-        laid out as it is wanted next."""
+        *batch); of mode="inference", f(params, *inputs). What comes back to be passed in again (a train step's state,
+        what ``carry`` threads: a KV cache) is donated, and laid out as it is wanted next."""
         if self.traced.mode == "train":
             raise PaseError("the plan is of a loss: plan.jax.train_step(optimizer) makes a step of it")
         mesh = mesh if mesh is not None else self.mesh()
-        own = self.traced.mode == "step"
         fn, kept = self.loss(mesh), self.traced.kept_out
         return Stepper(
             run=lambda *args: arrays(fn(*args)),
             in_shardings=self._in_shardings(mesh),
             out_shardings=self._returned(mesh),
-            donate=(0, 1) if own and donate else (),
+            donate=threaded_arguments(self) if donate else (),
             whole=lambda out: combine(out, kept),
         )
 
     @cached_property
     def apply(self) -> Stepper:
-        """A model that is not trained, over all of jax.devices(): apply(params, *inputs)."""
+        """A model that is not trained, over all of jax.devices(): apply(params, *inputs). Its arguments are kept;
+        ``step()`` donates what is threaded."""
         return self.step(donate=False)
 
     def lower_train_step(
@@ -490,8 +502,10 @@ class JaxPlan:
             host = np.asarray(leaf)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
+        if self.traced.programs and len(given) < len(shardings):  # what prefill makes may be left out
+            shardings = shardings[: len(given)]
         placed = tuple(jax.tree.map(put, x, s) for x, s in zip(given, shardings, strict=True))
-        return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
+        return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))
 
 
 def jax_plan(plan: PlanData) -> JaxPlan:

@@ -16,6 +16,7 @@ from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
 from pase.frontends.jax_control import CONTROL, AtRunTime, by_body
 from pase.frontends.jax_derivatives import has_own_rule, lower_with_rule
+from pase.frontends.jax_generation import Generation, programs_of
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import Elementwise
 from pase.frontends.jax_rules_outside import RULES
@@ -84,6 +85,8 @@ class TracedJax(registry.Traced):
     """How likely branches are, as the user said."""
     carried: Mapping[int, int] = field(default_factory=dict)
     """Input leaf -> the output leaf that is its next value."""
+    programs: tuple[str, ...] = ()
+    """Of a ``Generation``: what the paths of prefill's equations begin with, and of decode's."""
     kept: Any = field(default=None, repr=False, compare=False)
     """The arguments' static leaves, in their place; None elsewhere."""
     out_tree: Any = None
@@ -153,6 +156,10 @@ def trace(
 
     jax_versions.check()
     called = name or name_of(fn)
+    if isinstance(fn, Generation):
+        state = fn.state(params, batch)
+        mode, carry = "inference", {len(batch): (1, 0), len(batch) + 1: (1, 1)}
+        batch = (*batch, *state)
     as_shapes, turns, symbols = _arguments(fn, (params, *batch), dims, called)
     program = program_of(fn, (params, *batch), as_shapes, mode, carry)
     closed = program.jaxpr
@@ -162,7 +169,10 @@ def trace(
     if twice := [path for path, n in Counter(param_paths).items() if n > 1]:
         raise PaseError(f"two parameters have the path '{twice[0]}': give the pytree's keys distinct names")
     b = GraphBuilder(name=called, frozen=mode != "train")
-    lower = _JaxLowering(b=b, unknown=unknown, told=AtRunTime(turns=turns, chances=chances or {}))
+    programs = programs_of(fn, closed)
+    lower = _JaxLowering(
+        b=b, unknown=unknown, told=AtRunTime(turns=turns, chances=chances or {}), programs=programs
+    )
     n = len(param_paths)
     for i, (var, path) in enumerate(zip(closed.jaxpr.invars, (*param_paths, *input_paths), strict=True)):
         leaf = b.parameter if i < n else b.input
@@ -177,8 +187,15 @@ def trace(
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
         raise PaseError(_no_gradient(called, bool(lower.told.loops)))
     for into, of in program.carried.items():
-        if (value := returned[of]) is not None:
-            b.thread(lower.of(closed.jaxpr.invars[into]), value)
+        held = lower.of(closed.jaxpr.invars[into])
+        if (value := returned[of]) is not None and not programs:
+            b.thread(held, value)
+        for k, (path, times) in enumerate(
+            programs.items()
+        ):  # each returns all of the state, and nothing else
+            if (value := returned[of - (1 - k) * len(program.carried)]) is not None:
+                with b.region("program", path, times=times):
+                    b.thread(held, value)
     for t in dict.fromkeys(outs):
         if t.role == "activation":
             b.output(t)
@@ -192,6 +209,7 @@ def trace(
         results=lower.results,
         fn=fn,
         unknown=unknown,
+        programs=tuple(programs),
         mode=mode,
         carry=dict(carry or {}),
         turns=turns,
@@ -303,6 +321,8 @@ class _JaxLowering:
     """Path of the enclosing custom-derivative call, which a backend keeps whole."""
     told: AtRunTime = field(default_factory=AtRunTime)
     """Turns of while loops and chances of branches, as far as they are known."""
+    programs: Mapping[str, int] = field(default_factory=dict)
+    """See ``programs_of``."""
     policy: Any = None
     """The enclosing rematerialised region's policy: which results are saved."""
 
@@ -376,6 +396,9 @@ class _JaxLowering:
         if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
             inner.policy = eqn.params.get("policy")
             with self.b.region("remat", prefix, remat=not eqn.params.get("differentiated", False)):
+                inner.eqns(jaxpr.eqns, prefix)
+        elif (times := self.programs.get(prefix)) is not None:
+            with self.b.region("program", prefix, times=times):
                 inner.eqns(jaxpr.eqns, prefix)
         else:
             inner.eqns(jaxpr.eqns, prefix)

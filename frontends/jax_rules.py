@@ -242,18 +242,20 @@ def _slice(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
     kept = _kept(x.shape, shape)
     if eqn.primitive.name == "pad":  # as many cut off on one side as added on the other keeps the size only
         kept = [k and not any(c) for k, c in zip(kept, eqn.params["padding_config"], strict=True)]
+    if b.frozen and eqn.primitive.name == "dynamic_slice":  # else its gradient is as large as what it is of
+        return [nests.taken(b, "dynamic_slice", [x, *others], shape, kept)]
     return [nests.restrict(b, eqn.primitive.name, [x, *others], shape, kept)]
 
 
 @lowers("dynamic_update_slice")
 def _update(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """In place, where nothing is kept of what was there before."""
     x, update = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
-    indices = [t for t in ins[2:] if t is not None]
-    return [
-        nests.restrict(
-            b, "dynamic_update_slice", [x, update, *indices], x.shape, _kept(x.shape, update.shape)
-        )
-    ]
+    inputs = [x, update, *(t for t in ins[2:] if t is not None)]
+    kept = _kept(x.shape, update.shape)
+    if b.frozen:
+        return [nests.put(b, "dynamic_update_slice", inputs, x.shape, kept)]
+    return [nests.restrict(b, "dynamic_update_slice", inputs, x.shape, kept)]
 
 
 @lowers("rev")

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pase.api import Plan, compare, compile, load, price
+    from pase.frontends.jax_generation import Generation
     from pase.frontends.jax_rules_outside import register_kernel
     from pase.replay.profiling import profile
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "compare", "compile", "load", "price", "profile", "register_kernel"]
+__all__ = ["Generation", "Plan", "compare", "compile", "load", "price", "profile", "register_kernel"]
 
 _WHERE = {
+    "Generation": "pase.frontends.jax_generation",
     "Plan": "pase.api",
     "compare": "pase.api",
     "compile": "pase.api",

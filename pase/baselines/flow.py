@@ -76,10 +76,12 @@ def roles(graph: Graph) -> Roles:
 def _roles(graph: Graph) -> Roles:
     classes = dim_classes(graph)
     weights = tuple(_weights(graph, classes))
+    inputs = [n for n in graph.nodes if n.kind == "input"]
+    # What comes back from a call (a cache) may be stacked by layers; the rest arrives example by example.
+    fresh = [n for n in inputs if not any(op.kind == "carry" for op in n.ops)]
     batch = frozenset(  # a first dim of one example is walked by no dim: then there is no batch
         classes[n.name, d]
-        for n in graph.nodes
-        if n.kind == "input"
+        for n in fresh or inputs
         for first in n.ops[0].writes[0].map.walks[:1]
         for d in first.dims[:1]
     )

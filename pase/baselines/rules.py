@@ -60,6 +60,8 @@ def zero2(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Ski
     optimizer's state. ZeRO-1 moves the same bytes and keeps whole gradients, so that only its memory is worse."""
     r = roles(graph)
     why = no_batch(graph, r, devices)
+    if not any(t.needs_grad for t in graph.parameters):
+        why = "nothing is trained: there are neither gradients nor an optimizer's state"
     if why:
         yield Skipped(name="zero2", reason=why)
         return

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.baselines import Baseline, Skipped
+from pase.compiler.batch import most_throughput
 from pase.compiler.fit import fit_more, fit_variants
 from pase.compiler.mesh_search import search_meshes
 from pase.compiler.methods import memory_of, never_worse, price_methods
@@ -17,8 +18,10 @@ from pase.compiler.pipelines import plan_staged, search_pipelines
 from pase.compiler.plans import NO_LIMIT, Fit, plan_found, plan_of
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.resolve import traced_model
+from pase.compiler.ties import least_stored
 from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible
+from pase.memory.live import is_trained
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -44,6 +47,8 @@ def compile_model(
     if options.ranks is not None:
         return _compile_staged(model, params, batch, options, progress or (lambda _: None))
     say = progress or (lambda _: None)
+    if options.objective == "throughput":
+        return most_throughput(compile_model, model, params, batch, options, say)
     start = time.perf_counter()
     say("tracing the model")
     traced, name = _traced(model, params, batch, options)
@@ -81,6 +86,8 @@ def compile_model(
     if more and options.mesh is None:
         found = fit_more(problem, found, more, within, options.time_limit, say)
     found = never_worse(problem, found, allowed)
+    if not is_trained(problem.graph):
+        found = least_stored(problem, found)
     total_s = time.perf_counter() - start
     seconds = {"trace": traced_s, **found.seconds, **methods, "total": total_s}
     fit = NO_LIMIT if limit is None else Fit(limit=int(limit), misfit=misfit, methods=needs)

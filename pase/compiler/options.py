@@ -83,6 +83,13 @@ class CompileOptions:
         "model.",
         "--mode",
     )
+    objective: Literal["latency", "throughput"] = _option(
+        "latency",
+        "'latency': the fewest seconds of one call. 'throughput': the most examples a second and a device, where the "
+        "batch may be as large as memory allows: the batch size is left open (a zoo model without batch=, or one "
+        "symbolic size) and found in powers of two.",
+        "--objective",
+    )
     carry: Mapping[int, Any] | None = _option(
         None,
         "What one call passes to the next, such as batch statistics or a KV cache: batch argument -> the position of "

@@ -100,7 +100,7 @@ class SplitProblem:
         """How memory is counted."""
         from pase.memory.accounts import account_for
 
-        return account_for(self.machine)
+        return account_for(self.machine, self.graph)
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
         """Cost tables of a mesh in which all adds up, built once."""

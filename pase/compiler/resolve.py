@@ -7,11 +7,14 @@ import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends import registry
 from pase.frontends.registry import DimSizes, Traced, Unknown
+
+if TYPE_CHECKING:
+    from pase.zoo import ZooModel
 
 __all__ = ["resolve", "traced_model"]
 
@@ -40,6 +43,18 @@ def traced_model(
     return traced, traced.graph.name
 
 
+def _of_task(m: ZooModel) -> tuple[Any, dict[str, Any]]:
+    """What a zoo model's task is as a program: (function, ``mode`` and ``carry``)."""
+    if m.task == "train":
+        return m.loss_fn, {}
+    if m.decode is not None:
+        from pase.frontends.jax_generation import Generation
+
+        tokens = int(m.settings["tokens"])
+        return Generation(prefill=m.loss_fn, decode=m.decode, tokens=tokens), {"mode": "inference"}
+    return m.loss_fn, {"mode": "inference", "carry": {1: 1} if m.cache is not None else None}
+
+
 def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None, **purpose: Any) -> Traced:
     """Trace the model that this name means: zoo:NAME, hf:CLASS, a file or folder that a frontend reads, or
     package.module:function."""
@@ -47,7 +62,10 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
         from pase import zoo
 
         m = zoo.get(model.removeprefix("zoo:"))
-        return registry.trace(m.loss_fn, m.params, m.batch, name=model, unknown=unknown, dims=dims, **purpose)
+        fn, own = _of_task(m)
+        return registry.trace(
+            fn, m.params, *m.inputs, name=model, unknown=unknown, dims=dims, **purpose | own
+        )
     if registry.frontend_of(model) is not None:
         return registry.trace(model, unknown=unknown, dims=dims, **purpose)
     module, _, attribute = model.partition(":")

@@ -16,7 +16,8 @@ PlacePart = Literal["const", "ask", "carry", "xs", "x", "y", "last", "outs", "ou
 before the loop; a carry; a stack that is read a slice a turn, and the slice; a result that is stacked; the last turn's
 result; all that the body returns; what a branch returns (index: branch, result)."""
 
-ScopeKind = Literal["loop", "remat", "branch"]
+ScopeKind = Literal["loop", "remat", "branch", "program"]
+"""program: of a model that is several, one of them."""
 
 _SCOPE = re.compile(rf"({'|'.join(get_args(ScopeKind))})(?::|(?=\d)|$)(.*)", re.DOTALL)
 _SOURCE = re.compile(r"(.*) \(([^()]+)\)", re.DOTALL)

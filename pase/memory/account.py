@@ -20,6 +20,7 @@ from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import turns_of
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
+from pase.memory.live import is_trained, live_bytes, lives
 from pase.memory.residuals import kept
 from pase.tables.derive import OPTIMIZERS, node_charges
 from pase.tables.facts import facts
@@ -177,13 +178,17 @@ def _read_heavily(graph: Graph) -> set[str]:
 
 def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
     """What the node reads and makes while it runs, each tensor once: (op, access, the node that makes it). What stays
-    inside of the node, what is read in part, and what nodes that do no work hand on is left out."""
+    inside of the node, what is read in part, and what nodes that do no work hand on is left out; of a program that is
+    not trained also what is written in place, and leaves, which are there anyway."""
     seen: set[str] = set()
+    arrays = None if is_trained(graph) else lives(graph).array
     for op in () if n.kind == "parameter" or n.kind in WORKLESS else n.ops:
         for a in (*op.writes, *op.reads):
             source = graph.producer.get(a.tensor)
             inner = a.tensor in n.internal and not graph.read_outside(n, a.tensor)
             if source is None or inner or a.tensor in seen or (a.sparse and source is not n):
+                continue
+            if arrays is not None and (a.sparse or a.tensor not in arrays):
                 continue
             seen.add(a.tensor)
             yield op, a, source
@@ -252,7 +257,10 @@ def memory(
                 regions[h.region] = regions.get(h.region, 0.0) + float(h.nbytes[0])
     sums["activations"] += max(regions.values(), default=0.0)
     buffers = max((c.nbytes for c in moved), default=0.0)
-    buffers = max(buffers, *(in_flight(graph, n, configs, mesh) for n in graph.nodes))
+    if is_trained(graph):
+        buffers = max(buffers, *(in_flight(graph, n, configs, mesh) for n in graph.nodes))
+    else:
+        buffers = max(buffers, live_bytes(graph, mesh, configs))
     return Memory(buffers=round(buffers), **{k: round(v) for k, v in sums.items()})
 
 

@@ -16,6 +16,7 @@ from pase.ir import Graph
 from pase.machine import Machine, Mesh
 from pase.memory import account, course
 from pase.memory.account import Memory
+from pase.memory.live import is_trained
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
@@ -114,6 +115,8 @@ class Course:
         return memory.total - seen
 
 
-def account_for(machine: Machine) -> Account:
-    """The account that holds for what the machine's compiler keeps (``Machine.fuses_products``)."""
-    return Course(tile=machine.device.memory_tile) if machine.fuses_products else KeptAndInFlight()
+def account_for(machine: Machine, graph: Graph) -> Account:
+    """The account that holds for what the machine's compiler keeps (``Machine.fuses_products``). A graph that is not
+    trained has no course: nothing is kept for backward, and what is live is counted alike on all machines."""
+    courses = machine.fuses_products and is_trained(graph)
+    return Course(tile=machine.device.memory_tile) if courses else KeptAndInFlight()

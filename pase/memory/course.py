@@ -22,6 +22,7 @@ from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import turns_of
 from pase.machine import Machine, Mesh
 from pase.memory.account import Memory, MemoryKind, memory
+from pase.memory.live import is_trained
 from pase.memory.residuals import kept
 from pase.tables.derive import OPTIMIZERS
 from pase.tables.itemize import Collective
@@ -257,7 +258,7 @@ def needs(
     machine: Machine,
 ) -> Memory:
     """Predicted peak bytes on one device, by the account that holds for the machine's compiler."""
-    if machine.fuses_products:
+    if machine.fuses_products and is_trained(graph):
         return peak(graph, mesh, configs, optimizer, machine.device.memory_tile)
     return memory(graph, mesh, configs, moved, optimizer)
 

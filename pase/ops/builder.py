@@ -72,6 +72,8 @@ class GraphBuilder:
     """What the price takes for granted, a line each, for who reads the plan."""
     frozen: bool = False
     """The next nests have no gradient: inside of a while loop, or of a program that is not trained."""
+    lying: set[str] = field(default_factory=set)
+    """Tensors that are parts of others, read where they lie."""
     _scope: tuple[Scope, ...] = ()
     _times: Size = 1
     _chance: float = 1.0

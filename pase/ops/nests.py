@@ -7,6 +7,7 @@ returns the tensor, or tensors, that it writes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
@@ -24,10 +25,12 @@ __all__ = [
     "grouped_product",
     "opaque",
     "part",
+    "put",
     "reduce",
     "reshape",
     "restrict",
     "sequential",
+    "taken",
     "transpose",
 ]
 
@@ -137,7 +140,8 @@ def common_factors(
 
 
 def reshape(b: GraphBuilder, x: Tensor, shape: Sequence[Size]) -> Tensor:
-    """Split and merge dims; where the shapes do not nest (12 = 3·4 to 4·3), the dims may not be split."""
+    """Split and merge dims; where the shapes do not nest (12 = 3·4 to 4·3), the dims may not be split. What is read
+    where it lies (``taken``) still is."""
     common = common_factors(x.shape, shape)
     if common is None:
         dims: Dims = {f"r{i}": (s, "replicated") for i, s in enumerate(x.shape) if not is_one(s)}
@@ -149,7 +153,12 @@ def reshape(b: GraphBuilder, x: Tensor, shape: Sequence[Size]) -> Tensor:
         dims = {f"d{i}": (s, "parallel") for i, s in enumerate(factors)}
         read = AccessMap.of(*[tuple(f"d{i}" for i in f) for f in of_x])
         write = AccessMap.of(*[tuple(f"d{i}" for i in f) for f in of_out])
-    return b.nest("reshape", "view", [Read(x, read)], [Write(tuple(shape), x.dtype, write)], dims, flops=0)[0]
+    lies = x.name in b.lying
+    out = Write(tuple(shape), x.dtype, write, sparse=lies)
+    over = () if lies else None
+    (t,) = b.nest("reshape", "view", [Read(x, read, sparse=lies)], [out], dims, flops=0, over=over)
+    b.lying |= {t.name} if lies else set()
+    return t
 
 
 def reduce(
@@ -227,6 +236,40 @@ def restrict(
     dims_kept: Sequence[bool],
 ) -> Tensor:
     """Slice, pad, roll and the like: a dim that is kept whole may be split, one that changes may not."""
+    dims, reads, m = _restricted(inputs, shape, dims_kept)
+    write = Write(tuple(shape), inputs[0].dtype, m)
+    return b.nest(name, "view", reads, [write], dims, flops=1.0, over=m.dims)[0]
+
+
+def put(
+    b: GraphBuilder, name: str, inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
+) -> Tensor:
+    """The second input written over a part of the first, in place: nothing else of that is touched."""
+    dims, (whole, *others), m = _restricted(inputs, shape, dims_kept)
+    write = Write(tuple(shape), inputs[0].dtype, m, sparse=True)
+    reads = [replace(whole, sparse=True), *others]
+    return b.nest(name, "view", reads, [write], dims, flops=1.0, over=others[0].map.dims)[0]
+
+
+def taken(
+    b: GraphBuilder, name: str, inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
+) -> Tensor:
+    """A part of the first input, of which no more is touched. Where it is contiguous (one row of a stack), it is read
+    where it lies."""
+    dims, (whole, *others), m = _restricted(inputs, shape, dims_kept)
+    cut = max((i for i, kept in enumerate(dims_kept) if not kept), default=-1)
+    lies = all(is_one(s) for s in shape[:cut])
+    write = Write(tuple(shape), inputs[0].dtype, m, sparse=lies)
+    reads = [replace(whole, sparse=True), *others]
+    (t,) = b.nest(name, "view", reads, [write], dims, flops=1.0, over=() if lies else m.dims)
+    b.lying |= {t.name} if lies else set()
+    return t
+
+
+def _restricted(
+    inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
+) -> tuple[Dims, list[Read], AccessMap]:
+    """The dims of a nest whose inputs are laid out as its result where a dim is kept; how it reads; how it writes."""
     dims: Dims = {}
     reads = []
     for k, t in enumerate(inputs):
@@ -252,10 +295,7 @@ def restrict(
             key = f"d{i}" if dims_kept[i] else f"w{i}"
             dims.setdefault(key, (s, "parallel" if dims_kept[i] else "replicated"))
             out.append(Walk((key,)))
-    m = AccessMap(tuple(out))
-    return b.nest(
-        name, "view", reads, [Write(tuple(shape), inputs[0].dtype, m)], dims, flops=1.0, over=m.dims
-    )[0]
+    return dims, reads, AccessMap(tuple(out))
 
 
 def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int) -> Tensor:

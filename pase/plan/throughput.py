@@ -30,7 +30,8 @@ class StepWork:
 
     flops: model FLOPs. at_peak_s: seconds that one device takes for them at the peak of their precisions.
     examples: first dim of the batch, all micro-batches; tokens: indices that are looked up in an embedding (of several
-    look-ups the largest); None: no batch, or no look-up.
+    look-ups those that run most often, and of these the largest: of prefill and decode, the tokens decoded); None: no
+    batch, or no look-up.
     """
 
     flops: float
@@ -101,8 +102,14 @@ def step_work(graph: Graph, machine: Machine) -> StepWork:
     inputs = {n.ops[0].writes[0].tensor: n for n in graph.nodes if n.kind == "input"}
     turns = turns_of(graph)
     batches = [t.shape[0] for name in inputs for t in [graph.tensors[name]] if t.shape]
-    looked_up = [_indices(graph, op) for n in graph.nodes for op in n.ops if op.kind == "gather"]
-    tokens = max((n for n in looked_up if n is not None), default=None)
+    looked_up = [
+        (number(op.times, n.name) // turns, found)
+        for n in graph.nodes
+        for op in n.ops
+        if op.kind == "gather" and (found := _indices(graph, op)) is not None
+    ]
+    most = max(looked_up, default=None)
+    tokens = None if most is None else most[0] * most[1]
     return StepWork(
         flops=sum(f for _, f in flops),
         at_peak_s=sum(f / machine.device.peak(dtype) for dtype, f in flops),

@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 Attend = Callable[..., jax.Array]
-"""(q, k, v, *, causal) -> y: queries [b, q, heads, k]; keys and values [b, s, kv heads, k]; y like q."""
+"""(q, k, v, *, causal, mask) -> y: queries [b, q, heads, k]; keys and values [b, s, kv heads, k]; y like q; mask (None:
+all count): true where a key counts, and broadcasts to [b, heads, q, s]."""
 
 
 def attention(
@@ -49,18 +50,24 @@ def _project(x: jax.Array, p: Weights, name: str) -> jax.Array:
     return y + p[f"b{name}"].astype(x.dtype) if f"b{name}" in p else y
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, mask: jax.Array | None = None
+) -> jax.Array:
     """softmax(q kᵀ / √head_dim) v for q [b, q, h, k] and k, v [b, s, h, k]; the softmax is in float32."""
     scores = jnp.einsum("bqhk,bshk->bhqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     if causal:
         scores = jnp.where(causal_mask(scores.shape[-2:]), scores, -1e30)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -1e30)
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
 
 
-def fused_attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+def fused_attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, mask: jax.Array | None = None
+) -> jax.Array:
     """The same by JAX's own attention: on a GPU the fused kernel of cuDNN, elsewhere what XLA makes of it."""
     kernel: Literal["cudnn"] | None = "cudnn" if jax.default_backend() == "gpu" else None
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=kernel)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=kernel)
 
 
 def the_attend(name: str) -> Attend:

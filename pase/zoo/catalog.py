@@ -34,7 +34,8 @@ class Entry:
 
 
 _REDUCED_TEXT = dict(batch=8, seq=16, layers=2, vocab=256, d=64)
-_REDUCED_LLAMA = _REDUCED_TEXT | dict(ff=128, kv_heads=8, group=2, head_dim=8)
+_REDUCED_LLAMA = _REDUCED_TEXT | dict(ff=128, kv_heads=8, group=2, head_dim=8, context=16)
+_SERVED: Mapping[str, Setting] = dict(task="train", tokens=128)
 
 
 def _gpt(
@@ -55,8 +56,10 @@ def _gpt(
             attention="fused",
             scan=1,
             remat=1,
+            **_SERVED,
+            context=context,
         ),
-        architecture=dict(d=d, heads=heads, context=context),
+        architecture=dict(d=d, heads=heads),
         reduced=_REDUCED_TEXT | dict(heads=8, context=16),
     )
 
@@ -82,6 +85,8 @@ def _llama3(name: str, layers: int, d: int, ff: int, group: int, parameters: int
             attention="fused",
             scan=1,
             remat=1,
+            **_SERVED,
+            context=8192,
         ),
         architecture=dict(d=d, ff=ff, kv_heads=8, group=group, head_dim=128, theta=500_000.0),
         reduced=_REDUCED_LLAMA,
@@ -233,6 +238,8 @@ _ALL = (
             attention="fused",
             scan=1,
             remat=1,
+            **_SERVED,
+            context=4096,
         ),
         architecture=dict(
             d=4096,

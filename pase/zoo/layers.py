@@ -23,6 +23,7 @@ __all__ = [
     "bias",
     "cross_entropy",
     "dense",
+    "full",
     "gelu",
     "integers",
     "layer_norm",
@@ -43,20 +44,33 @@ Weights: TypeAlias = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array to be: normal with deviation ``scale``, ones, or integers below ``scale``."""
+    """One array to be: normal with deviation ``scale``, ones, integers below ``scale``, or the integer ``scale``."""
 
     shape: tuple[int, ...]
-    kind: Literal["normal", "ones", "integers"]
+    kind: Literal["normal", "ones", "integers", "full"]
     scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What a builder returns: the loss, and trees of `Leaf` for its two arguments."""
+    """What a builder returns: the function of the task, and trees of `Leaf` for its arguments.
 
-    loss_fn: Callable[[Weights, Weights], jax.Array]
+    loss_fn: of task "train" the loss; else what runs on (params, batch), and on the cache where there is one, which it
+    returns second. decode: of task "generate", what follows ``loss_fn``. stored: dtype of parameters and cache.
+    """
+
+    loss_fn: Callable[..., Weights]
     params: Weights
     batch: Weights
+    task: str = "train"
+    cache: Weights = None
+    decode: Callable[..., Weights] | None = None
+    stored: str = "float32"
+
+    @property
+    def inputs(self) -> tuple[Weights, ...]:
+        """What ``loss_fn`` takes behind the parameters."""
+        return (self.batch,) if self.cache is None else (self.batch, self.cache)
 
 
 def normal(*shape: int, std: float = 0.02) -> Leaf:
@@ -84,6 +98,11 @@ def integers(*shape: int, below: int) -> Leaf:
     return Leaf(shape=shape, kind="integers", scale=below)
 
 
+def full(*shape: int, value: int) -> Leaf:
+    """An integer, everywhere."""
+    return Leaf(shape=shape, kind="full", scale=value)
+
+
 def repeat(block: Weights, layers: int, *, scan: int) -> Weights:
     """Parameters of a stack of equal layers: leaves with a leading layer dim (scan), or a list of trees."""
     if not scan:
@@ -91,27 +110,29 @@ def repeat(block: Weights, layers: int, *, scan: int) -> Weights:
     return jax.tree.map(lambda leaf: replace(leaf, shape=(layers, *leaf.shape)), block)
 
 
-def shapes(tree: Weights) -> Weights:
-    """The tree's ShapeDtypeStructs; parameters and inputs are stored in float32, integers in int32."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _dtype(leaf)), tree)
+def shapes(tree: Weights, dtype: str = "float32") -> Weights:
+    """The tree's ShapeDtypeStructs; parameters and inputs are stored in ``dtype``, integers in int32."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _dtype(leaf, dtype)), tree)
 
 
-def arrays(tree: Weights, seed: int) -> Weights:
-    """The tree's arrays, drawn in the tree's order from one numpy generator."""
+def arrays(tree: Weights, seed: int, dtype: str = "float32") -> Weights:
+    """The tree's arrays in the dtypes of `shapes`, drawn in the tree's order from one numpy generator."""
     rng = np.random.default_rng(seed)
 
     def draw(leaf: Leaf) -> jax.Array:
         if leaf.kind == "integers":
             return jnp.asarray(rng.integers(0, int(leaf.scale), leaf.shape, dtype=np.int32))
         if leaf.kind == "ones":
-            return jnp.asarray(np.ones(leaf.shape, np.float32))
-        return jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * np.float32(leaf.scale))
+            return jnp.asarray(np.ones(leaf.shape, np.float32), dtype)
+        if leaf.kind == "full":
+            return jnp.full(leaf.shape, int(leaf.scale), jnp.int32)
+        return jnp.asarray(rng.standard_normal(leaf.shape, dtype=np.float32) * np.float32(leaf.scale), dtype)
 
     return jax.tree.map(draw, tree)
 
 
-def _dtype(leaf: Leaf) -> Weights:
-    return jnp.int32 if leaf.kind == "integers" else jnp.float32
+def _dtype(leaf: Leaf, dtype: str) -> Weights:
+    return jnp.int32 if leaf.kind in ("integers", "full") else jnp.dtype(dtype)
 
 
 # Layers. Parameters are cast to x's dtype right where they are used.

@@ -27,6 +27,7 @@ from pase.zoo.layers import (
     weight,
 )
 from pase.zoo.moe import expert_leaves, experts_forward
+from pase.zoo.serving import Decoder, served
 
 __all__ = ["grouped_attention", "language_model", "llama", "mixtral", "rms_norm", "rotary", "rotate"]
 
@@ -38,10 +39,15 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (y * scale).astype(x.dtype)
 
 
-def rotary(seq: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [seq, head_dim / 2] of rotary positions. Su et al. 2021."""
+def rotary(
+    seq: int, head_dim: int, theta: float, start: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [seq, head_dim / 2] of rotary positions, from ``start`` (0) on. Su et al. 2021."""
     half = jnp.arange(head_dim // 2, dtype=jnp.float32)
-    angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * theta ** (-2.0 / head_dim * half)
+    positions = jnp.arange(seq, dtype=jnp.float32)
+    if start is not None:
+        positions = positions + start
+    angles = positions[:, None] * theta ** (-2.0 / head_dim * half)
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -62,18 +68,24 @@ def grouped_attention(x: jax.Array, p: Weights, cos: jax.Array, sin: jax.Array, 
     return jnp.einsum("bqhgk,hgkd->bqd", y, p["wo"].astype(x.dtype))
 
 
-def attend_grouped(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+def attend_grouped(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, mask: jax.Array | None = None
+) -> jax.Array:
     """softmax(q kᵀ / √head_dim) v for q [b, q, h, g, k] and k, v [b, s, h, k]; the softmax is in float32."""
     scores = jnp.einsum("bqhgk,bshk->bhgqs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     if causal:
         scores = jnp.where(causal_mask(scores.shape[-2:]), scores, -1e30)
+    if mask is not None:
+        scores = jnp.where(mask[:, :, None], scores, -1e30)
     return jnp.einsum("bhgqs,bshk->bqhgk", jax.nn.softmax(scores, axis=-1).astype(q.dtype), v)
 
 
-def fused_grouped(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+def fused_grouped(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, mask: jax.Array | None = None
+) -> jax.Array:
     """The same by JAX's own attention, which finds a query's group by its head's number."""
     b, s, h, g, d = q.shape
-    return fused_attend(q.reshape(b, s, h * g, d), k, v, causal=causal).reshape(q.shape)
+    return fused_attend(q.reshape(b, s, h * g, d), k, v, causal=causal, mask=mask).reshape(q.shape)
 
 
 def gated_forward(x: jax.Array, p: Weights) -> jax.Array:
@@ -109,24 +121,34 @@ def language_model(
     group: int,
     head_dim: int,
     theta: float,
+    task: str = "train",
+    context: int = 0,
+    tokens: int = 1,
 ) -> Built:
-    """The decoder around a feed-forward layer; embedding and output are two tables."""
+    """The decoder around a feed-forward layer; embedding and output are two tables. task, context, tokens: see
+    `pase.zoo.serving`."""
     attend = {"plain": attend_grouped, "fused": fused_grouped}[attention]
 
-    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
-        tokens = batch["tokens"]
-        cos, sin = rotary(tokens.shape[1], head_dim, theta)
+    def block_at(seq: int, start: jax.Array | None = None) -> Callable[..., jax.Array]:
+        cos, sin = rotary(seq, head_dim, theta, start)
 
-        def block(x: jax.Array, p: Weights) -> jax.Array:
+        def block(x: jax.Array, p: Weights, attend: Attend = attend) -> jax.Array:
             x = x + grouped_attention(rms_norm(x, p["norm1"]), p["attention"], cos, sin, attend)
             return x + forward(rms_norm(x, p["norm2"]), p["ff"])
 
-        x = lookup(params["embedding"], tokens, dtype)
-        x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
+        return block
+
+    def logits_of(params: Weights, x: jax.Array) -> jax.Array:
         x = rms_norm(x, params["norm"])
         output = params["output"].astype(dtype)
-        logits = jnp.einsum("bsd,dv->bsv", x, output, preferred_element_type=jnp.float32)
-        return cross_entropy(logits, batch["labels"])
+        return jnp.einsum("bsd,dv->bsv", x, output, preferred_element_type=jnp.float32)
+
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
+        tokens = batch["tokens"]
+        block = block_at(tokens.shape[1])
+        x = lookup(params["embedding"], tokens, dtype)
+        x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
+        return cross_entropy(logits_of(params, x), batch["labels"])
 
     block_leaves = {
         "attention": _attention_leaves(d, kv_heads, group, head_dim),
@@ -140,8 +162,17 @@ def language_model(
         "norm": ones(d),
         "output": normal(d, vocab),
     }
-    tokens = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
-    return Built(loss_fn=loss_fn, params=params, batch=tokens)
+    if task != "train":
+        decoder = Decoder(
+            embed=lambda params, tokens, start: lookup(params["embedding"], tokens, dtype),
+            block_at=block_at, logits=logits_of, attend=attend, layers=layers, kv_heads=kv_heads, head_dim=head_dim,
+            dtype=dtype, scan=scan,
+        )  # fmt: skip
+        return served(
+            decoder, params, task, batch=batch, seq=seq, context=context, vocab=vocab, tokens=tokens
+        )
+    inputs = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
+    return Built(loss_fn=loss_fn, params=params, batch=inputs)
 
 
 def llama(*, d: int, ff: int, **sizes: Any) -> Built:

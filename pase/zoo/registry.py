@@ -15,7 +15,11 @@ from pase.zoo.catalog import ENTRIES, Entry, Setting
 
 __all__ = ["ZooModel", "entry", "get", "names", "reduced"]
 
-_WORDS = {"dtype": ("bfloat16", "float16", "float32"), "attention": ("plain", "fused")}
+_WORDS = {
+    "dtype": ("bfloat16", "float16", "float32"),
+    "attention": ("plain", "fused"),
+    "task": ("train", "prefill", "decode", "generate"),
+}
 """Settings that are words, with those that each may be."""
 _FLAGS = ("remat", "scan")
 _LARGEST = 2**31 - 1
@@ -27,7 +31,9 @@ _MOST = {"layers": 2_000}
 class ZooModel:
     """A model ready to be traced.
 
-    ``loss_fn(params, batch)`` gives a scalar; ``params`` and ``batch`` are pytrees of
+    ``loss_fn(params, batch)`` gives a scalar; of a task that is not training ("prefill", "decode") it gives
+    (next token, cache), and takes the ``cache`` as well where there is one; ``decode`` is what follows it in task
+    "generate", ``tokens`` times. ``params`` and ``batch`` are pytrees of
     ``jax.ShapeDtypeStruct`` of its arguments. ``published_parameters`` is what ``source`` states
     for the default settings; ``beyond_published`` names the top-level entries of ``params`` which that count
     leaves out (a training head, say).
@@ -42,7 +48,9 @@ class ZooModel:
     published_parameters: int
     beyond_published: tuple[str, ...] = ()
     settings: Mapping[str, Setting]
-    _arrays: Callable[[int], tuple[Any, Any]] = field(repr=False)
+    cache: Any = field(default=None, repr=False)
+    decode: Callable[..., Any] | None = field(default=None, repr=False)
+    _arrays: Callable[[int], tuple[Any, ...]] = field(repr=False)
 
     @property
     def parameters(self) -> int:
@@ -51,8 +59,18 @@ class ZooModel:
 
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
 
-    def init(self, seed: int = 0) -> tuple[Any, Any]:
-        """Real ``(params, batch)``: fan-in normal weights, unit norm scales, tokens and labels in range.
+    @property
+    def task(self) -> str:
+        """What it is built for: "train", "prefill", "decode" or "generate"."""
+        return str(self.settings.get("task", "train"))
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What ``loss_fn`` takes behind the parameters."""
+        return (self.batch,) if self.cache is None else (self.batch, self.cache)
+
+    def init(self, seed: int = 0) -> tuple[Any, ...]:
+        """Real ``(params, *inputs)``: fan-in normal weights, unit norm scales, tokens and labels in range.
 
         The same seed gives the same arrays. Meant for reduced sizes: a published size needs its full memory.
         """
@@ -116,12 +134,14 @@ def _build(found: Entry, settings: dict[str, Setting], architecture: Mapping[str
         description=found.description,
         source=found.source,
         loss_fn=built.loss_fn,
-        params=layers.shapes(built.params),
+        params=layers.shapes(built.params, built.stored),
         batch=layers.shapes(built.batch),
+        cache=None if built.cache is None else layers.shapes(built.cache, built.stored),
+        decode=built.decode,
         published_parameters=found.published_parameters,
         beyond_published=found.beyond_published,
         settings=MappingProxyType(settings),
-        _arrays=lambda seed: layers.arrays((built.params, built.batch), seed),
+        _arrays=lambda seed: layers.arrays((built.params, *built.inputs), seed, built.stored),
     )
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pase.errors import PaseError
+from pase.zoo.attention import Attend, block_leaves, feed_forward, norm_leaves, the_attend
 from pase.zoo.attention import attention as self_attention
-from pase.zoo.attention import block_leaves, feed_forward, norm_leaves, the_attend
 from pase.zoo.layers import (
     Built,
     Weights,
@@ -26,6 +26,7 @@ from pase.zoo.layers import (
     token_loss,
     weight,
 )
+from pase.zoo.serving import Decoder, served
 
 __all__ = ["bert", "gpt", "vit"]
 
@@ -45,27 +46,37 @@ def gpt(
     d: int,
     heads: int,
     context: int,
+    task: str = "train",
+    tokens: int = 1,
 ) -> Built:
     """GPT-2 and GPT-3: pre-norm causal blocks, learned positions, the output tied to the token embedding.
 
-    ``context`` positions are stored; a longer ``seq`` stores as many as it needs.
+    ``context`` positions are stored; a longer ``seq`` stores as many as it needs. task, tokens: see `pase.zoo.serving`.
     """
 
     attend = the_attend(attention)
 
-    def block(x: jax.Array, p: Weights) -> jax.Array:
+    def block(x: jax.Array, p: Weights, attend: Attend = attend) -> jax.Array:
         y = layer_norm(x, p["norm1"])
         x = x + self_attention(y, y, p["attention"], attend, causal=True)
         return x + feed_forward(layer_norm(x, p["norm2"]), p["ff"], gelu)
+
+    def logits_of(params: Weights, x: jax.Array) -> jax.Array:
+        x = layer_norm(x, params["norm"])
+        table = params["wte"].astype(dtype)
+        return jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32)
 
     def loss_fn(params: Weights, batch: Weights) -> jax.Array:
         tokens = batch["tokens"]
         x = lookup(params["wte"], tokens, dtype) + params["wpe"][: tokens.shape[1]].astype(dtype)
         x = run_layers(block, x, params["blocks"], scan=scan, remat=remat)
-        x = layer_norm(x, params["norm"])
-        table = params["wte"].astype(dtype)
-        logits = jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32)
-        return cross_entropy(logits, batch["labels"])
+        return cross_entropy(logits_of(params, x), batch["labels"])
+
+    def embed(params: Weights, tokens: jax.Array, start: jax.Array | None) -> jax.Array:
+        positions = jax.lax.dynamic_slice_in_dim(
+            params["wpe"], 0 if start is None else start, tokens.shape[1]
+        )
+        return lookup(params["wte"], tokens, dtype) + positions.astype(dtype)
 
     params = {
         "wte": normal(vocab, d),
@@ -73,8 +84,16 @@ def gpt(
         "blocks": repeat(block_leaves(d, heads, 4 * d), layers, scan=scan),
         "norm": norm_leaves(d),
     }
-    tokens = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
-    return Built(loss_fn=loss_fn, params=params, batch=tokens)
+    if task != "train":
+        decoder = Decoder(
+            embed=embed, block_at=lambda seq, start: block, logits=logits_of, attend=attend, layers=layers,
+            kv_heads=heads, head_dim=d // heads, dtype=dtype, scan=scan,
+        )  # fmt: skip
+        return served(
+            decoder, params, task, batch=batch, seq=seq, context=context, vocab=vocab, tokens=tokens
+        )
+    inputs = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
+    return Built(loss_fn=loss_fn, params=params, batch=inputs)
 
 
 def bert(

@@ -46,6 +46,12 @@ def test_batch_statistics_are_kept(library):
     assert float(printed.split()[-1]) < 0.5 < first
 
 
+def test_decoding_gives_the_tokens_of_the_unsharded_functions():
+    printed = run("generate.py", "--tokens", "3").splitlines()
+    assert printed[-1] == "the same tokens as without a plan"
+    assert sum(line.startswith("token ") for line in printed) == 3
+
+
 def test_an_onnx_file_is_written(tmp_path):
     pytest.importorskip("onnx")
     run("make_onnx.py", folder=tmp_path)
@@ -53,4 +59,4 @@ def test_an_onnx_file_is_written(tmp_path):
 
 
 def test_every_example_has_a_test():
-    assert EXAMPLES == ["batch_stats.py", "make_onnx.py", "own_step.py", "train.py"]
+    assert EXAMPLES == ["batch_stats.py", "generate.py", "make_onnx.py", "own_step.py", "train.py"]

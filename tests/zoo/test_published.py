@@ -97,7 +97,7 @@ def test_gradients_trace_on_shapes_alone(name: str) -> None:
 def test_traces_on_symbolic_batch_and_sequence(name: str) -> None:
     """No builder bakes a size of the batch into the program: one trace can serve every batch and sequence."""
     model = zoo.get(name)
-    context = zoo.entry(name).architecture.get("context", 2**20)
+    context = (model.settings | zoo.entry(name).architecture).get("context", 2**20)
     b, s = jax.export.symbolic_shape("b,s", constraints=[f"s<={context}"])
 
     def symbolic(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

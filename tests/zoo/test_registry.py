@@ -55,6 +55,13 @@ def test_every_setting_takes_effect(name: str) -> None:
             other = "plain" if value == "fused" else "fused"
         elif key in ("scan", "remat"):
             other = 0
+        elif key == "task":
+            other = "prefill"
+        elif key == "context":  # of training, GPTs alone have one: what they store of positions
+            assert program(task="prefill", context=2 * int(value)) != program(task="prefill")
+            continue
+        elif key == "tokens":  # the weight of decode against prefill: tests/backends/test_inference.py
+            continue
         else:
             other = 2 * int(value)
         assert program(**{key: other}) != same, key

@@ -1,0 +1,84 @@
+"""The programs of a model that is two, prefill and decode, each as a function of its own under the one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pase.backends.jax_step import Stepper
+from pase.backends.jax_walk import JaxprWalk
+from pase.errors import PaseError
+from pase.frontends.from_jax import inner_jaxpr
+from pase.frontends.jax_leaves import combine
+from pase.frontends.jax_versions import is_literal
+
+if TYPE_CHECKING:
+    from pase.backends.to_jax import JaxPlan
+
+__all__ = ["PartName", "part_of", "threaded_arguments"]
+
+PartName = Literal["prefill", "decode"]
+_NUMBER: dict[PartName, int] = {"prefill": 0, "decode": 1}
+
+
+def part_of(plan: JaxPlan, name: PartName, mesh: Any, *, donate: bool = True) -> Stepper:
+    """One of the programs of a ``Generation``, jitted under the plan; the cache is donated to decode."""
+    import jax
+
+    traced = plan.traced
+    if not traced.programs:
+        raise PaseError(
+            f"'{traced.graph.name}' is one program: compile pase.Generation(prefill=…, decode=…, tokens=…) for two"
+        )
+    shardings, number = plan._in_shardings(mesh), _NUMBER[name]
+    last = len(shardings)
+    takes = (0, *range(1, last - 2)) if name == "prefill" else (0, last - 2, last - 1)
+    state_tree = traced.out_tree.children()[number]
+
+    def run(*args: Any) -> Any:
+        outs = _outs(plan, number, dict(zip(takes, args, strict=True)), mesh)
+        return jax.tree.unflatten(state_tree, outs)
+
+    return Stepper(
+        run=run,
+        in_shardings=tuple(shardings[k] for k in takes),
+        out_shardings=tuple(shardings[-2:]),
+        donate=(2,) if donate and name == "decode" else (),
+        whole=lambda out: combine(out, traced.kept_out[number]),
+    )
+
+
+def _outs(plan: JaxPlan, number: int, args: Mapping[int, Any], mesh: Any) -> list[Any]:
+    """What a program returns, constrained; args: by their place among all of the model's."""
+    import jax
+
+    closed, names = plan.traced.jaxpr, plan.leaf_names()
+    eqn, walk = closed.jaxpr.eqns[number], JaxprWalk(plan=plan, mesh=mesh)
+    env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    for k, leaves in enumerate(_leaves_of_arguments(plan)):
+        if k in args:
+            for i, x in zip(leaves, jax.tree.leaves(args[k]), strict=True):
+                env[closed.jaxpr.invars[i]] = walk.defined(x, names[i])
+    inner, consts = inner_jaxpr(eqn)
+    ins = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+    made = walk.run(inner, consts, ins, plan.traced.programs[number], {})
+    env.update(zip(eqn.outvars, made, strict=True))
+    each = len(closed.jaxpr.outvars) // len(_NUMBER)
+    mine = closed.jaxpr.outvars[number * each : (number + 1) * each]
+    return [v.val if is_literal(v) else env[v] for v in mine]
+
+
+def _leaves_of_arguments(plan: JaxPlan) -> list[range]:
+    """Per argument of the model, the numbers of its leaves."""
+    out, at = [], 0
+    for tree in plan.traced.in_tree.children():
+        out.append(range(at, at + tree.num_leaves))
+        at += tree.num_leaves
+    return out
+
+
+def threaded_arguments(plan: JaxPlan) -> tuple[int, ...]:
+    """Arguments all of whose leaves the function returns anew."""
+    carried = plan.traced.carried
+    every = enumerate(_leaves_of_arguments(plan))
+    return tuple(k for k, leaves in every if leaves and all(i in carried for i in leaves))

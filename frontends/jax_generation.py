@@ -1,0 +1,70 @@
+"""Prefill and decode as one model: two programs that share parameters and what the one leaves for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pase.errors import PaseError
+from pase.frontends.jax_versions import opened
+
+__all__ = ["Generation", "programs_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """``prefill(params, *prompt) -> (token, cache)``, then ``tokens`` times ``decode(params, token, cache)``, which
+    returns the same.
+
+    token, cache: any pytrees, of the same shapes each time. Parameters are stored once for both programs, and so is
+    what passes between them: it is laid out as it is wanted next. The step that is priced is one prefill and as many
+    steps of decoding as ``tokens`` says.
+    """
+
+    prefill: Callable[..., Any]
+    decode: Callable[..., Any]
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, int) or self.tokens < 1:
+            raise PaseError(
+                f"tokens, the steps of decoding to one prefill, must be a positive number, not {self.tokens!r}"
+            )
+
+    def state(self, params: Any, prompt: Sequence[Any]) -> tuple[Any, Any]:
+        """Shapes of (token, cache), as prefill leaves them."""
+        import jax
+
+        made = jax.eval_shape(lambda *args: self.prefill(*args), params, *prompt)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise PaseError(f"prefill must return (token, cache), a tuple of two, not {type(made).__name__}")
+        return made
+
+    def __call__(self, params: Any, *given: Any) -> tuple[Any, Any]:
+        """What prefill returns for the prompt, and decode for (token, cache): given = (*prompt, token, cache)."""
+        import jax
+
+        *prompt, token, cache = given
+
+        def prefill(*args: Any) -> Any:
+            return self.prefill(*args)
+
+        def decode(*args: Any) -> Any:
+            return self.decode(*args)
+
+        return jax.jit(prefill)(params, *prompt), jax.jit(decode)(params, token, cache)
+
+    @property
+    def __name__(self) -> str:
+        return f"{getattr(self.decode, '__name__', 'decode')}"
+
+
+def programs_of(fn: Any, jaxpr: Any) -> Mapping[str, int]:
+    """Path of each program's equations -> how often it runs; empty where the model is one program."""
+    if not isinstance(fn, Generation):
+        return {}
+    eqns = opened(jaxpr)[0].eqns
+    if [e.params.get("name") for e in eqns] != ["prefill", "decode"]:
+        raise PaseError("prefill and decode must each compute something of their arguments")
+    return {"0.": 1, "1.": fn.tokens}

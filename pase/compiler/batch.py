@@ -1,0 +1,79 @@
+"""The batch that gives the most throughput: as large as memory allows, tried in powers of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pase.compiler.options import CompileOptions
+from pase.compiler.resolve import traced_model
+from pase.errors import Infeasible, PaseError
+
+if TYPE_CHECKING:
+    from pase.compiler.compilation import Compiled
+    from pase.compiler.problem import Progress
+
+__all__ = ["most_throughput"]
+
+_LARGEST = 1 << 24
+
+Compile = Callable[[Any, Any, Sequence[Any], CompileOptions, "Progress | None"], "Compiled"]
+
+
+def most_throughput(
+    compile_: Compile, model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, say: Progress
+) -> Compiled:
+    """The plan of the batch size whose step serves the most examples a second, within the memory limit (default: the
+    machine's). PaseError where the model leaves no batch size open, or its costs are no seconds."""
+    with_batch = _batches(model, params, batch, options)
+    baselines = options.baselines
+    options = replace(options, objective="latency", baselines=False)
+    asked = options
+    best, rate, size = 0, 0.0, 1
+    while size <= _LARGEST:
+        named, sized = with_batch(size, options)
+        say(f"a batch of {size}")
+        try:
+            found = compile_(named, params, batch, sized, say)
+        except Infeasible as e:
+            if not best:
+                raise Infeasible(f"not even a batch of one fits: {e}") from e
+            break
+        limit = asked.limit_bytes(found.problem.machine)
+        if limit is None:
+            raise PaseError("objective='throughput' finds the batch that memory allows: give a memory limit")
+        options = replace(options, memory_limit=limit)  # a stated one: what does not fit is an error
+        if not best and found.plan.memory.total > limit:
+            raise Infeasible(f"not even a batch of one fits within {limit / 2**30:.4g} GiB")
+        if size / found.plan.cost < 0.9 * rate:
+            break
+        if size / found.plan.cost > rate:
+            best, rate = size, size / found.plan.cost
+        size *= 2
+    named, sized = with_batch(best, replace(asked, baselines=baselines))
+    return compile_(named, params, batch, sized, say)
+
+
+def _batches(
+    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions
+) -> Callable[[int, CompileOptions], tuple[Any, CompileOptions]]:
+    """f(size, options) -> the model and the options with this batch size."""
+    if options.cost_model != "analytic":
+        raise PaseError("objective='throughput' is about seconds: use cost_model='analytic'")
+    if isinstance(model, str) and model.startswith("zoo:"):
+        if "batch=" in model:
+            raise PaseError(f"objective='throughput' finds the batch size: leave batch= out of '{model}'")
+        return lambda size, o: (f"{model}{'&' if '?' in model else '?'}batch={size}", o)
+    traced, name = traced_model(
+        model, params, batch, options.unknown, options.dims, mode=options.mode, carry=options.carry,
+        chances=options.chances, loss=options.loss,
+    )  # fmt: skip
+    if len(traced.graph.symbols) != 1:
+        free = ", ".join(traced.graph.symbols) or "none"
+        raise PaseError(
+            f"objective='throughput' finds the batch size: '{name}' must have one size that is left open, its batch "
+            f"(jax.export.symbolic_shape), and has: {free}"
+        )
+    (symbol,) = traced.graph.symbols
+    return lambda size, o: (model, replace(o, dims={**(o.dims or {}), symbol: size}))

@@ -1,0 +1,142 @@
+"""What a program that is not trained holds beside its parameters and inputs: what was made and is still to be read.
+
+Nothing is kept for backward: a tensor lives from where it is made to where it is read last, and one that a loop reads
+from outside as long as the loop turns. What is written in place (a cache, a loop's carry, a threaded input) is one
+array with what it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.ir import Graph, Node, Op
+from pase.ir.types import LEAF
+from pase.machine import Mesh
+from pase.tables.layouts import PARTIAL, REPLICATED, forward_states, local_bytes, read_states, write_states
+
+__all__ = ["Lives", "is_trained", "live_bytes", "lives"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lives:
+    """Arrays of a graph. members: per array, the tensors that it is, one after the other; first, last: the places in
+    ``graph.nodes`` from which and to which it is there; array: tensor -> its array. Leaves, which are there throughout,
+    have none, nor has what is written over them."""
+
+    members: tuple[tuple[str, ...], ...]
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    array: Mapping[str, int]
+
+
+def is_trained(graph: Graph) -> bool:
+    """Has anything in the graph a gradient?"""
+    if "_is_trained" not in graph.__dict__:
+        graph.__dict__["_is_trained"] = any(t.needs_grad for t in graph.tensors.values())
+    return bool(graph.__dict__["_is_trained"])
+
+
+def lives(graph: Graph) -> Lives:
+    """The arrays of a graph; found once."""
+    if "_lives" not in graph.__dict__:
+        graph.__dict__["_lives"] = _lives(graph)
+    return graph.__dict__["_lives"]  # type: ignore[no-any-return]
+
+
+def _in_place(n: Node, op: Op) -> bool:
+    """Does the op write over what it reads first?"""
+    return op.kind == "carry" or (bool(op.writes) and op.writes[0].sparse and op.reads[0].sparse)
+
+
+def _lives(graph: Graph) -> Lives:
+    import networkx as nx
+
+    place = {n.name: i for i, n in enumerate(graph.nodes)}
+    same: nx.Graph[str] = nx.Graph()
+    leaves: set[str] = set()
+    for n in graph.nodes:
+        own = n.ops[0].writes[0].tensor if n.ops[0].writes else None
+        for op in n.ops:
+            same.add_nodes_from(a.tensor for a in op.writes if graph.read_outside(n, a.tensor))
+            if op.kind in LEAF:
+                leaves.update(a.tensor for a in op.writes)
+            elif op.reads and _in_place(n, op):
+                over = op.writes[0].tensor if op.writes else own
+                if over is not None:
+                    same.add_edge(over, op.reads[0].tensor)
+    ends = _loop_ends(graph)
+    members: list[tuple[str, ...]] = []
+    first: list[int] = []
+    last: list[int] = []
+    array: dict[str, int] = {}
+    for group in nx.connected_components(same):
+        if group & leaves or not any(t in graph.producer for t in group):
+            continue
+        made = sorted((t for t in group if t in graph.producer), key=lambda t: place[graph.producer[t].name])
+        readers = [e for t in made for e in _reads_of(graph)[t]]
+        start = place[graph.producer[made[0]].name]
+        stop = max((ends(place[n.name], graph.producer[t]) for t, n in readers), default=start)
+        if any(t in graph.outputs for t in made):
+            stop = len(graph.nodes) - 1
+        array.update(dict.fromkeys(made, len(members)))
+        members.append(tuple(made))
+        first.append(start)
+        last.append(max(start, stop))
+    return Lives(members=tuple(members), first=tuple(first), last=tuple(last), array=array)
+
+
+def _reads_of(graph: Graph) -> Mapping[str, list[tuple[str, Node]]]:
+    """tensor -> (tensor, node that reads it)."""
+    if "_reads_of" not in graph.__dict__:
+        found: dict[str, list[tuple[str, Node]]] = {t: [] for t in graph.tensors}
+        for n in graph.nodes:
+            for _, a in n.reads:
+                found[a.tensor].append((a.tensor, n))
+        graph.__dict__["_reads_of"] = found
+    return graph.__dict__["_reads_of"]  # type: ignore[no-any-return]
+
+
+def _loop_ends(graph: Graph):  # type: ignore[no-untyped-def]
+    """f(place of a reader, producer): the last place at which the reader's value must be there."""
+    end = {}
+    for i, n in enumerate(graph.nodes):
+        for s in n.main.loops:
+            if s.kind == "loop":
+                end[s] = i
+
+    def at(reader: int, producer: Node) -> int:
+        outer = set(producer.main.loops)
+        around = [end[s] for s in graph.nodes[reader].main.loops if s in end and s not in outer]
+        return max([reader, *around])
+
+    return at
+
+
+def live_bytes(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> float:
+    """Bytes on one device at the fullest moment, beside leaves: arrays that are there, and what a node reads in another
+    layout than it was made in. configs: node name -> int8 [axes]."""
+    known = lives(graph)
+    at = np.zeros(len(graph.nodes) + 1)
+
+    def local(n: Node, tensor: str) -> float:
+        access = n.write_of(tensor)[1]
+        return float(local_bytes(n, graph.tensors[tensor], access, configs[n.name][None, :], mesh)[0])
+
+    for group, start, stop in zip(known.members, known.first, known.last, strict=True):
+        held = max(local(graph.producer[t], t) for t in group)
+        at[start] += held
+        at[stop + 1] -= held
+    there = np.cumsum(at)[:-1]
+    place = {n.name: i for i, n in enumerate(graph.nodes)}
+    for e in graph.edges:
+        if e.access.sparse or e.op.kind in ("carry", "output"):
+            continue
+        src, dst, tensor = graph.node[e.src], graph.node[e.dst], graph.tensors[e.tensor]
+        written = write_states(src, *src.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)
+        read = read_states(dst, e.op, e.access, tensor, configs[e.dst][None, :], mesh)
+        if (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any():
+            there[place[e.dst]] += float(local_bytes(dst, tensor, e.access, configs[e.dst][None, :], mesh)[0])
+    return float(there.max(initial=0.0))

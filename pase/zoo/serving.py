@@ -1,0 +1,148 @@
+"""A decoder that is not trained: a prompt read at once, then one token a call, keys and values of all before kept.
+
+The cache is a stack of all layers, [layers, batch, context, kv heads, head dim] for keys and for values, which the
+layers write in place one after the other, and how many positions are filled. Tasks: "prefill" reads a prompt of ``seq``
+tokens and makes the cache; "decode" takes it and adds one token; "generate" is both, ``tokens`` steps of decoding to
+one prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pase.errors import PaseError
+from pase.zoo.attention import Attend
+from pase.zoo.layers import Built, full, integers, normal
+
+__all__ = ["Decoder", "served"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """A decoder's parts. start: the position of the first of ``tokens``; None: they are the prompt.
+
+    embed: (params, tokens [b, s], start) -> x [b, s, d]. block_at: (s, start) -> block(x, p, attend) -> x.
+    logits: (params, x [b, s, d]) -> [b, s, vocab].
+    """
+
+    embed: Callable[[Any, jax.Array, Any], jax.Array]
+    block_at: Callable[[int, Any], Callable[[jax.Array, Any, Attend], jax.Array]]
+    logits: Callable[[Any, jax.Array], jax.Array]
+    attend: Attend
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    scan: int
+
+    def cache_shape(self, batch: int, context: int) -> tuple[int, ...]:
+        """Of the keys, and of the values."""
+        return (self.layers, batch, context, self.kv_heads, self.head_dim)
+
+    def prefill(self, params: Any, batch: Any, context: int) -> tuple[jax.Array, Any]:
+        """(the next token [b], the cache) of a prompt batch["tokens"] [b, s]."""
+        tokens = batch["tokens"]
+        shape = self.cache_shape(tokens.shape[0], context)
+        cache = {n: jnp.zeros(shape, self.dtype) for n in ("keys", "values")}
+        x, cache = self._run(params, tokens, cache, None, self.attend)
+        return self._next(params, x), cache | {"filled": jnp.int32(tokens.shape[1])}
+
+    def decode(self, params: Any, token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """(the token [b] that follows, the cache with one position more) of the last token [b]."""
+        at = cache["filled"]
+        seen = jnp.arange(cache["keys"].shape[2]) <= at
+        stacks = {n: cache[n] for n in ("keys", "values")}
+        x, stacks = self._run(params, token[:, None], stacks, at, self.attend, seen[None, None, None, :])
+        return self._next(params, x), stacks | {"filled": at + 1}
+
+    def _run(
+        self, params: Any, tokens: jax.Array, cache: Any, start: Any, attend: Attend, seen: Any = None
+    ) -> tuple[jax.Array, Any]:
+        block = self.block_at(tokens.shape[1], start)
+        x = self.embed(params, tokens, start)
+
+        def layer(carry: Any, given: Any) -> tuple[Any, None]:
+            x, keys, values = carry
+            p, number = given
+            stored = _Stored(attend=attend, keys=keys, values=values, layer=number, start=start, seen=seen)
+            x = block(x, p, stored)
+            return (x, stored.keys, stored.values), None
+
+        carry = x, cache["keys"], cache["values"]
+        if self.scan:
+            carry, _ = jax.lax.scan(layer, carry, (params["blocks"], jnp.arange(self.layers)))
+        else:
+            for number, p in enumerate(params["blocks"]):
+                carry, _ = layer(carry, (p, number))
+        x, keys, values = carry
+        return x[:, -1:], {"keys": keys, "values": values}
+
+    def _next(self, params: Any, x: jax.Array) -> jax.Array:
+        return jnp.argmax(self.logits(params, x)[:, 0], axis=-1).astype(jnp.int32)
+
+
+@dataclass(kw_only=True)
+class _Stored:
+    """Attention in a layer that keeps its keys and values: these are written first, and, where ``seen`` says which
+    positions count, all that the cache has of the layer is read."""
+
+    attend: Attend
+    keys: jax.Array
+    values: jax.Array
+    layer: Any
+    start: Any
+    seen: jax.Array | None
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+        self.keys, self.values = self._written(self.keys, k), self._written(self.values, v)
+        if self.seen is None:
+            return self.attend(q, k, v, causal=causal)
+        k, v = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (self.keys, self.values))
+        return self.attend(q, k, v, causal=False, mask=self.seen)
+
+    def _written(self, stack: jax.Array, new: jax.Array) -> jax.Array:
+        at = (self.layer, 0, 0 if self.start is None else self.start, 0, 0)
+        return jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), at)
+
+
+def served(
+    decoder: Decoder, params: Any, task: str, *, batch: int, seq: int, context: int, vocab: int, tokens: int
+) -> Built:
+    """The model of a task other than training; parameters are stored in the dtype that they are used in."""
+    if seq + (tokens if task == "generate" else 0) > context and task != "decode":
+        more = f" and {tokens} tokens more" if task == "generate" else ""
+        raise PaseError(
+            f"a prompt of {seq} tokens{more} does not fit a cache of {context} positions: give a larger context= or a "
+            f"smaller seq="
+        )
+    prompt = {"tokens": integers(batch, seq, below=vocab)}
+
+    def prefill(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        return decoder.prefill(params, batch, context)
+
+    if task == "prefill":
+        return Built(loss_fn=prefill, params=params, batch=prompt, task=task, stored=decoder.dtype)
+    if task == "generate":
+        return Built(
+            loss_fn=prefill,
+            decode=decoder.decode,
+            params=params,
+            batch=prompt,
+            task=task,
+            stored=decoder.dtype,
+        )
+    shape = decoder.cache_shape(batch, context)
+    cache = {
+        "keys": normal(*shape, std=1.0),
+        "values": normal(*shape, std=1.0),
+        "filled": full(value=context - 1),
+    }
+    return Built(
+        loss_fn=decoder.decode, params=params, batch=integers(batch, below=vocab), cache=cache, task=task,
+        stored=decoder.dtype,
+    )  # fmt: skip
