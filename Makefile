@@ -79,6 +79,7 @@ $(CORPUS): pyproject.toml constraints.txt
 	@test -x $(CORPUS_VENV)/bin/python || $(PYTHON) -m venv $(CORPUS_VENV)
 	@echo "installing into $(CORPUS_VENV)"
 	@$(CORPUS_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[jax,dev,corpus]'
+	@$(CORPUS_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps recurrentgemma==1.0.1  # wants an older numpy
 	@touch $@
 
 # PyTorch by pip alone, which knows its own configuration: an index of CPU builds may be named there.

@@ -198,8 +198,6 @@ def spectral_norm() -> LibraryProgram:
     import haiku as hk
 
     def net(x: Any, is_training: bool = True) -> Any:
-        linear = hk.Linear(16)
-        linear(x)
         w = hk.SpectralNorm(name="norm")(hk.get_parameter("w", (24, 16), init=hk.initializers.RandomNormal()))
         return x @ w
 

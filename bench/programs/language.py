@@ -1,4 +1,4 @@
-"""Language models from the libraries that train or release them: Gemma, Griffin, Tunix, Levanter, Mamba 2."""
+"""Language models from the libraries that train or release them: Gemma, Griffin, Tunix, Mamba 2."""
 
 from __future__ import annotations
 
@@ -162,52 +162,6 @@ def _tunix(name: str, model: str, settings: Mapping[str, Any]) -> Callable[[], L
 
 
 PROGRAMS.update({f"language.tunix_{name}": _tunix(name, *of) for name, of in _TUNIX.items()})
-
-_LEVANTER: Mapping[str, tuple[str, str, str, Mapping[str, Any]]] = {
-    "gpt2": ("gpt2", "Gpt2Config", "Gpt2LMHeadModel", {"seq_len": _LENGTH, "hidden_dim": 32}),
-    "llama": (
-        "llama",
-        "LlamaConfig",
-        "LlamaLMHeadModel",
-        {"seq_len": _LENGTH, "hidden_dim": 32, "intermediate_dim": 64},
-    ),
-    "backpack": (
-        "backpack",
-        "BackpackConfig",
-        "BackpackLMHeadModel",
-        {"seq_len": _LENGTH, "hidden_dim": 32, "num_senses": 4},
-    ),
-}
-
-
-def _levanter(
-    file: str, config: str, model: str, settings: Mapping[str, Any]
-) -> Callable[[], LibraryProgram]:
-    """Stanford's Levanter: named axes, layers stacked and scanned under checkpoint."""
-
-    def made() -> LibraryProgram:
-        import importlib
-
-        import haliax as hax
-
-        module = importlib.import_module(f"levanter.models.{file}")
-        vocabulary, texts = hax.Axis("vocab", _VOCABULARY), hax.Axis("batch", _TEXTS)
-        made = getattr(module, config)(
-            num_layers=2, num_heads=4, gradient_checkpointing_block_size=1, **settings
-        )
-        lm = getattr(module, model).init(vocabulary, made, key=_key())
-
-        def loss(lm: Any, tokens: Any) -> Any:
-            named = hax.named(tokens, (texts, made.Pos))
-            mask = module.AttentionMask.causal()
-            return _next_token(lm(named, mask, key=None).array, tokens)
-
-        return loss, lm, _tokens()
-
-    return made
-
-
-PROGRAMS.update({f"language.levanter_{name}": _levanter(*of) for name, of in _LEVANTER.items()})
 
 
 @program

@@ -103,12 +103,15 @@ def _split(d: Any, p: Any) -> Any:
     return d.SplitCoupling(split_index=4, event_ndims=1, conditioner=conditioned, bijector=affine)
 
 
+def _lower_upper(d: Any, p: Any) -> Any:
+    import jax.numpy as jnp
+
+    return d.LowerUpperTriangularAffine(p["matrix"] + 2 * jnp.eye(8), p["bias"])
+
+
 PROGRAMS["probability.spline_coupling"] = _distrax(_spline, {"w": (8, 16), "v": (16, 8 * 13)})
 PROGRAMS["probability.split_coupling"] = _distrax(_split, {"w": (4, 16), "v": (16, 8)})
-PROGRAMS["probability.lower_upper_affine"] = _distrax(
-    lambda d, p: d.LowerUpperTriangularAffine(p["matrix"] + 2 * __import__("jax").numpy.eye(8), p["bias"]),
-    {"matrix": (8, 8), "bias": (8,)},
-)
+PROGRAMS["probability.lower_upper_affine"] = _distrax(_lower_upper, {"matrix": (8, 8), "bias": (8,)})
 
 
 def _likelihood(

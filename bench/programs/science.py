@@ -129,11 +129,11 @@ def jax_md_energy() -> LibraryProgram:
     displacement, _ = space.periodic(4.0)
 
     def loss(p: Any, positions: Any) -> Any:
-        f = energy.lennard_jones_pair(displacement, sigma=p["sigma"], epsilon=p["epsilon"])
+        f = energy.soft_sphere_pair(displacement, sigma=p["sigma"], epsilon=p["epsilon"])
         return jnp.mean(jax.vmap(f)(positions))
 
     positions = 4.0 * jax.random.uniform(_key(), (16, 24, 3))
-    return loss, {"sigma": jnp.float32(0.3), "epsilon": jnp.float32(1.0)}, positions
+    return loss, {"sigma": jnp.float32(1.0), "epsilon": jnp.float32(1.0)}, positions
 
 
 @program
