@@ -20,10 +20,9 @@ from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.stage_menu import StageTables
 from pase.compiler.stage_places import Places, places_of
 from pase.compiler.stage_search import Staged, StageMenu, chunks_of, disciplines
-from pase.compiler.variants import Variant, graph_of
+from pase.compiler.variants import Variant, graph_of, variants
 from pase.errors import Infeasible, PaseError
 from pase.ir import Graph, digest
-from pase.ir.blocks import Block, mixes_examples
 from pase.machine import Mesh, mesh_from, meshes
 from pase.memory.account import Memory
 from pase.pipeline.simulate import peak_bytes
@@ -112,14 +111,10 @@ def _candidates(
             f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches of a pipeline need a JAX "
             f"model"
         )
-    mixed = mixes_examples(problem.graph)
-    if mixed:
-        raise PaseError(
-            f"a pipeline's micro-batches would give other numbers: examples of the batch meet in {mixed}"
-        )
     blocks = blocks_of(traced)  # type: ignore[arg-type]
     places = places_of(problem.graph, blocks)
     examples = batch_size(traced)  # type: ignore[arg-type]
+    limited = options.limit_bytes(problem.machine) is not None
     graphs: dict[Variant, tuple[Graph, Places]] = {}
 
     def tables(variant: Variant, mesh: Mesh) -> StageTables:
@@ -130,10 +125,10 @@ def _candidates(
 
     for ranks in _degrees(options, places.blocks):
         for m in _micro_batches(options, ranks, examples):
-            variants = list(_variants(options, m, blocks, options.limit_bytes(problem.machine) is not None))
+            ways = next(variants(traced, problem.graph, m, options.remat, limited))
             for mesh in _stage_meshes(problem, options, ranks):
                 say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")
-                made = tuple(tables(v, mesh) for v in variants)
+                made = tuple(tables(v, mesh) for v in ways)
                 least = StageMenu(made, ranks, m, math.inf).least_s()
                 yield _Candidate(ranks=ranks, micro_batches=m, mesh=mesh, least=least, tables=made)
 
@@ -159,18 +154,6 @@ def _micro_batches(options: CompileOptions, ranks: int, examples: int) -> Iterat
     yield from (
         ranks * k for k in _MICRO_BATCHES if examples % (ranks * k) == 0 and examples >= 2 * ranks * k
     )
-
-
-def _variants(
-    options: CompileOptions, micro_batches: int, blocks: tuple[Block, ...], limited: bool
-) -> Iterator[Variant]:
-    """As the model is written, and with its blocks computed again: the first charges least."""
-    if options.remat != "all":
-        yield Variant(accumulate=micro_batches)
-    if options.remat != "none" and blocks and (options.remat == "all" or limited):
-        yield Variant(accumulate=micro_batches, blocks=blocks)
-    elif options.remat == "all":
-        yield Variant(accumulate=micro_batches)  # what the model marks itself
 
 
 def _stage_meshes(problem: SplitProblem, options: CompileOptions, ranks: int) -> list[Mesh]:
