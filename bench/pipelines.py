@@ -113,7 +113,6 @@ def llama() -> list[dict[str, Any]]:
     for name, options in (
         ("16 ranks of 128×8, 16 micro-batches", {"pipeline": 16, "mesh": "128x8", "accumulate": 16}),
         ("16 ranks", {"pipeline": 16}),
-        ("8 ranks", {"pipeline": 8}),
     ):
         began = time.process_time()
         plan = pase.compile(MODEL, devices=DEVICES, memory_limit="machine", **options)  # type: ignore[arg-type]

@@ -23,7 +23,10 @@ from pase.frontends.jax_blocks import blocks_of
 from pase.machine import Mesh
 from pase.memory.account import memory
 from pase.plan.layout import from_json
+from pase.questions.sensitivity import sensitivity
 from pase.tables.itemize import collectives
+
+from ..command import printed, reported
 
 SCANNED = "zoo:llama3_8b?layers=8&batch=32&seq=2048&vocab=2048&remat=0&attention=fused"
 WRITTEN_OUT = "zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0&scan=0"
@@ -83,7 +86,8 @@ def test_once_a_step_holds_whole_sums_of_gradients():
 
 @cache
 def staged(**options):  # type: ignore[no-untyped-def]
-    return pase.compile(SCANNED, devices=8, machine="h100x8", pipeline=2, mesh="2x2", accumulate=4, **options)
+    asked = {"devices": 8, "machine": "h100x8", "pipeline": 2, "mesh": "4", "accumulate": 4, "remat": "none"}
+    return pase.compile(SCANNED, **asked | options)
 
 
 def test_a_pipelined_plan_states_its_stages_its_bound_and_what_else_there_is():
@@ -120,6 +124,17 @@ def test_nothing_runs_it_and_each_way_says_so(tmp_path):
             attempt()
 
 
+def test_explain_says_the_bubble_and_what_other_schedules_would_cost(tmp_path):
+    staged().save(tmp_path / "layout.json")
+    text = printed("explain", tmp_path / "layout.json")
+    assert "bubble" in text and "imbalance" in text and "other schedules, each with its own best cuts" in text
+    assert "other splits of stages are not priced one by one" in " ".join(text.split())
+    told = reported("explain", tmp_path / "layout.json")["pipeline"]
+    assert told["degree"] == 2 and told["others"] == dict(staged().pipeline.others)
+    with pytest.raises(PaseError, match="leave out pipeline=2"):
+        sensitivity(SCANNED, devices=8, pipeline=2, vary=["bandwidth=1,2"])
+
+
 def test_a_layout_whose_stages_do_not_agree_is_refused():
     tree = to_tree_of(staged())
     tree["pipeline"]["degree"] = 4
@@ -134,7 +149,7 @@ def test_a_layout_whose_stages_do_not_agree_is_refused():
 def test_each_rank_keeps_to_the_memory_limit():
     free = staged()
     most = max(s.memory_bytes for s in free.pipeline.stages)
-    tight = staged(memory_limit=0.85 * most)
+    tight = staged(memory_limit=0.85 * most, remat="light")
     assert max(s.memory_bytes for s in tight.pipeline.stages) <= 0.85 * most
     assert tight.cost >= free.cost * (1 - 2e-3)
     assert tight.bound <= tight.cost
