@@ -142,7 +142,8 @@ def _or_staged(
         return plan
     if found.best is None:
         bound = min(plan.bound, found.bound)
-        return replace(plan, bound=bound, optimal=plan.optimal and bound >= plan.cost * (1 - 1e-9))
+        optimal = plan.optimal and not found.unseen and bound >= plan.cost * (1 - 1e-9)
+        return replace(plan, bound=bound, optimal=optimal)
     spent = {**plan.seconds, **{f"stages' {k}": v for k, v in found.seconds.items()}}
     staged = plan_staged(problem, traced, name, found, spent)
     bound = min(plan.bound, staged.bound)

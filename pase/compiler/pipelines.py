@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,24 +44,27 @@ _MICRO_BATCHES = (1, 2, 4)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Candidate:
-    """A number of ranks, of micro-batches and a mesh. least: seconds that none of its pipelines beats."""
+    """A number of ranks, of micro-batches and a mesh. least: seconds that none of its pipelines beats; tables: of each
+    way to run the step, made when they are asked for."""
 
     ranks: int
     micro_batches: int
     mesh: Mesh
     least: float
-    tables: tuple[StageTables, ...]
+    tables: Callable[[], tuple[StageTables, ...]]
 
 
 @dataclass(kw_only=True)
 class Pipelines:
-    """What the search found. tried: candidates; left: of them those that the time did not suffice for."""
+    """What the search found. tried: candidates; left: of them those that the time did not suffice for, but for their
+    bound; unseen: those for which it did not suffice at all."""
 
     best: Staged | None = None
     menu: StageMenu | None = None
     bound: float = math.inf
     tried: int = 0
     left: int = 0
+    unseen: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -71,15 +75,17 @@ def search_pipelines(
     nothing fits."""
     began = time.perf_counter()
     limit = options.limit_bytes(problem.machine) or math.inf
-    candidates = sorted(_candidates(problem, traced, options, say), key=lambda c: c.least)
+    out = Pipelines()
+    half = began + options.time_limit / 2
+    candidates = sorted(_candidates(problem, traced, options, say, out, half), key=lambda c: c.least)
     if not candidates:
         raise Infeasible(
             f"no pipeline of {options.devices} devices (pipeline={options.pipeline}): it takes devices and a batch "
             f"that divide, and a block for each rank"
         )
-    out = Pipelines(tried=len(candidates))
+    out.tried = len(candidates)
     out.seconds["tables"] = time.perf_counter() - began
-    began, end = time.perf_counter(), time.perf_counter() + options.time_limit
+    began, end = time.perf_counter(), time.perf_counter() + options.time_limit / 2
     for i, c in enumerate(candidates):
         if c.least >= below * (1 - 1e-9):
             break
@@ -100,8 +106,9 @@ def search_pipelines(
 
 
 def _candidates(
-    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress
+    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, out: Pipelines, end: float
 ) -> Iterator[_Candidate]:
+    """Fewest micro-batches a rank first; until ``end``."""
     from pase.frontends.jax_blocks import batch_size, blocks_of
 
     if problem.model.unit != "s":
@@ -123,14 +130,31 @@ def _candidates(
             graphs[variant] = graph, places_of(graph, blocks)
         return StageTables(*graphs[variant], variant, mesh, problem.model, problem.optimizer, "once")
 
-    for ranks in _degrees(options, places.blocks):
-        for m in _micro_batches(options, ranks, examples):
-            ways = next(variants(traced, problem.graph, m, options.remat, limited))
-            for mesh in _stage_meshes(problem, options, ranks):
-                say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")
-                made = tuple(tables(v, mesh) for v in ways)
-                least = StageMenu(made, ranks, m, math.inf).least_s()
-                yield _Candidate(ranks=ranks, micro_batches=m, mesh=mesh, least=least, tables=made)
+    tried = sorted(
+        (
+            (m / ranks, ranks, m, mesh)
+            for ranks in _degrees(options, places.blocks)
+            for m in _micro_batches(options, ranks, examples)
+            for mesh in _stage_meshes(problem, options, ranks)
+        ),
+        key=lambda t: t[:3],
+    )
+    for i, (_, ranks, m, mesh) in enumerate(tried):
+        if time.perf_counter() > end:
+            out.unseen = len(tried) - i
+            return
+        say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")
+        ways = tuple(next(variants(traced, problem.graph, m, options.remat, limited)))
+        least = StageMenu([tables(ways[0], mesh)], ranks, m, math.inf).least_s()
+        yield _Candidate(
+            ranks=ranks, micro_batches=m, mesh=mesh, least=least, tables=partial(_tables, tables, ways, mesh)
+        )
+
+
+def _tables(
+    made: Callable[[Variant, Mesh], StageTables], ways: tuple[Variant, ...], mesh: Mesh
+) -> tuple[StageTables, ...]:
+    return tuple(made(v, mesh) for v in ways)
 
 
 def _degrees(options: CompileOptions, blocks: int) -> Iterator[int]:
@@ -174,12 +198,13 @@ def _search(
 ) -> tuple[Staged | None, StageMenu | None]:
     """The candidate's best pipeline that takes less than ``below``. Gathers and sums at each micro-batch take longer
     and hold less: they are tried where nothing fits without them."""
+    once = c.tables()
     for each in (False, True):
         tables = [
-            *c.tables,
+            *once,
             *(
                 StageTables(t.graph, t.places, t.variant, t.mesh, t.model, t.optimizer, "each")
-                for t in (c.tables if each else ())
+                for t in (once if each else ())
             ),
         ]
         menu = StageMenu(tables, c.ranks, c.micro_batches, limit)
@@ -217,7 +242,7 @@ def plan_staged(
         optimizer=problem.optimizer,
         cost=s.step_s,
         bound=bound,
-        optimal=bound >= s.step_s * (1 - 1e-6),
+        optimal=not found.unseen and bound >= s.step_s * (1 - 1e-6),
         baselines={},
         skipped={},
         tried=[Tried(mesh=s.mesh.sizes, cost=s.step_s)],
@@ -295,6 +320,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
 
 def _scope(found: Pipelines) -> str:
     left = f"; {found.left} of them were bounded only, in the time" if found.left else ""
+    left += f"; {found.unseen} more were not looked at, in the time" if found.unseen else ""
     return (
         f"the bound is the mean work of the ranks, over {found.tried} choices of ranks, micro-batches ("
         f"{', '.join(map(str, _MICRO_BATCHES))} times the ranks, or as given) and meshes of at most two axes{left}; it "
