@@ -102,6 +102,11 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
         )
     name = plan.model.removeprefix("zoo:")
     model = zoo.reduced(name.partition("?")[0]) if reduced else zoo.get(name)
+    if zoo.get(name).task != "train":
+        raise PaseError(
+            f"'pase run' runs training steps: for '{plan.model}' use plan.jax.prefill, plan.jax.decode or "
+            f"plan.jax.apply (docs/inference.md)"
+        )
     if not reduced and devices == plan.devices:
         return {"plan": plan.with_model(resolve(plan.model)), "model": model, "dropped": []}
     traced = trace(model.loss_fn, model.params, model.batch, name=plan.model)

@@ -236,3 +236,13 @@ def test_what_is_no_generation_is_said() -> None:
     plan = pase.compile(decode, params, *inputs, devices=4, mode="inference", carry={1: 1}, baselines=False)
     with pytest.raises(PaseError, match=r"is one program: compile pase\.Generation"):
         _ = plan.jax.prefill
+
+
+def test_the_program_runs_training_steps_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from pase.cli import main
+
+    plan = pase.compile("zoo:gpt2?task=decode&layers=1&batch=8", devices=2, mesh="2", baselines=False)
+    plan.save(tmp_path / "layout.json")
+    with pytest.raises(SystemExit) as end:
+        main(["run", str(tmp_path / "layout.json")])
+    assert end.value.code == 2 and "plan.jax.decode" in capsys.readouterr().err.replace("\n", " ")
