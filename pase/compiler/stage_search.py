@@ -81,9 +81,12 @@ class StageMenu:
         if role not in self._splits:
             blocks, found = self.places.blocks / self.ranks, list[StageSplit]()
             for t in self.tables:
-                free = t.split(role, blocks)
+                free = t.cheapest(role, blocks)
                 each = free.step_s(blocks, self.micro_batches) / self.limit
-                found += [free, *(t.split(role, blocks, part * each, self.ranks) for part in _PRICES if each)]
+                found += [
+                    free,
+                    *(t.cheapest(role, blocks, part * each, self.ranks) for part in _PRICES if each),
+                ]
             self._splits[role] = found
         return self._splits[role]
 

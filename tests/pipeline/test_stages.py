@@ -51,13 +51,13 @@ def test_the_parts_of_a_stage_are_what_the_tables_price(model, weights, again):
     t = tables_of(model, 4, weights, again)
     many = t.places.blocks
     assert many == (8 if model == SCANNED else 4)
-    parts = [t.split(FIRST, many / 2), t.split(MIDDLE, many / 2), t.split(LAST, many / 2)]
+    parts = [t.cheapest(FIRST, many / 2), t.cheapest(MIDDLE, many / 2), t.cheapest(LAST, many / 2)]
     for split in parts:
         assert split.step_s(many / 2, 4) == pytest.approx(t.least_s(split.role, many / 2))
     # Apart, each part may choose its own layouts: together they cost no less than the bound on any pipeline says.
     apart = t.least_s(MIDDLE, many) + t.least_s(FIRST, 0) + t.least_s(LAST, 0)
     if not t.places.tied:
-        whole = t.split(ONLY, many).step_s(many, 4)
+        whole = t.cheapest(ONLY, many).step_s(many, 4)
         assert whole == pytest.approx(t.least_s(ONLY, many)) and apart <= whole * (1 + 1e-9)
 
 
@@ -65,7 +65,7 @@ def test_the_parts_of_a_stage_are_what_the_tables_price(model, weights, again):
 def test_the_bytes_of_a_stage_are_the_accounts(again):
     """Of the whole model with one micro-batch in flight: what the account of a plan without stages says."""
     t = tables_of(SCANNED, 4, "each", again)
-    split = t.split(ONLY, 8)
+    split = t.cheapest(ONLY, 8)
     moved = collectives(t.graph, t.mesh, split.configs, t.model)
     account = memory(t.graph, t.mesh, split.configs, moved)
     assert split.nbytes(8, 1) - split.buffers() + max(p.inner for p in split.parts.values()) == pytest.approx(
@@ -75,7 +75,7 @@ def test_the_bytes_of_a_stage_are_the_accounts(again):
 
 def test_once_a_step_holds_whole_sums_of_gradients():
     each, once = (tables_of(SCANNED, 4, w) for w in ("each", "once"))
-    configs = once.split(MIDDLE, 4).configs
+    configs = once.cheapest(MIDDLE, 4).configs
     a, b = (
         part_costs(t.graph, t.places, t.mesh, configs, t.model, "adam", t.weights)["block"]
         for t in (each, once)
