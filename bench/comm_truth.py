@@ -4,6 +4,7 @@
 .venv/bin/python -m bench.comm_truth gpt2 mlp           # these models again; the others' rows are kept
 .venv/bin/python -m bench.comm_truth --32 gpt2 mlp      # on 32 devices: compiled, not run; rows that stand are kept
 .venv/bin/python -m bench.comm_truth --lines vit_l16 ours@2x4    # what has no partner, line by line; --32 likewise
+.venv/bin/python -m bench.comm_truth --manual mlp gpt2:ours  # lowered by hand; with --32 compiled, not run
 .venv/bin/python -m bench.comm_truth --render           # docs/communication-truth.md from the results alone
 
 Writes bench/results/comm_truth.json and docs/communication-truth.md. The devices are 8 JAX host devices, or 32.
@@ -15,13 +16,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
 from bench.provenance import RESULTS, ROOT, save
 
 FILE = RESULTS / "comm_truth.json"
+BY_HAND = RESULTS / "comm_truth_manual.json"
 PAGE = ROOT / "docs" / "communication-truth.md"
 STRATEGIES = (
     "data_parallel",
@@ -144,8 +146,15 @@ def main(arguments: list[str]) -> None:
         if "--lines" in arguments:
             lines(*names, wide=wide)
             return
-        measure(names, wide=wide)
-    PAGE.write_text(page(json.loads(FILE.read_text())))
+        if "--manual" in arguments:
+            for model in names:
+                name, _, strategy = model.partition(":")
+                for row in manual_rows_of(name, (strategy,) if strategy else (), wide=wide):
+                    _keep_manual(row)
+        else:
+            measure(names, wide=wide)
+    by_hand = json.loads(BY_HAND.read_text())["rows"] if BY_HAND.exists() else []
+    PAGE.write_text(page(json.loads(FILE.read_text()), by_hand))
     print(f"wrote {PAGE}", file=sys.stderr)
 
 
@@ -287,6 +296,97 @@ def wide_rows_of(name: str, known: set[str]) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def manual_rows_of(name: str, strategies: Sequence[str] = (), *, wide: bool) -> Iterator[dict[str, Any]]:
+    """Rows of steps lowered by hand, under these strategies, or all; on 32 devices the step is compiled and not run."""
+    import optax
+
+    from bench.cases.plans import reduced
+    from pase.backends.jax_values import NotByHand
+    from pase.backends.truth import compare, sharded_step, unsharded_step
+
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    case = wide_case(name) if wide else reduced(name)
+    params, batch = case.model.init(0) if not wide else (None, None)
+    whole = None if wide else unsharded_step(case.model.loss_fn, optimizer, params, batch)
+    for strategy in strategies or (WIDE if wide else STRATEGIES):
+        plan = case.plan(strategy)
+        if plan is None:
+            continue
+        row: dict[str, Any] = {
+            "model": name,
+            "strategy": strategy,
+            "devices": 32 if wide else 8,
+            "mesh": list(plan.mesh.sizes),
+        }
+        try:
+            if whole is None:
+                compiled = plan.jax.lower_train_step(optimizer, lowering="manual").compile()
+            else:
+                step = sharded_step(plan, optimizer, params, batch, lowering="manual")
+                off = whole.differences(step)
+                row["differences"] = {k: float(f"{v:.2g}") for k, v in off.items()}
+                compiled = step.compiled
+        except NotByHand as e:
+            yield row | {"refused": str(e)}
+            continue
+        yield row | {
+            "collectives": {
+                r.kind: {"predicted": r.predicted, "compiled": r.compiled}
+                for r in compare(plan, compiled, "manual")
+                if r.predicted or r.compiled
+            }
+        }
+
+
+def _keep_manual(row: dict[str, Any]) -> None:
+    import jax
+
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    key = ("model", "strategy", "devices")
+    rows = json.loads(BY_HAND.read_text())["rows"] if BY_HAND.exists() else []
+    kept = [r for r in rows if any(r[k] != row[k] for k in key)] + [row]
+    kept.sort(key=lambda r: (r["model"], r["devices"], [*STRATEGIES, *WIDE].index(r["strategy"])))
+    save({"jax": jax.__version__, "rows": kept}, BY_HAND)
+
+
+def by_hand_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) -> list[str]:
+    """The part of the page on steps lowered by hand, beside the annotated ones of the same plans."""
+    if not rows:
+        return []
+    done = [r for r in rows if "collectives" in r]
+    pairs = [(r, k, b) for r in done for k, b in r["collectives"].items()]
+    exact = sum(b["predicted"] == b["compiled"] for _, _, b in pairs)
+    more = sum(b["compiled"] > b["predicted"] for _, _, b in pairs)
+    worst = max((r["differences"]["gradients"] for r in done if "differences" in r), default=0.0)
+    out = [
+        "## Lowered by hand",
+        "",
+        "The same plans lowered by hand (`docs/local.md`): each collective is the plan's own, and none of the habits",
+        "above is allowed for; reduce-scatters are there, too. Of "
+        + ", ".join(dict.fromkeys(r["model"] for r in rows))
+        + f" {exact} of",
+        f"{len(pairs)} (plan, kind) pairs agree to the byte; {more} send more than the plan, the others less: XLA does",
+        "once what two readers of a tensor ask for alike. Largest difference of a gradient from the unsharded step's:",
+        f"{worst:.0e}. In the table, pairs that are off in either way of lowering.",
+        "",
+        "| model | strategy | devices | kind | plan | by hand | annotated, as on CPU → compiled |",
+        "|---|---|--:|---|--:|--:|--:|",
+    ]
+    beside = {(r["model"], r["strategy"], r.get("devices", 8)): r["collectives"] for r in annotated}
+    for r, kind, b in pairs:
+        a = beside.get((r["model"], r["strategy"], r["devices"]), {}).get(kind)
+        if b["predicted"] == b["compiled"] and (a is None or a["on_cpu"] == a["compiled"]):
+            continue
+        theirs = "" if a is None else f"{a['on_cpu']:,} → {a['compiled']:,}"
+        by_hand = "exact" if b["predicted"] == b["compiled"] else f"{b['compiled']:,}"
+        out.append(
+            f"| {r['model']} | {r['strategy'].split('/')[-1]} | {r['devices']} | {KINDS.get(kind, kind)} "
+            f"| {b['predicted']:,} | {by_hand} | {theirs} |"
+        )
+    out += [f"\n{r['model']}, {r['strategy']}: {r['refused']}" for r in rows if "refused" in r]
+    return [*out, ""]
+
+
 def error(bytes_: dict[str, int]) -> float:
     """Relative error of the predicted bytes."""
     return (bytes_["on_cpu"] - bytes_["compiled"]) / max(bytes_["compiled"], 1)
@@ -337,7 +437,7 @@ def _summary(cells: list[tuple[dict[str, Any], str, dict[str, int]]]) -> list[st
     return out
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: dict[str, Any], by_hand: Sequence[dict[str, Any]] = ()) -> str:
     """The text of docs/communication-truth.md."""
     searched = [r for r in result["rows"] if not r["strategy"].startswith("random")]
     cells = [(r, k, b) for r in searched for k, b in r["collectives"].items() if b["on_cpu"] or b["compiled"]]
@@ -369,6 +469,7 @@ def page(result: dict[str, Any]) -> str:
         "numbers, and of how far XLA can be led through layouts that nobody would choose.",
         "",
     ]
+    lines += by_hand_lines(list(by_hand), result["rows"])
     for model in dict.fromkeys(r["model"] for r in result["rows"]):
         same = [n for n, m in result["alike"].items() if m == model]
         lines += [f"## {model}", ""]
