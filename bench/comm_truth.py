@@ -327,7 +327,7 @@ def manual_rows_of(name: str, strategies: Sequence[str] = (), *, wide: bool) -> 
                 row["differences"] = {k: float(f"{v:.2g}") for k, v in off.items()}
                 compiled = step.compiled
         except NotByHand as e:
-            yield row | {"refused": str(e)}
+            yield row | {"refused": str(e).replace(f"{ROOT}/", "")}
             continue
         yield row | {
             "collectives": {
