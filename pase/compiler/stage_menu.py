@@ -117,7 +117,7 @@ class StageTables:
         once = 1 / turns_of(self.graph) if self.weights == "once" else 1.0
         return build(self.graph, self.mesh, self.model, self.optimizer, sync=once, gathers=once)
 
-    def split(
+    def cheapest(
         self, role: StageRole, blocks: float, byte_price: float = 0.0, flying: float = 1.0
     ) -> StageSplit:
         """The cheapest split of a stage of so many blocks; byte_price: seconds of a byte that it holds."""
