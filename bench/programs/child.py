@@ -96,7 +96,7 @@ def in_float64(name: str) -> dict[str, Any]:
     jax.config.update("jax_enable_x64", True)
     fn_wide = fn
     if keras := sys.modules.get("keras"):  # its layers compute in a dtype of their own
-        keras.config.set_floatx("float64")
+        keras.config.set_dtype_policy("float64")
         fn_wide, *_ = load()[name]()
 
     def widened(x: Any) -> Any:
