@@ -1,0 +1,156 @@
+"""What the searched graph has beside the model's own nodes and dims: copies for several readers, states, rings."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+
+from pase.ir import functions
+from pase.ir.places import Scope
+from pase.ir.sizes import is_one
+from pase.ir.types import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
+
+__all__ = ["with_copies", "with_rings", "with_states"]
+
+
+def with_copies(graph: Graph) -> Graph:
+    """A copy node behind every tensor with several readers; its 'pending' dim lets their gradients be summed once.
+
+    Readers in different loops get copies of their own: a gather inside a loop happens at every turn.
+    """
+    readers: dict[tuple[str, tuple[Scope, ...]], dict[str, Op]] = defaultdict(dict)
+    again: set[tuple[str, tuple[Scope, ...]]] = set()
+    for n in graph.nodes:
+        for op, a in n.reads:
+            readers[a.tensor, op.scope].setdefault(n.name, op)
+            if a.again:
+                again.add((a.tensor, op.scope))
+    copies: dict[str, list[Node]] = defaultdict(list)
+    renames: dict[tuple[str, tuple[Scope, ...]], str] = {}
+    tensors = dict(graph.tensors)
+    for (t, scope), who in readers.items():
+        tensor, producer = graph.tensors[t], graph.producer.get(t)
+        if len(who) < 2 or producer is None or all(map(is_one, tensor.shape)):
+            continue
+        if producer.kind in ("input", "constant"):  # small: gathered by each reader
+            continue
+        op, write = producer.write_of(t)
+        inside = next(iter(who.values()))
+        new = next(name for k in itertools.count() if (name := f"{t}c{k or ''}") not in tensors)
+        tensors[new] = replace(tensor, name=new, role="activation", copy_of=t)
+        walks, dims = _factored(producer, write)
+        m = AccessMap(tuple(walks))
+        copy = Op(
+            name="copy",
+            kind="copy",
+            function=functions.COPY,
+            reads=(Access(t, m, again=(t, scope) in again),),
+            writes=(Access(new, m),),
+            flops_per_point=0,
+            over=(),
+            source=op.source or inside.source,
+            eqn=op.eqn,
+            scope=scope,
+            times=inside.times,
+            chance=inside.chance,
+            remat=inside.remat,
+            backward=all(o.backward for o in who.values()),
+        )
+        pending = [Dim(name="pending", size=0, kind="pending")] if tensor.needs_grad else []
+        copies[producer.name].append(
+            Node(name=f"copy.{new}", space=IterationSpace((*dims, *pending)), ops=(copy,))
+        )
+        renames[t, scope] = new
+    nodes: list[Node] = []
+    for n in graph.nodes:
+        nodes.append(_reading(n, renames))
+        nodes += copies[n.name]
+    return replace(graph, nodes=tuple(nodes), tensors=tensors)
+
+
+def with_states(graph: Graph) -> Graph:
+    """A 'state' dim on every parameter that is trained: axes there split its gradient and optimizer state alone."""
+
+    def extended(n: Node) -> Node:
+        if n.ops[0].kind != "parameter" or not graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
+            return n
+        if all(d.kind != "parallel" for d in n.space):
+            return n
+        return replace(n, space=IterationSpace((*n.space.dims, Dim(name="state", size=0, kind="state"))))
+
+    return replace(graph, nodes=tuple(map(extended, graph.nodes)))
+
+
+def with_rings(graph: Graph) -> Graph:
+    """A 'ring' dim on every attention whose queries and keys may be split together, without a mask or a bias."""
+
+    def extended(n: Node) -> Node:
+        positions = _positions(n)
+        if positions is None:
+            return n
+        (ring,) = itertools.islice(
+            (name for k in itertools.count() if (name := f"ring{k or ''}") not in n.space), 1
+        )
+
+        def cut(dims: tuple[str, ...]) -> tuple[str, ...]:
+            return (ring, *dims) if set(dims) & positions else dims
+
+        def walked(a: Access) -> Access:
+            return replace(a, map=AccessMap(tuple(replace(w, dims=cut(w.dims)) for w in a.map.walks)))
+
+        def split(op: Op) -> Op:
+            return replace(
+                op,
+                reads=tuple(map(walked, op.reads)),
+                writes=tuple(map(walked, op.writes)),
+                over=None if op.over is None else cut(op.over),
+            )
+
+        space = IterationSpace((*n.space.dims, Dim(name=ring, size=1, kind="ring")))
+        return replace(n, space=space, ops=tuple(map(split, n.ops)))
+
+    return replace(graph, nodes=tuple(map(extended, graph.nodes)))
+
+
+def _positions(n: Node) -> frozenset[str] | None:
+    """The dims of an attention's queries and keys, where an axis may split both: each one dim, walked alone."""
+    op = n.main
+    if op.kind != "attention" or len(op.reads) != 3 or op.reads[0].tensor in {a.tensor for a in op.reads[1:]}:
+        return None
+    queries = op.writes[1].map.walks[1].dims
+    keys = tuple(d for d in op.reads[1].map.dims if d not in op.reads[0].map.dims)
+    if len(queries) != 1 or len(keys) != 1:
+        return None
+    if op.function is functions.CAUSAL_ATTENTION and n.space[queries[0]].size != n.space[keys[0]].size:
+        return None
+    found = frozenset((*queries, *keys))
+    walks = [w for o in n.ops for a in (*o.reads, *o.writes) for w in a.map.walks if set(w.dims) & found]
+    return found if all(len(w.dims) == 1 and w.window is None for w in walks) else None
+
+
+def _factored(producer: Node, write: Access) -> tuple[list[Walk], list[Dim]]:
+    """The written tensor's own dims; a merged tensor dim keeps its factors, to be split as its readers split it."""
+    dims: list[Dim] = []
+    walks: list[Walk] = []
+    for w in write.map.walks:
+        first = len(dims)
+        for d in w.dims:
+            kind = "replicated" if producer.space[d].kind == "replicated" else "parallel"
+            dims.append(Dim(name=f"d{len(dims)}", size=producer.space[d].size, kind=kind))  # type: ignore[arg-type]
+        walks.append(Walk(tuple(f"d{i}" for i in range(first, len(dims)))))
+    return walks, dims
+
+
+def _reading(n: Node, renames: dict[tuple[str, tuple[Scope, ...]], str]) -> Node:
+    internal = n.internal
+
+    def renamed(op: Op) -> tuple[Access, ...]:
+        return tuple(
+            replace(a, tensor=renames[a.tensor, op.scope])
+            if (a.tensor, op.scope) in renames and a.tensor not in internal
+            else a
+            for a in op.reads
+        )
+
+    return replace(n, ops=tuple(replace(op, reads=renamed(op)) for op in n.ops))
