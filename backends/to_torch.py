@@ -146,7 +146,7 @@ class BucketHook:
                 )
         self._index = {id(p): i for i, p in enumerate(self._parameters)}
         self._ready: set[int] = set()
-        self._open: dict[int, _Generation] = {}
+        self._open: dict[int, _SumsOfUpdate] = {}
         self._queue: list[tuple[int, int]] = []
         self._views: dict[int, Tensor] = {}
         self._buckets: list[_Bucket] = []
@@ -227,8 +227,8 @@ class BucketHook:
         x, o = self.plan.updates[u], period * self.plan.period
         return u, x.first + o, x.last + o, x.at + o
 
-    def _generation(self, g: int) -> _Generation:
-        return self._open.setdefault(g, _Generation())
+    def _generation(self, g: int) -> _SumsOfUpdate:
+        return self._open.setdefault(g, _SumsOfUpdate())
 
     def _begin(self) -> None:
         """Queue this iteration's messages: of each open generation those that are due, in plan order."""
@@ -292,7 +292,7 @@ class BucketHook:
         self.iteration += 1
         return bool(done)
 
-    def _apply(self, made: _Generation, update: int) -> None:
+    def _apply(self, made: _SumsOfUpdate, update: int) -> None:
         """Put the generation's mean gradients where the optimizer looks for them."""
         import torch
 
@@ -324,7 +324,7 @@ class _Bucket:
 
 
 @dataclass(kw_only=True)
-class _Generation:
+class _SumsOfUpdate:
     """An update in the making: local sums by tensor, and (message, buffer, work) of what was sent."""
 
     sums: dict[int, Tensor] = field(default_factory=dict)

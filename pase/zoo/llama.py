@@ -165,9 +165,15 @@ def language_model(
     if task != "train":
         decoder = Decoder(
             embed=lambda params, tokens, start: lookup(params["embedding"], tokens, dtype),
-            block_at=block_at, logits=logits_of, attend=attend, layers=layers, kv_heads=kv_heads, head_dim=head_dim,
-            dtype=dtype, scan=scan,
-        )  # fmt: skip
+            block_at=block_at,
+            logits=logits_of,
+            attend=attend,
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            scan=scan,
+        )
         return served(
             decoder, params, task, batch=batch, seq=seq, context=context, vocab=vocab, tokens=tokens
         )

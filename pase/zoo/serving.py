@@ -143,6 +143,10 @@ def served(
         "filled": full(value=context - 1),
     }
     return Built(
-        loss_fn=decoder.decode, params=params, batch=integers(batch, below=vocab), cache=cache, task=task,
+        loss_fn=decoder.decode,
+        params=params,
+        batch=integers(batch, below=vocab),
+        cache=cache,
+        task=task,
         stored=decoder.dtype,
-    )  # fmt: skip
+    )

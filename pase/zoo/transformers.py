@@ -86,9 +86,16 @@ def gpt(
     }
     if task != "train":
         decoder = Decoder(
-            embed=embed, block_at=lambda seq, start: block, logits=logits_of, attend=attend, layers=layers,
-            kv_heads=heads, head_dim=d // heads, dtype=dtype, scan=scan,
-        )  # fmt: skip
+            embed=embed,
+            block_at=lambda seq, start: block,
+            logits=logits_of,
+            attend=attend,
+            layers=layers,
+            kv_heads=heads,
+            head_dim=d // heads,
+            dtype=dtype,
+            scan=scan,
+        )
         return served(
             decoder, params, task, batch=batch, seq=seq, context=context, vocab=vocab, tokens=tokens
         )

@@ -25,6 +25,7 @@ STRIPS = {"strip", "lstrip", "rstrip"}  # of white space, it is no taking apart
 # file -> the text that it reads or writes. Whoever adds a line here says what text it is; a fact that
 # one part of pase tells another is no text: give it a field.
 READS_TEXT = {
+    "pase/compiler/batch.py": "a model as the user names it: zoo:NAME",
     "pase/compiler/pairs.py": "NAME=VALUE as people type it",
     "pase/compiler/resolve.py": "a model as the user names it: zoo:NAME, MODULE:FUNCTION, a path",
     "pase/ir/functions.py": "the table's own words",
