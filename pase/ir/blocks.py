@@ -123,14 +123,14 @@ def attention_cores(graph: Graph, blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 def _around(places: Sequence[Place]) -> Block | None:
     """The shortest run of one list's equations that holds these; None: there are none."""
-    paths = [p.path.split(".") for p in places]
-    if not paths or not all(part.isdecimal() for path in paths for part in path):
+    paths = [path for p in places if (path := p.numbers()) is not None]
+    if not paths or len(paths) < len(places):
         return None
     depth = next(
-        i for i in itertools.count() if len({tuple(p[: i + 1]) for p in paths}) > 1 or i + 1 == len(paths[0])
+        i for i in itertools.count() if len({p[: i + 1] for p in paths}) > 1 or i + 1 == len(paths[0])
     )
-    numbers = [int(p[depth]) for p in paths]
-    prefix = "".join(f"{part}." for part in paths[0][:depth])
+    prefix = "".join(f"{number}." for number in paths[0][:depth])
+    numbers = [p[depth] for p in paths]
     return Block(prefix=prefix, start=min(numbers), stop=max(numbers) + 1, again="attention")
 
 

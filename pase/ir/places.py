@@ -65,6 +65,15 @@ class Place:
         m = _NUMBER.match(self.path, len(prefix)) if self.path.startswith(prefix) else None
         return None if m is None else int(m[0])
 
+    def numbers(self) -> tuple[int, ...] | None:
+        """Of an equation whose frontend numbers them: which one at each depth; None where it names them.
+
+        >>> Place("3.1").numbers(), Place("layer.relu").numbers()
+        ((3, 1), None)
+        """
+        parts = self.path.split(".")
+        return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else None
+
     def its(self, part: PlacePart, *index: int) -> Place:
         """What the loop or the branch here makes."""
         return Place(self.path, part, index)
