@@ -177,9 +177,9 @@ def by_nest(
     rules: Mapping[str, Callable[..., Any]], controls: Mapping[str, Control] | None = None
 ) -> dict[str, list[str]]:
     """loop nest -> ops, read off what the rules' code calls: op -> rule in, nothing kept by hand."""
-    from pase.ops import composites, indexed, loops, nests
+    from pase.ops import composites, indexed, loops, nests, windows
 
-    known: dict[str, Any] = dict.fromkeys((*nests.__all__, *indexed.__all__))
+    known: dict[str, Any] = dict.fromkeys((*nests.__all__, *indexed.__all__, *windows.__all__))
     known |= {n: getattr(m, n) for m in (composites, loops) for n in m.__all__}
     out: dict[str, list[str]] = {}
     found: dict[Any, set[str]] = {}
