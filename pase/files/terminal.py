@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -23,10 +24,11 @@ def printable(text: str) -> str:
 def console(*, err: bool = False, **how: Any) -> Any:
     """A rich Console on standard output or error, which takes brackets for brackets and prints no control character.
 
-    Where it is no terminal, and ``how`` (as rich's own Console takes it) says no width, it is wide enough for tables.
+    Where it is no terminal, and neither ``how`` (as rich's own Console takes it) nor COLUMNS says how wide to print, it
+    is wide enough for tables.
     """
     made = _kind()(stderr=err, markup=False, highlight=False, emoji=False, **how)
-    if not made.is_terminal and "width" not in how:
+    if not (made.is_terminal or "width" in how or "COLUMNS" in os.environ):
         made.width = 160
     return made
 
