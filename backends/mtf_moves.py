@@ -23,8 +23,8 @@ MeshTfShape = tuple[MeshTfDim, ...]
 def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[MeshTfShape]:
     """The shapes to reshape to, one after the other, the wanted one last; empty where the tensor is there.
 
-    >>> b, s = Dim("b", 8, "x"), Dim("s", 4)
-    >>> moves(((b,), (s,)), ((Dim("b", 8),), (Dim("s", 4, "x"),)), {"x": 2})
+    >>> b, s = MeshTfDim("b", 8, "x"), MeshTfDim("s", 4)
+    >>> moves(((b,), (s,)), ((MeshTfDim("b", 8),), (MeshTfDim("s", 4, "x"),)), {"x": 2})
     [(Dim(base='b', size=8, axis=None), Dim(base='s', size=4, axis='x'))]
     """
     now, goal = flat(have), flat(want)

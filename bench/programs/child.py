@@ -95,8 +95,12 @@ def in_float64(name: str) -> dict[str, Any]:
     fn, *narrow = load()[name]()  # made in float32, so that both begin with the same numbers
     jax.config.update("jax_enable_x64", True)
     fn_wide = fn
-    if keras := sys.modules.get("keras"):  # its layers compute in a dtype of their own
+    if keras := sys.modules.get(
+        "keras"
+    ):  # its layers compute in a dtype of their own, its norms never in float64
+        keras.config.set_floatx("float64")
         keras.config.set_dtype_policy("float64")
+        sys.modules["keras.src.backend.common.dtypes"].BIT64_TO_BIT32_DTYPE.pop("float64")
         fn_wide, *_ = load()[name]()
 
     def widened(x: Any) -> Any:

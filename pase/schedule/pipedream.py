@@ -110,8 +110,8 @@ def problem_from_layers(
     """Forward through the layers, backward in reverse; each parameter's gradient is ready after its layer's
     backward and needed before its layer's next forward.
 
-    >>> from pase.schedule.types import Curve
-    >>> net = Link(name="net", curve=Curve.alpha_beta(alpha_s=0.0, beta_s_per_byte=1.0))
+    >>> from pase.schedule.types import SendTime
+    >>> net = Link(name="net", curve=SendTime.alpha_beta(alpha_s=0.0, beta_s_per_byte=1.0))
     >>> p = problem_from_layers([Layer(name="l", forward_s=1.0, backward_s=2.0, parameters=(("w", 4),))], (net,),
     ...     name="one layer")
     >>> p.tensors[0].ready_after, p.tensors[0].needed_before

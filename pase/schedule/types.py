@@ -35,10 +35,10 @@ class SendTime:
     bandwidth of beta is one corner at 0 bytes. One alpha-beta fit is 31-50% wrong on measured NCCL
     tables up to 32 MB, hence the table.
 
-    >>> c = Curve.alpha_beta(alpha_s=1.0, beta_s_per_byte=0.5)
+    >>> c = SendTime.alpha_beta(alpha_s=1.0, beta_s_per_byte=0.5)
     >>> c.seconds_for(4)
     3.0
-    >>> Curve.table([1, 3], [2.0, 6.0]).seconds_for(5)
+    >>> SendTime.table([1, 3], [2.0, 6.0]).seconds_for(5)
     10.0
     """
 
@@ -330,7 +330,7 @@ def problem_from_times(
 
     >>> p = problem_from_times(name="toy", forward_s=2.0, backward_s=4.0,
     ...     tensors=[("a", 8, 6.0, 0.0), ("b", 8, 4.0, 1.0)],
-    ...     links=[Link(name="net", curve=Curve.alpha_beta(alpha_s=0.0, beta_s_per_byte=1.0))])
+    ...     links=[Link(name="net", curve=SendTime.alpha_beta(alpha_s=0.0, beta_s_per_byte=1.0))])
     >>> [(b.phase, b.seconds) for b in p.blocks]
     [('forward', 1.0), ('forward', 1.0), ('backward', 2.0), ('backward', 2.0)]
     """
