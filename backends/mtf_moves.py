@@ -25,7 +25,7 @@ def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[M
 
     >>> b, s = MeshTfDim("b", 8, "x"), MeshTfDim("s", 4)
     >>> moves(((b,), (s,)), ((MeshTfDim("b", 8),), (MeshTfDim("s", 4, "x"),)), {"x": 2})
-    [(Dim(base='b', size=8, axis=None), Dim(base='s', size=4, axis='x'))]
+    [(MeshTfDim(base='b', size=8, axis=None), MeshTfDim(base='s', size=4, axis='x'))]
     """
     now, goal = flat(have), flat(want)
     for shape in (now, goal):
