@@ -29,11 +29,12 @@ import numpy as np
 import pase
 from bench.arguments import parser, wanted
 from bench.cases.schedules import random_problem
-from bench.provenance import ROOT, save
+from bench.provenance import save
 from pase.backends.to_names import emit as write_names
 from pase.backends.to_names import load as load_names
 from pase.errors import PaseError
 from pase.ir.text import from_text, to_text
+from pase.machine import dumps
 from pase.machine import load as load_machine
 from pase.plan.buckets import problem_of
 from pase.replay.timeline_io import load_timeline, save_timeline
@@ -44,6 +45,7 @@ from pase.search import solve
 from pase.search.readers import read_instance
 
 LIMIT_S = 20.0
+EXAMPLES = Path(pase.__file__).resolve().parents[1] / "examples"
 MODEL = "zoo:mlp?batch=8192&layers=1&features=512&hidden=1024&classes=16"
 EXTREMES: tuple[Any, ...] = (
     -1e308,
@@ -155,20 +157,18 @@ KINDS: dict[str, FileKind] = {
     "names": FileKind(suffix=".json", make=_names, use=load_names),
     "machine": FileKind(
         suffix=".toml",
-        make=lambda p: (
-            p.write_text((ROOT / "pase" / "machine" / "data" / "h100x8.toml").read_text()) and None
-        ),
+        make=lambda p: p.write_text(dumps(load_machine("h100x8"))) and None,
         use=lambda p: load_machine(p),
     ),
     "problem": FileKind(suffix=".json", make=_problem, use=lambda p: evaluated(load_problem(p))),
     "profile": FileKind(
         suffix=".txt",
-        make=lambda p: p.write_text((ROOT / "examples" / "profile.txt").read_text()) and None,
+        make=lambda p: p.write_text((EXAMPLES / "profile.txt").read_text()) and None,
         use=lambda p: evaluated(load_problem(p)),
     ),
     "instance": FileKind(
         suffix=".json",
-        make=lambda p: p.write_text((ROOT / "examples" / "instance.json").read_text()) and None,
+        make=lambda p: p.write_text((EXAMPLES / "instance.json").read_text()) and None,
         use=lambda p: solve(read_instance(p)[0]),
     ),
     "graph": FileKind(suffix=".txt", make=_graph, use=lambda p: from_text(p.read_text(errors="replace"))),

@@ -213,10 +213,11 @@ def jaxopt_implicit() -> LibraryProgram:
     import jaxopt
 
     def loss(p: Any, x: Any, y: Any) -> Any:
-        def ridge(w: Any, l2: Any) -> Any:
+        # The data are arguments: a rule of one's own that closes over tracers cannot stand inside of jax.jit.
+        def ridge(w: Any, l2: Any, x: Any, y: Any) -> Any:
             return jnp.mean((x @ w - y) ** 2) + jnp.exp(l2) * jnp.sum(w**2)
 
-        w = jaxopt.GradientDescent(ridge, maxiter=20, implicit_diff=True).run(jnp.zeros(8), p).params
+        w = jaxopt.GradientDescent(ridge, maxiter=20, implicit_diff=True).run(jnp.zeros(8), p, x, y).params
         return jnp.mean((x @ w - y) ** 2)
 
     return loss, jnp.float32(0.0), normal(64, 8), normal(64, seed=1)
