@@ -24,8 +24,7 @@ def test_each_point_is_what_compile_finds():
     assert few[0].plan is None and "fits" in (few[0].why_not or "")
 
 
-def test_the_command_prints_a_table_and_json(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+def test_the_command_prints_a_table_and_json():
     shown = printed("scale", MODEL, "--devices", "2..8")
     assert "device-seconds" in shown and "█" in shown
     found = json.loads(printed("scale", MODEL, "--devices", "2,8", "--json"))["points"]
