@@ -1,6 +1,6 @@
 """Loss curves side by side: plain data parallelism, and the same training by bucket plans with and without delays.
 
-    python -m bench.schedule_training [--steps 400] [--picture FILE.png]
+    python -m bench.schedule_training [--steps 400] [--only deft] [--picture FILE.png] [-o FILE]
 
 GPT-2 in its reduced size on 8 host devices, next-byte prediction on this repository's documentation, a network slow
 enough that gradients take twice as long as compute. Writes bench/results/schedule_training.json. Losses are of a
@@ -9,7 +9,6 @@ held-out page's batches; nothing here is a time.
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ import jax
 import numpy as np
 import optax
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.arguments import parser, wanted
+from bench.provenance import ROOT, save
 from pase import zoo
 from pase.backends.to_jax_buckets import BucketRunner, gradient_problem
 from pase.schedule import Link, Options, SendTime, evaluate, get_policy
@@ -65,10 +65,10 @@ def slow_links(params: Any, compute_s: float) -> tuple[Link, Link]:
 
 def main() -> None:
     """Writes bench/results/schedule_training.json: loss curves with and without bucket plans."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--picture", type=Path)
-    given = parser.parse_args()
+    options = parser(__doc__, "schedule_training")
+    options.add_argument("--steps", type=int, default=400)
+    options.add_argument("--picture", type=Path)
+    given = options.parse_args()
     model = zoo.reduced("gpt2")
     start = model.init(0)[0]
     train, test = text(False), text(True)
@@ -103,12 +103,13 @@ def main() -> None:
             losses.append(held_out(params))
     record("plain step", steps, losses)
     expected = params
-    for name, policy, staleness, scaled in (
+    runs = (
         ("ours", "ours", 0, False),
         ("ours, 2 late", "ours", 2, False),
         ("deft", "deft", 4, False),
         ("deft, rate scaled", "deft", 4, True),
-    ):
+    )
+    for name, policy, staleness, scaled in wanted([(run[0], run) for run in runs], given.only):
         plan = get_policy(policy).make(problem, Options(staleness=staleness, mode="fast"))
         e = evaluate(problem, plan)
         # The Preserver's verdict takes k times the learning rate for k merged batches.
@@ -148,7 +149,7 @@ def main() -> None:
         "final": {name: c["loss"][-1] for name, c in curves.items()},
         "curves": curves,
     }
-    save(out, RESULTS / "schedule_training.json")
+    save(out, given.o)
     if given.picture:
         draw(out, given.picture)
 

@@ -14,7 +14,9 @@ DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # the default one kills forked children
-os.environ.pop("COLUMNS", None)  # processes that run tests side by side have it; a test that minds says how wide
+os.environ.pop(
+    "COLUMNS", None
+)  # processes that run tests side by side have it; a test that minds says how wide
 # Tests compile much and run little: machine code is left unoptimised (the program it is made from is not).
 for flag, value in (("xla_force_host_platform_device_count", DEVICES), ("xla_backend_optimization_level", 0)):
     if flag not in os.environ.get("XLA_FLAGS", ""):

@@ -34,7 +34,7 @@ SMALLEST = {
     "replay_profile": "--processes 1 --rounds 1",
     "replay_speed": "--megabytes 1",
     "schedule_policies": '--quick --only "random 6 0"',
-    "schedule_training": "--steps 2",
+    "schedule_training": '--steps 1 --only "ours, 2"',
     "search_densenet": "--seconds 1 --repeats 1 --solvers pase --only 121",
     "search_growth": '--repeats 1 --only "5 layers"',
     "sensitivity": "--only alexnet",
