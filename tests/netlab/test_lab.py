@@ -66,7 +66,9 @@ def test_up_and_down_again(tmp_path):
     program = (
         "from bench.netlab.net import *\nimport time\n"
         "with interruptible(), Network(Topology(racks=(2,), host_mbit=10)):\n"
-        "    print('up', flush=True)\n    time.sleep(60)\n"
+        "    print('up', flush=True)\n"
+        # In small pieces: a signal that arrives just before one sleep begins is only seen when that sleep is over.
+        "    for _ in range(600):\n        time.sleep(0.1)\n"
     )
     running = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None and running.stdout.readline() == "up\n"
