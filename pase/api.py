@@ -194,7 +194,8 @@ def price(
 
     program = PROGRAMS[executor]
     stated = parse(strategy, devices)
-    traced, _ = traced_model(model, params, batch, unknown, dims)
+    asked = CompileOptions(devices=devices, unknown=unknown, dims=dims)
+    traced, _ = traced_model(model, params, batch, asked)
     problem = SplitProblem.of(traced.graph, devices, machine, "analytic", "adam")
     return price_model(problem, traced, stated, program)
 

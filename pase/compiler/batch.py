@@ -65,17 +65,7 @@ def _batches(
         if "batch=" in model:
             raise PaseError(f"objective='throughput' finds the batch size: leave batch= out of '{model}'")
         return lambda size, o: (f"{model}{'&' if '?' in model else '?'}batch={size}", o)
-    traced, name = traced_model(
-        model,
-        params,
-        batch,
-        options.unknown,
-        options.dims,
-        mode=options.mode,
-        carry=options.carry,
-        chances=options.chances,
-        loss=options.loss,
-    )
+    traced, name = traced_model(model, params, batch, options)
     if len(traced.graph.symbols) != 1:
         free = ", ".join(traced.graph.symbols) or "none"
         raise PaseError(

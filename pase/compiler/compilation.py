@@ -51,7 +51,7 @@ def compile_model(
         return most_throughput(compile_model, model, params, batch, options, say)
     start = time.perf_counter()
     say("tracing the model")
-    traced, name = _traced(model, params, batch, options)
+    traced, name = traced_model(model, params, batch, options)
     problem = SplitProblem.of(
         traced.graph, options.devices, options.machine, options.cost_model, options.optimizer, options.overlap
     )
@@ -97,28 +97,13 @@ def compile_model(
     return Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
 
 
-def _traced(model: Any, params: Any, batch: Sequence[Any], options: CompileOptions) -> tuple[Traced, str]:
-    """The model as a frontend reads it, and its name."""
-    return traced_model(
-        model,
-        params,
-        batch,
-        options.unknown,
-        options.dims,
-        mode=options.mode,
-        carry=options.carry,
-        chances=options.chances,
-        loss=options.loss,
-    )
-
-
 def _compile_staged(
     model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, say: Progress
 ) -> Compiled:
     """A pipeline of the number of ranks that was asked for."""
     say("tracing the model")
     start = time.perf_counter()
-    traced, name = _traced(model, params, batch, options)
+    traced, name = traced_model(model, params, batch, options)
     problem = SplitProblem.of(
         traced.graph, options.devices, options.machine, options.cost_model, options.optimizer
     )

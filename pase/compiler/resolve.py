@@ -14,32 +14,33 @@ from pase.frontends import registry
 from pase.frontends.registry import DimSizes, Traced, Unknown
 
 if TYPE_CHECKING:
+    from pase.compiler.options import CompileOptions
     from pase.zoo import ZooModel
 
 __all__ = ["resolve", "traced_model"]
 
 
 def traced_model(
-    model: Any,
-    params: Any,
-    batch: Sequence[Any],
-    unknown: Unknown,
-    dims: DimSizes | None = None,
-    **purpose: Any,
+    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions
 ) -> tuple[Traced, str]:
-    """Trace what the user gave as a model: (the trace, its name). purpose: ``mode``, ``carry``, ``chances``
-    and ``loss`` of CompileOptions."""
+    """Trace what the user gave as a model, as the options have it: (the trace, its name)."""
+    purpose: dict[str, Any] = {
+        "mode": options.mode,
+        "carry": options.carry,
+        "chances": options.chances,
+        "loss": options.loss,
+    }
     if isinstance(model, (str, Path)):
         if params is not None or batch:
             raise PaseError(f"'{model}' names a model: give no further arguments with it")
-        return resolve(str(model), unknown, dims, **purpose), str(model)
+        return resolve(str(model), options.unknown, options.dims, **purpose), str(model)
     if registry.frontend_of(model) is None:
         raise PaseError(
             f"a model is a name, a file, a callable, or a framework's own model, not {type(model).__name__}: see "
             f"pase.compile's help"
         )
     args = () if params is None and not batch else (params, *batch)
-    traced = registry.trace(model, *args, unknown=unknown, dims=dims, **purpose)
+    traced = registry.trace(model, *args, unknown=options.unknown, dims=options.dims, **purpose)
     return traced, traced.graph.name
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import pase
 from pase.backends.registry import emit
+from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import traced_model
 from pase.compiler.stage_costs import part_costs
@@ -34,7 +35,7 @@ WRITTEN_OUT = "zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0&scan=0"
 
 @cache
 def tables_of(model: str, m: int, weights="each", again: bool = False) -> StageTables:  # type: ignore[no-untyped-def]
-    traced, _ = traced_model(model, None, (), "error")
+    traced, _ = traced_model(model, None, (), CompileOptions(devices=8))
     blocks = blocks_of(traced)  # type: ignore[arg-type]
     variant = Variant(accumulate=m, blocks=blocks if again else ())
     problem = SplitProblem.of(traced.graph, 8, "h100x8", "analytic", "adam")
