@@ -20,6 +20,7 @@ from pase.backends.jax_ring import RingAttention
 from pase.frontends.jax_attention import AttentionCall
 from pase.ir import SourceLine
 from pase.plan.accesses import Digits, EquationLayouts
+from pase.tables.layouts import contiguous_axes
 
 __all__ = ["AttentionSplit", "kernel_for", "of_plan", "on_a_device"]
 
@@ -61,8 +62,8 @@ def split_of(
     """
     batch, position, head, _ = call.order
     kv_heads = shapes[1][head]
-    found: dict[str, list[tuple[int, str]]] = {f.name: [] for f in fields(AttentionSplit)}
-    for axis, of_q, of_k in zip(sizes, q, k, strict=True):
+    found: dict[str, list[tuple[int, int]]] = {f.name: [] for f in fields(AttentionSplit)}
+    for axis, (of_q, of_k) in enumerate(zip(q, k, strict=True)):
         if of_q is None and of_k is None:
             continue
         if of_q is None or of_q[0] not in (batch, position, head):
@@ -72,14 +73,12 @@ def split_of(
         ]
         blocks = of_q[1] // kv_heads if name == "groups" else of_q[1]
         found[name].append((blocks, axis))
-    out = {}
-    for name, axes in found.items():
-        cut = 1
-        for blocks, axis in sorted(axes):
-            cut *= sizes[axis]
-            if blocks != cut:
-                return None
-        out[name] = tuple(axis for _, axis in sorted(axes))
+    names, out = tuple(sizes), {}
+    for name, digits in found.items():
+        axes = contiguous_axes(digits, tuple(sizes.values()))
+        if axes is None:
+            return None
+        out[name] = tuple(names[a] for a in axes)
     return AttentionSplit(**out)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pase.plan.accesses import Digits, EquationLayouts
+from pase.tables.layouts import contiguous_axes
 
 __all__ = ["of_plan"]
 
@@ -70,16 +71,12 @@ def _spec(digits: Digits, sizes: Mapping[str, int]) -> Any:
     """A layout as a PartitionSpec; None where an axis takes anything but contiguous parts."""
     from jax.sharding import PartitionSpec
 
-    found: dict[int, list[tuple[int, str]]] = {}
-    for axis, digit in zip(sizes, digits, strict=True):
-        if digit is not None:
-            found.setdefault(digit[0], []).append((digit[1], axis))
-    parts: list[tuple[str, ...]] = [()] * (max(found, default=-1) + 1)
-    for dim, axes in found.items():
-        cut = 1
-        for blocks, axis in sorted(axes):
-            cut *= sizes[axis]
-            if blocks != cut:
-                return None
-        parts[dim] = tuple(axis for _, axis in sorted(axes))
+    names, last = tuple(sizes), max((d[0] for d in digits if d is not None), default=-1)
+    parts = []
+    for dim in range(last + 1):
+        held = ((d[1], axis) for axis, d in enumerate(digits) if d is not None and d[0] == dim)
+        axes = contiguous_axes(held, tuple(sizes.values()))
+        if axes is None:
+            return None
+        parts.append(tuple(names[a] for a in axes))
     return PartitionSpec(*parts)

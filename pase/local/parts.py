@@ -17,6 +17,7 @@ from typing import Literal
 from pase.errors import PaseError
 from pase.local.types import Layout, LocalMove, digits_of
 from pase.machine import Mesh
+from pase.tables.layouts import contiguous_axes
 
 __all__ = ["RadixDigit", "WireView", "digits", "pairs", "placement", "to_whole", "view"]
 
@@ -190,13 +191,10 @@ def placement(layout: Layout, rank: int, mesh: Mesh) -> tuple[tuple[str, ...], .
         return None
     out = []
     for dim in range(rank):
-        cut, names = 1, []
-        for blocks, axis in sorted((blocks, axis) for axis, blocks in digits_of(layout, dim)):
-            cut *= mesh.sizes[axis]
-            if blocks != cut:
-                return None
-            names.append(mesh.names[axis])
-        out.append(tuple(names))
+        axes = contiguous_axes(((blocks, axis) for axis, blocks in digits_of(layout, dim)), mesh.sizes)
+        if axes is None:
+            return None
+        out.append(tuple(mesh.names[a] for a in axes))
     return tuple(out)
 
 

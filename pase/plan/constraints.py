@@ -33,6 +33,7 @@ from pase.tables.layouts import (
     PENDING,
     REPLICATED,
     blocks_of,
+    contiguous_axes,
     forward_states,
     gradient_states,
     tensor_dim,
@@ -81,15 +82,11 @@ def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placeme
     """Axes per tensor dim, or None where blocks of the dim are not contiguous (a minor factor is split)."""
     out: list[tuple[str, ...]] = []
     for t in range(len(shape)):
-        axes = sorted(
-            (blocks_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t
-        )
-        cut = 1
-        for blocks, a in axes:
-            cut *= mesh.sizes[a]
-            if blocks != cut:
-                return None
-        out.append(tuple(mesh.names[a] for _, a in axes))
+        digits = ((blocks_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t)
+        axes = contiguous_axes(digits, mesh.sizes)
+        if axes is None:
+            return None
+        out.append(tuple(mesh.names[a] for a in axes))
     return tuple(out)
 
 

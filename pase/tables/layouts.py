@@ -15,7 +15,7 @@ alone cannot say that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,6 +36,7 @@ __all__ = [
     "axis_bits",
     "blocks_of",
     "configs",
+    "contiguous_axes",
     "dim_index",
     "forward_states",
     "gradient_states",
@@ -420,3 +421,20 @@ def tensor_dim(state: int) -> int:
 def blocks_of(state: int) -> int:
     """How many blocks the digit and all more major ones cut its tensor dim in."""
     return state % _DIM
+
+
+def contiguous_axes(digits: Iterable[tuple[int, int]], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """The mesh axes that split a tensor dim, major to minor; None where a device's part is not contiguous, since a
+    minor factor of the dim is split.
+
+    digits: (blocks, axis by number) of each axis that splits the dim; sizes: of the mesh's axes.
+
+    >>> contiguous_axes([(8, 0), (2, 1)], (4, 2)), contiguous_axes([(8, 0)], (4, 2))
+    ((1, 0), None)
+    """
+    cut, ordered = 1, sorted(digits)
+    for blocks, axis in ordered:
+        cut *= sizes[axis]
+        if blocks != cut:
+            return None
+    return tuple(axis for _, axis in ordered)
