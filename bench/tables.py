@@ -20,7 +20,9 @@ from bench.provenance import save
 from pase import costmodels, machine, zoo
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
+from pase.once import forget
 from pase.tables.build import build
+from pase.tables.facts import facts
 from pase.tables.reshard import KNOWN_PLANS
 
 MODELS = ("gpt2", "gpt2?scan=0", "inception_v3", "densenet121", "llama3_405b")
@@ -46,7 +48,7 @@ def seconds(g: Graph, devices: int, axes: int) -> tuple[float, int]:
     model = costmodels.get("analytic", m)
     meshes = machine.meshes(devices, m, axes, max_prime_axes=0)
     KNOWN_PLANS.forget()
-    g.__dict__.pop("_facts", None)
+    forget(facts, g)
     start = time.process_time()
     for mesh in meshes:
         build(g, mesh, model)

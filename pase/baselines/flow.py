@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from pase.ir import Graph, Node, Op, dim_classes
 from pase.ir.names import DimKey
+from pase.once import once
 
 __all__ = ["Roles", "Weight", "roles"]
 
@@ -66,14 +67,9 @@ class Roles:
         )
 
 
+@once
 def roles(graph: Graph) -> Roles:
-    """The roles of every dim of the graph. Kept with the graph, as its facts are: every method asks."""
-    if "_roles" not in graph.__dict__:
-        graph.__dict__["_roles"] = _roles(graph)
-    return graph.__dict__["_roles"]  # type: ignore[no-any-return]
-
-
-def _roles(graph: Graph) -> Roles:
+    """The roles of every dim of the graph; kept with it, since every method asks."""
     classes = dim_classes(graph)
     weights = tuple(_weights(graph, classes))
     inputs = [n for n in graph.nodes if n.kind == "input"]

@@ -17,8 +17,10 @@ from pase.ir.blocks import (
     mixes_examples,
     rematerialised,
 )
+from pase.once import once
 
 if TYPE_CHECKING:
+    from pase.frontends.from_jax import TracedJax
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
@@ -47,17 +49,15 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
     return accumulated(named(simplify(rematerialised(raw, variant.blocks))), variant.accumulate)
 
 
+@once
 def _micro_graph(traced: Traced, micro_batches: int) -> Graph:
-    """The raw graph of one of so many micro-batches, traced once."""
+    """The raw graph of one of so many micro-batches."""
     from pase.frontends.jax_blocks import micro
 
-    memo = traced.__dict__.setdefault("_micro_graphs", {})
-    if micro_batches not in memo:
-        memo[micro_batches] = micro(_jax(traced), micro_batches).graph
-    return memo[micro_batches]  # type: ignore[no-any-return]
+    return micro(_jax(traced), micro_batches).graph
 
 
-def _jax(traced: Traced):  # type: ignore[no-untyped-def]
+def _jax(traced: Traced) -> TracedJax:
     from pase.frontends import from_jax
 
     if not isinstance(traced, from_jax.TracedJax):

@@ -22,6 +22,7 @@ from pase.ir.types import WORKLESS
 from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
 from pase.memory.residuals import kept
+from pase.once import once
 from pase.tables.derive import OPTIMIZERS, node_charges
 from pase.tables.facts import facts
 from pase.tables.itemize import Collective
@@ -114,13 +115,11 @@ def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "a
         yield Held(kind=term.kind, nbytes=term.held(cfg, mesh), region=region, weights=term.weights)
 
 
+@once
 def _terms(graph: Graph, optimizer: str) -> dict[str, tuple[tuple[_Term, _ScopePath], ...]]:
-    """Per node, what it keeps and where; found once per graph."""
-    memo = graph.__dict__.setdefault("_memory_terms", {})
-    if optimizer not in memo:
-        heavy = _read_heavily(graph)
-        memo[optimizer] = {n.name: tuple(_terms_of(graph, n, optimizer, heavy)) for n in graph.nodes}
-    return memo[optimizer]  # type: ignore[no-any-return]
+    """Per node, what it keeps and where."""
+    heavy = _read_heavily(graph)
+    return {n.name: tuple(_terms_of(graph, n, optimizer, heavy)) for n in graph.nodes}
 
 
 def _terms_of(
@@ -213,22 +212,25 @@ def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Me
     return out
 
 
+@once
+def _flight_terms(graph: Graph) -> list[tuple[_Term, ...]]:
+    """Per node, what it reads and makes while it runs, but for parameters."""
+
+    def terms(n: Node) -> Iterator[_Term]:
+        return (_term(graph, n, "activations", a) for _, a, s in _passing(graph, n) if s.kind != "parameter")
+
+    return [tuple(terms(n)) for n in graph.nodes]
+
+
 def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """A lower bound on a strategy's buffers that each node's config alone decides: bytes [K].
 
     Of what the node reads and makes, parameters are left out, whose layouts their own nodes decide; and the largest
     buffer of its own collectives. configs: per node its int8 [K, axes].
     """
-    if "_flight_terms" not in graph.__dict__:
-        graph.__dict__["_flight_terms"] = [
-            tuple(
-                _term(graph, n, "activations", a) for _, a, s in _passing(graph, n) if s.kind != "parameter"
-            )
-            for n in graph.nodes
-        ]
     made: dict[tuple[tuple[_Term, ...], int, int], np.ndarray] = {}  # nodes of equal layers share an array
     out = []
-    every = zip(graph.nodes, graph.__dict__["_flight_terms"], facts(graph).cost, configs, strict=True)
+    every = zip(graph.nodes, _flight_terms(graph), facts(graph).cost, configs, strict=True)
     for n, terms, number_, cfg in every:
         key = (terms, number_, id(cfg))
         if key not in made:

@@ -7,14 +7,15 @@ array with what it was before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from pase.ir import Graph, Node, Op
+from pase.ir import Graph, Node, Op, Scope
 from pase.ir.types import LEAF
 from pase.machine import Mesh
+from pase.once import once
 from pase.tables.layouts import PARTIAL, REPLICATED, forward_states, local_bytes, read_states, write_states
 
 __all__ = ["Lives", "is_trained", "live_bytes", "lives"]
@@ -32,18 +33,10 @@ class Lives:
     array: Mapping[str, int]
 
 
+@once
 def is_trained(graph: Graph) -> bool:
     """Has anything in the graph a gradient?"""
-    if "_is_trained" not in graph.__dict__:
-        graph.__dict__["_is_trained"] = any(t.needs_grad for t in graph.tensors.values())
-    return bool(graph.__dict__["_is_trained"])
-
-
-def lives(graph: Graph) -> Lives:
-    """The arrays of a graph; found once."""
-    if "_lives" not in graph.__dict__:
-        graph.__dict__["_lives"] = _lives(graph)
-    return graph.__dict__["_lives"]  # type: ignore[no-any-return]
+    return any(t.needs_grad for t in graph.tensors.values())
 
 
 def _in_place(n: Node, op: Op) -> bool:
@@ -51,7 +44,9 @@ def _in_place(n: Node, op: Op) -> bool:
     return op.kind == "carry" or (bool(op.writes) and op.writes[0].sparse and op.reads[0].sparse)
 
 
-def _lives(graph: Graph) -> Lives:
+@once
+def lives(graph: Graph) -> Lives:
+    """The arrays of a graph."""
     import networkx as nx
 
     place = {n.name: i for i, n in enumerate(graph.nodes)}
@@ -67,6 +62,10 @@ def _lives(graph: Graph) -> Lives:
                 over = op.writes[0].tensor if op.writes else own
                 if over is not None:
                     same.add_edge(over, op.reads[0].tensor)
+    readers: dict[str, list[Node]] = {}
+    for n in graph.nodes:
+        for _, a in n.reads:
+            readers.setdefault(a.tensor, []).append(n)
     ends = _loop_ends(graph)
     members: list[tuple[str, ...]] = []
     first: list[int] = []
@@ -76,9 +75,10 @@ def _lives(graph: Graph) -> Lives:
         if group & leaves or not any(t in graph.producer for t in group):
             continue
         made = sorted((t for t in group if t in graph.producer), key=lambda t: place[graph.producer[t].name])
-        readers = [e for t in made for e in _reads_of(graph)[t]]
         start = place[graph.producer[made[0]].name]
-        stop = max((ends(place[n.name], graph.producer[t]) for t, n in readers), default=start)
+        stop = max(
+            (ends(place[n.name], graph.producer[t]) for t in made for n in readers.get(t, ())), default=start
+        )
         if any(t in graph.outputs for t in made):
             stop = len(graph.nodes) - 1
         array.update(dict.fromkeys(made, len(members)))
@@ -88,20 +88,9 @@ def _lives(graph: Graph) -> Lives:
     return Lives(members=tuple(members), first=tuple(first), last=tuple(last), array=array)
 
 
-def _reads_of(graph: Graph) -> Mapping[str, list[tuple[str, Node]]]:
-    """tensor -> (tensor, node that reads it)."""
-    if "_reads_of" not in graph.__dict__:
-        found: dict[str, list[tuple[str, Node]]] = {t: [] for t in graph.tensors}
-        for n in graph.nodes:
-            for _, a in n.reads:
-                found[a.tensor].append((a.tensor, n))
-        graph.__dict__["_reads_of"] = found
-    return graph.__dict__["_reads_of"]  # type: ignore[no-any-return]
-
-
-def _loop_ends(graph: Graph):  # type: ignore[no-untyped-def]
+def _loop_ends(graph: Graph) -> Callable[[int, Node], int]:
     """f(place of a reader, producer): the last place at which the reader's value must be there."""
-    end = {}
+    end: dict[Scope, int] = {}
     for i, n in enumerate(graph.nodes):
         for s in n.main.loops:
             if s.kind == "loop":

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pase.ir import Graph, Node, Op, Scope
 from pase.ir.recompute import needs
 from pase.ir.sizes import Size
+from pase.once import once
 
 __all__ = ["Kept", "kept"]
 
@@ -28,11 +29,10 @@ class Kept:
     times: Size
 
 
+@once
 def kept(graph: Graph) -> dict[str, Kept]:
-    """tensor -> Kept, of all that backward needs; found once per graph."""
-    if "_kept" not in graph.__dict__:
-        graph.__dict__["_kept"] = {k.tensor: k for k in _kept(graph)}
-    return graph.__dict__["_kept"]  # type: ignore[no-any-return]
+    """tensor -> Kept, of all that backward needs."""
+    return {k.tensor: k for k in _kept(graph)}
 
 
 def _kept(graph: Graph) -> Iterator[Kept]:

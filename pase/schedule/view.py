@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
+from pase.once import once
 from pase.schedule.types import ScheduleProblem
 
 __all__ = [
@@ -70,15 +71,9 @@ def ready_s(problem: ScheduleProblem) -> np.ndarray:
     return out
 
 
+@once
 def positions(problem: ScheduleProblem) -> tuple[list[int], list[int]]:
     """Per tensor: the block it is ready after (-1: the start) and the absolute block it is needed before."""
-    kept = problem.__dict__.get("_positions")  # a problem never changes; this is asked for every pair fused
-    if kept is None:
-        kept = problem.__dict__["_positions"] = _positions(problem)
-    return kept
-
-
-def _positions(problem: ScheduleProblem) -> tuple[list[int], list[int]]:
     n = len(problem.blocks)
     ready: list[int] = []
     for t in problem.tensors:
@@ -110,18 +105,12 @@ def need_order(problem: ScheduleProblem) -> list[int]:
     return sorted(range(len(need)), key=lambda i: (need[i], depth[i], i))
 
 
+@once
 def stages(problem: ScheduleProblem) -> list[int]:
     """Per tensor, 0; or how many it follows one after another, where its group follows itself in a circle.
 
     Messages of one group and one stage can be fused freely: where no circle of groups exists, none of messages does.
     """
-    kept = problem.__dict__.get("_stages")
-    if kept is None:
-        kept = problem.__dict__["_stages"] = _stages(problem)
-    return kept
-
-
-def _stages(problem: ScheduleProblem) -> list[int]:
     if not any(t.follows for t in problem.tensors):
         return [0] * len(problem.tensors)
     import networkx as nx

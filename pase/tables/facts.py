@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pase.ir import Access, Graph, Node
 from pase.ir.functions import CAUSAL_ATTENTION
+from pase.once import once
 from pase.tables.derive import Flow, edge_flows
 from pase.tables.layouts import (
     LayoutRule,
@@ -44,14 +45,9 @@ class Facts:
     flows: tuple[tuple[Flow, ...], ...]
 
 
+@once
 def facts(graph: Graph) -> Facts:
-    """Kept with the graph, as its own derived properties are: a search builds tables for many meshes."""
-    if "_facts" not in graph.__dict__:
-        graph.__dict__["_facts"] = _facts(graph)
-    return graph.__dict__["_facts"]  # type: ignore[no-any-return]
-
-
-def _facts(graph: Graph) -> Facts:
+    """The graph's facts; kept with it, since a search builds tables for many meshes."""
     spaces: dict[object, int] = {}
     costs: dict[object, int] = {}
     rules: dict[LayoutRule, int] = {}

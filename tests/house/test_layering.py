@@ -29,14 +29,16 @@ FRAMEWORKS = {
 }
 SOLVERS = {"ortools", "highspy", "cvxpy"}
 
-# What every layer may import: errors, registries, and files (written whole, sizes as people write them).
-FOUNDATION = {"pase.errors", "pase.files", "pase.registry"}
+# What every layer may import: errors, registries, results kept with a value, and files (written whole, sizes as people
+# write them).
+FOUNDATION = {"pase.errors", "pase.files", "pase.once", "pase.registry"}
 
 # layer -> the other layers of pase that it may import, besides the foundation and its own modules; from the bottom up.
 # Every package and module of pase has a row, and imports inside of functions count.
 MAY_IMPORT: dict[str, set[str]] = {
     "pase.errors": set(),
     "pase.registry": set(),
+    "pase.once": set(),
     "pase.files": set(),
     "pase.ir": set(),
     "pase.ops": {"pase.ir"},
