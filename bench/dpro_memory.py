@@ -25,9 +25,9 @@ from pase.ir import named, simplify
 from pase.ir.recompute import needs
 from pase.machine import Mesh
 from pase.memory.account import Memory, memory
-from pase.tables.derive import OPTIMIZERS
 from pase.tables.itemize import collectives
 from pase.tables.layouts import number
+from pase.tables.work import OPTIMIZERS
 from pase.zoo.cnn import resnet, vgg
 from pase.zoo.cnn_branched import inception
 from pase.zoo.layers import Built, shapes

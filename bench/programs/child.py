@@ -125,7 +125,7 @@ def flops(fn: Any, args: Any, graph: Any) -> dict[str, float]:
 
     from pase.frontends.jax_leaves import arrays, combine, static, value_and_grad
     from pase.machine import mesh_from
-    from pase.tables.derive import node_work
+    from pase.tables.work import node_work
 
     mesh = mesh_from("1", 1)
     counted = as_xla_counts(graph)

@@ -156,7 +156,7 @@ class CompileOptions:
     )
 
     def __post_init__(self) -> None:
-        from pase.tables.derive import OPTIMIZERS
+        from pase.tables.work import OPTIMIZERS
 
         if not _whole(self.devices):
             raise PaseError(f"devices must be a positive whole number, got {self.devices!r}")

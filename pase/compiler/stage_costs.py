@@ -18,9 +18,9 @@ from pase.ir.blocks import turns_of
 from pase.machine import CostModel, Mesh
 from pase.memory.account import held, in_flight
 from pase.tables.build import array_tile, work_price
-from pase.tables.derive import node_work
 from pase.tables.itemize import Collective, collectives
 from pase.tables.layouts import forward_states, local_bytes, number, read_states, write_states
+from pase.tables.work import node_work
 
 __all__ = ["PARTS", "GatheredWeights", "PartCost", "part_costs"]
 

@@ -19,7 +19,7 @@ from pase.pipeline.registry import SCHEDULES, Discipline, schedule
 from pase.pipeline.simulate import in_flight
 from pase.pipeline.types import Schedule, StageTimes
 from pase.tables.build import charge_price
-from pase.tables.derive import Charge
+from pase.tables.charges import Charge
 from pase.tables.layouts import forward_states, local_bytes, write_states
 from pase.tables.reshard import reshard
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pase.local.types import LocalMove, LocalProgram, LocalTransfer, NodeCollective
-from pase.tables.derive import Phase
+from pase.tables.work import Phase
 
 __all__ = ["ProgramCollective", "program_collectives"]
 

@@ -24,7 +24,7 @@ from pase.local.types import (
     NodeCollective,
 )
 from pase.machine import Mesh
-from pase.tables.derive import Charge, Flow, edge_flows, node_charges
+from pase.tables.charges import Charge, Flow, edge_flows, node_charges
 from pase.tables.itemize import config_of
 from pase.tables.layouts import (
     PARTIAL,

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 from pase.ir import Op, Place
 from pase.machine import CollectiveKind, Mesh
-from pase.tables.derive import Phase
+from pase.tables.work import Phase
 
 __all__ = [
     "AxisState",

@@ -23,7 +23,7 @@ from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
 from pase.memory.residuals import kept
 from pase.once import once
-from pase.tables.derive import OPTIMIZERS, node_charges
+from pase.tables.charges import node_charges
 from pase.tables.facts import facts
 from pase.tables.itemize import Collective
 from pase.tables.layouts import (
@@ -39,6 +39,7 @@ from pase.tables.layouts import (
     state_index,
     write_states,
 )
+from pase.tables.work import OPTIMIZERS
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile

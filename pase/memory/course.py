@@ -24,10 +24,10 @@ from pase.machine import Machine, Mesh
 from pase.memory.account import Memory, MemoryKind, memory
 from pase.memory.live import is_trained
 from pase.memory.residuals import kept
-from pase.tables.derive import OPTIMIZERS
 from pase.tables.itemize import Collective
 from pase.tables.layouts import dim_index, number, shards, state_index
 from pase.tables.tiles import padding
+from pase.tables.work import OPTIMIZERS
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile

@@ -24,8 +24,8 @@ from pase.plan.constraints import Route
 from pase.plan.pipeline import PipelinePlan
 from pase.plan.throughput import StepWork, Throughput
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
-from pase.tables.derive import Phase
 from pase.tables.itemize import Collective, NodeCost
+from pase.tables.work import Phase
 
 __all__ = ["SCHEMA", "diff", "from_json", "load", "made_schema", "save", "schema", "to_json"]
 

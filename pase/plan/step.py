@@ -17,9 +17,9 @@ from pase.ir import Access, Graph, Node, Op
 from pase.ir.recompute import needs
 from pase.machine import CostModel, Machine, Mesh
 from pase.tables.build import array_tile, work_price
-from pase.tables.derive import Phase, Work, node_work
 from pase.tables.itemize import collectives
 from pase.tables.layouts import local_bytes, number
+from pase.tables.work import Phase, Work, node_work
 
 __all__ = [
     "COMPILED",

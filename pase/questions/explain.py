@@ -393,7 +393,7 @@ def _work(plan: PlanData, problem: SplitProblem, v: int, chosen: int) -> tuple[W
     import numpy as np
 
     from pase.tables.build import array_tile, work_price
-    from pase.tables.derive import node_work
+    from pase.tables.work import node_work
 
     _, space = problem.tables(plan.mesh)
     cfg = space.configs[v][chosen][None, :]

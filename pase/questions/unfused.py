@@ -12,9 +12,9 @@ from pase.ir import Access, Graph, Node, SourceLine, functions
 from pase.machine import CostModel, Mesh
 from pase.memory.residuals import kept
 from pase.plan.types import PlanData
-from pase.tables.derive import BACKWARD_PRODUCTS, Work, node_work
 from pase.tables.itemize import config_of
 from pase.tables.layouts import dim_index, number, shards
+from pase.tables.work import BACKWARD_PRODUCTS, Work, node_work
 
 if TYPE_CHECKING:
     from pase.compiler.problem import SplitProblem

@@ -22,9 +22,9 @@ from pase.plan.step import executed_work, launches, saved_by_kernels
 from pase.stated.program import Program, weight_products
 from pase.stated.strategy import Strategy
 from pase.tables.build import work_price
-from pase.tables.derive import Phase, Work
 from pase.tables.itemize import collectives
 from pase.tables.layouts import dim_index, number, shards
+from pase.tables.work import Phase, Work
 
 __all__ = ["Part", "Parts", "Sent", "Where", "parts_of"]
 

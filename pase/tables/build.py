@@ -9,11 +9,12 @@ import numpy as np
 
 from pase.ir import Graph
 from pase.machine import COLLECTIVES, CostModel, Mesh
-from pase.tables.derive import Charge, Flow, Work, node_charges, node_work
+from pase.tables.charges import Charge, Flow, node_charges
 from pase.tables.facts import Facts, facts
 from pase.tables.layouts import LayoutRule, configs
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
+from pase.tables.work import Work, node_work
 
 __all__ = [
     "GRANULE_BYTES",

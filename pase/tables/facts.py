@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pase.ir import Access, Graph, Node
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.once import once
-from pase.tables.derive import Flow, edge_flows
+from pase.tables.charges import Flow, edge_flows
 from pase.tables.layouts import (
     LayoutRule,
     conv_places,

@@ -10,8 +10,9 @@ import numpy as np
 from pase.ir import Graph, Node
 from pase.machine import CollectiveKind, CostModel, Mesh
 from pase.tables.build import array_tile, charge_price, work_price
-from pase.tables.derive import Charge, Phase, edge_charges, node_charges, node_work
+from pase.tables.charges import Charge, edge_charges, node_charges
 from pase.tables.layouts import read_states, write_states
+from pase.tables.work import Phase, node_work
 
 __all__ = ["Collective", "NodeCost", "collectives", "node_costs"]
 

@@ -13,8 +13,8 @@ from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.machine import mesh_from
-from pase.tables.derive import node_work
 from pase.tables.layouts import configs
+from pase.tables.work import node_work
 
 S = jax.ShapeDtypeStruct
 

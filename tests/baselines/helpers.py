@@ -13,7 +13,7 @@ from pase.baselines import Baseline
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import Mesh
-from pase.tables.derive import Charge, edge_charges, node_charges
+from pase.tables.charges import Charge, edge_charges, node_charges
 from pase.tables.layouts import read_states, write_states
 
 

@@ -16,7 +16,7 @@ from pase.calibrate.smooth import smoothed
 from pase.calibrate.types import BLOCK_LIGHT_BYTES, BLOCK_PRODUCTS
 from pase.machine import COLLECTIVES, Mesh, dumps, parse
 from pase.tables.build import work_price
-from pase.tables.derive import Work
+from pase.tables.work import Work
 from tests.calibrate.synthetic import ONE, TWO, Fake, target
 
 WITHIN = Settings(budget_s=1e9)
@@ -122,7 +122,7 @@ def test_the_block_is_what_the_graph_of_it_says():
     from pase.calibrate.device import local_program
     from pase.frontends.from_jax import trace
     from pase.ir import simplify
-    from pase.tables.derive import node_work
+    from pase.tables.work import node_work
 
     operands, _, _ = local_program(Task(op="block"))
     first, *others = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]

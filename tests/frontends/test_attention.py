@@ -22,8 +22,8 @@ from pase.machine import mesh_from
 from pase.memory.residuals import kept
 from pase.search import brute_force, solve
 from pase.tables.build import build, work_price
-from pase.tables.derive import node_work
 from pase.tables.itemize import collectives
+from pase.tables.work import node_work
 
 B, S, KV, G, D = 4, 256, 2, 3, 64
 FORWARD = 4 * B * KV * G * S * S * D

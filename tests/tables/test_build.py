@@ -10,8 +10,9 @@ from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import Mesh
 from pase.tables.build import build, charge_cost, work_cost
-from pase.tables.derive import edge_charges, node_charges, node_work
+from pase.tables.charges import edge_charges, node_charges
 from pase.tables.layouts import read_states, write_states
+from pase.tables.work import node_work
 
 MACHINE = machine.load("h100x8")
 MODEL = costmodels.get("analytic", MACHINE)

@@ -10,7 +10,7 @@ from pase import costmodels
 from pase.backends.truth import compare
 from pase.machine import Mesh, dumps, load, parse
 from pase.tables.build import build, charge_price
-from pase.tables.derive import Charge
+from pase.tables.charges import Charge
 from pase.zoo import reduced
 from tests.ir.graphs import simple
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor, functions
 from pase.machine import Mesh
-from pase.tables.derive import node_charges
+from pase.tables.charges import node_charges
 from pase.tables.layouts import PARTIAL, configs, read_states, write_states
 from tests.tables.holdings import coordinates, held
 from tests.tables.strategies import meshes

@@ -16,8 +16,8 @@ from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import Mesh
 from pase.tables.build import array_tile, build, work_cost
-from pase.tables.derive import node_work
 from pase.tables.tiles import padding
+from pase.tables.work import node_work
 
 TPU = machine.load("tpu_v5e")
 TILE = (8, 128)

@@ -1,0 +1,234 @@
+"""Collectives, forward and backward, inside of a node and along an edge, under each config or pair of layouts.
+
+- A tensor written by an op that sums over a split dim is partial over that dim's axes. Inside a node it is
+  summed at once (softmax's maximum, a norm's mean); between nodes the edge settles it.
+- The gradient of a tensor read is partial over the axes of the split dims of which its map knows nothing:
+  for a parameter that is the gradient synchronisation.
+- An axis on a parameter's *state* splits its gradient and the optimizer's work, which ends in a gather of the
+  updated parameter.
+- Of a derivative rule that the user wrote, ops that run in backward, nothing is derived but collectives.
+- A windowed dim exchanges halos; an edge pays to go from the layout written to the layout read, and back
+  for the gradient.
+
+Everything is an array over configs (or pairs of layouts); with one config it is the plan's own list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.ir import Access, Edge, Graph, Node
+from pase.ir.functions import CAUSAL_ATTENTION
+from pase.machine import CollectiveKind, Mesh
+from pase.tables.layouts import (
+    PARTIAL,
+    REPLICATED,
+    RingDim,
+    axis_bits,
+    dim_index,
+    forward_states,
+    gradient_states,
+    local_bytes,
+    number,
+    ring_of,
+    shards,
+    state_index,
+)
+from pase.tables.reshard import reshard
+from pase.tables.work import Phase, Work, has_gradient, node_work, phase_of, runs_of
+
+__all__ = ["Charge", "Flow", "OwnAccess", "edge_charges", "edge_flows", "node_charges"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charge:
+    """Collectives, one per config or pair of layouts.
+
+    axes, nbytes: as CostModel.collective has them; times: how often in a step.
+    bucketed: of a parameter (its gather, its gradient's sum), hence nothing waits for it alone, and it travels
+    with others in a bucket.
+    turns: how many of them follow each other, each time. behind: work in turns + 1 equal parts, one of which runs
+    beside each of them: only what is left then is waited for.
+    within: of a node's own, the op and which of its reads or writes it is for; None: of an edge, or of the node whole.
+    """
+
+    kind: CollectiveKind
+    axes: np.ndarray
+    nbytes: np.ndarray
+    tensor: str
+    phase: Phase
+    times: float
+    bucketed: bool = False
+    turns: np.ndarray | float = 1.0
+    behind: Work | None = None
+    within: OwnAccess | None = None
+
+
+@dataclass(frozen=True)
+class OwnAccess:
+    """One access of an op: the op's number in its node, and of its reads or its writes which."""
+
+    op: int
+    access: int
+
+
+def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
+    """Collectives inside the node: sums that its own ops need at once, halos, and an attention's ring."""
+    for i in state_index(node):
+        a = node.ops[0].writes[0]
+        yield Charge(
+            kind="all_gather",
+            axes=axis_bits(cfg, [i], mesh),
+            tensor=a.tensor,
+            phase="update",
+            times=1.0,
+            nbytes=local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh),
+            bucketed=True,
+        )
+    consumed = {a.tensor for op in node.ops for a in op.reads}
+    for at in range(len(node.ops)):
+        yield from _op_charges(graph, node, at, consumed, cfg, mesh)
+    if (ring := ring_of(node)) is not None:
+        yield from _ring_charges(graph, node, ring, cfg, mesh)
+
+
+def _op_charges(
+    graph: Graph, node: Node, at: int, consumed: Collection[str], cfg: np.ndarray, mesh: Mesh
+) -> Iterator[Charge]:
+    """The sums and halos of one op of a node. at: its number there; consumed: the tensors that the node's ops read."""
+    op = node.ops[at]
+    times = runs_of(op, node.name)
+    itself: tuple[Phase, float] = phase_of(op), times * (2 if op.remat else 1)
+    gradient: tuple[Phase, float] = "backward", times
+
+    def charge(
+        kind: CollectiveKind,
+        i: int,
+        a: Access,
+        over: Sequence[str],
+        when: tuple[Phase, float],
+        part: np.ndarray | float = 1.0,
+    ) -> Charge:
+        """Over the axes of some dims, for the i-th access: this part of what a device has of its tensor."""
+        return Charge(
+            kind=kind,
+            axes=axis_bits(cfg, dim_index(node, over), mesh),
+            nbytes=local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh) * part,
+            tensor=a.tensor,
+            phase=when[0],
+            times=when[1],
+            within=OwnAccess(at, i),
+        )
+
+    for i, a in enumerate(op.writes):
+        summed = [d for d in op.dims if d not in set(a.map.dims)]
+        if a.tensor in consumed and summed:
+            yield charge("all_reduce", i, a, summed, itself)
+    for i, a in enumerate(op.reads):
+        other = [d for d in op.dims if d not in set(a.map.dims)]
+        back = has_gradient(graph, op, a.tensor)
+        if a.tensor in node.internal and other and back:
+            yield charge("all_reduce", i, a, other, gradient)
+        for walk, extent in zip(a.map.walks, graph.tensors[a.tensor].shape, strict=True):
+            if walk.window is None or not walk.window.halo or len(walk.dims) != 1:
+                continue
+            ways = shards(cfg, dim_index(node, walk.dims), mesh)
+            part = walk.window.halo * ways / number(extent, a.tensor)
+            for when in (itself, gradient) if back else (itself,):
+                yield charge("permute", i, a, walk.dims, when, part)
+
+
+def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
+    """Keys and values go round behind the attention over those that are there; backward with the sums of their
+    gradients, in float32, which then go home. Liu et al. 2023 (arXiv 2310.01889).
+
+    Causal: before and after, half of each part changes places, so that all have the same work (``RingDim.balanced``).
+    """
+    op = node.main
+    q, k, v = (local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh) for a in op.reads)
+    out = local_bytes(node, graph.tensors[op.writes[0].tensor], op.writes[0], cfg, mesh)
+    sums = (k + v) * max(4 / graph.tensors[op.reads[1].tensor].itemsize, 1.0)
+    turns = shards(cfg, [ring.dim], mesh) - 1
+    half = np.where(ring.balanced(node, cfg, mesh) & (op.function is CAUSAL_ATTENTION), 0.5, 0.0)
+    for w in [w for w in node_work(graph, node, cfg, mesh) if w.kind == "attention"]:
+
+        def moved(
+            nbytes: np.ndarray, turns: np.ndarray | float, behind: Work | None = None, w: Work = w
+        ) -> Charge:
+            return Charge(
+                kind="permute",
+                axes=axis_bits(cfg, [ring.dim], mesh),
+                nbytes=nbytes,
+                tensor=op.reads[1].tensor,
+                phase=w.phase,
+                times=w.times,
+                turns=turns,
+                behind=behind,
+            )
+
+        if w.phase == "forward":
+            yield moved(k + v, turns, w)
+            yield moved(half * (q + k + v + out), 2)
+        else:
+            yield moved(k + v + sums, turns, w)
+            yield moved(sums, 1)
+            yield moved(half * (2 * out + q + k + v), 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """A tensor, or its gradient, on its way along an edge: bytes of the whole, and how often in a step, recomputation
+    included.
+
+    back: it is the gradient, on its way from the reader. again: 2 where recomputation needs it once more.
+    """
+
+    phase: Phase
+    back: bool
+    nbytes: int
+    times: float
+    bucketed: bool
+    again: int = 1
+
+    def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The layouts that it leaves and those that it reaches; src from write_states, dst from read_states."""
+        if not self.back:
+            return forward_states(src), np.where(dst == PARTIAL, REPLICATED, dst)
+        return dst, gradient_states(src)
+
+
+def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
+    """The tensor to its reader, and where it has a gradient, that one back.
+
+    A parameter on its way to a reader that runs in backward counts as forward, as its second gather in a rematerialised
+    region does.
+    """
+    tensor = graph.tensors[edge.tensor]
+    nbytes, times = number(tensor.nbytes, tensor.name), runs_of(edge.op, edge.dst)
+    bucketed = graph.producer[edge.tensor].kind == "parameter"
+    again = 2 if edge.access.again else 1
+    phase: Phase = "forward" if bucketed else phase_of(edge.op)
+    there = Flow(phase=phase, back=False, nbytes=nbytes, times=times * again, bucketed=bucketed, again=again)
+    if not (tensor.needs_grad and edge.op.differentiable):
+        return (there,)
+    back = Flow(phase="backward", back=True, nbytes=nbytes, times=times, bucketed=bucketed)
+    return (back,) if edge.access.gradient else (there, back)
+
+
+def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
+    """Collectives of an edge for every pair of layouts; src from write_states, dst from read_states."""
+    for flow in edge_flows(graph, edge):
+        for step in reshard(*flow.ends(src, dst), mesh):
+            axes, fraction = (step.axes.T, step.fraction.T) if flow.back else (step.axes, step.fraction)
+            yield Charge(
+                kind=step.kind,
+                axes=axes,
+                nbytes=fraction * flow.nbytes,
+                tensor=edge.tensor,
+                phase=flow.phase,
+                times=flow.times,
+                bucketed=flow.bucketed,
+            )

@@ -1,0 +1,284 @@
+"""Local work, forward and backward, of a node under each of its configs.
+
+Work is an op's points over the shards of the dims it works on; backward has one product for each differentiable operand
+of a matmul or conv, and as much traffic again for the rest. A derivative rule that the user wrote is ops that run in
+backward. Everything is an array over configs; with one config it is the plan's own list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from pase.ir import Access, Graph, Node, Op, Tensor
+from pase.ir.blocks import turns_of
+from pase.ir.functions import CAUSAL_ATTENTION
+from pase.ir.types import WORKLESS
+from pase.machine import Mesh
+from pase.tables.layouts import dim_index, local_bytes, number, ring_of, shards, state_index
+from pase.tables.tiles import padding, rounded
+
+__all__ = [
+    "BACKWARD_PRODUCTS",
+    "OPTIMIZERS",
+    "Phase",
+    "Work",
+    "has_gradient",
+    "node_work",
+    "phase_of",
+    "runs_of",
+]
+
+Phase = Literal["forward", "backward", "update"]
+
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adam_master": 3, "lion": 1, "adafactor": 0}
+"""Optimizer -> float32 values of state it keeps per parameter (adafactor's factored rows are below a percent)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Local work of one op (or of all light ops of a node together), one entry per config; see CostModel.compute.
+
+    nbytes: with what the arrays are padded with; padding: of a product, work with the rows that are padded over
+    ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
+    """
+
+    kind: Literal["matmul", "conv", "attention", "memory"]
+    dtype: str
+    flops: np.ndarray
+    nbytes: np.ndarray
+    mnk: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    phase: Phase
+    times: float
+    padding: np.ndarray | float = 1.0
+
+
+TileShape = tuple[int, int]
+"""Rows and lanes of the tiles that a device stores arrays in."""
+
+
+def phase_of(op: Op) -> Phase:
+    """When the op itself runs."""
+    return "backward" if op.backward else "forward"
+
+
+def runs_of(op: Op, what: str) -> float:
+    """How often the op runs in a step, on average."""
+    return float(number(op.times, what)) * op.chance
+
+
+def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+    index = dim_index(node, dims)
+    points = 1.0
+    for i in index:
+        points *= number(node.space.dims[i].size, node.name)
+    return points / shards(cfg, index, mesh)
+
+
+def _padded(
+    node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh, tile: TileShape | None
+) -> Any:
+    """The factor by which tiles pad the local part of a tensor, under each config; 1 where nothing is padded."""
+    if tile is None or len(tensor.shape) < 2:
+        return 1.0
+    extents = [
+        number(extent, tensor.name) / shards(cfg, dim_index(node, walk.dims), mesh)
+        for extent, walk in zip(tensor.shape, access.map.walks, strict=True)
+    ]
+    return padding(extents, tile)
+
+
+def has_gradient(graph: Graph, op: Op, tensor: str) -> bool:
+    """Does backward find the gradient of this tensor, which the op reads?"""
+    return op.differentiable and graph.tensors[tensor].needs_grad
+
+
+def node_work(
+    graph: Graph,
+    node: Node,
+    cfg: np.ndarray,
+    mesh: Mesh,
+    optimizer: str = "adam",
+    tile: TileShape | None = None,
+) -> Iterator[Work]:
+    """The node's local work under each config; tile: what the device stores arrays in, if it pads them."""
+    if node.kind == "parameter":
+        yield from _parameter_work(graph, node, cfg, mesh, optimizer)
+        return
+    internal = node.internal
+    zero = np.zeros(len(cfg))
+    flops_of: dict[Phase, np.ndarray] = {"forward": zero, "backward": zero}  # of light ops together
+    bytes_of: dict[Phase, np.ndarray] = dict(flops_of)
+    seen: set[str] = set()
+    for op in node.ops:
+        over = op.dims if op.over is None else op.over
+        flops = op.flops_per_point * _local_points(node, over, cfg, mesh)
+        heavy = op.kind in ("matmul", "conv", "attention", "gather", "scatter")
+
+        def touched(a: Access, over: tuple[str, ...] = over) -> np.ndarray:
+            t = graph.tensors[a.tensor]
+            if a.sparse:
+                return t.itemsize * _local_points(node, over, cfg, mesh)
+            return local_bytes(node, t, a, cfg, mesh) * _padded(node, t, a, cfg, mesh, tile)
+
+        nbytes, wrote = zero, zero
+        for a in op.writes:
+            if heavy or graph.read_outside(node, a.tensor):
+                wrote = wrote + touched(a)
+        for a in op.reads:
+            outside = a.tensor not in internal and a.tensor in graph.producer
+            if outside and (heavy or a.tensor not in seen):
+                seen.add(a.tensor)
+                nbytes = nbytes + touched(a)
+        nbytes = nbytes + wrote
+        grads = [a for a in op.reads if has_gradient(graph, op, a.tensor)]
+        if op.kind in ("matmul", "conv"):
+            yield from _products(graph, node, op, flops, nbytes, cfg, mesh, tile)
+        elif op.kind == "attention":
+            yield from _attention(graph, node, op, flops, nbytes, cfg, mesh)
+        elif op.kind not in WORKLESS:
+            flops_of[phase_of(op)] = flops_of[phase_of(op)] + flops
+            bytes_of[phase_of(op)] = bytes_of[phase_of(op)] + nbytes
+            if op.kind == "gather":
+                for a in grads:  # a scatter-add into zeros of the table's local size
+                    table = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
+                    bytes_of["backward"] = bytes_of["backward"] + 2 * wrote + table
+            elif grads:
+                flops_of["backward"] = flops_of["backward"] + 2 * flops
+                bytes_of["backward"] = bytes_of["backward"] + 2 * nbytes
+    main = node.main
+    times = runs_of(main, node.name)
+    dtype = graph.tensors[(main.writes or main.reads)[0].tensor].dtype
+    executions: dict[Phase, float] = {"forward": times * (2 if main.remat else 1), "backward": times}
+    for phase, runs in executions.items():
+        flops, nbytes = flops_of[phase], bytes_of[phase]
+        if flops.any() or nbytes.any():
+            yield _traffic(dtype, flops, nbytes, phase, runs)
+
+
+def _traffic(dtype: str, flops: np.ndarray, nbytes: np.ndarray, phase: Phase, times: float) -> Work:
+    """Work that is no product."""
+    return Work(kind="memory", dtype=dtype, flops=flops, nbytes=nbytes, mnk=None, phase=phase, times=times)
+
+
+def _products(
+    graph: Graph,
+    node: Node,
+    op: Op,
+    flops: np.ndarray,
+    nbytes: np.ndarray,
+    cfg: np.ndarray,
+    mesh: Mesh,
+    tile: TileShape | None,
+) -> Iterator[Work]:
+    """A matmul or conv forward, and one product for each operand that has a gradient."""
+    x, w = (set(a.map.dims) for a in op.reads)
+    out = set(op.writes[0].map.dims)
+
+    def extent(dims: set[str]) -> np.ndarray:
+        return _local_points(node, tuple(dims), cfg, mesh)
+
+    m, n, k = extent(out - w), extent(out - x), extent(set(op.dims) - out)
+    times = runs_of(op, node.name)
+    kind: Literal["matmul", "conv"] = "conv" if op.kind == "conv" else "matmul"
+    dtype = graph.tensors[op.reads[0].tensor].dtype
+    runs = times * (2 if op.remat else 1)
+    accesses = (*op.reads, *op.writes)
+    most = np.ones(1)
+    for a in accesses if kind == "matmul" else ():
+        most = np.maximum(most, _padded(node, graph.tensors[a.tensor], a, cfg, mesh, tile))
+
+    def product(mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float) -> Work:
+        known = 1.0 if tile is None else rounded(mnk[1], tile[1]) * rounded(mnk[2], tile[1])
+        return Work(
+            kind=kind,
+            dtype=dtype,
+            flops=flops,
+            nbytes=nbytes,
+            mnk=mnk,
+            phase=phase,
+            times=times,
+            padding=np.maximum(most / known, 1.0),
+        )
+
+    yield product((m, n, k), phase_of(op), runs)
+    for a, mnk in zip(op.reads, ((m, k, n), (k, n, m)), strict=True):
+        if has_gradient(graph, op, a.tensor):
+            yield product(mnk, "backward", times)
+
+
+BACKWARD_PRODUCTS = 5 / 2
+"""Of a fused attention: the scores again, and a product for each of four gradients (scores', values', queries' and
+keys'), where forward has two. Dao et al. 2022 (arXiv 2205.14135), algorithm 4."""
+
+
+def _attention(
+    graph: Graph, node: Node, op: Op, flops: np.ndarray, nbytes: np.ndarray, cfg: np.ndarray, mesh: Mesh
+) -> Iterator[Work]:
+    """A fused attention forward, and backward, which reads once more what forward read and wrote, the result's
+    gradient in place of the result, and writes the operands' gradients.
+
+    Causal: of n contiguous parts of the queries the last sees most keys, and the others wait for it: it has
+    1 - 1/2n of a part's whole work, all of them together have half. In a ring each takes two chunks, where they divide,
+    and has half, too. What a device reads and writes of it, it does at each turn of the ring.
+    """
+    q, k = (set(a.map.dims) for a in op.reads[:2])
+    queries = op.writes[1].map.walks[1].dims
+    width = (q & k) - set(op.writes[0].map.dims)
+    rows, keys, inner = (_local_points(node, tuple(dims), cfg, mesh) for dims in (queries, k - q, width))
+    ring = ring_of(node)
+    if op.function is CAUSAL_ATTENTION:
+        part = 1 - 1 / (2 * shards(cfg, dim_index(node, queries), mesh))
+        if ring is not None:
+            part = np.where((shards(cfg, [ring.dim], mesh) > 1) & ring.balanced(node, cfg, mesh), 0.5, part)
+        flops = flops * part
+    if ring is not None:
+        keys, nbytes = keys / shards(cfg, [ring.dim], mesh), nbytes * shards(cfg, [ring.dim], mesh)
+    times = runs_of(op, node.name)
+    dtype = graph.tensors[op.reads[0].tensor].dtype
+    yield Work(
+        kind="attention",
+        dtype=dtype,
+        flops=flops,
+        nbytes=nbytes,
+        mnk=(rows, keys, inner),
+        phase=phase_of(op),
+        times=times * (2 if op.remat else 1),
+    )
+    if any(has_gradient(graph, op, a.tensor) for a in op.reads):
+        yield Work(
+            kind="attention",
+            dtype=dtype,
+            flops=BACKWARD_PRODUCTS * flops,
+            nbytes=2 * nbytes,
+            mnk=(rows, keys, inner),
+            phase="backward",
+            times=times,
+        )
+
+
+def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Work]:
+    """Casts at each use, and the optimizer's reads and writes of what this device updates."""
+    for op in node.ops[1:]:
+        if op.kind == "elementwise":
+            accesses = (*op.reads, *op.writes)
+            moved = np.asarray(
+                sum(local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh) for a in accesses)
+            )
+            dtype = graph.tensors[op.writes[0].tensor].dtype
+            runs = runs_of(op, node.name) * (2 if op.remat else 1)
+            yield _traffic(dtype, np.zeros(len(cfg)), moved, "forward", runs)
+    write = node.ops[0].writes[0]
+    tensor = graph.tensors[write.tensor]
+    if not tensor.needs_grad:
+        return
+    stored = local_bytes(node, tensor, write, cfg, mesh) / shards(cfg, state_index(node), mesh)
+    elements = stored / tensor.itemsize
+    state = elements * 4 * OPTIMIZERS[optimizer]
+    flops = (2 + 5 * OPTIMIZERS[optimizer]) * elements
+    yield _traffic(tensor.dtype, flops, 3 * stored + 2 * state, "update", 1.0)
+    if turns_of(graph) > 1:  # each micro-batch's gradient is added to the sum
+        yield _traffic(tensor.dtype, elements, 3 * stored, "update", float(turns_of(graph)))
