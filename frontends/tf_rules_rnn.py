@@ -8,7 +8,7 @@ from pase.frontends.tf_rules import lowers
 from pase.frontends.tf_values import Absent, StaticValue, TfCall, TfValue
 from pase.ir import AccessMap, Tensor
 from pase.ops import Read, Write
-from pase.ops.nests import Dims
+from pase.ops.builder import Dims
 
 __all__: list[str] = []
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from pase.errors import PaseError
 from pase.ir import AccessMap, Tensor
-from pase.ir.sizes import is_one
-from pase.ops.builder import GraphBuilder, Read, Write, _map
+from pase.ops.builder import GraphBuilder, Read, Write, parallel_dims, plain_map
 from pase.ops.loops import settle
 
 __all__ = ["SELDOM", "chances", "leave", "meet", "told"]
@@ -48,10 +47,10 @@ def leave(b: GraphBuilder, x: Tensor) -> Tensor:
 
 def meet(b: GraphBuilder, index: Tensor | None, results: Sequence[Tensor]) -> Tensor:
     """One of the branches' results, all of one shape. No data moves: the branch writes it where it is read."""
-    shape, m = results[0].shape, _map(results[0].shape)
-    dims = {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}
+    shape = results[0].shape
+    dims, m = parallel_dims(shape), plain_map(shape)
     reads = [Read(t, m, sparse=True) for t in results]
     if index is not None:
         reads.append(Read(index, AccessMap(())))
     write = Write(shape, results[0].dtype, m, sparse=True)
-    return b.nest("cond", "view", reads, [write], dims, flops=0, over=())[0]  # type: ignore[arg-type]
+    return b.nest("cond", "view", reads, [write], dims, flops=0, over=())[0]

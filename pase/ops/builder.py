@@ -31,7 +31,10 @@ from pase.ir.places import NO_PLACE, NOWHERE
 from pase.ir.sizes import is_one
 from pase.ir.types import is_floating
 
-__all__ = ["GraphBuilder", "Read", "Write"]
+__all__ = ["Dims", "GraphBuilder", "Read", "Write", "parallel_dims", "plain_map"]
+
+Dims = dict[str, tuple[Size, DimKind]]
+"""Iteration dims by name: size and kind."""
 
 _MAX_NODES = 2_000_000
 
@@ -132,17 +135,8 @@ class GraphBuilder:
 
     def output(self, tensor: Tensor) -> None:
         """Mark what the model returns: every device gets all of a scalar; other outputs keep their layout."""
-        dims = _dims(tensor.shape)
-        self.nest(
-            "output",
-            "output",
-            [Read(tensor, AccessMap.of(*[()] * len(tensor.shape)))]
-            if not dims
-            else [Read(tensor, _map(tensor.shape))],
-            [],
-            {n: (s, "parallel") for n, s in dims},
-            flops=0,
-        )
+        read = Read(tensor, plain_map(tensor.shape))
+        self.nest("output", "output", [read], [], parallel_dims(tensor.shape), flops=0)
 
     def nest(
         self,
@@ -206,8 +200,8 @@ class GraphBuilder:
     def carry(self, init: Tensor, eqn: Place) -> Tensor:
         """A loop's carry, made before its body: one node, hence one layout, for what comes in and goes out."""
         self.eqn = eqn
-        dims, m = {n: (s, "parallel") for n, s in _dims(init.shape)}, _map(init.shape)
-        (t,) = self.nest("carry", "carry", [Read(init, m)], [Write(init.shape, init.dtype, m)], dims, flops=0)  # type: ignore[arg-type]
+        dims, m = parallel_dims(init.shape), plain_map(init.shape)
+        (t,) = self.nest("carry", "carry", [Read(init, m)], [Write(init.shape, init.dtype, m)], dims, flops=0)
         if (
             is_floating(t.dtype) and not self.frozen
         ):  # the body may add a gradient that the initial value lacks
@@ -228,7 +222,7 @@ class GraphBuilder:
             name="carry",
             kind="carry",
             function=CARRY,
-            reads=(Access(value.name, _map(value.shape)),),
+            reads=(Access(value.name, plain_map(value.shape)),),
             writes=(),
             flops_per_point=0,
             source=node.ops[0].source,
@@ -280,19 +274,22 @@ class GraphBuilder:
             kind=role,
             function=BY_KIND[role],
             reads=(),
-            writes=(Access(t.name, _map(shape)),),
+            writes=(Access(t.name, plain_map(shape)),),
             flops_per_point=0,
             eqn=Place(path),
         )
-        space = IterationSpace(tuple(Dim(name=n, size=s, kind=kind) for n, s in _dims(shape)))
+        space = IterationSpace(
+            tuple(Dim(name=n, size=s, kind=kind) for n, (s, _) in parallel_dims(shape).items())
+        )
         self.nodes.append(Node(name=f"{role}.{self._count}", space=space, ops=(op,)))
         return t
 
 
-def _dims(shape: Sequence[Size]) -> list[tuple[str, Size]]:
-    return [(f"d{i}", s) for i, s in enumerate(shape) if not is_one(s)]
+def parallel_dims(shape: Sequence[Size]) -> Dims:
+    """A dim di for each tensor dim i that has more than one element."""
+    return {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}
 
 
-def _map(shape: Sequence[Size]) -> AccessMap:
+def plain_map(shape: Sequence[Size]) -> AccessMap:
     """Dim di walks tensor dim i; a dim of one element is walked by none."""
     return AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])

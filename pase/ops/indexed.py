@@ -10,8 +10,7 @@ from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
 from pase.ir.functions import SCATTER, Function
 from pase.ir.sizes import is_one, quotient
-from pase.ops.builder import GraphBuilder, Read, Write
-from pase.ops.nests import Dims
+from pase.ops.builder import Dims, GraphBuilder, Read, Write
 
 __all__ = ["columns", "gather", "manual", "scatter"]
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pase.ir import AccessMap, Size, Tensor, Walk
 from pase.ir.sizes import is_one
-from pase.ops.builder import GraphBuilder, Read, Write, _map
-from pase.ops.nests import Dims
+from pase.ops.builder import GraphBuilder, Read, Write, parallel_dims, plain_map
 
 __all__ = ["body_flops", "settle", "stack", "unstack"]
-
-
-def _dims_and_map(shape: Sequence[Size]) -> tuple[Dims, AccessMap]:
-    return {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}, _map(shape)
 
 
 def body_flops(b: GraphBuilder) -> float:
@@ -30,13 +23,13 @@ def body_flops(b: GraphBuilder) -> float:
 
 def settle(b: GraphBuilder, x: Tensor, name: str) -> Tensor:
     """A copy before the loop, so that what moves x into the layout of its readers inside is paid once."""
-    dims, m = _dims_and_map(x.shape)
+    dims, m = parallel_dims(x.shape), plain_map(x.shape)
     return b.nest(name, "copy", [Read(x, m)], [Write(x.shape, x.dtype, m)], dims, flops=0)[0]
 
 
 def unstack(b: GraphBuilder, x: Tensor) -> Tensor:
     """One turn's slice of a stacked tensor; the stacking dim may not be split."""
-    dims, m = _dims_and_map(x.shape)
+    dims, m = parallel_dims(x.shape), plain_map(x.shape)
     if "d0" in dims:
         dims["d0"] = (x.shape[0], "replicated")
     write = Write(x.shape[1:], x.dtype, AccessMap(m.walks[1:]))
@@ -47,7 +40,7 @@ def unstack(b: GraphBuilder, x: Tensor) -> Tensor:
 
 def stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...]) -> Tensor:
     """What all turns make, stacked: shape = (length, *x.shape)."""
-    dims, m = _dims_and_map(x.shape)
+    dims, m = parallel_dims(x.shape), plain_map(x.shape)
     if not is_one(length):
         dims["l"] = (length, "replicated")
     write = Write(shape, x.dtype, AccessMap((Walk(() if is_one(length) else ("l",)), *m.walks)), sparse=True)

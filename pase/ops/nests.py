@@ -13,7 +13,7 @@ from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk
 from pase.ir.functions import Function
 from pase.ir.sizes import is_one, quotient
-from pase.ops.builder import GraphBuilder, Read, Write, _map
+from pase.ops.builder import Dims, GraphBuilder, Read, Write, parallel_dims, plain_map
 
 __all__ = [
     "batched",
@@ -33,12 +33,6 @@ __all__ = [
     "taken",
     "transpose",
 ]
-
-Dims = dict[str, tuple[Size, DimKind]]
-
-
-def _parallel(shape: Sequence[Size]) -> Dims:
-    return {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}
 
 
 def elementwise(
@@ -73,13 +67,13 @@ def elementwise(
         lead = len(shape) - len(t.shape)
         walks = tuple(Walk(() if is_one(s) else (f"d{i + lead}",)) for i, s in enumerate(t.shape))
         reads.append(Read(t, AccessMap(walks)))
-    writes = [Write(tuple(shape), d, _map(shape)) for d in dtypes]
+    writes = [Write(tuple(shape), d, plain_map(shape)) for d in dtypes]
     return b.nest(
         name or function.name,
         "elementwise",
         reads,
         writes,
-        _parallel(shape),
+        parallel_dims(shape),
         function=function,
         flops=flops,
         differentiable=differentiable,
@@ -89,14 +83,14 @@ def elementwise(
 def broadcast(b: GraphBuilder, x: Tensor, shape: Sequence[Size], into: Sequence[int]) -> Tensor:
     """Dim i of x becomes dim into[i] of the result; the other dims are new."""
     walks = tuple(Walk(() if is_one(s) else (f"d{j}",)) for s, j in zip(x.shape, into, strict=True))
-    write = Write(tuple(shape), x.dtype, _map(shape))
-    return b.nest("broadcast", "view", [Read(x, AccessMap(walks))], [write], _parallel(shape), flops=0)[0]
+    write = Write(tuple(shape), x.dtype, plain_map(shape))
+    return b.nest("broadcast", "view", [Read(x, AccessMap(walks))], [write], parallel_dims(shape), flops=0)[0]
 
 
 def transpose(b: GraphBuilder, x: Tensor, order: Sequence[int]) -> Tensor:
-    full = _map(x.shape)
+    full = plain_map(x.shape)
     write = Write(tuple(x.shape[i] for i in order), x.dtype, AccessMap(tuple(full.walks[i] for i in order)))
-    return b.nest("transpose", "view", [Read(x, full)], [write], _parallel(x.shape), flops=0)[0]
+    return b.nest("transpose", "view", [Read(x, full)], [write], parallel_dims(x.shape), flops=0)[0]
 
 
 def common_factors(
@@ -179,11 +173,11 @@ def reduce(
     dims: Dims = {
         f"d{i}": (s, kind if i in axes else "parallel") for i, s in enumerate(shape) if not is_one(s)
     }
-    full = _map(shape).walks
+    full = plain_map(shape).walks
     kept = [Walk() if i in axes else full[i] for i in range(len(shape)) if keepdims or i not in axes]
     out = tuple(1 if i in axes else s for i, s in enumerate(shape) if keepdims or i not in axes)
     writes = [Write(out, d, AccessMap(tuple(kept))) for d in dtypes]
-    reads = [Read(t, _map(shape)) for t in inputs]
+    reads = [Read(t, plain_map(shape)) for t in inputs]
     return b.nest(
         name or function.name, "reduce", reads, writes, dims, function=function, differentiable=differentiable
     )
@@ -303,9 +297,9 @@ def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int) -> Tensor
     size = quotient(x.shape[axis], parts)
     assert size is not None
     shape = tuple(size if i == axis else s for i, s in enumerate(x.shape))
-    write = _map(shape)
+    write = plain_map(shape)
     walks = [Walk(("p", *w.dims)) if i == axis else w for i, w in enumerate(write.walks)]
-    dims = _parallel(shape) | {"p": (parts, "replicated")}
+    dims = parallel_dims(shape) | {"p": (parts, "replicated")}
     read = Read(x, AccessMap(tuple(walks)))
     return b.nest(name, "view", [read], [Write(shape, x.dtype, write)], dims, flops=1.0, over=write.dims)[0]
 
@@ -347,7 +341,7 @@ def sequential(
             dims.setdefault(key, (s, "replicated"))
             walks.append(Walk((key,)))
         writes.append(Write(tuple(out), dtype, AccessMap(tuple(walks))))
-    reads = [Read(t, _map(t.shape)) for t in inputs]
+    reads = [Read(t, plain_map(t.shape)) for t in inputs]
     return b.nest(
         name or function.name,
         "sequential",
@@ -370,13 +364,13 @@ def generate(
     name: str = "",
 ) -> Tensor:
     """Values made on the spot (iota, random bits): every dim may be split; inputs are small and whole."""
-    dims = _parallel(shape)
+    dims = parallel_dims(shape)
     reads = []
     for k, t in enumerate(inputs):
         walks = [() if is_one(s) else (f"r{k}_{i}",) for i, s in enumerate(t.shape)]
         dims |= {f"r{k}_{i}": (s, "replicated") for i, s in enumerate(t.shape) if not is_one(s)}
         reads.append(Read(t, AccessMap.of(*walks)))
-    m = _map(shape)
+    m = plain_map(shape)
     write = Write(tuple(shape), dtype, m)
     return b.nest(
         name or function.name,

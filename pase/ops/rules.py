@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pase.ir import Tensor
-from pase.ops.builder import GraphBuilder, Read, Write, _dims, _map
+from pase.ops.builder import GraphBuilder, Read, Write, parallel_dims, plain_map
 
 __all__ = ["cotangent", "hand_back"]
 
 
 def cotangent(b: GraphBuilder, value: Tensor) -> tuple[Tensor, Tensor]:
     """(the value that a rule's forward made, now with a gradient; that gradient, for the rule's backward to read)."""
-    m, dims = _map(value.shape), {n: (s, "parallel") for n, s in _dims(value.shape)}
+    dims, m = parallel_dims(value.shape), plain_map(value.shape)
     writes = [Write(value.shape, value.dtype, m)] * 2
-    out, gradient = b.nest("cotangent", "cotangent", [Read(value, m)], writes, dims, flops=0)  # type: ignore[arg-type]
+    out, gradient = b.nest("cotangent", "cotangent", [Read(value, m)], writes, dims, flops=0)
     out = b.tensors[out.name] = replace(out, needs_grad=True)
     return out, gradient
 
 
 def hand_back(b: GraphBuilder, operand: Tensor, gradient: Tensor) -> None:
     """What the rule found is the operand's gradient: it is brought to where the operand keeps it."""
-    m, dims = _map(operand.shape), {n: (s, "parallel") for n, s in _dims(operand.shape)}
-    b.nest("gradient", "gradient", [Read(gradient, m), Read(operand, m, gradient=True)], [], dims, flops=0)  # type: ignore[arg-type]
+    dims, m = parallel_dims(operand.shape), plain_map(operand.shape)
+    b.nest("gradient", "gradient", [Read(gradient, m), Read(operand, m, gradient=True)], [], dims, flops=0)

@@ -8,8 +8,7 @@ from pase.errors import PaseError
 from pase.ir import AccessMap, DimKind, Size, Tensor, Walk, Window
 from pase.ir.functions import Function
 from pase.ir.sizes import is_one, quotient
-from pase.ops.builder import GraphBuilder, Read, Write
-from pase.ops.nests import Dims
+from pase.ops.builder import Dims, GraphBuilder, Read, Write
 
 __all__ = ["conv", "window_reduce"]
 
