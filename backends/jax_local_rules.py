@@ -15,7 +15,7 @@ from typing import Any
 from pase.backends.jax_moves import first, part, places_of, summed, there_and_back
 from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
-from pase.frontends.jax_rules import RULES, Elementwise
+from pase.frontends.jax_rules import RULES, SCATTERS, Elementwise
 from pase.frontends.jax_versions import evaluate as plain
 from pase.frontends.jax_versions import is_literal, jvp_of, source_line
 from pase.local.types import Extents, LocalOp, LocalOperand, LocalResult
@@ -277,19 +277,7 @@ def _local_ids(
     return jnp.stack(columns, axis=-1), mine & inside if fills else mine, inside if fills else None
 
 
-@_RULES.register(
-    "scatter",
-    "scatter-add",
-    "scatter_add",
-    "scatter-mul",
-    "scatter_mul",
-    "scatter-min",
-    "scatter_min",
-    "scatter-max",
-    "scatter_max",
-    "scatter-sub",
-    "scatter_sub",
-)
+@_RULES.register(*SCATTERS)
 def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """Each device takes the updates that fall in its part. Where the updates are parts, what they are added to counts
     on the first device alone."""

@@ -14,7 +14,7 @@ from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests, windows
 from pase.registry import Registry
 
-__all__ = ["RULES", "Elementwise", "lowers"]
+__all__ = ["RULES", "SCATTERS", "Elementwise", "lowers"]
 
 JaxRule = Callable[[GraphBuilder, Eqn, Sequence["Tensor | None"]], Sequence[Tensor]]
 """Of an equation and its operands' tensors (None: a literal) makes one tensor per result."""
@@ -324,19 +324,14 @@ def _gather(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence
     ]
 
 
-@lowers(
+SCATTERS = (
     "scatter",
-    "scatter-add",
-    "scatter_add",
-    "scatter-mul",
-    "scatter_mul",
-    "scatter-min",
-    "scatter_min",
-    "scatter-max",
-    "scatter_max",
-    "scatter-sub",
-    "scatter_sub",
+    *(f"scatter{between}{how}" for how in ("add", "mul", "min", "max", "sub") for between in "-_"),
 )
+"""Scattered updates; JAX has written their names with a hyphen and with an underscore."""
+
+
+@lowers(*SCATTERS)
 def _scatter(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     d = eqn.params["dimension_numbers"]
     x, ids, updates = (_operand(b, eqn, ins, i) for i in range(3))

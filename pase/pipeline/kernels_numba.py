@@ -21,7 +21,7 @@ def jit(f: Callable[..., Any]) -> Any:
 
 
 @jit
-def run(wave, before, waits, spent, late, begin):  # type: ignore[no-untyped-def]
+def run(wave, before, waits, spent, late, begin):
     end, by = np.empty(spent.size), np.empty(spent.size, np.int64)
     for a in range(spent.size):
         own, other = before[a], waits[a]

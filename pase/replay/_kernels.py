@@ -18,7 +18,7 @@ __all__ = ["simulate"]
 
 
 @njit(cache=True)
-def _less(priority, ready, by_ready, a, b):  # type: ignore[no-untyped-def]
+def _less(priority, ready, by_ready, a, b):
     """Order of tasks a and b in a queue: by ready time, or by (priority, ready time); then by number."""
     if not by_ready and priority[a] != priority[b]:
         return priority[a] < priority[b]
@@ -28,7 +28,7 @@ def _less(priority, ready, by_ready, a, b):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _push(heap, base, size, task, priority, ready, by_ready):  # type: ignore[no-untyped-def]
+def _push(heap, base, size, task, priority, ready, by_ready):
     i = size
     heap[base + i] = task
     while i > 0:
@@ -40,7 +40,7 @@ def _push(heap, base, size, task, priority, ready, by_ready):  # type: ignore[no
 
 
 @njit(cache=True)
-def _pop(heap, base, size, priority, ready, by_ready):  # type: ignore[no-untyped-def]
+def _pop(heap, base, size, priority, ready, by_ready):
     """Remove and return the first task of the queue that has ``size`` tasks."""
     top = heap[base]
     last = size - 1
@@ -60,7 +60,7 @@ def _pop(heap, base, size, priority, ready, by_ready):  # type: ignore[no-untype
 
 
 @njit(cache=True)
-def _turn_push(times, who, size, time, device):  # type: ignore[no-untyped-def]
+def _turn_push(times, who, size, time, device):
     i = size
     times[i] = time
     who[i] = device
@@ -74,7 +74,7 @@ def _turn_push(times, who, size, time, device):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _turn_pop(times, who, size):  # type: ignore[no-untyped-def]
+def _turn_pop(times, who, size):
     last = size - 1
     times[0], who[0] = times[last], who[last]
     i = 0
@@ -143,7 +143,7 @@ _TURNS, _DONE = 0, 1  # of counts
 
 # Inlined: numba counts a reference for each array of a tuple that a call takes.
 @njit(cache=True, inline="always")
-def _wait(s, i):  # type: ignore[no-untyped-def]
+def _wait(s, i):
     """All predecessors of task i have finished: it waits for its time."""
     d = s.device[i]
     _push(s.waiting, s.base[d], s.waiting_size[d], i, s.priority, s.ready, True)
@@ -151,7 +151,7 @@ def _wait(s, i):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, inline="always")
-def _promise(s, d):  # type: ignore[no-untyped-def]
+def _promise(s, d):
     """Device d has a task that it may start: its next turn, unless an earlier one is due."""
     when = s.free[d]
     if not s.open_size[d]:
@@ -163,7 +163,7 @@ def _promise(s, d):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, inline="always")
-def _take(s, d, now):  # type: ignore[no-untyped-def]
+def _take(s, d, now):
     """Remove and return the task that device d runs now."""
     b = s.base[d]
     while s.waiting_size[d] and s.ready[s.waiting[b]] <= now:
@@ -177,7 +177,7 @@ def _take(s, d, now):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, inline="always")
-def _begin(s, i, now):  # type: ignore[no-untyped-def]
+def _begin(s, i, now):
     """Task i starts; what fixed that: the device's previous task, or the last dependency."""
     d = s.device[i]
     s.start[i] = now
@@ -191,7 +191,7 @@ def _begin(s, i, now):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, inline="always")
-def _end(s, i, now):  # type: ignore[no-untyped-def]
+def _end(s, i, now):
     """How many tasks are now known to end, in ``pending``: task i, or the collective that was waiting for it."""
     g = s.gang[i]
     if g < 0:
@@ -218,7 +218,7 @@ def _end(s, i, now):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, inline="always")
-def _hand_on(s, j):  # type: ignore[no-untyped-def]
+def _hand_on(s, j):
     """Task j hands its end on to those that wait for it."""
     for e in range(s.ptr[j], s.ptr[j + 1]):
         t = s.dst[e]
@@ -234,7 +234,7 @@ def _hand_on(s, j):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free):  # type: ignore[no-untyped-def]
+def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free):
     """Nothing has started."""
     n, devices = len(device), len(device_free)
     missing = np.zeros(n, np.int64)
@@ -283,9 +283,7 @@ def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, de
 
 
 @njit(cache=True)
-def simulate(  # type: ignore[no-untyped-def]
-    device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free
-):
+def simulate(device, duration, priority, release, gang, gang_size, ptr, dst, lag, device_free):
     """start, finish, ready [n] float64, cause [n] int64 (what fixed the start, −1 none), latest, order, done.
 
     device_free: float64 [devices], when each device is first free. order: tasks as they started, [done].

@@ -15,7 +15,7 @@ __all__ = ["bytes_within", "jackson", "priority", "seconds_of", "sequence"]
 
 
 @numba.njit(cache=True)
-def seconds_of(curves, row, nbytes):  # type: ignore[no-untyped-def]
+def seconds_of(curves, row, nbytes):
     """Seconds for one message of that many bytes by the curve in ``row`` of ``Curves``; 0 for an empty one."""
     if nbytes <= 0.0:
         return 0.0
@@ -37,7 +37,7 @@ def seconds_of(curves, row, nbytes):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def bytes_within(curves, row, seconds):  # type: ignore[no-untyped-def]
+def bytes_within(curves, row, seconds):
     """The most bytes of one message that takes no longer, by the curve in ``row``; 0 where even the smallest does."""
     curve, corners = curves.rows[row], curves.corners
     last = curve["last"] - 1
@@ -56,7 +56,7 @@ def bytes_within(curves, row, seconds):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def sequence(release, seconds, tail, link, links, compute):  # type: ignore[no-untyped-def]
+def sequence(release, seconds, tail, link, links, compute):
     """Makespan when each link sends its messages strictly in the order given."""
     free = np.zeros(links)
     worst = compute
@@ -69,7 +69,7 @@ def sequence(release, seconds, tail, link, links, compute):  # type: ignore[no-u
 
 
 @numba.njit(cache=True)
-def priority_on_link(release, seconds, size, credit, mine, start):  # type: ignore[no-untyped-def]
+def priority_on_link(release, seconds, size, credit, mine, start):
     """One link sends its messages: whenever fewer than ``credit`` bytes are on the way, the first in the plan's order
     of those that are ready is accepted. mine: the link's messages by release; start: float64 [M], filled.
     """
@@ -106,7 +106,7 @@ def priority_on_link(release, seconds, size, credit, mine, start):  # type: igno
 
 
 @numba.njit(cache=True)
-def priority(release, seconds, tail, link, links, size, credit, compute):  # type: ignore[no-untyped-def]
+def priority(release, seconds, tail, link, links, size, credit, compute):
     """(makespan, start of each message) when each link takes the first message in order that is ready."""
     start = np.zeros(release.size)
     by_release = np.argsort(release, kind="mergesort")
@@ -119,7 +119,7 @@ def priority(release, seconds, tail, link, links, size, credit, compute):  # typ
 
 
 @numba.njit(cache=True)
-def jackson(ready, seconds, tail, order):  # type: ignore[no-untyped-def]
+def jackson(ready, seconds, tail, order):
     """Least max(end + tail) on one machine with free preemption; order: jobs by readiness."""
     left = seconds.copy()
     waiting = [(0.0, 0) for _ in range(0)]

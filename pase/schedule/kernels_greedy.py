@@ -39,7 +39,7 @@ class Aim(NamedTuple):
 
 
 @numba.njit(cache=True)
-def make_front(inst, work):  # type: ignore[no-untyped-def]
+def make_front(inst, work):
     n = inst.order.size
     front = Front(np.zeros(n + 1), np.full(n + 1, np.inf), np.full(n + 1, np.inf))
     for t in range(n):
@@ -50,7 +50,7 @@ def make_front(inst, work):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def startups(inst):  # type: ignore[no-untyped-def]
+def startups(inst):
     """The shortest message of each link, seconds."""
     out = np.full(inst.links, np.inf)
     for row in range(inst.curves.rows.size):
@@ -61,7 +61,7 @@ def startups(inst):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def next_place(skip, t):  # type: ignore[no-untyped-def]
+def next_place(skip, t):
     """The next place at or after t with bytes left, by path halving."""
     while skip[t] != t:
         skip[t] = skip[skip[t]]
@@ -70,13 +70,13 @@ def next_place(skip, t):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def shortest_piece(inst, aim, row, left):  # type: ignore[no-untyped-def]
+def shortest_piece(inst, aim, row, left):
     """Bytes of the shortest message worth sending, of ``left``."""
     return min(left, max(1.0, bytes_within(inst.curves, row, aim.least)))
 
 
 @numba.njit(cache=True)
-def find_head(inst, aim, left, skip, k, now, begin, before, limit, shortest):  # type: ignore[no-untyped-def]
+def find_head(inst, aim, left, skip, k, now, begin, before, limit, shortest):
     """(head, latest end, work passed over): the first tensor, from place ``begin`` on, that link k can send now.
 
     before: work passed over so far; limit: the latest end that leaves room for it. head is -1 where there is none.
@@ -96,7 +96,7 @@ def find_head(inst, aim, left, skip, k, now, begin, before, limit, shortest):  #
 
 
 @numba.njit(cache=True)
-def bytes_to_take(inst, aim, row, left, room, size):  # type: ignore[no-untyped-def]
+def bytes_to_take(inst, aim, row, left, room, size):
     """Bytes of a tensor of which ``left`` are left that join a message of ``size`` with ``room`` more; 0: none."""
     take = min(left, np.floor(room))
     if take <= 0.0:
@@ -110,7 +110,7 @@ def bytes_to_take(inst, aim, row, left, room, size):  # type: ignore[no-untyped-
 
 
 @numba.njit(cache=True)
-def fill(inst, aim, left, skip, k, now, head, latest, before, piece_at, piece_bytes):  # type: ignore[no-untyped-def]
+def fill(inst, aim, left, skip, k, now, head, latest, before, piece_at, piece_bytes):
     """(tensors finished, bytes): the largest message that starts now with ``head`` and ends by ``latest``.
 
     Its pieces are appended; each tensor passed over, and all passed over before (``before``), must still be in time.
@@ -143,7 +143,7 @@ def fill(inst, aim, left, skip, k, now, head, latest, before, piece_at, piece_by
 
 
 @numba.njit(cache=True)
-def first_free(free, alive):  # type: ignore[no-untyped-def]
+def first_free(free, alive):
     """The link that is free first; -1 where none is alive."""
     k = -1
     for j in range(free.size):
@@ -153,7 +153,7 @@ def first_free(free, alive):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def greedy(inst, target, reserve, least, from_s):  # type: ignore[no-untyped-def]
+def greedy(inst, target, reserve, least, from_s):
     """(message, place, bytes) per piece and (link) per message; arguments as `greedy.construct` has them."""
     n = inst.order.size
     aim = Aim(target, least, inst.tensors["fluid"] * (1.0 + reserve))

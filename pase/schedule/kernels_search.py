@@ -47,7 +47,7 @@ class State(NamedTuple):
 
 
 @numba.njit(cache=True)
-def start(msg, at, nbytes, link):  # type: ignore[no-untyped-def]
+def start(msg, at, nbytes, link):
     """The state of a plan: atoms as in `State`, messages numbered in the order of sending."""
     atoms, messages = msg.size, link.size
     ids = messages + MORE_MESSAGES
@@ -68,7 +68,7 @@ def start(msg, at, nbytes, link):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def copy(source, target):  # type: ignore[no-untyped-def]
+def copy(source, target):
     """Write all of ``source`` that is in use over ``target``."""
     target.n[:] = source.n
     for a in range(source.n[ATOMS]):
@@ -80,7 +80,7 @@ def copy(source, target):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def cost_of(inst, s, free):  # type: ignore[no-untyped-def]
+def cost_of(inst, s, free):
     """(makespan, busy time of the links, place of the critical message or -1). free: float64 [links], scratch."""
     for i in range(s.n[MESSAGES]):
         m = s.messages[s.seq[i]]
@@ -112,7 +112,7 @@ def cost_of(inst, s, free):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def span_of(s, x):  # type: ignore[no-untyped-def]
+def span_of(s, x):
     """(first place, last place) of a message's atoms in the line."""
     lo, hi = np.int64(1 << 60), np.int64(-1)
     for a in range(s.n[ATOMS]):
@@ -122,7 +122,7 @@ def span_of(s, x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def group_of(inst, s, x):  # type: ignore[no-untyped-def]
+def group_of(inst, s, x):
     """The group of a message's tensors; -1 where it has none."""
     for a in range(s.n[ATOMS]):
         if s.atoms[a]["msg"] == x:
@@ -131,7 +131,7 @@ def group_of(inst, s, x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def draw_atom(s, x):  # type: ignore[no-untyped-def]
+def draw_atom(s, x):
     """An atom at random, of the message if eight tries find one."""
     a = np.random.randint(s.n[ATOMS])
     for _ in range(8):
@@ -142,12 +142,12 @@ def draw_atom(s, x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def draw_side():  # type: ignore[no-untyped-def]
+def draw_side():
     return 1 if np.random.random() < 0.5 else -1
 
 
 @numba.njit(cache=True)
-def remove_message(s, i):  # type: ignore[no-untyped-def]
+def remove_message(s, i):
     """Take the message at place i out of the order; its id may be used again."""
     s.spare[s.n[SPARE]] = s.seq[i]
     s.n[SPARE] += 1
@@ -157,7 +157,7 @@ def remove_message(s, i):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def insert_message(s, j, x):  # type: ignore[no-untyped-def]
+def insert_message(s, j, x):
     for u in range(s.n[MESSAGES], j, -1):
         s.seq[u] = s.seq[u - 1]
     s.seq[j] = x
@@ -165,12 +165,12 @@ def insert_message(s, j, x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def has_id(s):  # type: ignore[no-untyped-def]
+def has_id(s):
     return s.n[SPARE] > 0 or s.n[IDS] < s.seq.size
 
 
 @numba.njit(cache=True)
-def new_id(s, like, links):  # type: ignore[no-untyped-def]
+def new_id(s, like, links):
     """An id for a new message, on the link of message ``like`` or on a random one."""
     if s.n[SPARE] > 0:
         s.n[SPARE] -= 1
@@ -183,7 +183,7 @@ def new_id(s, like, links):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def reorder(s, i):  # type: ignore[no-untyped-def]
+def reorder(s, i):
     """Send the message at place i some places earlier or later."""
     if s.n[MESSAGES] < 2:
         return False
@@ -199,7 +199,7 @@ def reorder(s, i):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def merge(inst, s, i):  # type: ignore[no-untyped-def]
+def merge(inst, s, i):
     """Put the message at place i into its neighbour in the order."""
     if s.n[MESSAGES] < 2:
         return False
@@ -217,7 +217,7 @@ def merge(inst, s, i):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def split(inst, s, i):  # type: ignore[no-untyped-def]
+def split(inst, s, i):
     """Cut the message at place i in two, at a place of the line."""
     x = s.seq[i]
     lo, hi = span_of(s, x)
@@ -237,7 +237,7 @@ def split(inst, s, i):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def give(inst, s, i, front):  # type: ignore[no-untyped-def]
+def give(inst, s, i, front):
     """Move the first (or last) few atoms of the message at place i to another message near it."""
     j = i + (1 + int(np.random.exponential(1.0))) * draw_side()
     if not 0 <= j < s.n[MESSAGES]:
@@ -258,7 +258,7 @@ def give(inst, s, i, front):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def shift_bytes(s, i):  # type: ignore[no-untyped-def]
+def shift_bytes(s, i):
     """Shift bytes between two atoms of one tensor that stand in different messages."""
     a = draw_atom(s, s.seq[i])
     for b in range(s.n[ATOMS]):
@@ -275,7 +275,7 @@ def shift_bytes(s, i):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def cut_atom(inst, s, i):  # type: ignore[no-untyped-def]
+def cut_atom(inst, s, i):
     """Cut an atom in two, and give a part to a message near place i or to one of its own."""
     if s.n[ATOMS] == s.atoms.size:
         return False
@@ -301,7 +301,7 @@ def cut_atom(inst, s, i):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def relink(inst, s, i):  # type: ignore[no-untyped-def]
+def relink(inst, s, i):
     """Send the message at place i on another link."""
     x = s.seq[i]
     before = s.messages[x]["link"]
@@ -310,7 +310,7 @@ def relink(inst, s, i):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def move(inst, s, kind, i):  # type: ignore[no-untyped-def]
+def move(inst, s, kind, i):
     """Try a move at the message in place i; whether the state changed."""
     if kind == REORDER:
         return reorder(s, i)
@@ -328,7 +328,7 @@ def move(inst, s, kind, i):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def aim(s, critical):  # type: ignore[no-untyped-def]
+def aim(s, critical):
     """A place to try: most of the time the critical message or what goes just before it."""
     if critical >= 0 and np.random.random() < 0.7:
         return critical - min(critical, int(np.random.exponential(2.0)))
@@ -336,7 +336,7 @@ def aim(s, critical):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def pieces_of(s):  # type: ignore[no-untyped-def]
+def pieces_of(s):
     """(msg, at, nbytes) per atom and (link) per message, messages numbered by their place in the order."""
     atoms, messages = s.n[ATOMS], s.n[MESSAGES]
     place = np.zeros(s.seq.size, np.int64)
@@ -346,7 +346,7 @@ def pieces_of(s):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def search(inst, msg, at, nbytes, link, evaluations, bound, seed, warmth):  # type: ignore[no-untyped-def]
+def search(inst, msg, at, nbytes, link, evaluations, bound, seed, warmth):
     """(makespan, pieces as in `pieces_of`): simulated annealing from the pieces given, the best state seen.
 
     evaluations: moves tried; bound: stops there; warmth: the first temperature, as a share of the gap to the bound.

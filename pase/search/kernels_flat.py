@@ -25,7 +25,7 @@ def jit(f: Callable[..., Any]) -> Any:
 
 
 @jit
-def pick_config(graph, cost, msg, choice, v, forward):  # type: ignore[no-untyped-def]
+def pick_config(graph, cost, msg, choice, v, forward):
     """v's best config given the choices of the nodes visited before it and the messages of those after it."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     to_tail, to_head, ptr, edge = graph.to_tail, graph.to_head, graph.ptr, graph.edge
@@ -51,7 +51,7 @@ def pick_config(graph, cost, msg, choice, v, forward):  # type: ignore[no-untype
 
 
 @jit
-def send_to_tail(table, excess, share, back, out):  # type: ignore[no-untyped-def]
+def send_to_tail(table, excess, share, back, out):
     """out[j] = min_i share * excess[i] - back[i] + table[i, j]; table is row-major and flat."""
     ku = out.shape[0]
     out[:] = np.inf
@@ -64,7 +64,7 @@ def send_to_tail(table, excess, share, back, out):  # type: ignore[no-untyped-de
 
 
 @jit
-def send_to_head(table, excess, share, back, out):  # type: ignore[no-untyped-def]
+def send_to_head(table, excess, share, back, out):
     """out[j] = min_i share * excess[i] - back[i] + table[j, i]; table is row-major and flat."""
     k = excess.shape[0]
     for j in range(out.shape[0]):
@@ -77,7 +77,7 @@ def send_to_head(table, excess, share, back, out):  # type: ignore[no-untyped-de
 
 
 @jit
-def subtract_least(values):  # type: ignore[no-untyped-def]
+def subtract_least(values):
     """Make the least of the values 0; returns what it was."""
     least = np.inf
     for i in range(values.shape[0]):
@@ -88,7 +88,7 @@ def subtract_least(values):  # type: ignore[no-untyped-def]
 
 
 @jit
-def trws_pass(graph, cost, msg, choice, reduced, forward, decode):  # type: ignore[no-untyped-def]
+def trws_pass(graph, cost, msg, choice, reduced, forward, decode):
     """Sweep the nodes up (forward) or down; returns the lower bound that the sweep proves.
 
     msg: float64 messages, updated. reduced: float64 [slots], set to each config's excess over the best of
@@ -135,7 +135,7 @@ def trws_pass(graph, cost, msg, choice, reduced, forward, decode):  # type: igno
 
 
 @jit
-def node_costs_given(graph, cost, choice, v, skip, out):  # type: ignore[no-untyped-def]
+def node_costs_given(graph, cost, choice, v, skip, out):
     """out[i] = cost of v's config i with its neighbours at ``choice``, those with skip[u] > 0 left out."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     ptr, edge = graph.ptr, graph.edge
@@ -163,7 +163,7 @@ def node_costs_given(graph, cost, choice, v, skip, out):  # type: ignore[no-unty
 
 
 @jit
-def _find(root, v):  # type: ignore[no-untyped-def]
+def _find(root, v):
     while root[v] != v:
         root[v] = root[root[v]]
         v = root[v]
@@ -171,7 +171,7 @@ def _find(root, v):  # type: ignore[no-untyped-def]
 
 
 @jit
-def choose_forest(graph, candidates, picked, root, stamp):  # type: ignore[no-untyped-def]
+def choose_forest(graph, candidates, picked, root, stamp):
     """Greedily take candidates (in order) that keep the taken nodes a forest; picked[v] = 1 if taken.
 
     picked int64 [n] zeros on entry; root, stamp: int64 [n] scratch. Returns the number taken.
@@ -206,7 +206,7 @@ def choose_forest(graph, candidates, picked, root, stamp):  # type: ignore[no-un
 
 
 @jit
-def grow_tree(graph, start, limit, picked, seen, queue, noise):  # type: ignore[no-untyped-def]
+def grow_tree(graph, start, limit, picked, seen, queue, noise):
     """Grow an induced tree from ``start``: up to ``limit`` nodes, each next to exactly one taken before.
 
     picked, seen: int64 [n], zeros on entry; queue: int64 [n] scratch. noise: floats in [0, 1) that steer the
@@ -248,7 +248,7 @@ def grow_tree(graph, start, limit, picked, seen, queue, noise):  # type: ignore[
 
 
 @jit
-def order_forest(graph, nodes, picked, order, up):  # type: ignore[no-untyped-def]
+def order_forest(graph, nodes, picked, order, up):
     """The picked nodes, parents first: order[:count]; up[v]: the edge to v's parent, -1 at a root. picked: 1 -> 2."""
     head, tail, ptr, edge = graph.head, graph.tail, graph.ptr, graph.edge
     count = 0
@@ -275,7 +275,7 @@ def order_forest(graph, nodes, picked, order, up):  # type: ignore[no-untyped-de
 
 
 @jit
-def add_to_parent(graph, e, v, table):  # type: ignore[no-untyped-def]
+def add_to_parent(graph, e, v, table):
     """Add to each config of v's parent along edge e the least that v's tree costs beside it."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     p = tail[e] if head[e] == v else head[e]
@@ -291,7 +291,7 @@ def add_to_parent(graph, e, v, table):  # type: ignore[no-untyped-def]
 
 
 @jit
-def forest_move(graph, cost, choice, nodes, picked, order, up, table):  # type: ignore[no-untyped-def]
+def forest_move(graph, cost, choice, nodes, picked, order, up, table):
     """Best configs of the picked nodes (an induced forest) with all others held; writes ``choice``.
 
     nodes: the picked nodes, int64. picked: int64 [n], 1 where picked, 0 elsewhere; left at 0.

@@ -17,7 +17,7 @@ __all__ = ["dual_ascent", "lns", "polish", "priced_costs", "usage_of"]
 
 
 @jit
-def sum_from(price, suffix):  # type: ignore[no-untyped-def]
+def sum_from(price, suffix):
     """suffix[t] = sum of price[t:]; suffix: float64 [points + 1]."""
     suffix[price.shape[0]] = 0.0
     for t in range(price.shape[0] - 1, -1, -1):
@@ -25,7 +25,7 @@ def sum_from(price, suffix):  # type: ignore[no-untyped-def]
 
 
 @jit
-def priced_costs(limit, cost, price, suffix, out):  # type: ignore[no-untyped-def]
+def priced_costs(limit, cost, price, suffix, out):
     """out[slot] = cost + price of the config's bytes. suffix: float64 [points + 1] scratch."""
     ptr, point, change = limit.ptr, limit.point, limit.change
     sum_from(price, suffix)
@@ -37,7 +37,7 @@ def priced_costs(limit, cost, price, suffix, out):  # type: ignore[no-untyped-de
 
 
 @jit
-def usage_of(limit, slot, choice, out):  # type: ignore[no-untyped-def]
+def usage_of(limit, slot, choice, out):
     """out[t] = bytes in use at point t; float64 [points]."""
     ptr, point, change = limit.ptr, limit.point, limit.change
     points = out.shape[0]
@@ -54,7 +54,7 @@ def usage_of(limit, slot, choice, out):  # type: ignore[no-untyped-def]
 
 
 @jit
-def total_cost(graph, cost, choice):  # type: ignore[no-untyped-def]
+def total_cost(graph, cost, choice):
     """Node costs + edge costs of ``choice``."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     s = 0.0
@@ -74,7 +74,7 @@ _WINDOW = 30.0
 
 
 @jit
-def adapt_level(state, bound, ceiling):  # type: ignore[no-untyped-def]
+def adapt_level(state, bound, ceiling):
     """One more sweep, which proved ``bound``, in the window; at its end the level follows the rise that happened. True
     where it was too high: prices go back to the best."""
     if state[LEVEL] <= 0.0:
@@ -94,7 +94,7 @@ def adapt_level(state, bound, ceiling):  # type: ignore[no-untyped-def]
 
 
 @jit
-def with_worst(used, capacity, active, is_active, count):  # type: ignore[no-untyped-def]
+def with_worst(used, capacity, active, is_active, count):
     """The point that is over its capacity most gets a price, if there is room; returns how many have one."""
     worst = -1
     over = 0.0
@@ -110,7 +110,7 @@ def with_worst(used, capacity, active, is_active, count):  # type: ignore[no-unt
 
 
 @jit
-def step_prices(now, used, capacity, active, direction, reach):  # type: ignore[no-untyped-def]
+def step_prices(now, used, capacity, active, direction, reach):
     """A deflected subgradient step on the prices of the active points; reach: step times the direction's square.
     now, direction: changed."""
     norm = 0.0
@@ -129,7 +129,7 @@ def step_prices(now, used, capacity, active, direction, reach):  # type: ignore[
 
 
 @jit
-def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, passes):  # type: ignore[no-untyped-def]
+def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, passes):
     """Raise the bound by ``passes`` sweeps, each followed by a deflected subgradient step on the prices.
 
     price: float64 [points], the best prices on entry and exit. active: int64, points that have a price.
@@ -188,7 +188,7 @@ class Scratch(NamedTuple):
 
 
 @jit
-def make_scratch(n, slots):  # type: ignore[no-untyped-def]
+def make_scratch(n, slots):
     return Scratch(
         np.zeros(n, np.int64),
         np.zeros(n, np.int64),
@@ -201,7 +201,7 @@ def make_scratch(n, slots):  # type: ignore[no-untyped-def]
 
 
 @jit
-def polish(graph, cost, choice, rounds, seed):  # type: ignore[no-untyped-def]
+def polish(graph, cost, choice, rounds, seed):
     """Forest moves over the whole graph, ``rounds`` times, each with a new random forest; writes choice."""
     np.random.seed(seed)
     n = choice.shape[0]
@@ -219,7 +219,7 @@ def polish(graph, cost, choice, rounds, seed):  # type: ignore[no-untyped-def]
 
 
 @jit
-def draw_tree(graph, largest, w):  # type: ignore[no-untyped-def]
+def draw_tree(graph, largest, w):
     """The nodes of a random induced tree of at most ``largest``; their w.picked is 1."""
     limit = 1 + int(np.exp(np.random.random() * np.log(largest)))
     noise = np.random.random(16)
@@ -236,13 +236,13 @@ def draw_tree(graph, largest, w):  # type: ignore[no-untyped-def]
 
 
 @jit
-def mark(picked, nodes, value):  # type: ignore[no-untyped-def]
+def mark(picked, nodes, value):
     for i in range(nodes.shape[0]):
         picked[nodes[i]] = value
 
 
 @jit
-def tree_cost(graph, cost, choice, nodes, picked):  # type: ignore[no-untyped-def]
+def tree_cost(graph, cost, choice, nodes, picked):
     """What the picked nodes and all their edges cost, edges between two of them once."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     ptr, edge = graph.ptr, graph.edge
@@ -261,7 +261,7 @@ def tree_cost(graph, cost, choice, nodes, picked):  # type: ignore[no-untyped-de
 
 
 @jit
-def most_over(used, cap):  # type: ignore[no-untyped-def]
+def most_over(used, cap):
     """The point that is most over its capacity; -1 where none is."""
     over, worst = 0.0, -1
     for t in range(cap.shape[0]):
@@ -271,7 +271,7 @@ def most_over(used, cap):  # type: ignore[no-untyped-def]
 
 
 @jit
-def price_nodes(graph, limit, cost, nodes, suffix, priced):  # type: ignore[no-untyped-def]
+def price_nodes(graph, limit, cost, nodes, suffix, priced):
     """priced_costs of the configs of some nodes alone; suffix: sums of the prices from each point on."""
     ptr, point, change = limit.ptr, limit.point, limit.change
     for i in range(nodes.shape[0]):
@@ -294,7 +294,7 @@ class Usage(NamedTuple):
 
 
 @jit
-def add_events(limit, slot, sign, usage, first, last):  # type: ignore[no-untyped-def]
+def add_events(limit, slot, sign, usage, first, last):
     """Add a config's events to usage.delta; (first, last) point touched so far."""
     for q in range(limit.ptr[slot], limit.ptr[slot + 1]):
         t = limit.point[q]
@@ -304,7 +304,7 @@ def add_events(limit, slot, sign, usage, first, last):  # type: ignore[no-untype
 
 
 @jit
-def weigh_move(graph, limit, nodes, before, choice, usage):  # type: ignore[no-untyped-def]
+def weigh_move(graph, limit, nodes, before, choice, usage):
     """(moved, rise of the shortage, point most over of those that got more, first, last): the move before -> choice.
 
     usage.after is set at points first … last - 1, the only ones that change.
@@ -334,7 +334,7 @@ def weigh_move(graph, limit, nodes, before, choice, usage):  # type: ignore[no-u
 
 
 @jit
-def draw_prices(price, scale, short, usage, cap, extra):  # type: ignore[no-untyped-def]
+def draw_prices(price, scale, short, usage, cap, extra):
     """Fill ``extra`` with prices for a move, near ``price`` or none; returns the step by which they are raised."""
     factor = np.random.random() * 1.5
     if np.random.random() < 0.3:
@@ -351,14 +351,14 @@ def draw_prices(price, scale, short, usage, cap, extra):  # type: ignore[no-unty
 
 
 @jit
-def accept(climb, rise, short, heat):  # type: ignore[no-untyped-def]
+def accept(climb, rise, short, heat):
     """Whether to keep a move that makes the shortage no worse: cheaper, or warm enough, or of less shortage."""
     good = climb <= 0.0 or (heat > 0.0 and np.random.random() < np.exp(-climb / heat))
     return good or (short > 0.0 and rise < 0.0)
 
 
 @jit
-def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat, priced, w):  # type: ignore[no-untyped-def]
+def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat, priced, w):
     """(taken, rise in cost, rise in shortage): the tree's best configs at prices ``extra``, raised until they fit.
 
     nodes: a tree, w.picked 1. Writes choice and usage.used where a move is taken; priced: float64 [slots] scratch.
@@ -391,7 +391,7 @@ def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat
 
 
 @jit
-def price_scale(price, cost, capacity, nodes):  # type: ignore[no-untyped-def]
+def price_scale(price, cost, capacity, nodes):
     """The highest price; where there is none yet, a typical cost per typical byte."""
     scale = 0.0
     for t in range(price.shape[0]):
@@ -402,7 +402,7 @@ def price_scale(price, cost, capacity, nodes):  # type: ignore[no-untyped-def]
 
 
 @jit
-def lns(graph, limit, cost, price, choice, best_choice, stats, steps, largest, heat, seed):  # type: ignore[no-untyped-def]
+def lns(graph, limit, cost, price, choice, best_choice, stats, steps, largest, heat, seed):
     """Neighbourhood search under the limit: exact moves on random induced trees, priced until they fit.
 
     price: float64 [points], prices near the dual's best. choice: int64 [n], updated; best_choice: the best

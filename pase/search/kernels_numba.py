@@ -35,7 +35,7 @@ def jit(signature: str) -> Callable[[Any], Any]:
 
 
 @jit("void(float64[:,:,::1], float64[:,:,::1], float64[:,:,::1], int64, int64)")
-def _min_plus_rows(left, right, out, lo, hi):  # type: ignore[no-untyped-def]
+def _min_plus_rows(left, right, out, lo, hi):
     # Rows lo … hi of out seen as [X * P, Q]. Blocks of right stay in cache while rows pass by. Four rows and two
     # values of c at a time: each value of right that is loaded serves four rows, and rows of out are loaded and
     # stored once per two operations (twice as fast as one row by four values).
@@ -126,7 +126,7 @@ def min_plus(left: np.ndarray, right: np.ndarray, threads: int = 1) -> np.ndarra
 
 
 @jit("void(float64[::1], int32[::1], int32[::1], float64[:,::1], float64[:,::1], int64, int64)")
-def _segment_min(base, segment, rows, table, out, lo, hi):  # type: ignore[no-untyped-def]
+def _segment_min(base, segment, rows, table, out, lo, hi):
     # Columns lo … hi, in blocks that stay in cache while configs pass by.
     for q0 in range(lo, hi, _SEGMENT_BLOCK):
         q1 = min(q0 + _SEGMENT_BLOCK, hi)
@@ -146,7 +146,7 @@ def _segment_min(base, segment, rows, table, out, lo, hi):  # type: ignore[no-un
     "void(float64[::1], int32[::1], int32[::1], float64[:,::1], int32[::1], float64[:,::1], "
     "float64[:,::1], int64, int64)"
 )
-def _segment_min_2(base, segment, rows, table, more, other, out, lo, hi):  # type: ignore[no-untyped-def]
+def _segment_min_2(base, segment, rows, table, more, other, out, lo, hi):
     for q0 in range(lo, hi, _SEGMENT_BLOCK):
         q1 = min(q0 + _SEGMENT_BLOCK, hi)
         for s in range(out.shape[0]):
@@ -192,7 +192,7 @@ def segment_min(
 
 
 @jit("int64(uint64[:,::1], int32[::1], int32[::1])")
-def _row_classes(bits, cls, first):  # type: ignore[no-untyped-def]
+def _row_classes(bits, cls, first):
     rows, cols = bits.shape
     size = 16
     while size < 2 * rows:
