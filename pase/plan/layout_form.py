@@ -1,0 +1,267 @@
+"""What stands in layout.json, as types, and what is checked of it beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pase.files.codec import AtLeastOne, Count
+from pase.ir.blocks import Block
+from pase.memory.account import Memory
+from pase.plan.pipeline import PipelinePlan
+from pase.plan.throughput import StepWork, Throughput
+from pase.plan.types import Tried
+from pase.tables.itemize import NodeCost
+from pase.tables.work import Phase
+
+__all__ = [
+    "SCHEMA",
+    "AccessesForm",
+    "CollectiveForm",
+    "CostForm",
+    "EquationForm",
+    "LayoutForm",
+    "MachineForm",
+    "NodeForm",
+    "ReshardForm",
+    "TensorForm",
+    "problems",
+]
+
+LayoutVersion = Literal["pase.layout/1"]
+SCHEMA: LayoutVersion = "pase.layout/1"
+
+Axes = Annotated[tuple[str, ...], Meta(max_length=64)]
+PlacementForm = Annotated[
+    tuple[Axes, ...],
+    Meta(
+        max_length=64,
+        description="per tensor dim, the mesh axes that split it, major to minor: a JAX PartitionSpec",
+    ),
+]
+
+
+class MachineForm(Struct, kw_only=True):
+    """The machine that the plan was made for."""
+
+    name: str
+    digest: str
+    memory_bytes: Count
+
+
+class TensorForm(Struct, kw_only=True):
+    """A parameter or an input; state: of its gradient and optimizer state, where these are split further."""
+
+    shape: Annotated[tuple[AtLeastOne, ...], Meta(max_length=64)]
+    dtype: str
+    storage: PlacementForm
+    used_as: tuple[PlacementForm, ...]
+    state: PlacementForm | UnsetType = UNSET
+
+
+class NodeForm(Struct, kw_only=True):
+    """A node of the graph and how it is split: iteration dim -> mesh axes."""
+
+    node: str
+    op: str
+    einsum: str
+    sizes: dict[str, AtLeastOne]
+    split: dict[str, Axes]
+    times: Count
+    source: str
+
+
+class ReshardForm(Struct, kw_only=True):
+    """Where one op reads a tensor in another layout than it was made in: the layouts to go through, the last is used.
+
+    gradient: the layout that its gradient is brought into at once.
+    """
+
+    at: str
+    tensor: str
+    layouts: tuple[PlacementForm, ...]
+    gradient: PlacementForm | UnsetType = UNSET
+
+
+class CollectiveForm(Struct, kw_only=True, rename={"nbytes": "bytes"}):
+    """A collective of a step; bytes: the larger local buffer on one device; cost: of all times."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+    tensor: str
+    axes: Axes
+    nbytes: Count
+    times: Count
+    phase: Phase
+    node: str
+    source: str
+    cost: float
+
+
+class CostForm(Struct, kw_only=True):
+    """Predicted costs of a step, in ``unit``."""
+
+    unit: str
+    model: str
+    total: float
+    bound: float
+    optimal: bool
+    by_node: dict[str, NodeCost]
+    by_kind: dict[str, float]
+    baselines: dict[str, float]
+    skipped: dict[str, str]
+    baseline_memory: dict[str, Count] | UnsetType = UNSET
+    meshes: tuple[Tried, ...]
+
+
+class EquationForm(Struct, kw_only=True):
+    """Tensor -> which of the layouts an equation reads or writes it in."""
+
+    reads: dict[str, Count]
+    writes: dict[str, Count]
+
+
+class AccessesForm(Struct, kw_only=True):
+    """The layouts in which each equation of the model reads and writes its tensors.
+
+    layouts: per mesh axis what it selects of the tensor, (dim, blocks), or null where the tensor is replicated.
+    equations: path of an equation -> its tensors.
+    """
+
+    layouts: tuple[Annotated[tuple[tuple[Count, AtLeastOne] | None, ...], Meta(max_length=64)], ...]
+    equations: dict[str, EquationForm]
+
+
+class LayoutForm(Struct, kw_only=True):
+    """How every layer of a model is split over the devices."""
+
+    schema: LayoutVersion
+    model: Annotated[str, Meta(max_length=4096)]
+    devices: AtLeastOne
+    machine: MachineForm
+    mesh: Annotated[
+        dict[str, AtLeastOne],
+        Meta(min_length=1, max_length=64, description="axis name -> size, outermost first"),
+    ]
+    optimizer: str
+    parameters: Annotated[dict[str, TensorForm], Meta(description="the user's path -> tensor")]
+    inputs: Annotated[dict[str, TensorForm], Meta(description="the user's path -> tensor")]
+    strategy: tuple[NodeForm, ...]
+    reshards: tuple[ReshardForm, ...]
+    layouts: Annotated[
+        dict[str, tuple[PlacementForm, ...]],
+        Meta(description="tensor -> the layouts it is given where it is made"),
+    ]
+    gradients: Annotated[
+        dict[str, PlacementForm],
+        Meta(
+            description="tensor made of a parameter -> the layout that its gradient is brought into, where that is not "
+            "the tensor's own"
+        ),
+    ] = {}
+    copies: (
+        Annotated[
+            dict[str, str],
+            Meta(description="copy that several readers share -> the tensor that it is a copy of"),
+        ]
+        | UnsetType
+    ) = UNSET
+    collectives: tuple[CollectiveForm, ...]
+    cost: CostForm
+    memory: Annotated[Memory, Meta(description="bytes on one device")]
+    work: (
+        Annotated[StepWork, Meta(description="what a step works on: model FLOPs, tokens, examples")]
+        | UnsetType
+    ) = UNSET
+    throughput: (
+        Annotated[Throughput, Meta(description="of the predicted step, on one device")] | UnsetType
+    ) = UNSET
+    memory_limit: (
+        Annotated[Count, Meta(description="bytes that a device may hold; absent: no limit")] | UnsetType
+    ) = UNSET
+    misfit: (
+        Annotated[str, Meta(description="what would fit, where no strategy fits the limit")] | UnsetType
+    ) = UNSET
+    accumulate: AtLeastOne = 1
+    remat: tuple[Block, ...] = ()
+    graph_digest: str
+    seconds: dict[str, float]
+    provenance: dict[str, str]
+    accesses: AccessesForm | UnsetType = UNSET
+    bucket_plan: dict[str, Any] | UnsetType = UNSET
+    pipeline: Annotated[PipelinePlan, Meta(description="stages; the mesh is one rank's")] | UnsetType = UNSET
+
+
+def problems(form: LayoutForm) -> Iterator[str]:
+    """What types cannot say, each as "place: what": axes exist, a tensor uses an axis once, shards divide."""
+    size = form.mesh
+    devices = 1 if form.pipeline is UNSET else form.pipeline.degree
+    for ways in size.values():
+        devices *= ways
+    if devices != form.devices:
+        yield f"mesh: {size} is not {form.devices} devices" + (
+            "" if form.pipeline is UNSET else f" in {form.pipeline.degree} ranks"
+        )
+    yield from _stage_problems(form)
+    for kind, tensors in (("parameters", form.parameters), ("inputs", form.inputs)):
+        for path, t in tensors.items():
+            yield from _misplaced(f"{kind}/{path}/storage", t.storage, size, t.shape)
+            if t.state is not UNSET:
+                yield from _misplaced(f"{kind}/{path}/state", t.state, size, t.shape)
+    for n in form.strategy:
+        yield from _misplaced(f"strategy/{n.node}/split", list(n.split.values()), size)
+    for name, layouts in form.layouts.items():
+        for layout in layouts:
+            yield from _misplaced(f"layouts/{name}", layout, size)
+    for name, layout in form.gradients.items():
+        yield from _misplaced(f"gradients/{name}", layout, size)
+    for i, c in enumerate(form.collectives):
+        yield from _misplaced(f"collectives/{i}/axes", [c.axes], size)
+    for r in form.reshards:
+        for layout in (*r.layouts, *(() if r.gradient is UNSET else (r.gradient,))):
+            yield from _misplaced(f"reshards/{r.at} of {r.tensor}", layout, size)
+    if form.accesses is not UNSET:
+        known = len(form.accesses.layouts)
+        for at, e in form.accesses.equations.items():
+            if max((*e.reads.values(), *e.writes.values()), default=-1) >= known:
+                yield f"accesses/equations/{at}: there are {known} layouts, counted from 0"
+
+
+def _stage_problems(form: LayoutForm) -> Iterator[str]:
+    """Stages are of ranks and strategies that there are, and as many as the cuts."""
+    p = form.pipeline
+    if p is UNSET:
+        return
+    if not len(p.cuts) == len(p.stages) == p.degree * p.chunks:
+        yield f"pipeline: {len(p.cuts)} cuts, {len(p.stages)} stages for {p.degree} ranks of {p.chunks}"
+    for i, s in enumerate(p.stages):
+        if s.rank >= p.degree or s.strategy >= len(p.strategies):
+            yield f"pipeline/stages/{i}: rank {s.rank}, strategy {s.strategy} are not there"
+    for i, strategy in enumerate(p.strategies):
+        for node, split in strategy.items():
+            yield from _misplaced(f"pipeline/strategies/{i}/{node}", list(split.values()), form.mesh)
+
+
+def _misplaced(
+    place: str, layout: Sequence[Sequence[str]], size: Mapping[str, int], shape: Sequence[int] | None = None
+) -> Iterator[str]:
+    """What is wrong with a layout on a mesh (axis -> size), for a tensor of this shape."""
+    used = [a for axes in layout for a in axes]
+    for a in used:
+        if a not in size:
+            yield f"{place}: mesh axis '{a}' does not exist; the mesh has {', '.join(size)}"
+            return
+    if len(set(used)) != len(used):
+        yield f"{place}: a mesh axis is used twice in {[list(x) for x in layout]}"
+    if shape is None:
+        return
+    if len(layout) != len(shape):
+        yield f"{place}: a layout of {len(layout)} dims for shape {list(shape)}"
+        return
+    for extent, axes in zip(shape, layout, strict=True):
+        ways = 1
+        for a in axes:
+            ways *= size[a]
+        if extent % ways:
+            yield f"{place}: a dim of {extent} elements in {ways} shards is uneven"
