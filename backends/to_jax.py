@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from pase.backends.jax_accumulate import summed
 from pase.backends.jax_manual import Manual
 from pase.backends.jax_programs import part_of, threaded_arguments
 from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
@@ -231,7 +232,7 @@ class JaxPlan:
         if self._by_hand(lowering, mesh):
             self._functions.append("value_and_grad")
             by_hand = Manual(plan=self, mesh=mesh).value_and_grad()
-            return by_hand if self.accumulate == 1 else self._summed(by_hand, kept, mesh)
+            return by_hand if self.accumulate == 1 else summed(self, by_hand, kept, mesh)
         fn, aux = self.loss(mesh), self.traced.has_aux
 
         def graded(params: Any, *batch: Any) -> Any:
@@ -243,71 +244,13 @@ class JaxPlan:
             value, grads = jax.value_and_grad(of, has_aux=aux)(trained(arrays(params)))
             return value, jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
 
-        return graded if self.accumulate == 1 else self._summed(graded, kept, mesh)
+        return graded if self.accumulate == 1 else summed(self, graded, kept, mesh)
 
     def _require_mode(self, mode: str, what: str) -> None:
         if self.traced.mode != mode:
             raise PaseError(f"the plan was compiled with mode='{self.traced.mode}': it has no {what}")
 
-    def _summed(self, graded: Callable[..., Any], kept: Any, mesh: Any) -> Callable[..., Any]:
-        """The mean of loss and gradients over the micro-batches, one at a time."""
-        import jax
-        import jax.numpy as jnp
-
-        k, aux = self.accumulate, self.traced.has_aux
-        arrives = jax.tree.leaves(self._in_shardings(mesh)[1:])
-
-        def summed(params: Any, *batch: Any) -> Any:
-            leaves, tree = jax.tree.flatten(arrays(batch))
-            split = [full != part for full, part in zip(*map(self._input_shapes, (True, False)), strict=True)]
-
-            def parts(x: Any, sharding: Any) -> Any:
-                # Every k-th example: each device then has all that it needs of each micro-batch.
-                from jax.sharding import NamedSharding, PartitionSpec
-
-                x = jnp.swapaxes(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 0, 1)
-                spec = PartitionSpec(None, *sharding.spec)
-                return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-            stacked = [parts(x, s) for x, s, on in zip(leaves, arrives, split, strict=True) if on]
-            threads = self._threads()
-
-            def body(so_far: Any, mine: Any) -> Any:
-                total, loss, states = so_far
-                # Without the barrier, gathers of parameters move out of the loop, and stay gathered.
-                here, mine = jax.lax.optimization_barrier((arrays(params), mine))
-                turn = iter(mine)
-                whole = [next(turn) if on else x for x, on in zip(leaves, split, strict=True)]
-                for (i, _), state in zip(threads, states, strict=True):
-                    whole[i] = state
-                value, grads = graded(combine(here, params), *combine(jax.tree.unflatten(tree, whole), batch))
-                total = jax.tree.map(jnp.add, total, grads)
-                total = jax.tree.map(jax.lax.with_sharding_constraint, total, kept)
-                outs = jax.tree.leaves(arrays(value))
-                return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
-
-            zeros = jax.tree.map(jnp.zeros_like, trained(arrays(params)))
-            zeros = jax.tree.map(jax.lax.with_sharding_constraint, zeros, kept)
-            loss = jnp.zeros((), self.traced.jaxpr.out_avals[0].dtype)
-            (grads, loss, states), rest = jax.lax.scan(
-                body, (zeros, loss, [leaves[i] for i, _ in threads]), stacked
-            )
-            grads = jax.tree.map(lambda g: g / k, grads)
-            if not aux:
-                return loss / k, grads
-            outs = [loss / k, *rest]
-            for (_, j), state in zip(threads, states, strict=True):
-                outs[j] = state
-            return combine(jax.tree.unflatten(self.traced.out_tree, outs), self.traced.kept_out), grads
-
-        return summed
-
-    def _threads(self) -> list[tuple[int, int]]:
-        """(leaf of the batch, leaf of what the function returns) of all that a step hands to the next."""
-        n = len(self.traced.param_paths)
-        return [(i - n, j) for i, j in sorted(self.traced.carried.items()) if i >= n]
-
-    def _input_shapes(self, full: bool) -> list[tuple[int, ...]]:
+    def input_shapes(self, full: bool) -> list[tuple[int, ...]]:
         """Shapes of the batch's leaves: the whole batch's, or a micro-batch's."""
         from pase.frontends.jax_blocks import split_inputs
 
@@ -356,7 +299,7 @@ class JaxPlan:
         import jax
 
         given = self.traced.jaxpr.in_avals
-        shapes = [*(a.shape for a in given[: len(self.traced.param_paths)]), *self._input_shapes(True)]
+        shapes = [*(a.shape for a in given[: len(self.traced.param_paths)]), *self.input_shapes(True)]
         avals = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, given, strict=True)]
         return tuple(jax.tree.unflatten(self.traced.in_tree, avals))
 

@@ -1,0 +1,86 @@
+"""A step in micro-batches: loss and gradients of one at a time, summed in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pase.frontends.jax_leaves import arrays, combine, trained
+
+if TYPE_CHECKING:
+    from pase.backends.to_jax import JaxPlan
+
+__all__ = ["summed"]
+
+
+def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: Any) -> Callable[..., Any]:
+    """f(params, *batch): the mean of loss and gradients over the plan's micro-batches, one at a time.
+
+    graded: f(params, *batch) -> (value, gradients) of one micro-batch. kept: the gradients' shardings.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    k, arrives = plan.accumulate, jax.tree.leaves(plan._in_shardings(mesh)[1:])
+    split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
+    threads = _threads(plan)
+
+    def constrained(grads: Any) -> Any:
+        return jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
+
+    def mean(params: Any, *batch: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arrays(batch))
+        stacked = [
+            _micro_batches(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
+        ]
+
+        def body(so_far: Any, mine: Any) -> Any:
+            total, loss, states = so_far
+            # Without the barrier, gathers of parameters move out of the loop, and stay gathered.
+            here, mine = jax.lax.optimization_barrier((arrays(params), mine))
+            turn = iter(mine)
+            whole = [next(turn) if on else x for x, on in zip(leaves, split, strict=True)]
+            for (i, _), state in zip(threads, states, strict=True):
+                whole[i] = state
+            value, grads = graded(combine(here, params), *combine(jax.tree.unflatten(tree, whole), batch))
+            total = constrained(jax.tree.map(jnp.add, total, grads))
+            outs = jax.tree.leaves(arrays(value))
+            return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
+
+        zeros = constrained(jax.tree.map(jnp.zeros_like, trained(arrays(params))))
+        loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
+        (grads, loss, states), rest = jax.lax.scan(
+            body, (zeros, loss, [leaves[i] for i, _ in threads]), stacked
+        )
+        grads = jax.tree.map(lambda g: g / k, grads)
+        return (_outs(plan, [loss / k, *rest], states) if plan.traced.has_aux else loss / k), grads
+
+    return mean
+
+
+def _micro_batches(x: Any, k: int, sharding: Any, mesh: Any) -> Any:
+    """An array of the batch as k micro-batches, stacked."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    # Every k-th example: each device then has all that it needs of each micro-batch.
+    x = jnp.swapaxes(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 0, 1)
+    spec = PartitionSpec(None, *sharding.spec)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _threads(plan: JaxPlan) -> list[tuple[int, int]]:
+    """(leaf of the batch, leaf of what the function returns) of all that a step hands to the next."""
+    n = len(plan.traced.param_paths)
+    return [(i - n, j) for i, j in sorted(plan.traced.carried.items()) if i >= n]
+
+
+def _outs(plan: JaxPlan, outs: Sequence[Any], states: Sequence[Any]) -> Any:
+    """(loss, aux), of the leaves stacked over micro-batches, but what is threaded, of which it is the last."""
+    import jax
+
+    last = list(outs)
+    for (_, j), state in zip(_threads(plan), states, strict=True):
+        last[j] = state
+    return combine(jax.tree.unflatten(plan.traced.out_tree, last), plan.traced.kept_out)
