@@ -15,8 +15,11 @@ from pase.commands.options import JsonOption, print_json, progress
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
-    from pase.calibrate import Fitted, Journal, Settings, Task
+    from collections.abc import Callable
+
+    from pase.calibrate import Bench, Fitted, Journal, Refused, Settings, Task
     from pase.calibrate.here import Here
+    from pase.calibrate.session import SessionResult
 
 __all__ = ["calibrate"]
 
@@ -148,12 +151,10 @@ def _measured(
     name: str | None,
 ) -> dict[str, Any] | None:
     """Measures and, on the first process, writes the file; None on the others."""
+    from pase.calibrate import Journal, Settings, suite
     from pase.calibrate.device import Devices
-    from pase.calibrate.fit import Refused
     from pase.calibrate.here import find
-    from pase.calibrate.journal import Journal
-    from pase.calibrate.session import Settings, again, session
-    from pase.calibrate.suite import budgeted, suite
+    from pase.calibrate.suite import budgeted
     from pase.errors import Infeasible
     from pase.machine import dumps
 
@@ -170,8 +171,6 @@ def _measured(
             output.unlink()
     journal = Journal(path if first else None, here.fingerprint, fresh=fresh)
     bench = Devices(here)
-    fitted: Fitted | None = None
-    refused: Refused | None = None
     try:
         with progress() as say:
 
@@ -179,32 +178,54 @@ def _measured(
                 say(f"[{done}/{of}] {what}")
 
             target = budgeted(bench, journal, settings, here.levels, wanted, here.memory_bytes)
-            tasks = suite(target)
-            outcome = session(tasks, bench, journal, settings, told)
-            for left in reversed(range(_ROUNDS)):
-                if first:
-                    try:
-                        fitted, refused = _fitted(here, tasks, journal, settings, name or output.stem), None
-                    except Refused as e:
-                        refused = e
-                doubtful = refused.doubtful if refused else ()
-                if not left or not again(tasks, doubtful, bench, journal, settings, told):
-                    break
+            outcome, fitted = _in_rounds(
+                here, suite(target), bench, journal, settings, name or output.stem, told
+            )
     except KeyboardInterrupt:
         if first:
             console(err=True).print(
                 f"{len(journal.samples)} measurements are kept in {path}; the same command goes on from there",
             )
         raise
-    if not first:
+    if fitted is None:
         return None
-    if refused is not None or fitted is None:
-        raise Infeasible(f"{refused}\nNothing was written to {output}; the measurements are in {path}.")
+    if isinstance(fitted, Exception):
+        raise Infeasible(f"{fitted}\nNothing was written to {output}; the measurements are in {path}.")
     output.write_text(dumps(fitted.machine), encoding="utf-8")
+    return {"output": str(output), "journal": str(path), **_outcome(outcome, fitted, journal)}
+
+
+def _in_rounds(
+    here: Here,
+    tasks: Sequence[Task],
+    bench: Bench,
+    journal: Journal,
+    settings: Settings,
+    name: str,
+    told: Callable[[str, int, int], None],
+) -> tuple[SessionResult, Fitted | Refused | None]:
+    """Measures, fits, and measures again what the fit doubts; the last fit or why there is none, None on processes but
+    the first."""
+    from pase.calibrate import Refused, session
+    from pase.calibrate.session import again
+
+    outcome = session(tasks, bench, journal, settings, told)
+    fitted: Fitted | Refused | None = None
+    for left in reversed(range(_ROUNDS)):
+        if here.process == 0:
+            try:
+                fitted = _fitted(here, tasks, journal, settings, name)
+            except Refused as e:
+                fitted = e
+        doubtful = fitted.doubtful if isinstance(fitted, Refused) else ()
+        if not left or not again(tasks, doubtful, bench, journal, settings, told):
+            break
+    return outcome, fitted
+
+
+def _outcome(outcome: SessionResult, fitted: Fitted, journal: Journal) -> dict[str, Any]:
     spreads = sorted(s.spread for s in journal.samples.values())
     return {
-        "output": str(output),
-        "journal": str(path),
         "machine": _outline(fitted.machine),
         "measured": outcome.measured,
         "resumed": outcome.resumed,

@@ -19,9 +19,15 @@ from pase.commands.options import (
 )
 from pase.compiler.options import CompileOptions
 from pase.files.terminal import console
+from pase.machine import DEFAULT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pase.plan.types import PlanData
     from pase.questions.sensitivity import Point
+
+    Rows = Sequence[tuple[str, PlanData]]
 
 __all__ = ["compare"]
 
@@ -62,14 +68,32 @@ def compare(
 
         with progress() as say:
             points = vary_machine(model, None, (), options, vary, say)
-        _show(points, model, options, json)
+        if json:
+            print_json(_varied(points, model, options))
+        else:
+            _print_varied(points, model, options)
         return
     from pase.compiler.compilation import compare_model
 
     with progress() as say:
         rows = compare_model(model, None, (), options, say)
     ours = next(plan for name, plan in rows if name == "pase")
-    table = [
+    if json:
+        print_json(_comparison(ours, rows))
+        warn_misfit(ours)
+    else:
+        _print(ours, rows)
+    strictly(ours.fits, strict)
+
+
+def _moved(p: PlanData) -> float:
+    """Bytes that a device moves in a step."""
+    return sum(c.nbytes * c.times for c in p.collectives)
+
+
+def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
+    """What --json prints."""
+    strategies = [
         {
             "name": name,
             "mesh": dict(zip(p.mesh.names, p.mesh.sizes, strict=True)),
@@ -80,33 +104,30 @@ def compare(
             **rates(p),
             "memory_bytes": p.memory.total,
             "fits": p.fits,
-            "comm_bytes": sum(c.nbytes * c.times for c in p.collectives),
+            "comm_bytes": _moved(p),
         }
         for name, p in rows
     ]
-    if json:
-        print_json(
-            {
-                "model": ours.model,
-                "devices": ours.devices,
-                "machine": ours.machine,
-                "unit": ours.unit,
-                "strategies": table,
-                "skipped": dict(ours.skipped),
-                "memory_limit_bytes": ours.memory_limit,
-                "misfit": ours.misfit,
-            }
-        )
-        warn_misfit(ours)
-        strictly(ours.fits, strict)
-        return
+    return {
+        "model": ours.model,
+        "devices": ours.devices,
+        "machine": ours.machine,
+        "unit": ours.unit,
+        "strategies": strategies,
+        "skipped": dict(ours.skipped),
+        "memory_limit_bytes": ours.memory_limit,
+        "misfit": ours.misfit,
+    }
+
+
+def _print(ours: PlanData, rows: Rows) -> None:
     from pase.plan.columns import columns
     from pase.plan.table import bytes_text, cost_text, misfit_text
 
     parts = ("compute", "communication", "moves a device", "memory")
     names = ("strategy", "mesh", "step", "against ours", "MFU", *parts, "fits")
     out = columns(*names, left=("strategy", "mesh", "fits"))
-    for (name, p), row in zip(rows, table, strict=True):
+    for name, p in rows:
         out.add_row(
             name,
             " ".join(f"{k}={v}" for k, v in zip(p.mesh.names, p.mesh.sizes, strict=True)),
@@ -115,7 +136,7 @@ def compare(
             f"{p.throughput.mfu:.1%}" if p.throughput is not None else "",
             cost_text(p.compute, p.unit),
             cost_text(p.communication, p.unit),
-            bytes_text(float(str(row["comm_bytes"]))),
+            bytes_text(_moved(p)),
             bytes_text(p.memory.total),
             "yes" if p.fits else "NO",
             style="bold" if name == "pase" else None,
@@ -129,38 +150,34 @@ def compare(
         c.print(f"without {name}: {why}")
     if (warning := misfit_text(ours)) is not None:
         c.print(f"WARNING {warning}", style="bold red")
-    strictly(ours.fits, strict)
 
 
-def _show(points: list[Point], model: str, options: CompileOptions, json: bool) -> None:
-    """What holds at each factor: table or JSON."""
-    from pase.machine import DEFAULT
+def _varied(points: list[Point], model: str, options: CompileOptions) -> dict[str, object]:
+    """What --json prints of --vary."""
+    rows = [
+        {
+            "factors": dict(p.factors),
+            "cost": p.ours,
+            "best": p.best,
+            "regret": p.regret,
+            "winner": p.winner,
+            "mesh": list(p.mesh),
+            "changed_nodes": p.changed,
+            "others": dict(p.others),
+        }
+        for p in points
+    ]
+    return {
+        "model": model,
+        "devices": options.devices,
+        "machine": options.machine or DEFAULT,
+        "cost_model": options.cost_model,
+        "vary": rows,
+    }
 
-    name, devices = options.machine or DEFAULT, options.devices
-    if json:
-        rows = [
-            {
-                "factors": dict(p.factors),
-                "cost": p.ours,
-                "best": p.best,
-                "regret": p.regret,
-                "winner": p.winner,
-                "mesh": list(p.mesh),
-                "changed_nodes": p.changed,
-                "others": dict(p.others),
-            }
-            for p in points
-        ]
-        print_json(
-            {
-                "model": model,
-                "devices": devices,
-                "machine": name,
-                "cost_model": options.cost_model,
-                "vary": rows,
-            }
-        )
-        return
+
+def _print_varied(points: list[Point], model: str, options: CompileOptions) -> None:
+    """What holds at each factor, as a table."""
     from pase.plan.columns import columns
     from pase.plan.table import cost_text
 
@@ -182,7 +199,8 @@ def _show(points: list[Point], model: str, options: CompileOptions, json: bool) 
     worst = max(points, key=lambda p: p.regret)
     c = console()
     c.print(
-        f"{model} on {devices} devices of {name}: ours as found for the machine as it is, where that is off",
+        f"{model} on {options.devices} devices of {options.machine or DEFAULT}: ours as found for the machine as it "
+        f"is, where that is off",
     )
     c.print(out)
     where = ", ".join(f"{k} ×{v:g}" for k, v in worst.factors.items())

@@ -20,6 +20,7 @@ from pase.files.terminal import console
 from pase.plan.pipeline import lines as stage_lines
 
 if TYPE_CHECKING:
+    from pase.plan.types import PlanData
     from pase.questions.explain import Alternative, Explanation, LayerReport
 
 __all__ = ["explain", "summary"]
@@ -110,56 +111,59 @@ def summary(e: Explanation) -> dict[str, object]:
         "remark": e.remark,
     }
     if e.layer is not None:
-        r = e.layer
-        out["layer"] = {
-            "name": r.node.name,
-            "op": r.node.op,
-            "einsum": r.node.einsum,
-            "times": r.node.times,
-            "sizes": dict(r.node.sizes),
-            "local": dict(r.local),
-            "split": {d: list(axes) for d, axes in r.node.split.items()},
-            "work": [
-                {
-                    "phase": w.phase,
-                    "kind": w.kind,
-                    "dtype": w.dtype,
-                    "flops": w.flops,
-                    "bytes": w.nbytes,
-                    "mnk": None if w.mnk is None else list(w.mnk),
-                    "times": w.times,
-                    "cost": w.cost,
-                    "of_peak_flops": w.achieved_flops,
-                    "of_memory_bandwidth": w.achieved_bytes,
-                }
-                for w in r.work
-            ],
-            "collectives": [
-                {
-                    "kind": c.kind,
-                    "tensor": c.tensor,
-                    "axes": list(c.axes),
-                    "bytes": c.nbytes,
-                    "times": c.times,
-                    "phase": c.phase,
-                    "from": c.source,
-                    "cost": c.cost,
-                    "why": reason,
-                }
-                for c, reason in r.moves
-            ],
-            "holds_bytes": dict(r.holds),
-            "alternatives": [
-                {
-                    "split": {d: list(axes) for d, axes in a.split.items()},
-                    "ways": dict(a.ways),
-                    "cost": a.cost if a.cost < float("inf") else None,
-                    "chosen": a.chosen,
-                }
-                for a in r.alternatives
-            ],
-        }
+        out["layer"] = _layer_summary(e.layer)
     return out
+
+
+def _layer_summary(r: LayerReport) -> dict[str, object]:
+    return {
+        "name": r.node.name,
+        "op": r.node.op,
+        "einsum": r.node.einsum,
+        "times": r.node.times,
+        "sizes": dict(r.node.sizes),
+        "local": dict(r.local),
+        "split": {d: list(axes) for d, axes in r.node.split.items()},
+        "work": [
+            {
+                "phase": w.phase,
+                "kind": w.kind,
+                "dtype": w.dtype,
+                "flops": w.flops,
+                "bytes": w.nbytes,
+                "mnk": None if w.mnk is None else list(w.mnk),
+                "times": w.times,
+                "cost": w.cost,
+                "of_peak_flops": w.achieved_flops,
+                "of_memory_bandwidth": w.achieved_bytes,
+            }
+            for w in r.work
+        ],
+        "collectives": [
+            {
+                "kind": c.kind,
+                "tensor": c.tensor,
+                "axes": list(c.axes),
+                "bytes": c.nbytes,
+                "times": c.times,
+                "phase": c.phase,
+                "from": c.source,
+                "cost": c.cost,
+                "why": reason,
+            }
+            for c, reason in r.moves
+        ],
+        "holds_bytes": dict(r.holds),
+        "alternatives": [
+            {
+                "split": {d: list(axes) for d, axes in a.split.items()},
+                "ways": dict(a.ways),
+                "cost": a.cost if a.cost < float("inf") else None,
+                "chosen": a.chosen,
+            }
+            for a in r.alternatives
+        ],
+    }
 
 
 def _table(*columns: str) -> Any:
@@ -265,41 +269,53 @@ def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
         say("keeps    " + " · ".join(held) + " on a device")
     if r.work:
         c.print()
-        table = _table(
-            "work", "m n k", "FLOP>", "bytes>", "times>", "step>", "of peak FLOP/s>", "of memory bandwidth>"
-        )
-        for w in r.work:
-            table.add_row(
-                f"{w.phase} {w.kind} {w.dtype}",
-                "" if w.mnk is None else " ".join(f"{x:g}" for x in w.mnk),
-                f"{w.flops:.4g}",
-                bytes_text(w.nbytes),
-                f"{w.times:g}",
-                cost_text(w.cost, plan.unit),
-                "" if w.achieved_flops is None else f"{w.achieved_flops:.0%}",
-                "" if w.achieved_bytes is None else f"{w.achieved_bytes:.0%}",
-            )
-        c.print(table)
+        c.print(_work_table(r, unit))
     if r.moves:
         c.print()
-        table = _table("moves", "from", "over", "bytes>", "times>", "step>", "why")
-        sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
-        for m, reason in r.moves:
-            table.add_row(
-                f"{m.kind.replace('_', '-')} {m.phase}",
-                m.source,
-                "·".join(f"{a}={sizes[a]}" for a in m.axes),
-                bytes_text(m.nbytes),
-                str(m.times),
-                cost_text(m.cost, plan.unit),
-                reason,
-            )
-        c.print(table)
+        c.print(_moves_table(r, plan))
     if r.alternatives:
         c.print()
         c.print(_alternatives(r.alternatives[:most], plan.cost + plan.hidden, plan.unit))
         if most is not None and len(r.alternatives) > most:
             say(f"and {len(r.alternatives) - most} more expensive ones (--all)")
+
+
+def _work_table(r: LayerReport, unit: str) -> Any:
+    from pase.plan.table import bytes_text, cost_text
+
+    table = _table(
+        "work", "m n k", "FLOP>", "bytes>", "times>", "step>", "of peak FLOP/s>", "of memory bandwidth>"
+    )
+    for w in r.work:
+        table.add_row(
+            f"{w.phase} {w.kind} {w.dtype}",
+            "" if w.mnk is None else " ".join(f"{x:g}" for x in w.mnk),
+            f"{w.flops:.4g}",
+            bytes_text(w.nbytes),
+            f"{w.times:g}",
+            cost_text(w.cost, unit),
+            "" if w.achieved_flops is None else f"{w.achieved_flops:.0%}",
+            "" if w.achieved_bytes is None else f"{w.achieved_bytes:.0%}",
+        )
+    return table
+
+
+def _moves_table(r: LayerReport, plan: PlanData) -> Any:
+    from pase.plan.table import bytes_text, cost_text
+
+    table = _table("moves", "from", "over", "bytes>", "times>", "step>", "why")
+    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    for m, reason in r.moves:
+        table.add_row(
+            f"{m.kind.replace('_', '-')} {m.phase}",
+            m.source,
+            "·".join(f"{a}={sizes[a]}" for a in m.axes),
+            bytes_text(m.nbytes),
+            str(m.times),
+            cost_text(m.cost, plan.unit),
+            reason,
+        )
+    return table
 
 
 def _alternatives(found: tuple[Alternative, ...], ours: float, unit: str) -> Any:

@@ -14,6 +14,8 @@ from pase.files.terminal import console
 if TYPE_CHECKING:
     from pase.api import Plan
     from pase.schedule.compare import PolicyResult
+    from pase.schedule.plan import BucketPlan
+    from pase.schedule.preserver import TrainingState
     from pase.schedule.types import Link, ScheduleProblem
 
 __all__ = ["schedule"]
@@ -115,17 +117,7 @@ def schedule(
 
         write_gantt(gantt, problem, [o.evaluation for o in done if o.evaluation is not None])
     if emit is not None:
-        from pase.schedule import emit as emitters
-
-        made = {
-            "xla": lambda: "\n".join(emitters.xla_flags(problem, best.plan)),
-            "pgle": lambda: emitters.pgle_text(problem, best.plan).rstrip(),
-            "ddp": lambda: json.dumps(emitters.ddp_caps_mb(problem, best.plan)),
-        }
-        if emit not in made:
-            raise PaseError(f"--emit {emit}: there are {', '.join(made)}")
-        text = made[emit]()
-        print(text, file=sys.stderr if as_json else sys.stdout)
+        print(_settings(emit, problem, best.plan), file=sys.stderr if as_json else sys.stdout)
     if as_json:
         shown = [o.to_json() for o in outcomes]
         head = {"problem": problem.name, "compute_s": problem.compute_s, "tensors": len(problem.tensors)}
@@ -153,7 +145,22 @@ def _problem(
     return None, load_problem(source, links=links, dataflow=dataflow)
 
 
-def _walk(text: str | None):  # type: ignore[no-untyped-def]
+def _settings(program: str, problem: ScheduleProblem, plan: BucketPlan) -> str:
+    """The plan as settings of another program."""
+    from pase.errors import PaseError
+    from pase.schedule import emit
+
+    made = {
+        "xla": lambda: "\n".join(emit.xla_flags(problem, plan)),
+        "pgle": lambda: emit.pgle_text(problem, plan).rstrip(),
+        "ddp": lambda: json.dumps(emit.ddp_caps_mb(problem, plan)),
+    }
+    if program not in made:
+        raise PaseError(f"--emit {program}: there are {', '.join(made)}")
+    return made[program]()
+
+
+def _walk(text: str | None) -> TrainingState | None:
     """The Preserver's state from "loss=0.2,lr=0.1"; None for its default."""
     if text is None:
         return None

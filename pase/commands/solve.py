@@ -17,7 +17,7 @@ import typer
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
-    from pase.search.types import SearchProgress
+    from pase.search.types import SearchProgress, Solution
 
 __all__ = ["solve"]
 
@@ -93,35 +93,37 @@ def solve(
         write_solution(output, found.choice)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "cost": _number(found.cost),
-                    "bound": _number(found.bound),
-                    "optimal": found.optimal,
-                    "feasible": found.feasible,
-                    "seconds": found.seconds,
-                    **counts,
-                    "gap": _number(found.gap),
-                    "method": found.method,
-                    "certificate": found.certificate,
-                    "peak_mb": round(peak_mb, 1),
-                }
-            )
-        )
+        print(json.dumps(_answer(found, counts) | {"peak_mb": round(peak_mb, 1)}))
     else:
-        if found.optimal:
-            verdict = f"optimal, proven by {found.certificate}"
-        elif found.feasible:
-            verdict = f"lower bound {found.bound:,.12g} ({found.certificate}), gap {found.gap:.3%}"
-        else:
-            verdict = "no choice within the memory limit was found; none was proven impossible"
-        print(f"cost {found.cost:,.12g}   {verdict}")
+        print(f"cost {found.cost:,.12g}   {_verdict(found)}")
         print(f"{counts['nodes']} nodes, {counts['edges']} edges, {found.seconds:.3f} s by {found.method}")
         if output is not None:
             print(f"written to {output}")
     if not found.feasible:
         raise typer.Exit(1)
+
+
+def _answer(found: Solution, counts: dict[str, int]) -> dict[str, object]:
+    """What --json prints."""
+    return {
+        "cost": _number(found.cost),
+        "bound": _number(found.bound),
+        "optimal": found.optimal,
+        "feasible": found.feasible,
+        "seconds": found.seconds,
+        **counts,
+        "gap": _number(found.gap),
+        "method": found.method,
+        "certificate": found.certificate,
+    }
+
+
+def _verdict(found: Solution) -> str:
+    if found.optimal:
+        return f"optimal, proven by {found.certificate}"
+    if found.feasible:
+        return f"lower bound {found.bound:,.12g} ({found.certificate}), gap {found.gap:.3%}"
+    return "no choice within the memory limit was found; none was proven impossible"
 
 
 @contextmanager
