@@ -68,11 +68,11 @@ def _runs(jaxpr: Jaxpr) -> list[tuple[int, int]]:
     for period in range(1, n // _FEWEST + 1):
         equal = np.append(token[:-period] == token[period:], False)
         edges = np.flatnonzero(np.diff(np.concatenate([[0], equal.astype(np.int8), [0]])))
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            count = (stop - start) // period + 1
-            run = eqns[start : start + period]
-            if count >= _FEWEST and count * period > best[0] and _holds(run, _HEAVY):
-                best = (count * period, int(start), period)
+        counts = (edges[1::2] - edges[::2]) // period + 1
+        for run in np.flatnonzero((counts >= _FEWEST) & (counts * period > best[0])).tolist():
+            start, covered = int(edges[2 * run]), int(counts[run]) * period
+            if covered > best[0] and _holds(eqns[start : start + period], _HEAVY):
+                best = (covered, start, period)
     covered, start, period = best
     if not covered or _holds(eqns[start : start + period], _REMAT | {"scan"}):
         return []

@@ -82,9 +82,9 @@ def part_costs(
     for c in moved:
         part = out[places.of(c.node)]
         part.buffers = max(part.buffers, c.nbytes)
-    for n in graph.nodes:
-        part = out[places.of(n.name)]
-        part.buffers = max(part.buffers, in_flight(graph, n, configs, mesh))
+    for name, nbytes in in_flight(graph, configs, mesh).items():
+        part = out[places.of(name)]
+        part.buffers = max(part.buffers, nbytes)
     block, many = out["block"], places.blocks
     for name in ("forward", "input", "weight", "again", "before", "after", "static", "kept"):
         setattr(block, name, getattr(block, name) / many)

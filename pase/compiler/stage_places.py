@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pase.errors import Infeasible
 from pase.ir import Graph
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import holders, turns_of
 from pase.tables.layouts import number
 
 if TYPE_CHECKING:
@@ -69,32 +69,32 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
             raise Infeasible(
                 f"'{graph.name}' has no equal blocks to cut it between: no loop over layers, no equal layers in a row"
             )
+        held_by = holders(written_out)
         inside = {
             n.name
             for n in graph.nodes
-            if n.kind not in (*_STORED, "output")
-            and any(b.holds(op.eqn) for op in n.ops for b in written_out)
+            if n.kind not in (*_STORED, "output") and any(held_by(op.eqn) for op in n.ops)
         }
         at = [i for i, n in enumerate(graph.nodes) if n.name in inside]
         crossing = _handed_on(graph, written_out, inside)
     parts: dict[str, tuple[StagePart, ...]] = {}
     for i, n in enumerate(graph.nodes):
         parts[n.name] = ("block",) if n.name in inside else ("first",) if i < at[0] else ("last",)
-    for n in graph.nodes:
-        if n.kind in _STORED:
-            readers = {parts[e.dst][0] for e in graph.edges if e.src == n.name}
-            order: tuple[StagePart, ...] = ("first", "block", "last")
-            parts[n.name] = tuple(p for p in order if p in readers) or ("first",)
+    readers: dict[str, set[StagePart]] = {n.name: set() for n in graph.nodes if n.kind in _STORED}
+    for e in graph.edges:
+        if e.src in readers:
+            readers[e.src].add(parts[e.dst][0])
+    order: tuple[StagePart, ...] = ("first", "block", "last")
+    for name, found in readers.items():
+        parts[name] = tuple(p for p in order if p in found) or ("first",)
     return Places(parts=parts, blocks=blocks, crossing=crossing)
 
 
 def _handed_on(graph: Graph, blocks: Sequence[Block], inside: Collection[str]) -> tuple[tuple[str, str], ...]:
     """What is made up to the middle block and read behind it."""
     middle = len(blocks) // 2
-    number_of = {
-        name: min(i for i, b in enumerate(blocks) for op in graph.node[name].ops if b.holds(op.eqn))
-        for name in inside
-    }
+    held_by = holders(blocks)
+    number_of = {name: min(i for op in graph.node[name].ops for i in held_by(op.eqn)) for name in inside}
     out = dict.fromkeys(
         (e.src, e.tensor)
         for e in graph.edges

@@ -108,19 +108,24 @@ def recomputed(traced: Traced, what: str) -> tuple[Block, ...]:
     the scores to the result; "light", all but results of products with weights and of fused attention; or "all"."""
     from pase.frontends.jax_blocks import blocks_of
 
-    blocks = blocks_of(_jax(traced))
+    return _in_part(traced.graph, blocks_of(_jax(traced)), what)
+
+
+def _in_part(raw: Graph, blocks: tuple[Block, ...], what: str) -> tuple[Block, ...]:
+    """What of the blocks is computed again."""
     if what == "attention":
-        return attention_cores(traced.graph, blocks)
+        return attention_cores(raw, blocks)
     if what == "light":
         light = tuple(replace(b, again="light") for b in blocks)
-        return light if kept_results(traced.graph, light) else ()
+        return light if kept_results(raw, light) else ()
     return blocks
 
 
 def _regions(traced: Traced) -> Iterator[tuple[Block, ...]]:
     """What may be computed again, by how much work that is: nothing, the attention of each block, light work, all of
     half of them with light work in the others, all."""
-    attention, light, whole = (recomputed(traced, what) for what in ("attention", "light", "all"))
+    whole = recomputed(traced, "all")
+    attention, light = (_in_part(traced.graph, whole, what) for what in ("attention", "light"))
     yield ()
     yield from (blocks for blocks in (attention, light) if blocks and blocks != whole)
     if len(whole) > _MANY:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,6 +22,7 @@ __all__ = [
     "accumulated",
     "again_text",
     "attention_cores",
+    "holders",
     "kept_results",
     "mixes_examples",
     "rematerialised",
@@ -46,11 +47,6 @@ class Block:
     stop: int
     again: Again = "all"
 
-    def holds(self, place: Place) -> bool:
-        """Is the equation there one of them, or inside one?"""
-        number = place.number_in(self.prefix)
-        return number is not None and self.start <= number < self.stop
-
     @property
     def region(self) -> Scope:
         return Scope("remat", f"{self.prefix}{self.start}-{self.stop}")
@@ -71,12 +67,13 @@ def again_text(blocks: Sequence[Block]) -> list[str]:
 
 def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
     """The raw graph with each block a rematerialised region; ops that are in one already stay as they are."""
-    stay = kept_results(graph, blocks)
+    stay, held_by = kept_results(graph, blocks), holders(blocks)
 
     def inside(op: Op) -> Op:
-        block = next((b for b in blocks if b.holds(op.eqn)), None)
-        if block is None or op.kind in LEAF or op.region is not None:
+        found = held_by(op.eqn)
+        if not found or op.kind in LEAF or op.region is not None:
             return op
+        block = blocks[found[0]]
         around = [s for s in op.scope if s.encloses(block.prefix)]
         scope = (*around, block.region, *op.scope[len(around) :])
         return replace(op, scope=scope, remat=op.eqn not in stay)
@@ -90,16 +87,29 @@ def kept_results(graph: Graph, blocks: Sequence[Block]) -> frozenset[Place]:
     light = [b for b in blocks if b.again == "light"]
     if not light:
         return frozenset()
-    derived = _weights(graph)
+    derived, held_by = _weights(graph), holders(light)
     ops = [op for n in graph.nodes for op in n.ops]
     alone = Counter(
         op.eqn for op in ops
     )  # of an equation that is several ops, some results are its own affair
     return frozenset(
-        op.eqn
-        for op in ops
-        if alone[op.eqn] == 1 and _expensive(op, derived) and any(b.holds(op.eqn) for b in light)
+        op.eqn for op in ops if alone[op.eqn] == 1 and _expensive(op, derived) and held_by(op.eqn)
     )
+
+
+def holders(blocks: Sequence[Block]) -> Callable[[Place], list[int]]:
+    """f(place): which of the blocks hold the equation there, in their order. Quick for every op of a deep model."""
+    numbered: dict[str, dict[int, list[int]]] = {}
+    for i, b in enumerate(blocks):
+        here = numbered.setdefault(b.prefix, {})
+        for number in range(b.start, b.stop):
+            here.setdefault(number, []).append(i)
+
+    def of(place: Place) -> list[int]:
+        steps = ((numbered[prefix], number) for prefix, number in place.steps() if prefix in numbered)
+        return sorted(i for here, number in steps for i in here.get(number, ()))
+
+    return of
 
 
 def _expensive(op: Op, weights: Collection[str]) -> bool:
@@ -117,8 +127,12 @@ def attention_cores(graph: Graph, blocks: Sequence[Block]) -> tuple[Block, ...]:
     cores = [op for op in ops if op.kind == "attention"] or [
         op for op in ops if op.kind == "matmul" and not _expensive(op, weights)
     ]
-    found = (_around([op.eqn for op in cores if b.holds(op.eqn)]) for b in blocks)
-    return tuple(core for core in found if core is not None)
+    held_by = holders(blocks)
+    inside: list[list[Place]] = [[] for _ in blocks]
+    for op in cores:
+        for i in held_by(op.eqn):
+            inside[i].append(op.eqn)
+    return tuple(core for places in inside if (core := _around(places)) is not None)
 
 
 def _around(places: Sequence[Place]) -> Block | None:

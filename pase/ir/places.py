@@ -4,6 +4,7 @@ regions around it."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -64,6 +65,18 @@ class Place:
         """Of the list of equations whose paths are this prefix and a number: which one it is, or is inside of."""
         m = _NUMBER.match(self.path, len(prefix)) if self.path.startswith(prefix) else None
         return None if m is None else int(m[0])
+
+    def steps(self) -> Iterator[tuple[str, int]]:
+        """The lists of numbered equations in which it stands, outermost first: what paths there begin with, its number.
+
+        >>> list(Place("3.1").steps())
+        [('', 3), ('3.', 1)]
+        """
+        prefix = ""
+        for part in self.path.split("."):
+            if m := _NUMBER.match(part):
+                yield prefix, int(m[0])
+            prefix += f"{part}."
 
     def numbers(self) -> tuple[int, ...] | None:
         """Of an equation whose frontend numbers them: which one at each depth; None where it names them.

@@ -313,6 +313,12 @@ class Node:
         return frozenset(a.tensor for op in self.ops for a in op.writes)
 
     @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Tensors that its ops read or write, each once, in order of appearance."""
+        every = (a.tensor for op in self.ops for a in (*op.reads, *op.writes))
+        return tuple(dict.fromkeys(every))
+
+    @cached_property
     def reads(self) -> tuple[tuple[Op, Access], ...]:
         """Reads of tensors that other nodes write."""
         return tuple((op, a) for op in self.ops for a in op.reads if a.tensor not in self.internal)

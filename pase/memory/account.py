@@ -29,15 +29,15 @@ from pase.tables.itemize import Collective
 from pase.tables.layouts import (
     PARTIAL,
     REPLICATED,
+    LayoutRule,
     dim_index,
     forward_states,
     gradient_states,
-    local_bytes,
     number,
-    read_states,
+    read_rule,
     shards,
     state_index,
-    write_states,
+    write_rule,
 )
 from pase.tables.work import OPTIMIZERS
 
@@ -112,15 +112,32 @@ def _term(graph: Graph, n: Node, kind: MemoryKind, a: Access, **more: Any) -> _T
 
 def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Held]:
     """What the node keeps under each of its configs; cfg int8 [K, axes]."""
-    for term, region in _terms(graph, optimizer)[n.name]:
+    mine = _terms(graph, optimizer)[n.name]
+    for term, region in zip(mine.terms, mine.regions, strict=True):
         yield Held(kind=term.kind, nbytes=term.held(cfg, mesh), region=region, weights=term.weights)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _NodeTerms:
+    """What a node keeps, and the region while whose recomputation each of it lives. number: equal where terms are."""
+
+    number: int
+    terms: tuple[_Term, ...]
+    regions: tuple[_ScopePath, ...]
+
+
 @once
-def _terms(graph: Graph, optimizer: str) -> dict[str, tuple[tuple[_Term, _ScopePath], ...]]:
-    """Per node, what it keeps and where."""
+def _terms(graph: Graph, optimizer: str) -> dict[str, _NodeTerms]:
+    """Per node, what it keeps."""
     heavy = _read_heavily(graph)
-    return {n.name: tuple(_terms_of(graph, n, optimizer, heavy)) for n in graph.nodes}
+    numbers: dict[tuple[_Term, ...], int] = {}
+    out = {}
+    for n in graph.nodes:
+        found = list(_terms_of(graph, n, optimizer, heavy))
+        terms = tuple(term for term, _ in found)
+        number_ = numbers.setdefault(terms, len(numbers))
+        out[n.name] = _NodeTerms(number=number_, terms=terms, regions=tuple(r for _, r in found))
+    return out
 
 
 def _terms_of(
@@ -194,33 +211,86 @@ def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
             yield op, a, source
 
 
-def in_flight(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
-    """Bytes of what the node reads and makes while it runs, and of the parameters that it reads, and of their
-    gradients, where these are laid out otherwise than they are kept."""
-    cfg, out = configs[n.name][None, :], 0.0
-    for op, a, source in _passing(graph, n):
-        t = graph.tensors[a.tensor]
-        local = float(local_bytes(n, t, a, cfg, mesh)[0])
-        if source.kind != "parameter":
-            out += local
-            continue
-        written = write_states(source, *source.write_of(t.name), t, configs[source.name][None, :], mesh)
-        read = read_states(n, op, a, t, cfg, mesh)
-        again = op.region is not None  # else it counts as kept
+@dataclass(frozen=True, kw_only=True)
+class _Gathered:
+    """How a parameter comes from where it is stored to the node that reads it, and its gradient back. again: gathered
+    in a region for each use, else it counts as kept; cast: what is read is not what is stored; trained: it has a
+    gradient."""
+
+    write: LayoutRule
+    read: LayoutRule
+    again: bool
+    cast: bool
+    trained: bool
+
+    def copies(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> int:
+        """Of the tensor and of its gradient, those laid out otherwise than they are kept; configs int8 [1, axes]."""
+        written, read = self.write.states(stored, mesh), self.read.states(cfg, mesh)
         moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
-        out += local * (again and (moved or source.ops[0].writes[0].tensor != t.name))
-        out += local * (t.needs_grad and bool((gradient_states(written) != read).any()))
-    return out
+        apart = (gradient_states(written) != read).any()
+        return int(self.again and (self.cast or bool(moved))) + int(self.trained and bool(apart))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Flight:
+    """What a node reads and makes while it runs: terms, and of those that are parameters how they come (None: of
+    others). sources: the nodes that store these. number: equal where all that is equal, whatever nodes store them."""
+
+    number: int
+    terms: tuple[tuple[_Term, _Gathered | None], ...]
+    sources: tuple[str, ...]
+
+    def nbytes(self, name: str, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
+        """In flight at once under a strategy; name: of the node."""
+        cfg, out = configs[name][None, :], 0.0
+        stored = iter(self.sources)
+        for term, gathered in self.terms:
+            local = float(term.held(cfg, mesh)[0])
+            if gathered is not None:
+                local *= gathered.copies(configs[next(stored)][None, :], cfg, mesh)
+            out += local
+        return out
 
 
 @once
-def _flight_terms(graph: Graph) -> list[tuple[_Term, ...]]:
-    """Per node, what it reads and makes while it runs, but for parameters."""
+def _flights(graph: Graph) -> dict[str, _Flight]:
+    """Per node, what it reads and makes while it runs."""
+    numbers: dict[object, int] = {}
+    out = {}
+    for n in graph.nodes:
+        terms: list[tuple[_Term, _Gathered | None]] = []
+        sources = []
+        for op, a, source in _passing(graph, n):
+            stored = source.kind == "parameter"
+            gathered = _gathered(graph, n, op, a, source) if stored else None
+            sources += [source.name] * stored
+            terms.append((_term(graph, n, "activations", a), gathered))
+        number_ = numbers.setdefault(tuple(terms), len(numbers))
+        out[n.name] = _Flight(number=number_, terms=tuple(terms), sources=tuple(sources))
+    return out
 
-    def terms(n: Node) -> Iterator[_Term]:
-        return (_term(graph, n, "activations", a) for _, a, s in _passing(graph, n) if s.kind != "parameter")
 
-    return [tuple(terms(n)) for n in graph.nodes]
+def _gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> _Gathered:
+    return _Gathered(
+        write=write_rule(source, *source.write_of(a.tensor)),
+        read=read_rule(n, op, a),
+        again=op.region is not None,
+        cast=source.ops[0].writes[0].tensor != a.tensor,
+        trained=graph.tensors[a.tensor].needs_grad,
+    )
+
+
+def in_flight(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, float]:
+    """Per node, bytes of what it reads and makes while it runs, and of the parameters that it reads, and of their
+    gradients, where these are laid out otherwise than they are kept. configs: node name -> int8 [axes]."""
+    made: dict[object, float] = {}  # equal nodes of repeated layers have equally much
+    out = {}
+    for name, flight in _flights(graph).items():
+        key = (flight.number, *(configs[n].tobytes() for n in (name, *flight.sources)))
+        if key not in made:
+            made[key] = flight.nbytes(name, configs, mesh)
+        out[name] = made[key]
+    return out
 
 
 def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -229,13 +299,13 @@ def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) 
     Of what the node reads and makes, parameters are left out, whose layouts their own nodes decide; and the largest
     buffer of its own collectives. configs: per node its int8 [K, axes].
     """
-    made: dict[tuple[tuple[_Term, ...], int, int], np.ndarray] = {}  # nodes of equal layers share an array
+    made: dict[tuple[int, int, int], np.ndarray] = {}  # nodes of equal layers share an array
     out = []
-    every = zip(graph.nodes, _flight_terms(graph), facts(graph).cost, configs, strict=True)
-    for n, terms, number_, cfg in every:
-        key = (terms, number_, id(cfg))
+    for n, number_, cfg in zip(graph.nodes, facts(graph).cost, configs, strict=True):
+        flight = _flights(graph)[n.name]
+        key = (flight.number, number_, id(cfg))
         if key not in made:
-            held_ = sum((t.held(cfg, mesh) for t in terms), np.zeros(len(cfg)))
+            held_ = sum((t.held(cfg, mesh) for t, g in flight.terms if g is None), np.zeros(len(cfg)))
             moved = (np.where(c.axes > 0, c.nbytes, 0.0) for c in node_charges(graph, n, cfg, mesh))
             made[key] = np.maximum.reduce([held_, *moved])
         out.append(made[key])
@@ -252,16 +322,20 @@ def memory(
     """Predicted peak bytes on one device; configs: node name -> int8 [axes]."""
     sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
     regions: dict[tuple[Scope, ...], float] = {}
-    for n in graph.nodes:
-        for h in held(graph, n, configs[n.name][None, :], mesh, optimizer):
-            if h.region is None:
-                sums[h.kind] += float(h.nbytes[0])
+    made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers keep equally much
+    for name, mine in _terms(graph, optimizer).items():
+        at = (mine.number, configs[name].tobytes())
+        if at not in made:
+            made[at] = [float(t.held(configs[name][None, :], mesh)[0]) for t in mine.terms]
+        for term, region, nbytes in zip(mine.terms, mine.regions, made[at], strict=True):
+            if region is None:
+                sums[term.kind] += nbytes
             else:
-                regions[h.region] = regions.get(h.region, 0.0) + float(h.nbytes[0])
+                regions[region] = regions.get(region, 0.0) + nbytes
     sums["activations"] += max(regions.values(), default=0.0)
     buffers = max((c.nbytes for c in moved), default=0.0)
     if is_trained(graph):
-        buffers = max(buffers, *(in_flight(graph, n, configs, mesh) for n in graph.nodes))
+        buffers = max(buffers, *in_flight(graph, configs, mesh).values())
     else:
         buffers = max(buffers, live_bytes(graph, mesh, configs))
     return Memory(buffers=round(buffers), **{k: round(v) for k, v in sums.items()})
@@ -278,22 +352,22 @@ def profile(
     from pase.search import MemoryProfile
 
     terms = _terms(graph, optimizer)
-    regions = dict.fromkeys(r for n in graph.nodes for _, r in terms[n.name] if r is not None)
+    regions = dict.fromkeys(r for mine in terms.values() for r in mine.regions if r is not None)
     point = {r: i for i, r in enumerate(regions)}
     last = max(len(point), 1)
-    made: dict[tuple[tuple[_Term, ...], int], np.ndarray] = {}  # nodes of equal layers share an array
+    made: dict[tuple[int, int], np.ndarray] = {}  # nodes of equal layers share an array
     nbytes, start, stop = [], [], []
     for n, cfg in zip(graph.nodes, configs, strict=True):
         mine = terms[n.name]
-        key = (tuple(t for t, _ in mine), id(cfg))
+        key = (mine.number, id(cfg))
         if key not in made:
-            made[key] = sum((t.held(cfg, mesh) for t, _ in mine), np.zeros(len(cfg)))
+            made[key] = sum((t.held(cfg, mesh) for t in mine.terms), np.zeros(len(cfg)))
         nbytes.append(made[key])
-        only = {r for _, r in mine}
+        only = set(mine.regions)
         region = only.pop() if len(only) == 1 else None
         at = point[region] if region is not None else 0
         start.append(at)
-        stop.append((at + 1 if region is not None else last) if mine else at)
+        stop.append((at + 1 if region is not None else last) if mine.terms else at)
     return MemoryProfile(
         bytes=tuple(nbytes),
         start=np.array(start, np.int64),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from pase.ir import Graph, Node
 from pase.machine import CollectiveKind, CostModel, Mesh
 from pase.tables.build import array_tile, charge_price, work_price
 from pase.tables.charges import Charge, edge_charges, node_charges
-from pase.tables.layouts import read_states, write_states
+from pase.tables.facts import facts
 from pase.tables.work import Phase, node_work
 
 __all__ = ["Collective", "NodeCost", "collectives", "node_costs"]
@@ -49,24 +49,29 @@ class NodeCost:
         return self.compute + self.communication + self.update
 
 
-def _priced(charge: Charge, node: str, source: str, model: CostModel, mesh: Mesh) -> Collective | None:
-    axes = int(np.ravel(charge.axes)[0])
-    nbytes = float(np.ravel(charge.nbytes)[0])
-    turns = float(np.ravel(charge.turns)[0])
-    if not axes or not nbytes or not turns:
-        return None
-    cost = float(np.ravel(charge_price(charge, model, mesh))[0])
-    return Collective(
-        kind=charge.kind,
-        tensor=charge.tensor,
-        axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
-        nbytes=round(nbytes),
-        times=round(charge.times * turns),
-        phase=charge.phase,
-        node=node,
-        source=source,
-        cost=cost,
-    )
+def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Collective, ...]:
+    """What charges of one config are as collectives, of no node yet; those that move nothing are left out."""
+    found = []
+    for charge in charges:
+        axes = int(np.ravel(charge.axes)[0])
+        nbytes = float(np.ravel(charge.nbytes)[0])
+        turns = float(np.ravel(charge.turns)[0])
+        if not axes or not nbytes or not turns:
+            continue
+        found.append(
+            Collective(
+                kind=charge.kind,
+                tensor=charge.tensor,
+                axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
+                nbytes=round(nbytes),
+                times=round(charge.times * turns),
+                phase=charge.phase,
+                node="",
+                source="",
+                cost=float(np.ravel(charge_price(charge, model, mesh))[0]),
+            )
+        )
+    return tuple(found)
 
 
 def collectives(
@@ -74,25 +79,29 @@ def collectives(
 ) -> tuple[Collective, ...]:
     """Every collective of a training step, in the order of the graph.
 
-    configs: node name -> int8 [axes].
+    configs: node name -> int8 [axes]. Equal nodes and edges of repeated layers are priced once for each config.
     """
-    out: list[Collective | None] = []
-    incoming: dict[str, list[tuple[str, Iterator[Charge]]]] = {}
-    for e in graph.edges:
-        src, dst = graph.node[e.src], graph.node[e.dst]
-        op, write = src.write_of(e.tensor)
-        tensor = graph.tensors[e.tensor]
-        have = write_states(src, op, write, tensor, configs[e.src][None, :], mesh)
-        want = read_states(dst, e.op, e.access, tensor, configs[e.dst][None, :], mesh)
-        incoming.setdefault(e.dst, []).append((e.src, edge_charges(graph, e, have, want, mesh)))
-    for n in graph.nodes:
-        for src_name, charges in incoming.get(n.name, []):
-            out += [_priced(c, n.name, src_name, model, mesh) for c in charges]
-        out += [
-            _priced(c, n.name, n.name, model, mesh)
-            for c in node_charges(graph, n, configs[n.name][None, :], mesh)
-        ]
-    return tuple(c for c in out if c is not None)
+    known = facts(graph)
+    chosen = [configs[n.name] for n in graph.nodes]
+    marks = [c.tobytes() for c in chosen]
+    of_edge: dict[object, tuple[Collective, ...]] = {}
+    out: list[list[Collective]] = [[] for _ in graph.nodes]
+    for e, f in zip(graph.edges, known.edges, strict=True):
+        at = (f.flows, f.write, f.read, marks[f.src], marks[f.dst])
+        if at not in of_edge:
+            have = known.rules[f.write].states(chosen[f.src][None, :], mesh)
+            want = known.rules[f.read].states(chosen[f.dst][None, :], mesh)
+            of_edge[at] = _priced(edge_charges(graph, e, have, want, mesh), model, mesh)
+        out[f.dst] += [replace(c, tensor=e.tensor, node=e.dst, source=e.src) for c in of_edge[at]]
+    of_node: dict[object, tuple[Node, tuple[Collective, ...]]] = {}
+    for n, own, number, config, mark in zip(graph.nodes, out, known.cost, chosen, marks, strict=True):
+        if (number, mark) not in of_node:
+            charges = node_charges(graph, n, config[None, :], mesh)
+            of_node[number, mark] = n, _priced(charges, model, mesh)
+        first, mine = of_node[number, mark]
+        named = dict(zip(first.tensors, n.tensors, strict=True)) if mine else {}
+        own += [replace(c, tensor=named[c.tensor], node=n.name, source=n.name) for c in mine]
+    return tuple(c for own in out for c in own)
 
 
 def node_costs(
@@ -107,13 +116,16 @@ def node_costs(
     communication: dict[str, float] = {}
     for c in moved:
         communication[c.node] = communication.get(c.node, 0.0) + c.cost
+    made: dict[object, dict[str, float]] = {}  # equal nodes of repeated layers work alike
     out: dict[str, NodeCost] = {}
-    for n in graph.nodes:
-        parts = {"compute": 0.0, "update": 0.0}
-        for w in node_work(graph, n, configs[n.name][None, :], mesh, optimizer, array_tile(model)):
-            price = float(np.ravel(work_price(w, model))[0])
-            parts["update" if w.phase == "update" else "compute"] += w.times * price
-        out[n.name] = NodeCost(communication=communication.get(n.name, 0.0), **parts)
+    for n, number in zip(graph.nodes, facts(graph).cost, strict=True):
+        at = (number, configs[n.name].tobytes())
+        if at not in made:
+            parts = made[at] = {"compute": 0.0, "update": 0.0}
+            for w in node_work(graph, n, configs[n.name][None, :], mesh, optimizer, array_tile(model)):
+                price = float(np.ravel(work_price(w, model))[0])
+                parts["update" if w.phase == "update" else "compute"] += w.times * price
+        out[n.name] = NodeCost(communication=communication.get(n.name, 0.0), **made[at])
     return out
 
 

@@ -1,6 +1,7 @@
 """A memory limit is kept, costs time, and is refused where nothing fits."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
 
@@ -13,9 +14,20 @@ from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import resolve
 from pase.errors import Infeasible, PaseError
-from pase.machine import load, mesh_from
-from pase.memory.account import memory, profile
+from pase.ir import Graph, Node
+from pase.ir.types import WORKLESS
+from pase.machine import Mesh, load, mesh_from
+from pase.memory.account import in_flight, memory, profile
 from pase.tables.itemize import collectives
+from pase.tables.layouts import (
+    PARTIAL,
+    REPLICATED,
+    forward_states,
+    gradient_states,
+    local_bytes,
+    read_states,
+    write_states,
+)
 from tests.command import run
 
 MODEL = "zoo:gpt2?layers=2&batch=32&vocab=4096"
@@ -39,6 +51,34 @@ def test_the_profile_is_the_plans_own_account(free):
         moved = collectives(problem.graph, mesh, configs, problem.model)
         account = memory(problem.graph, mesh, configs, moved)
         assert p.usage(choice).max() == pytest.approx(account.total - account.buffers, abs=8)
+        flight = [flying(problem.graph, n, configs, mesh) for n in problem.graph.nodes]
+        assert list(in_flight(problem.graph, configs, mesh).values()) == pytest.approx(flight)
+        assert account.buffers == round(max(*flight, *(c.nbytes for c in moved)))
+
+
+def flying(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
+    """What ``in_flight`` states of a node, said of one: the tensors that it reads and makes, each once, a parameter
+    where it comes in another layout than it is kept in, and its gradient where that goes in another."""
+    seen, out = set(), 0.0
+    for op in () if n.kind == "parameter" or n.kind in WORKLESS else n.ops:
+        for a in (*op.writes, *op.reads):
+            source = graph.producer.get(a.tensor)
+            inner = a.tensor in n.internal and not graph.read_outside(n, a.tensor)
+            if source is None or inner or a.tensor in seen or (a.sparse and source is not n):
+                continue
+            seen.add(a.tensor)
+            t, cfg = graph.tensors[a.tensor], configs[n.name][None]
+            local = float(local_bytes(n, t, a, cfg, mesh)[0])
+            if source.kind != "parameter":
+                out += local
+                continue
+            written = write_states(source, *source.write_of(t.name), t, configs[source.name][None], mesh)
+            read = read_states(n, op, a, t, cfg, mesh)
+            moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
+            cast = source.ops[0].writes[0].tensor != t.name
+            out += local * (op.region is not None and bool(moved or cast))
+            out += local * (t.needs_grad and bool((gradient_states(written) != read).any()))
+    return out
 
 
 def test_tighter_limits_are_kept_and_cost_time():
