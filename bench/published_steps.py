@@ -33,7 +33,7 @@ from bench.published_rows import PublishedRow, read
 from pase import costmodels
 from pase.errors import Infeasible, PaseError
 from pase.stated.price import Priced, price_strategy
-from pase.stated.program import PROGRAMS, Program
+from pase.stated.program import PROGRAMS, AroundAttention, Program
 from pase.stated.strategy import Remat, Strategy
 
 __all__ = ["PricedRun", "configured", "main", "price_row", "program_of", "summary"]
@@ -80,9 +80,19 @@ _COMPOSER: dict[str, Any] = {
     # need no copy out. llm-foundry: loss_fn fused_crossentropy (flash_attn.losses), in place. DecoupledAdamW
     # (composer/optim/decoupled_weight_decay.py) passes over each parameter 22 times where a fused Adam does 7 times;
     # gradient clipping 3 times.
+    # metrics_bytes: after each micro-batch the trainer computes cross entropy, perplexity and accuracy of the logits
+    # (composer/trainer/trainer.py, _eval_train_metrics; llmfoundry/metrics: the default train metrics). The first two
+    # each cast them to float32 under autocast (6 bytes) and take torch's log_softmax, which reads rows as long as these
+    # three times and writes them (16); the third reads them.
+    # around: flash_attn_fn (llmfoundry/models/layers/attention.py, 2023) unpads queries, keys and values of each layer
+    # and pads the result (flash_attn/bert_padding.py). Forward gathers three arrays, zeroes one and writes it by index
+    # (6 + 3 passes); backward zeroes and scatters three, gathers one, and joins the gradients of three chunks
+    # (9 + 2 + 6). unpad_input waits for the device (nonzero, item): three times a layer, nine launches each.
     "prefetches": (True, False),
     "copied": (0.0, 6.0),
     "logits": 0.0,
+    "metrics_bytes": 46.0,
+    "around": AroundAttention(forward=9.0, backward=17.0, waits=27),
     "executor": replace(
         PROGRAMS["eager"].executor,
         kernels=PROGRAMS["eager"].executor.kernels | _FUSED_LOSS,
@@ -152,7 +162,8 @@ _NODE = 8
 def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     """(the row's strategy, its batch); Infeasible where its layout is not told.
 
-    Not told: nothing is computed again, or where that does not fit, as little as does (``price_row``: it ran); ZeRO
+    Not told: nothing is computed again unless the row's TFLOP/s count it, or where that does not fit, as little as
+    does (``price_row``: it ran); ZeRO
     is 1 under Megatron (its distributed optimizer) and 3 elsewhere; a micro-batch is the largest that fits, and one
     example where there are stages; sequence parallelism goes with tensor parallelism.
     """
@@ -181,7 +192,7 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     own = batch // ranks
     micro = row.whole("micro_batch") or (1 if pp > 1 else own)
     precision = (row.text("precision") or "BF16").upper()
-    remat = (row.text("act_ckpt") or "none").lower()
+    remat = (row.text("act_ckpt") or ("full" if counts_recomputation(row) else "none")).lower()
     expert = row.whole("ep") or 1
     s = Strategy(
         data=data,
@@ -199,6 +210,23 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         asynchronous="async" in row.notes and "vanilla" not in row.notes,
     )
     return s, batch
+
+
+def counts_recomputation(row: PublishedRow) -> bool:
+    """Do the TFLOP/s and the step that a row of Megatron prints multiply to four passes over its layers?
+
+    Its counter of then is 96·B·s·l·h²(1 + s/6h) + 6·B·s·h·V, recomputation included (Narayanan et al. 2021, 5.1).
+    """
+    if not is_old(row) or row.text("tflops_kind") != "given" or row.text("step_kind") != "given":
+        return False
+    known = [row.number(k) for k in ("tflops_per_gpu", "step_s", "gpus", "global_batch", "seq", "layers")]
+    h, vocab, ffn = (row.number(k) for k in ("hidden", "vocab", "ffn"))
+    if not all(known) or not h or not vocab or ffn != 4 * h:
+        return False
+    rate, step, gpus, batch, seq, layers = (float(x or 0) for x in known)
+    tokens = batch * seq
+    counted = 96 * tokens * layers * h * h * (1 + seq / (6 * h)) + 6 * tokens * h * vocab
+    return abs(rate * 1e12 * step * gpus / counted - 1) < 0.01
 
 
 def _replicas(row: PublishedRow, ranks: int) -> int:
@@ -227,7 +255,8 @@ def price_row(row: PublishedRow) -> PricedRun:
         if row.text("micro_batch") is None and s.pipeline == 1:  # not told: the largest that fits
             tries = [replace(s, micro=k) for k in range(s.micro or 1, 0, -1) if (s.micro or 1) % k == 0]
         if row.text("act_ckpt") is None:  # not told: the least that fits, for it ran
-            tries = [replace(t, remat=how) for how in get_args(Remat) for t in tries]
+            least = get_args(Remat).index(s.remat or "none")
+            tries = [replace(t, remat=how) for how in get_args(Remat)[least:] for t in tries]
         for t in tries:
             at_once = (t.micro or 1) * t.ranks
             samples = max(at_once, 2)

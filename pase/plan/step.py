@@ -9,7 +9,7 @@ host needs its time for every kernel, which a small model does not hide.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -53,6 +53,8 @@ class Executor:
     reruns_all: a rematerialised region runs again whole, not only what backward needs of it.
     update_bytes: what the optimizer's step moves for each parameter beside its state, gradient and parameter.
     overlapped: gradients are summed beside the backward pass of the last micro-batch.
+    traffic: of a library's kernel by its function's name: how much longer its forward and backward take than reading
+    its operands and writing its results once; 1 where it is absent.
     source: where host_s is from.
     """
 
@@ -67,6 +69,7 @@ class Executor:
     update_bytes: float
     overlapped: bool
     source: str
+    traffic: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 COMPILED = Executor(
@@ -220,8 +223,10 @@ def executed_work(
 
 @dataclass(frozen=True, kw_only=True)
 class _FusedKernel:
-    """Light ops that run as one. reads, writes: tensors from before it and for after it."""
+    """Light ops that run as one. name: of the function that a library has the kernel for; reads, writes: tensors from
+    before it and for after it."""
 
+    name: str
     ops: tuple[Op, ...]
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
@@ -269,7 +274,7 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKer
             for a in op.writes
             if a.tensor in after or graph.read_outside(node, a.tensor) or a.tensor not in used
         ]
-        yield _FusedKernel(ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes))
+        yield _FusedKernel(name=name, ops=tuple(ops), reads=tuple(reads.values()), writes=tuple(writes))
 
 
 def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:
@@ -331,7 +336,8 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
 
     for kernel in _kernels(graph, node, executor):
         dtype = graph.tensors[kernel.ops[-1].writes[0].tensor].dtype
-        forward = local(kernel.reads) + local(kernel.writes)
+        longer = executor.traffic.get(kernel.name, (1.0, 1.0))
+        forward = longer[0] * (local(kernel.reads) + local(kernel.writes))
         yield Work(
             kind="memory",
             dtype=dtype,
@@ -345,7 +351,7 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
         if grads and not kernel.passes_back(graph):
             masks = [a for a in kernel.reads if graph.tensors[a.tensor].dtype == "bool"]
             again = local(masks) if kernel.reads_masks_only else local(kernel.reads)
-            back = local(kernel.writes) + local(grads) + again
+            back = longer[1] * (local(kernel.writes) + local(grads) + again)
             yield Work(
                 kind="memory",
                 dtype=dtype,

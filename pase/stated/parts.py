@@ -41,6 +41,7 @@ class Sent:
     kind: CollectiveKind
     axes: tuple[str, ...]
     nbytes: float
+    times: float
     seconds: float
     backward: bool
     runs_again: float
@@ -116,6 +117,8 @@ def parts_of(
             if w.kind == "attention":
                 f, b = part.attention_s
                 part.attention_s = (f, b + each * share) if w.phase == "backward" else (f + each * share, b)
+        if n.kind == "attention":
+            _around(graph, placed, n, s, program, model, part, share)
         for i, phase in enumerate(("forward", "backward")):
             part.host_s[i] += launches(graph, n, program.executor)[phase] / many * program.executor.host_s[i]  # type: ignore[index]
     _send(graph, placed, s, program, model, parts, where, turns, share)
@@ -195,6 +198,27 @@ def _scaled(w: Work, program: Program, model: CostModel) -> Iterator[tuple[Work,
         yield cast, float(np.ravel(work_price(cast, model))[0])
 
 
+def _around(
+    graph: Graph,
+    placed: Baseline,
+    n: Node,
+    s: Strategy,
+    program: Program,
+    model: CostModel,
+    part: Part,
+    share: float,
+) -> None:
+    """What the program does around the attention's kernel, added to its part."""
+    queries = next(op for op in n.ops if op.kind == "attention").reads[0]
+    device = model.machine.device
+    rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
+    once = _on_device(graph, placed, n, queries) * graph.tensors[queries.tensor].itemsize * share / rate
+    forward = program.around.forward * once + program.around.waits * program.executor.host_s[0]
+    part.forward_s += forward
+    part.again_s += forward * _again(graph, n, s, program, False)
+    part.backward_s += program.around.backward * once
+
+
 def _attention_s(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, w: Work, program: Program, model: CostModel
 ) -> float:
@@ -254,6 +278,7 @@ def _send(
                 kind=c.kind,
                 axes=c.axes,
                 nbytes=c.nbytes * share,
+                times=c.times / turns[at],
                 seconds=seconds,
                 backward=c.phase == "backward",
                 runs_again=again,

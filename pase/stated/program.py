@@ -13,6 +13,7 @@ from pase.registry import Registry
 
 __all__ = [
     "PROGRAMS",
+    "AroundAttention",
     "Bytes",
     "Program",
     "Selective",
@@ -45,13 +46,26 @@ class Bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AroundAttention:
+    """What a program does around its attention kernel. forward, backward: passes over an array of the queries' size;
+    waits: launches of small kernels in forward for which the device waits."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    waits: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """A framework's way to run a step.
 
     executor: how ops reach the device. attention: its kernel's names in machine files; the first that a file has.
+    around: what is done around that kernel.
     gathers_again: ZeRO-3's weights are gathered once more for backward; else they stay.
     prefetches: forward, backward: gathers for the next block run beside this one's compute.
     copied: bytes of device memory that the program's own buffers move for each parameter gathered, and each summed.
+    rearranges: what tensor parallelism gathers or scatters is copied whole, since the sequence is not its first dim.
+    metrics_bytes: of device memory for each logit, moved after each micro-batch for what is logged.
     one_by_one: each weight is gathered and summed by itself, not a block's together.
     by_weight: a weight is whole while its own product runs, not while its block does, and so is its gradient.
     sums_beside: gradients are summed beside backward. sums_each: after each micro-batch, not once a step.
@@ -70,9 +84,12 @@ class Program:
     attention: tuple[str, ...]
     bytes: Bytes
     selective: Selective
+    around: AroundAttention = AroundAttention()
     gathers_again: bool = True
     prefetches: tuple[bool, bool] = (True, True)
     copied: tuple[float, float] = (0.0, 0.0)
+    rearranges: bool = False
+    metrics_bytes: float = 0.0
     one_by_one: bool = False
     by_weight: bool = False
     sums_beside: bool = True
@@ -125,6 +142,14 @@ _MASTERS = Bytes(weight=2, gradient=4, state=12, used=2, summed=4)
 """bfloat16 parameters, float32 gradients, masters and Adam: 18 bytes a parameter (Megatron-LM, docs on the distributed
 optimizer: 18, or 6 + 12/d)."""
 
+_FOREACH_ADAMW = 64.0
+"""torch.optim's default AdamW on GPUs (``_multi_tensor_adamw``) passes over float32 arrays 20 times where a fused one
+does 7 times; clipping by the gradients' norm reads them twice and writes them once. 4 bytes each."""
+_TORCH_NORMS = {"layer_norm": (1.6, 2.4)}
+"""torch.nn.LayerNorm. Backward is two kernels, each of which reads operand and gradient (layer_norm_kernel.cu). Of what
+the traffic takes at 0.85 of the memory bandwidth, forward is 1.4 to 1.6 times and backward 2.3 to 2.8 times on H100,
+1.6 and 2.4 times on A100, 4,096 rows of 2,048 to 16,384 (linkedin/Liger-Kernel@ead96b61,
+benchmark/data/all_benchmark_data.csv)."""
 _TE_KERNELS = EAGER.kernels | {"rotate", "gated_forward", "feed_forward", "token_loss", "cross_entropy"}
 """Functions of the zoo's models that Transformer Engine, Apex and Megatron-Core have one kernel for."""
 
@@ -132,30 +157,40 @@ for _p in (
     Program(
         name="eager",
         title="PyTorch, kernel by kernel, FSDP",
-        executor=replace(EAGER, waits=False, collective_s=0.0, kernels=EAGER.kernels),
+        executor=replace(
+            EAGER,
+            waits=False,
+            collective_s=0.0,
+            kernels=EAGER.kernels - {"rms_norm"},
+            traffic=_TORCH_NORMS,
+            update_bytes=_FOREACH_ADAMW,
+        ),
         attention=("flash2",),
         bytes=_MIXED,
         selective=every_other_product,
         copied=(4.0, 6.0),
+        rearranges=True,
         logits=3.0,
         reserve_bytes=1e9,
         source="copied: FSDP2 copies what was gathered out of its buffer, and gradients into theirs in float32 "
-        "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). kernels: torch's own and "
-        "flash-attn 2; FSDP prefetches the next block's gather and sums gradients in a "
-        "stream of their own (torch.distributed.fsdp)",
+        "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). kernels: torch's own and flash-attn 2; an RMS "
+        "norm is ops of its own (torchtitan/models/norms.py of 2024; torch.nn.RMSNorm before 2.8). rearranges: "
+        "torch/distributed/_functional_collectives.py joins chunks where the dim is not the first. FSDP prefetches the "
+        "next block's gather and sums gradients in a stream of their own (torch.distributed.fsdp)",
     ),
     Program(
         name="compiled",
-        title="a compiled program: torch.compile of each block, or XLA",
-        executor=replace(COMPILED, overlapped=True),
+        title="PyTorch, torch.compile of each block, FSDP",
+        executor=replace(COMPILED, overlapped=True, update_bytes=_FOREACH_ADAMW),
         attention=("flash2",),
         bytes=_MIXED,
         selective=every_other_product,
         copied=(4.0, 6.0),
+        rearranges=True,
         logits=3.0,
         reserve_bytes=1e9,
-        source="copied: as of eager. light ops within fusions; attention is a library's kernel (flash-attn 2 in "
-        "torch.nn.functional.scaled_dot_product_attention)",
+        source="copied, rearranges: as of eager. light ops within fusions; attention is a library's kernel "
+        "(flash-attn 2 in torch.nn.functional.scaled_dot_product_attention)",
     ),
     Program(
         name="xla",

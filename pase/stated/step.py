@@ -53,13 +53,34 @@ class StatedStep:
                 total += self.collective_s(kind, axes, elements * nbytes)
         return total * calls
 
+    @property
+    def memory_rate(self) -> float:
+        """Bytes a second of device memory that copies reach."""
+        device = self.model.machine.device
+        return device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
+
     def copied_s(self, part: Part, backward: bool) -> float:
         """What the program's own buffers cost of the device's memory, where weights are split: gathered and summed."""
         out, back = self.program.copied
-        device = self.model.machine.device
-        rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
         shared = sum(e for axes, e in part.elements.items() if axes)
-        return shared * ((back if backward else 0.0) + out) / rate if self.s.zero == 3 else 0.0
+        moved = shared * ((back if backward else 0.0) + out)
+        return moved / self.memory_rate if self.s.zero == 3 else 0.0
+
+    def metrics_s(self, part: Part) -> float:
+        """What the program computes of the logits for its log."""
+        logits = self.parts.logits if part is self.parts.last else 0.0
+        return logits * self.program.metrics_bytes / self.memory_rate
+
+    def rearranged_s(self, part: Part, backward: bool) -> float:
+        """Copies of what tensor parallelism gathers and scatters whole; none where it goes piece by piece."""
+        if not self.program.rearranges or self.s.asynchronous:
+            return 0.0
+        moved = 0.0
+        for c in part.sent:
+            if "model" in c.axes and c.kind in ("all_gather", "reduce_scatter"):
+                times = float(c.backward == backward) + (c.runs_again if backward and not c.backward else 0.0)
+                moved += 2 * c.nbytes * c.times * times
+        return moved / self.memory_rate
 
     def gather_s(self, part: Part) -> float:
         """Of a part's weights, once, where ZeRO-3 splits them."""
@@ -111,6 +132,7 @@ class StatedStep:
         for part in parts:
             device = part.backward_s + part.again_s if backward else part.forward_s
             device += self.copied_s(part, backward) if gathers or sums else 0.0
+            device += self.rearranged_s(part, backward) + (self.metrics_s(part) if backward else 0.0)
             sent = self.sent_s(part, backward)
             launched = part.host_s[int(backward)]
             out.append(
@@ -167,11 +189,10 @@ class StatedStep:
         parts = [(self.parts.block, blocks), (self.parts.first, float(first)), (self.parts.last, float(last))]
         s, p = self.s, self.program
         ways = s.shard * s.context if s.zero else 1
-        device = self.model.machine.device
         seconds = sum(part.update_s * k for part, k in parts) / ways
         if p.executor.update_bytes:
             moved = sum(part.parameters * k for part, k in parts) * p.executor.update_bytes / ways
-            seconds += moved / (device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0))
+            seconds += moved / self.memory_rate
         gathered = 0.0
         if s.zero in (1, 2):
             gathered = sum(self.over_data(part, "all_gather", p.bytes.used, "inner") * k for part, k in parts)

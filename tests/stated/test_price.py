@@ -13,10 +13,10 @@ from pase.baselines import baselines
 from pase.errors import Infeasible, PaseError
 from pase.frontends.from_jax import trace
 from pase.ir import named, simplify
-from pase.plan.step import COMPILED, step_time
+from pase.plan.step import COMPILED, EAGER, step_time
 from pase.stated.place import place
 from pase.stated.price import price_strategy
-from pase.stated.program import PROGRAMS
+from pase.stated.program import PROGRAMS, AroundAttention
 from pase.stated.strategy import Strategy, parse
 from pase.tables.itemize import collectives
 from tests.command import printed
@@ -40,6 +40,12 @@ PLAIN = replace(
     sums_beside=False,
     copied=(0.0, 0.0),
 )
+
+
+AHEAD = replace(
+    PROGRAMS["eager"], executor=replace(PROGRAMS["eager"].executor, host_s=(1e-7, 1e-7))
+)  # the host is ahead of the device
+PLACED = place(GRAPH, parse("dp=8", 8), MODEL)
 
 
 def price(text, devices=8, program="compiled", graph=GRAPH, examples=16, model=MODEL):  # type: ignore[no-untyped-def]
@@ -104,6 +110,47 @@ def test_overlap_hides_and_contention_costs():
     assert price("fsdp=8", program=fast).step_s < price("fsdp=8", program=apart).step_s
     free = costmodels.get("analytic", replace(H100, collective_units=0))
     assert price("fsdp=8", model=free).step_s < price("fsdp=8").step_s
+
+
+def test_what_a_framework_does_besides_products_is_counted_once_each():
+    """Metrics of the logits, arrays copied around attention, waits of the device: bytes at the memory's rate."""
+    eager = AHEAD
+    rate = H100.device.memory_bandwidth_bytes_per_s * H100.device.efficiency["memory"]
+    tokens, layers, width, vocab = 16 * 512, 4, 4096, 128256
+    step = price("micro=16", devices=1, program=eager).step_s
+    logged = price("micro=16", devices=1, program=replace(eager, metrics_bytes=46.0)).step_s
+    assert logged - step == pytest.approx(46 * tokens * vocab / rate, rel=1e-6)
+    around = AroundAttention(forward=9.0, backward=17.0, waits=3000)
+    more = price("micro=16", devices=1, program=replace(eager, around=around)).step_s
+    once = 26 * tokens * width * 2 / rate + 3000 * 1e-7
+    assert more - step == pytest.approx(layers * once, rel=1e-6)
+
+
+def test_tensor_parallelism_along_a_later_dim_copies_what_it_moves():
+    eager, plain = AHEAD, replace(AHEAD, rearranges=False)
+    rate = H100.device.memory_bandwidth_bytes_per_s * H100.device.efficiency["memory"]
+    with_copies, without = (price("tp=8,sp", program=p) for p in (eager, plain))
+    placed = place(GRAPH, with_copies.strategy, MODEL)
+    moved = sum(
+        c.nbytes * c.times
+        for c in collectives(GRAPH, placed.mesh, placed.strategy, MODEL)
+        if c.kind in ("all_gather", "reduce_scatter") and "model" in c.axes
+    )
+    assert with_copies.step_s - without.step_s == pytest.approx(2 * moved / rate, rel=1e-6) != 0
+    asynchronous = [price("tp=8,sp,async", program=p).step_s for p in (eager, plain)]
+    assert asynchronous[0] == asynchronous[1]
+
+
+def test_a_library_s_kernel_may_take_longer_than_its_traffic():
+    one = replace(EAGER, kernels=frozenset({"rms_norm"}))
+    times = [
+        step_time(GRAPH, PLACED.mesh, PLACED.strategy, MODEL, executor=replace(one, traffic=traffic))
+        for traffic in ({}, {"rms_norm": (2.0, 1.0)}, {"rms_norm": (3.0, 1.0)})
+    ]
+    forward = [t.passes[0].device_s for t in times]
+    assert forward[2] - forward[1] == pytest.approx(forward[1] - forward[0], rel=1e-6)
+    assert forward[1] > forward[0]
+    assert len({t.passes[1].device_s for t in times}) == 1
 
 
 def test_fp8_is_faster_and_its_casts_are_counted():

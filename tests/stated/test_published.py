@@ -59,6 +59,27 @@ def test_a_row_is_priced_as_its_own_configuration():
     assert (s.data, s.shard, s.tensor, s.zero, batch) == (2, 8, 2, 3, 16)
 
 
+def test_a_page_that_counts_recomputation_ran_it():
+    """Megatron's counter of 2021 times the step is four passes, or three: its figures say which."""
+    shape = {
+        "id": "mlm033",
+        "model": "GPT-2 1B",
+        "ffn": "2048",
+        "kv_heads": "8",
+        "gpu": "A100",
+        "act_ckpt": "",
+    }
+    kinds = {"tflops_kind": "given", "step_kind": "given", "gpus": "8", "global_batch": "16"}
+    passes = 16 * 256 * 4 * 512**2 * (1 + 256 / (6 * 512))
+    head = 6 * 16 * 256 * 512 * 1024
+    for layers, remat in ((96, "full"), (72, "none")):
+        tflops = (layers * passes + head) / 8 / 0.01 / 1e12
+        r = row(**shape, **kinds, tflops_per_gpu=str(tflops))
+        assert configured(r, program_of(r))[0].remat == remat
+    derived = row(**shape, **{**kinds, "step_kind": "derived"}, tflops_per_gpu=str(tflops))
+    assert configured(derived, program_of(derived))[0].remat == "none"
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from([k for k in BASE if k != "id"]), odd, max_size=3))
 def test_no_row_stops_the_bench(changed):
