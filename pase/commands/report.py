@@ -33,7 +33,8 @@ def report(
 ) -> None:
     """A layout as one page of HTML.
 
-    Shows it next to the baselines, by cause, by layer, and its memory. No scripts, one file.
+    One file that needs no network: the model as a graph that unfolds, which device holds what, the step as a
+    timeline, roofline, memory, costs by cause and by layer, the strategies compared, how sure the choice is.
 
     \b
     Example:
@@ -43,10 +44,14 @@ def report(
     from pase.files.atomic import write_atomically
     from pase.questions.explain import explain
     from pase.questions.report import report_page
+    from pase.questions.sensitivity import swings
 
     with progress() as say:
         e = explain(load(layout), model=model, machine=machine, time_limit=time_limit, progress=say)
-    write_atomically(output, report_page(e))
+        say("other machines")
+        others = None if e.problem is None else swings(e.plan, e.problem, seconds=time_limit)
+        say("drawing")
+        write_atomically(output, report_page(e, others))
     if json:
         print_json({"report": str(output), "model": e.plan.model, "layers": len(e.plan.nodes)})
     else:

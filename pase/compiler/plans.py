@@ -18,7 +18,7 @@ from pase.ir import Graph, digest
 from pase.machine import Mesh
 from pase.plan.assemble import assemble, axes_by_use
 from pase.plan.types import PlanData, Tried
-from pase.tables.itemize import collectives, node_costs
+from pase.tables.itemize import collectives, local_work, node_costs
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -80,7 +80,8 @@ def plan_of(
 ) -> PlanData:
     """The plan of a strategy that was not searched for (a baseline, a transferred one), priced alike."""
     moved = collectives(problem.graph, mesh, configs, problem.model)
-    costs = node_costs(problem.graph, mesh, configs, problem.model, moved, problem.optimizer)
+    work = local_work(problem.graph, mesh, configs, problem.model, problem.optimizer)
+    costs = node_costs(work, moved)
     cost = problem.pricing.cost(mesh, configs, sum(c.total for c in costs.values()))
     return assemble(
         problem.graph,

@@ -44,7 +44,7 @@ from pase.tables.work import OPTIMIZERS
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
 
-__all__ = ["Held", "Memory", "held", "in_flight", "in_flight_at_least", "memory", "profile"]
+__all__ = ["Held", "Memory", "MemoryKind", "held", "in_flight", "in_flight_at_least", "memory", "profile"]
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations"]
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from pase.ir import Graph
+from pase.ir import Graph, Node
 from pase.ir.blocks import Block
 from pase.machine import CostModel, Machine, Mesh
+from pase.memory.account import MemoryKind, held
 from pase.memory.course import needs
 from pase.plan.accesses import Reading, access_states, equation_layouts
 from pase.plan.constraints import constraints, stages
 from pase.plan.throughput import step_work
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
-from pase.tables.itemize import collectives, node_costs, split_of
+from pase.tables.itemize import collectives, local_work, node_costs, split_of
 from pase.tables.layouts import number
 
 if TYPE_CHECKING:
@@ -47,6 +48,25 @@ def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
     return replace(mesh, names=tuple(names))
 
 
+class _Kept(TypedDict):
+    """What a node keeps on a device, as ``NodePlan`` holds it."""
+
+    keeps: Mapping[MemoryKind, int]
+    kept_again: int
+
+
+def _kept(graph: Graph, node: Node, config: np.ndarray, mesh: Mesh, optimizer: str) -> _Kept:
+    keeps: dict[MemoryKind, float] = {}
+    again = 0.0
+    for h in held(graph, node, config[None, :], mesh, optimizer):
+        nbytes = float(h.nbytes[0])
+        if h.region is None:
+            keeps[h.kind] = keeps.get(h.kind, 0.0) + nbytes
+        else:
+            again += nbytes
+    return _Kept(keeps={k: round(v) for k, v in keeps.items()}, kept_again=round(again))
+
+
 def assemble(
     graph: Graph,
     mesh: Mesh,
@@ -71,7 +91,11 @@ def assemble(
 ) -> PlanData:
     """Everything that follows from (graph, mesh, configs); configs: node name -> int8 [axes]."""
     moved = collectives(graph, mesh, configs, model)
-    costs = node_costs(graph, mesh, configs, model, moved, optimizer)
+    work = local_work(graph, mesh, configs, model, optimizer)
+    costs = node_costs(work, moved)
+    reads: dict[str, dict[str, None]] = {}
+    for e in graph.edges:
+        reads.setdefault(e.dst, {})[e.src] = None
     states = access_states(graph, mesh, configs)
     c = constraints(graph, mesh, states, stages(mesh, machine))
     nodes = tuple(
@@ -86,6 +110,9 @@ def assemble(
             times=number(n.times, n.name),
             source=str(n.source),
             cost=costs[n.name],
+            reads=tuple(reads.get(n.name, ())),
+            work=work[n.name],
+            **_kept(graph, n, configs[n.name], mesh, optimizer),
         )
         for n in graph.nodes
     )

@@ -116,6 +116,10 @@ def _node_form(n: NodePlan) -> NodeForm:
         split=dict(n.split),
         times=n.times,
         source=n.source,
+        reads=n.reads or UNSET,
+        work=n.work or UNSET,
+        keeps=dict(n.keeps) or UNSET,
+        kept_again=n.kept_again or UNSET,
     )
 
 
@@ -246,6 +250,10 @@ def _node_of(n: NodeForm, cost: CostForm) -> NodePlan:
         times=n.times,
         source=n.source,
         cost=cost.by_node.get(n.node, nothing),
+        reads=n.reads or (),
+        work=n.work or (),
+        keeps=n.keeps or {},
+        kept_again=n.kept_again or 0,
     )
 
 

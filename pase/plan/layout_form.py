@@ -9,11 +9,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.files.codec import AtLeastOne, Count
 from pase.ir.blocks import Block
-from pase.memory.account import Memory
+from pase.memory.account import Memory, MemoryKind
 from pase.plan.pipeline import PipelinePlan
 from pase.plan.throughput import StepWork, Throughput
 from pase.plan.types import Tried
-from pase.tables.itemize import NodeCost
+from pase.tables.itemize import LocalWork, NodeCost
 from pase.tables.work import Phase
 
 __all__ = [
@@ -62,7 +62,11 @@ class TensorForm(Struct, kw_only=True):
 
 
 class NodeForm(Struct, kw_only=True):
-    """A node of the graph and how it is split: iteration dim -> mesh axes."""
+    """A node of the graph and how it is split: iteration dim -> mesh axes.
+
+    reads: the nodes that make what it reads. work: what one device does for it in a step. keeps: bytes that a device
+    keeps for it, a parameter's less what stands elsewhere; kept_again: while its region is computed again.
+    """
 
     node: str
     op: str
@@ -71,6 +75,10 @@ class NodeForm(Struct, kw_only=True):
     split: dict[str, Axes]
     times: Count
     source: str
+    reads: tuple[str, ...] | UnsetType = UNSET
+    work: tuple[LocalWork, ...] | UnsetType = UNSET
+    keeps: dict[MemoryKind, int] | UnsetType = UNSET
+    kept_again: Count | UnsetType = UNSET
 
 
 class ReshardForm(Struct, kw_only=True):
@@ -209,8 +217,12 @@ def problems(form: LayoutForm) -> Iterator[str]:
             yield from _misplaced(f"{kind}/{path}/storage", t.storage, size, t.shape)
             if t.state is not UNSET:
                 yield from _misplaced(f"{kind}/{path}/state", t.state, size, t.shape)
+    names = {n.node for n in form.strategy}
     for n in form.strategy:
         yield from _misplaced(f"strategy/{n.node}/split", list(n.split.values()), size)
+        for read in n.reads or ():
+            if read not in names:
+                yield f"strategy/{n.node}/reads: there is no node '{read}'"
     for name, layouts in form.layouts.items():
         for layout in layouts:
             yield from _misplaced(f"layouts/{name}", layout, size)

@@ -90,7 +90,7 @@ def headline(plan: PlanData) -> list[str]:
     lines.append(
         f"step   {cost_text(plan.cost, plan.unit)} predicted   compute {cost_text(plan.compute, plan.unit)} · "
         f"communication {cost_text(plan.communication, plan.unit)}"
-        + (f", {cost_text(plan.hidden, plan.unit)} of it hidden" if plan.hidden > 1e-6 * plan.cost else "")
+        + (f", {cost_text(plan.hidden, plan.unit)} of it hidden" if plan.hidden else "")
         + (f" · {against}" if against else "")
     )
     if plan.throughput is not None:

@@ -13,24 +13,30 @@ from pase.errors import PaseError
 from pase.ir import Graph, Place, digest, named, simplify
 from pase.ir.blocks import Block
 from pase.machine import Mesh
-from pase.memory.account import Memory
+from pase.memory.account import Memory, MemoryKind
 from pase.plan.accesses import EquationLayouts, Reading, access_states, equation_layouts
 from pase.plan.constraints import Placement, Route
 from pase.plan.pipeline import PipelinePlan
 from pase.plan.throughput import StepWork, Throughput
-from pase.tables.itemize import Collective, NodeCost, config_of
+from pase.tables.itemize import Collective, LocalWork, NodeCost, config_of
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
 __all__ = ["NodePlan", "PlanData", "TensorPlan", "Tried"]
 
+_ROUNDING = 1e-6
+"""Of a plan's cost: what its parts may differ from it for no reason but rounding."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlan:
     """One node of the graph and how it is split.
 
-    split: iteration dim -> mesh axes, major to minor. cost: in the cost model's unit.
+    split: iteration dim -> mesh axes, major to minor. cost: in the cost model's unit. reads: the nodes that make what
+    it reads. work: what one device does for it in a step. keeps: bytes that a device keeps for it, all step; a
+    parameter that is kept gathered for backward has its stored shard taken off there. kept_again: bytes kept while its
+    rematerialised region is computed again. These four are empty in layouts of before they were kept.
     """
 
     name: str
@@ -41,6 +47,10 @@ class NodePlan:
     times: int
     source: str
     cost: NodeCost
+    reads: tuple[str, ...] = ()
+    work: tuple[LocalWork, ...] = ()
+    keeps: Mapping[MemoryKind, int] = field(default_factory=dict)
+    kept_again: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +198,8 @@ class PlanData:
     @property
     def hidden(self) -> float:
         """What of ``communication`` runs behind backward's compute, where the plan was made with that overlap."""
-        return max(0.0, self.compute + self.communication - self.cost)
+        beside = self.compute + self.communication - self.cost
+        return beside if beside > _ROUNDING * self.cost else 0.0
 
     @property
     def throughput(self) -> Throughput | None:

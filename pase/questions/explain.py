@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible, PaseError
 from pase.plan.types import NodePlan, PlanData
-from pase.tables.itemize import Collective
+from pase.tables.itemize import Collective, LocalWork
 
 if TYPE_CHECKING:
     from pase.compiler.problem import SplitProblem
     from pase.frontends.registry import Traced
+    from pase.machine import Machine
+    from pase.machine.types import Device
     from pase.questions.unfused import Unfused
 
 __all__ = ["Alternative", "Cause", "Explanation", "LayerReport", "WorkItem", "causes", "explain", "why"]
@@ -37,21 +40,13 @@ class Cause:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkItem:
-    """Local work of a layer on one device, once; ``times`` a step. cost: of all times, in the plan's unit.
+class WorkItem(LocalWork):
+    """Local work of a layer, and how fast it is.
 
     achieved_flops, achieved_bytes: the part of the device's peak FLOP/s and of its memory bandwidth that this
-    prediction amounts to; None where the cost model is not in seconds.
+    prediction amounts to; None where the cost model is not in seconds or the machine is not at hand.
     """
 
-    phase: str
-    kind: str
-    dtype: str
-    flops: float
-    nbytes: float
-    mnk: tuple[float, ...] | None
-    times: float
-    cost: float
     achieved_flops: float | None
     achieved_bytes: float | None
 
@@ -70,7 +65,7 @@ class Alternative:
 class LayerReport:
     """One layer: what it does, what it moves and why, what it keeps, and what else it could have been.
 
-    work, holds and alternatives are empty where the plan's model was not at hand.
+    work and holds are empty in layouts of before they were kept, alternatives where the plan's model was not at hand.
     """
 
     node: NodePlan
@@ -87,7 +82,8 @@ class Explanation:
 
     next_best: layer -> cost of the best strategy that splits it in another way (in other numbers of ways), in
     the order of the plan; only for layers that were tried before the time was up.
-    unfused: attention that the model writes out, and that a fused kernel would run faster.
+    unfused: attention that the model writes out, and that a fused kernel would run faster. machine, problem: what the
+    plan was made for, where they are at hand; remark says why where they are not.
     """
 
     plan: PlanData
@@ -96,6 +92,8 @@ class Explanation:
     layer: LayerReport | None = None
     unfused: tuple[Unfused, ...] = ()
     remark: str = ""
+    machine: Machine | None = None
+    problem: SplitProblem | None = None
 
 
 _WORDS = {
@@ -173,7 +171,7 @@ def causes(plan: PlanData) -> tuple[Cause, ...]:
             add("update", "the optimizer's update", n.cost.update, 0)
     for c in plan.collectives:
         add("communication", why(c, op_of), c.cost, c.nbytes * c.times)
-    if plan.hidden > _NOTHING * plan.cost:
+    if plan.hidden:
         add("communication", "less what runs behind backward's compute", -plan.hidden, 0)
     return tuple(
         Cause(group=group, what=what, cost=cost, nbytes=round(nbytes), count=round(count))
@@ -202,10 +200,15 @@ def explain(
     """
     say = progress or (lambda _: None)
     node = None if layer is None else _find(plan, layer)
-    traced = _model_of(plan, model, say)
-    problem, remark = None, "the plan's model is not at hand: name it (--model) to see work and alternatives"
-    if traced is not None:
-        problem, remark = _problem(plan, traced, machine)
+    there, remark = _machine_of(plan, machine)
+    problem = None
+    if plan.pipeline is not None:
+        remark = (
+            "the layers' costs are a rank's, on average; other splits of stages are not priced one by one"
+        )
+    elif there is not None:
+        traced, remark = _model_of(plan, model, say)
+        problem = None if traced is None else _problem(plan, traced, there)
     next_best: dict[str, float] = {}
     report = None
     written_out: tuple[Unfused, ...] = ()
@@ -216,22 +219,34 @@ def explain(
         next_best, skipped = _next_best(plan, problem, time_limit, say)
         remark = f"time was up: {skipped} layers were not tried" if skipped else remark
     if node is not None:
-        report = _layer(plan, node, problem, say)
-    if problem is not None and plan.hidden > _NOTHING * plan.cost:
-        remark = f"what else could be is priced with nothing hidden behind backward. {remark}".strip()
-    others = [*next_best.values(), *(a.cost for a in (report.alternatives if report is not None else ()))]
-    if plan.memory_limit is not None and min(others, default=plan.cost) < plan.cost * (1 - _NOTHING):
-        remark = (
-            f"what else could be is priced without the memory limit: what is cheaper does not fit. {remark}"
-        )
+        report = _layer(plan, node, there, problem, say)
     return Explanation(
         plan=plan,
         causes=causes(plan),
         next_best=next_best,
         layer=report,
         unfused=written_out,
-        remark=remark.strip(),
+        remark=_remarks(plan, problem, next_best, report, remark),
+        machine=there,
+        problem=problem,
     )
+
+
+def _remarks(
+    plan: PlanData,
+    problem: SplitProblem | None,
+    next_best: Mapping[str, float],
+    report: LayerReport | None,
+    remark: str,
+) -> str:
+    """What the prices of other choices leave out, before the remark."""
+    said = [remark] if remark else []
+    if problem is not None and plan.hidden:
+        said.insert(0, "what else could be is priced with nothing hidden behind backward.")
+    others = [*next_best.values(), *(a.cost for a in (report.alternatives if report is not None else ()))]
+    if plan.memory_limit is not None and min(others, default=plan.cost) < plan.cost * (1 - _NOTHING):
+        said.insert(0, "what else could be is priced without the memory limit: what is cheaper does not fit.")
+    return " ".join(said)
 
 
 def _find(plan: PlanData, layer: str) -> NodePlan:
@@ -244,48 +259,50 @@ def _find(plan: PlanData, layer: str) -> NodePlan:
     raise PaseError(f"the plan for '{plan.model}' has no layer '{layer}'; near it: {hint}")
 
 
-def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> Traced | None:
-    """The trace of the plan's model. A layout may come from a stranger: only what the user names is imported."""
+def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> tuple[Traced | None, str]:
+    """The trace of the plan's model, or why it is not at hand. A layout may come from a stranger: only what the user
+    names is imported."""
     if plan.traced is not None:
-        return plan.traced
+        return plan.traced, ""
     name = model if model is not None else plan.model if plan.model.startswith("zoo:") else None
     if name is None:
-        return None
+        return None, "the plan's model is not at hand: name it (--model) to see alternatives"
+    if model is None and importlib.util.find_spec("jax") is None:
+        return None, "models of the zoo are traced by JAX, which is not installed: without it no alternatives"
     from pase.compiler.resolve import resolve
 
     say("tracing the model")
-    return plan.with_model(resolve(name)).traced
+    return plan.with_model(resolve(name)).traced, ""
 
 
-def _problem(plan: PlanData, traced: Traced, machine: str | None) -> tuple[SplitProblem | None, str]:
-    from pase.compiler.problem import SplitProblem
-    from pase.compiler.variants import Variant
+def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, str]:
+    """The machine that the plan was made for, or why it is not at hand; PaseError where the user named another."""
     from pase.machine import load
 
-    if plan.pipeline is not None:
-        return (
-            None,
-            "the layers' costs are a rank's, on average; other splits of stages are not priced one by one",
-        )
     try:
         there = load(machine if machine is not None else plan.machine)
     except PaseError as e:
         if machine is not None:
             raise
-        return None, f"{e}; name its file (--machine) to see work and alternatives"
-    if there.digest != plan.machine_digest:
-        if machine is not None:
-            raise PaseError(
-                f"machine '{machine}' is not the one that the plan was made for: its figures differ"
-            )
-        return (
-            None,
-            f"machine '{plan.machine}' has other figures now than when the plan was made: compile it again",
-        )
-    problem = SplitProblem.of(traced.graph, plan.devices, there, plan.cost_model, plan.optimizer)
+        return None, f"{e}; name its file (--machine) to see alternatives"
+    if there.digest == plan.machine_digest:
+        return there, ""
+    if machine is not None:
+        raise PaseError(f"machine '{machine}' is not the one that the plan was made for: its figures differ")
+    return (
+        None,
+        f"machine '{plan.machine}' has other figures now than when the plan was made: compile it again",
+    )
+
+
+def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
+    from pase.compiler.problem import SplitProblem
+    from pase.compiler.variants import Variant
+
+    problem = SplitProblem.of(traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer)
     if plan.accumulate > 1 or plan.remat:
         problem = problem.varied(traced, Variant(accumulate=plan.accumulate, blocks=plan.remat))
-    return problem, ""
+    return problem
 
 
 def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ...], list[int]]:
@@ -349,7 +366,11 @@ def _next_best(
 
 
 def _layer(
-    plan: PlanData, node: NodePlan, problem: SplitProblem | None, say: Callable[[str], None]
+    plan: PlanData,
+    node: NodePlan,
+    machine: Machine | None,
+    problem: SplitProblem | None,
+    say: Callable[[str], None],
 ) -> LayerReport:
     op_of = {n.name: n.op for n in plan.nodes}
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
@@ -359,8 +380,9 @@ def _layer(
             if d in local:
                 local[d] //= sizes[a]
     moves = tuple((c, why(c, op_of)) for c in plan.collectives if c.node == node.name)
+    work, holds = _work(plan, node, machine), _holds(node)
     if problem is None:
-        return LayerReport(node=node, local=local, work=(), moves=moves, holds={}, alternatives=())
+        return LayerReport(node=node, local=local, work=work, moves=moves, holds=holds, alternatives=())
     from pase.tables.itemize import split_of
 
     v = next(i for i, n in enumerate(problem.graph.nodes) if n.name == node.name)
@@ -382,53 +404,27 @@ def _layer(
     return LayerReport(
         node=node,
         local=local,
-        work=_work(plan, problem, v, chosen),
+        work=work,
         moves=moves,
-        holds=_holds(plan, problem, v, chosen),
+        holds=holds,
         alternatives=tuple(alternatives),
     )
 
 
-def _work(plan: PlanData, problem: SplitProblem, v: int, chosen: int) -> tuple[WorkItem, ...]:
-    import numpy as np
-
-    from pase.tables.build import array_tile, work_price
-    from pase.tables.work import node_work
-
-    _, space = problem.tables(plan.mesh)
-    cfg = space.configs[v][chosen][None, :]
-    device = problem.machine.device
-    out = []
-    tile = array_tile(problem.model)
-    for w in node_work(problem.graph, problem.graph.nodes[v], cfg, plan.mesh, plan.optimizer, tile):
-        flops, nbytes = float(np.ravel(w.flops)[0]), float(np.ravel(w.nbytes)[0])
-        once = float(np.ravel(work_price(w, problem.model))[0])
-        timed = plan.unit == "s" and once > 0
-        out.append(
-            WorkItem(
-                phase=w.phase,
-                kind=w.kind,
-                dtype=w.dtype,
-                flops=flops,
-                nbytes=nbytes,
-                times=w.times,
-                mnk=None if w.mnk is None else tuple(float(np.ravel(x)[0]) for x in w.mnk),
-                cost=w.times * once,
-                achieved_flops=flops / once / device.peak(w.dtype) if timed else None,
-                achieved_bytes=nbytes / once / device.memory_bandwidth_bytes_per_s if timed else None,
-            )
-        )
-    return tuple(out)
+def _work(plan: PlanData, node: NodePlan, machine: Machine | None) -> tuple[WorkItem, ...]:
+    device = None if machine is None or plan.unit != "s" else machine.device
+    return tuple(_reached(w, device) for w in node.work)
 
 
-def _holds(plan: PlanData, problem: SplitProblem, v: int, chosen: int) -> dict[str, int]:
-    from pase.memory.account import held
+def _reached(w: LocalWork, device: Device | None) -> WorkItem:
+    once = w.cost / w.times if w.times else 0.0
+    flops = nbytes = None
+    if device is not None and once > 0:
+        flops = w.flops / once / device.peak(w.dtype)
+        nbytes = w.nbytes / once / device.memory_bandwidth_bytes_per_s
+    return WorkItem(**vars(w), achieved_flops=flops, achieved_bytes=nbytes)
 
-    _, space = problem.tables(plan.mesh)
-    out: dict[str, int] = {}
-    for h in held(
-        problem.graph, problem.graph.nodes[v], space.configs[v][chosen][None, :], plan.mesh, plan.optimizer
-    ):
-        key = h.kind if h.region is None else f"{h.kind} while recomputed"
-        out[key] = out.get(key, 0) + round(float(h.nbytes[0]))
-    return out
+
+def _holds(node: NodePlan) -> dict[str, int]:
+    again = {"activations while recomputed": node.kept_again} if node.kept_again else {}
+    return {kind: nbytes for kind, nbytes in node.keeps.items()} | again

@@ -1,85 +1,96 @@
-"""A plan as one page of HTML, without scripts: what was chosen, what it costs, what else there was."""
+"""A plan as one page: what was chosen and why, its model and devices to look around in, the step, what else was."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Any
 
+from pase.memory.account import MemoryKind
+from pase.pages.charts import Point, Roof, areas, roofline
+from pase.pages.parts import bar, cards, key, table
+from pase.pages.shell import Section, page
+from pase.pages.streams import timeline_mount
 from pase.plan.table import bytes_text, cost_text, misfit_text
 from pase.plan.types import PlanData, TensorPlan
 from pase.questions.explain import Explanation
+from pase.questions.reasons import reasons
+from pase.questions.report_data import explorer_data, priced_step
+from pase.questions.sensitivity import Swing
+from pase.questions.step_memory import StepMemory, step_memory
 
 __all__ = ["report_page"]
 
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1150px;margin:2em auto;padding:0 1em;color:#1b1f24}
-h2{margin-top:2.2em}table{border-collapse:collapse;width:100%}td,th{padding:.25em .7em;border-bottom:1px solid #ddd;
-text-align:left;vertical-align:top}td.n,th.n{text-align:right;white-space:nowrap}td.b{width:24%}
-.bar{height:.85em;display:inline-block;vertical-align:middle}.compute{background:#4c78a8}.communication{background:#f58518}
-.update{background:#54a24b}.other{background:#b5b5b5}.ours{background:#d62728}.warn{color:#b00;font-weight:600}
-code{font-size:13px}
-.grey{color:#57606a}dl{display:grid;grid-template-columns:max-content 1fr;gap:.2em 1.2em}dd{margin:0}
-.key span{margin-right:1.2em}"""
+_PARTS = [("compute", "compute"), ("communication", "communication"), ("update", "update")]
+_HELD: dict[MemoryKind, str] = {
+    "parameters": "compute",
+    "optimizer": "update",
+    "gradients": "communication",
+    "activations": "activations",
+}
+_KINDS = [*_HELD.items(), ("buffers", "other")]
 
 
-def _bar(parts: Iterable[tuple[str, float]], whole: float) -> str:
-    """Parts of the whole as one bar; (class, share)."""
-    return "".join(
-        f"<span class='bar {kind}' style='width:{100 * value / whole:.2f}%'></span>"
-        for kind, value in parts
-        if whole > 0 and value > 0
+def report_page(e: Explanation, swings: list[Swing] | None = None) -> str:
+    """The page as text; everything that comes from the layout is escaped. swings: how the plan fares where the
+    machine's figures are off, ``pase.questions.sensitivity.swings``."""
+    plan = e.plan
+    step, note = _step(plan)
+    timelines = {} if step is None else {"step": step}
+    drawn = "" if step is None else timeline_mount("step")
+    explorer = "<div data-explorer><p>The model is drawn by the page's script; all of it stands below, too.</p></div>"
+    sections = [
+        Section(anchor="strategies", title="Strategies compared", body=_strategies(plan)),
+        Section(anchor="time", title="Where the time goes", body=_causes(e)),
+        Section(anchor="model", title="Model and devices", body=_about_model(plan) + explorer),
+        Section(anchor="timeline", title="The step", body=f"<p>{note}</p>{drawn}"),
+        Section(anchor="roofline", title="Roofline", body=_roofline(e)),
+        Section(anchor="memory", title="Memory", body=_memory(plan)),
+        Section(anchor="sensitivity", title="If the machine is not as stated", body=_swings(e, swings)),
+        Section(anchor="layers", title="Layer by layer", body=_layers(e)),
+        Section(anchor="storage", title="How parameters are stored", body=_storage(plan)),
+        Section(anchor="certificate", title="Certificate and origin", body=_certificate(plan)),
+    ]
+    return page(
+        title=f"{plan.model} on {plan.devices} × {plan.machine}",
+        lead=_lead(e),
+        sections=sections,
+        foot="<p>All figures are predictions of a cost model, not measurements.</p>",
+        widgets=("timeline", "explorer"),
+        data={**explorer_data(e), "timelines": timelines},
     )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns whose title ends in '>' are numbers, in '|' bars; cells are HTML already."""
-    kinds = ["n" if h.endswith(">") else "b" if h.endswith("|") else "" for h in head]
-    out = [
-        "<table><tr>",
-        *(f"<th class='{k}'>{escape(h.rstrip('>|'))}" for h, k in zip(head, kinds, strict=True)),
-    ]
-    for row in rows:
-        out.append("<tr>" + "".join(f"<td class='{k}'>{c}" for c, k in zip(row, kinds, strict=True)))
-    return [*out, "</table>"]
-
-
-def report_page(e: Explanation) -> str:
-    """The page as text; everything that comes from the layout is escaped."""
+def _lead(e: Explanation) -> str:
     plan = e.plan
     mesh = " × ".join(f"{n} {s}" for n, s in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        f"<title>{escape(plan.model)} on {plan.devices} devices</title><style>{_STYLE}</style>",
-        f"<h1>{escape(plan.model)} on {plan.devices} × {escape(plan.machine)}</h1>",
-        "<dl>",
-        f"<dt>mesh<dd>{escape(mesh)}",
-        f"<dt>step<dd>{cost_text(plan.cost, plan.unit)}, predicted by cost model '{escape(plan.cost_model)}'",
-        *([f"<dt>speed<dd>{escape(str(plan.throughput))}"] if plan.throughput is not None else []),
-        "<dt>certificate<dd>"
-        + (
-            "optimal under that cost model"
-            if plan.optimal
-            else f"best found; nothing below {cost_text(plan.bound, plan.unit)} exists"
+    if plan.pipeline is not None:
+        mesh += f", in {plan.pipeline.degree} pipeline ranks"
+    proof = "optimal" if plan.optimal else f"at most {_gap(plan)} above the best"
+    speed = plan.throughput
+    figures = [
+        ("step", cost_text(plan.cost, plan.unit), f"predicted by cost model {escape(plan.cost_model)}"),
+        ("mesh", escape(mesh), f"{plan.devices} devices of {escape(plan.machine)}"),
+        (
+            "memory of a device",
+            bytes_text(plan.memory.total),
+            f"of {bytes_text(plan.memory_there)}" + ("" if plan.fits else ": does not fit"),
         ),
-        f"<dt>memory<dd>{bytes_text(plan.memory.total)} of {bytes_text(plan.memory_there)} a device"
-        + ("" if plan.fits else f" <span class=warn>{escape(misfit_text(plan) or '')}</span>"),
-        "</dl>",
-        "<p class=key><span><i class='bar compute' style='width:1em'></i> compute</span>"
-        "<span><i class='bar communication' style='width:1em'></i> communication</span>"
-        "<span><i class='bar update' style='width:1em'></i> update</span></p>",
+        ("certificate", proof, "under that cost model"),
     ]
-    parts += ["<h2>Beside what people do by hand</h2>", *_strategies(plan)]
-    parts += ["<h2>Where the time goes</h2>", *_causes(e)]
-    parts += ["<h2>Layers</h2>", *_layers(e)]
-    parts += ["<h2>Memory on a device</h2>", *_memory(plan)]
-    parts += ["<h2>How parameters are stored</h2>", *_storage(plan)]
-    if e.remark:
-        parts.append(f"<p class=grey>{escape(e.remark)}</p>")
-    facts = ", ".join(f"{escape(k)} {escape(v)}" for k, v in plan.provenance.items())
-    parts.append(f"<p class=grey>Costs are predictions. Made by: {facts}.</p></html>")
-    return "\n".join(parts) + "\n"
+    if speed is not None:
+        figures.insert(1, ("speed", f"{speed.mfu:.1%} MFU", escape(str(speed))))
+    misfit = misfit_text(plan)
+    warning = "" if misfit is None else f"<p class='warn'>{escape(misfit)}</p>"
+    remark = f"<p class='soft'>{escape(e.remark)}</p>" if e.remark else ""
+    why = "".join(f"<li>{escape(reason)}" for reason in reasons(e))
+    return f"{cards(figures)}{warning}<h2>Why this split</h2><ul>{why}</ul>{remark}"
 
 
-def _strategies(plan: PlanData) -> list[str]:
+def _gap(plan: PlanData) -> str:
+    return f"{plan.cost / plan.bound - 1:.2%}" if plan.bound > 0 else "an unknown part"
+
+
+def _strategies(plan: PlanData) -> str:
     costs = {"this plan": plan.cost, **plan.baselines}
     most = max(costs.values())
     rows = [
@@ -87,81 +98,240 @@ def _strategies(plan: PlanData) -> list[str]:
             f"<b>{escape(name)}</b>" if name == "this plan" else escape(name.replace("_", " ")),
             cost_text(cost, plan.unit),
             f"×{cost / plan.cost:.3f}" if plan.cost else "",
-            _bar([("ours" if name == "this plan" else "other", cost)], most),
+            bytes_text(plan.memory.total if name == "this plan" else plan.baseline_memory[name])
+            + (" <span class='warn'>too much</span>" if name in plan.too_large else "")
+            if name == "this plan" or name in plan.baseline_memory
+            else "",
+            bar([("ours" if name == "this plan" else "other", cost)], most),
         )
         for name, cost in sorted(costs.items(), key=lambda kv: kv[1])
     ]
-    out = _table(["strategy", "step>", "against this>", "|"], rows)
-    out += [f"<p class=grey>without {escape(n)}: {escape(why)}</p>" for n, why in plan.skipped.items()]
+    out = table("Strategies compared", ["strategy", "step>", "against this>", "memory>", "|"], rows)
+    out += "".join(
+        f"<p class='soft'>without {escape(n)}: {escape(why)}</p>" for n, why in plan.skipped.items()
+    )
     if len(plan.tried) > 1:
         tried = sorted(plan.tried, key=lambda t: t.cost)[:8]
         listed = ", ".join(f"{'×'.join(map(str, t.mesh))} {cost_text(t.cost, plan.unit)}" for t in tried)
-        out.append(f"<p>Best on each mesh searched ({len(plan.tried)} in all): {listed}.</p>")
+        out += f"<p>Best on each mesh searched ({len(plan.tried)} in all): {listed}.</p>"
     return out
 
 
-def _causes(e: Explanation) -> list[str]:
+def _causes(e: Explanation) -> str:
     whole = sum(c.cost for c in e.causes) or 1.0
-    return _table(
-        ["cause", "step>", "share>", "bytes a device>", "|"],
+    most = max((c.cost for c in e.causes), default=0.0)
+    rows = (
         (
-            (
-                escape(c.what),
-                cost_text(c.cost, e.plan.unit),
-                f"{c.cost / whole:.1%}",
-                bytes_text(c.nbytes) if c.group == "communication" else "",
-                _bar([(c.group, c.cost)], max(x.cost for x in e.causes)),
-            )
-            for c in e.causes
-        ),
+            escape(c.what),
+            cost_text(c.cost, e.plan.unit),
+            f"{c.cost / whole:.1%}",
+            bytes_text(c.nbytes) if c.group == "communication" else "",
+            bar([(c.group, c.cost)], most),
+        )
+        for c in e.causes
+    )
+    head = ["cause", "step>", "share>", "bytes a device>", "|"]
+    return key(_PARTS) + table("Where the time goes", head, rows)
+
+
+def _about_model(plan: PlanData) -> str:
+    text = (
+        "<p>Choose a block to unfold it, a layer to see how it is split; the map shows which device holds what. Lines "
+        "on the left join what is made to what reads it, and are orange where that moves data between devices.</p>"
+    )
+    if plan.pipeline is not None:
+        text += "<p>The map shows one pipeline rank; layers' costs are a rank's, on average.</p>"
+    if not any(n.reads for n in plan.nodes):
+        text += (
+            "<p>The layout was made before layouts held the model's graph: compile it again to see it.</p>"
+        )
+    return text
+
+
+def _step(plan: PlanData) -> tuple[dict[str, Any] | None, str]:
+    """The step for the timeline widget, and what it shows; None where costs are no seconds, and for pipelines."""
+    from pase.plan.buckets import schedule_of
+    from pase.schedule.gantt import drawn_iteration
+    from pase.schedule.simulate import evaluate
+
+    if plan.unit != "s":
+        return None, f"Costs are in {escape(plan.unit)}: they have no place in time."
+    if plan.pipeline is not None:
+        return (
+            None,
+            f"A pipeline of {escape(str(plan.pipeline))}: bubble {plan.pipeline.bubble:.1%} of the step.",
+        )
+    scheduled = schedule_of(plan)
+    if scheduled is None:
+        return priced_step(plan), "The step as it is priced, one piece after another."
+    problem, buckets = scheduled
+    done = evaluate(problem, buckets)
+    return drawn_iteration(problem, done), (
+        f"The steady step with its collectives of parameters sent under the bucket plan '{escape(done.policy)}', "
+        f"beside compute: {cost_text(done.iteration_s, 's')}, of which compute waits "
+        f"{cost_text(done.exposed_s, 's')} for the network. The plan's own price, {cost_text(plan.cost, 's')}, "
+        + ("counts what overlap its search assumed." if plan.hidden else "lets nothing run beside anything.")
     )
 
 
-def _layers(e: Explanation) -> list[str]:
+_MOST_POINTS = 400
+
+
+def _roofline(e: Explanation) -> str:
+    plan = e.plan
+    if plan.unit != "s":
+        return f"<p>Costs are in {escape(plan.unit)}: there is no rate to draw.</p>"
+    points, types = [], set[str]()
+    whole = plan.compute or 1.0
+    for i, n in enumerate(plan.nodes):
+        for w in n.work:
+            if not (w.flops and w.nbytes and w.times and w.cost):
+                continue
+            rate = w.flops * w.times / w.cost
+            types.add(w.dtype)
+            points.append(
+                Point(
+                    intensity=w.flops / w.nbytes,
+                    rate=rate,
+                    share=w.cost / whole,
+                    colour={"forward": "compute", "backward": "backward", "update": "update"}[w.phase],
+                    title=f"{n.name}, {w.phase}, {w.kind} {w.dtype}: {rate / 1e12:.3g} TFLOP/s at "
+                    f"{w.flops / w.nbytes:.3g} FLOP a byte, {w.cost / whole:.2%} of the work",
+                    node=i,
+                )
+            )
+    if not points:
+        return "<p>The layout was made before layouts held each layer's work: compile it again to see it.</p>"
+    left_out = max(len(points) - _MOST_POINTS, 0)
+    points = sorted(points, key=lambda p: -p.share)[:_MOST_POINTS]
+    roofs = []
+    if e.machine is not None:
+        device = e.machine.device
+        rates = {t: device.peak(t) for t in sorted(types)}
+        roofs = [
+            Roof(name=f"peak of {t}", rate=r, bandwidth=device.memory_bandwidth_bytes_per_s)
+            for t, r in rates.items()
+            if r not in [rates[u] for u in sorted(types) if u < t]
+        ]
+    text = (
+        "<p>Each point is a layer's work in one pass, as the cost model predicts it; its area is its share of the "
+        "time. Under the slope memory is the limit, under the roof the arithmetic. Choose a point to see its layer.</p>"
+    )
+    if left_out:
+        text += (
+            f"<p class='soft'>The {_MOST_POINTS} points that take longest; {left_out} more are not drawn.</p>"
+        )
+    colours = [("compute", "forward"), ("backward", "backward"), ("update", "update"), ("ours", "roofs")]
+    rows = ((escape(p.title), f"{p.share:.1%}") for p in points[:12])
+    listed = table("The longest work", ["the longest", "share>"], rows)
+    return (
+        text
+        + roofline(points, roofs)
+        + key(colours)
+        + f"<details><summary>As text</summary>{listed}</details>"
+    )
+
+
+def _memory(plan: PlanData) -> str:
+    m, course = plan.memory, step_memory(plan)
+    most = max(m.total, plan.memory_there)
+    rows = [(k, bytes_text(getattr(m, k)), bar([(c, getattr(m, k))], most)) for k, c in _KINDS]
+    rows += [("<b>total</b>", bytes_text(m.total), bar([("ours", m.total)], most))]
+    rows += [("a device may hold", bytes_text(plan.memory_there), bar([("other", plan.memory_there)], most))]
+    counted = table("Memory on a device", ["", "bytes>", "|"], rows)
+    return counted if course is None else counted + _course(plan, course)
+
+
+def _course(plan: PlanData, course: StepMemory) -> str:
+    scale = float(1 << 30) if plan.memory.total >= 1 << 28 else float(1 << 20)
+    layers: list[tuple[str, str, list[float]]]
+    layers = [(k, c, [v / scale for v in course.held[k]]) for k, c in _HELD.items()]
+    layers.append(("buffers", "other", [plan.memory.buffers / scale] * len(course.times)))
+    limits = [("counted: each kind at its most", plan.memory.total / scale)]
+    if plan.memory_there < 3 * plan.memory.total:
+        limits.append(("a device may hold", plan.memory_there / scale))
+    text = (
+        f"<p>As the step goes on, by kind. The most at once is about {bytes_text(course.peak + plan.memory.buffers)}; "
+        f"what is counted against the limit adds up each kind at its most, whenever it lives: "
+        f"{bytes_text(plan.memory.total)}.</p>"
+    )
+    chart = areas(
+        course.times,
+        layers,
+        limits,
+        label="Memory of a device over the step, by kind",
+        value="GiB" if scale == 1 << 30 else "MiB",
+        end=f"end of backward, {cost_text(course.times[-1], plan.unit)}",
+    )
+    return text + chart + key((c, k) for k, c in _KINDS)
+
+
+def _swings(e: Explanation, swings: list[Swing] | None) -> str:
+    if not swings:
+        return f"<p>Other machines were not priced{': ' + escape(e.remark) if e.remark else ''}.</p>"
+    base = e.plan.cost + e.plan.hidden
+    most = max(s.ours for s in swings)
+    rows = (
+        (
+            f"{escape(s.quantity)} ×{s.factor:g}",
+            cost_text(s.ours, e.plan.unit),
+            f"{s.ours / base - 1:+.1%}" if base else "",
+            f"{s.ours / s.best - 1:.2%}" if s.best > 0 else "",
+            bar([("ours", s.ours)], most),
+        )
+        for s in swings
+    )
+    text = (
+        "<p>What the same split takes on a machine with one figure off, and how much more that is than the best split "
+        "of the same mesh there: where the last number is small, the choice does not depend on the figure. "
+        "<code>pase compare --vary</code> searches all meshes.</p>"
+    )
+    head = ["the machine's", "step>", "against as stated>", "above the best there>", "|"]
+    return text + table("Sensitivity", head, rows)
+
+
+_MOST_LAYERS = 40
+
+
+def _layers(e: Explanation) -> str:
     plan = e.plan
     shown = sorted((n for n in plan.nodes if n.cost.total), key=lambda n: -n.cost.total)
     most = max((n.cost.total for n in shown), default=0.0)
     rows = []
     for n in shown:
-        other = e.next_best.get(n.name)
         split = "  ".join(f"{d}:{'·'.join(axes)}" for d, axes in n.split.items()) or "not split"
+        parts = [
+            ("compute", n.cost.compute),
+            ("communication", n.cost.communication),
+            ("update", n.cost.update),
+        ]
         rows.append(
             (
                 escape(n.name) + (f" ×{n.times}" if n.times > 1 else ""),
                 f"<code>{escape(n.einsum)}</code>",
                 escape(split),
                 cost_text(n.cost.total, plan.unit),
-                ""
-                if other is None or not plan.cost
-                else "impossible"
-                if other == float("inf")
-                else f"{max(other / (plan.cost + plan.hidden) - 1, 0.0):+.2%}",
-                _bar(
-                    [
-                        ("compute", n.cost.compute),
-                        ("communication", n.cost.communication),
-                        ("update", n.cost.update),
-                    ],
-                    most,
-                ),
+                _otherwise(e, n.name),
+                bar(parts, most),
             )
         )
     note = "split otherwise: how much more the best strategy costs that splits this layer in another way."
-    table = _table(["layer", "op", "split", "step>", "split otherwise>", "|"], rows)
-    return [*table, f"<p class=grey>{note}</p>"]
+    head = ["layer", "op", "split", "step>", "split otherwise>", "|"]
+    out = key(_PARTS) + table("The most expensive layers", head, rows[:_MOST_LAYERS])
+    if len(rows) > _MOST_LAYERS:
+        rest = table("The other layers", head, rows[_MOST_LAYERS:])
+        out += f"<details><summary>{len(rows) - _MOST_LAYERS} more layers</summary>{rest}</details>"
+    return f"{out}<p class='soft'>{note}</p>"
 
 
-def _memory(plan: PlanData) -> list[str]:
-    m = plan.memory
-    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
-    most = max(m.total, plan.memory_there)
-    rows = [(k, bytes_text(getattr(m, k)), _bar([("other", getattr(m, k))], most)) for k in kinds]
-    return _table(
-        ["", "bytes>", "|"], [*rows, ("<b>total</b>", bytes_text(m.total), _bar([("ours", m.total)], most))]
-    )
+def _otherwise(e: Explanation, layer: str) -> str:
+    other, whole = e.next_best.get(layer), e.plan.cost + e.plan.hidden
+    if other is None or not whole:
+        return ""
+    return "impossible" if other == float("inf") else f"{max(other / whole - 1, 0.0):+.2%}"
 
 
-def _storage(plan: PlanData) -> list[str]:
+def _storage(plan: PlanData) -> str:
     def shape(t: TensorPlan) -> str:
         dims = (
             f"{s}" + (f" / {'·'.join(axes)}" if axes else "")
@@ -169,7 +339,30 @@ def _storage(plan: PlanData) -> list[str]:
         )
         return escape(" × ".join(dims)) or "scalar"
 
-    return _table(
-        ["parameter", "dtype", "shape, and the axes that split it"],
-        ((escape(p), escape(t.dtype), shape(t)) for p, t in plan.parameters.items()),
-    )
+    head = ["parameter", "dtype", "shape, and the axes that split it"]
+    rows = [(escape(p), escape(t.dtype), shape(t)) for p, t in plan.parameters.items()]
+    listed = table("Parameters", head, rows)
+    if len(rows) <= _MOST_LAYERS:
+        return listed
+    return f"<details><summary>{len(rows)} parameters</summary>{listed}</details>"
+
+
+def _certificate(plan: PlanData) -> str:
+    if plan.optimal:
+        proof = f"No strategy that was allowed costs less than {cost_text(plan.cost, plan.unit)}: proven"
+    else:
+        proof = (
+            f"The best found costs {cost_text(plan.cost, plan.unit)}; nothing below {cost_text(plan.bound, plan.unit)} "
+            f"exists, so it is at most {_gap(plan)} above the best: proven"
+        )
+    how = f"{proof}, under cost model '{escape(plan.cost_model)}', over the meshes that were searched."
+    facts = {
+        "machine": f"{plan.machine}, digest {plan.machine_digest}",
+        "model's graph": f"digest {plan.graph_digest}",
+        "optimizer": plan.optimizer,
+        "micro-batches": str(plan.accumulate),
+        **plan.provenance,
+        **{f"seconds: {k}": f"{v:.3f}" for k, v in plan.seconds.items()},
+    }
+    rows = ((escape(k), escape(v)) for k, v in facts.items())
+    return f"<p>{how}</p>" + table("Origin", ["what", "value"], rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,9 +20,10 @@ from pase.machine.scale import QUANTITIES, scaled
 
 if TYPE_CHECKING:
     from pase.compiler.problem import SplitProblem
-    from pase.machine import CostModel, Machine, Mesh
+    from pase.machine import Mesh
+    from pase.plan.types import PlanData
 
-__all__ = ["Point", "Range", "parse_range", "sensitivity", "vary_machine"]
+__all__ = ["Point", "Range", "Swing", "parse_range", "sensitivity", "swings", "vary_machine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,44 @@ def vary_machine(
     return _points(done.problem, strategies, ranges, options.mesh, options.max_axes, within, progress)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Swing:
+    """One quantity of the machine times a factor: what the plan then costs, and the best strategy on the same mesh
+    (without a memory limit, nothing hidden), in the cost model's unit."""
+
+    quantity: str
+    factor: float
+    ours: float
+    best: float
+
+
+def swings(
+    plan: PlanData, problem: SplitProblem, factors: Sequence[float] = (0.5, 2.0), seconds: float = 20.0
+) -> list[Swing]:
+    """Each quantity of the machine alone, slower and faster; fewer where the time in seconds is up."""
+    from pase.search import solve
+    from pase.search.check import cost_of
+    from pase.tables.itemize import config_of
+
+    start, out = time.perf_counter(), list[Swing]()
+    configs = {n.name: config_of(problem.graph.node[n.name], n.split, plan.mesh) for n in plan.nodes}
+    for quantity, factor in itertools.product(QUANTITIES, factors):
+        if time.perf_counter() - start > seconds:
+            break
+        tables, space = _on(problem, {quantity: factor}).tables(plan.mesh)
+        ours = cost_of(tables, space.index(configs))
+        out.append(Swing(quantity=quantity, factor=factor, ours=ours, best=solve(tables).cost))
+    return out
+
+
+def _on(problem: SplitProblem, factors: Mapping[str, float]) -> SplitProblem:
+    """The problem on its machine, scaled."""
+    from pase import costmodels
+
+    machine = scaled(problem.machine, factors)
+    return replace(problem, machine=machine, model=costmodels.get(problem.model.name, machine))
+
+
 class _MemoryLimit(NamedTuple):
     """Bytes that a device may hold, and the seconds that a search within them may take."""
 
@@ -154,19 +194,14 @@ def _points(
     within: _MemoryLimit | None,
     progress: Callable[[str], None] | None,
 ) -> list[Point]:
-    from pase import costmodels
     from pase.search.check import cost_of
-
-    def on(machine: Machine) -> SplitProblem:
-        model: CostModel = costmodels.get(problem.model.name, machine)
-        return replace(problem, machine=machine, model=model)
 
     out = []
     for factors in itertools.product(*(r.factors for r in ranges)):
         at = dict(zip((r.quantity for r in ranges), factors, strict=True))
         if progress:
             progress(", ".join(f"{k} × {v:g}" for k, v in at.items()))
-        here = on(scaled(problem.machine, at))
+        here = _on(problem, at)
         over = here.meshes(mesh, max_axes)
         known = {m.sizes for m in over}
         # Where a method was given a mesh of its own, the search may use it, too: it is never worse than any.

@@ -11,7 +11,7 @@ from pase.errors import PaseError
 from pase.schedule.simulate import Evaluation, Interval
 from pase.schedule.types import ScheduleProblem
 
-__all__ = ["as_html", "write_gantt"]
+__all__ = ["as_html", "drawn_iteration", "write_gantt"]
 
 FORWARD, BACKWARD = "#4e79a7", "#a0bbd8"
 MESSAGES = ("#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1")
@@ -59,46 +59,62 @@ def _title(e: Evaluation) -> str:
 
 
 def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
-    """One self-contained page, one drawing per policy on a common time axis; bars name themselves on hover."""
-    width, left = 1100.0, 130.0
-    span = max(_span_ms(e) for e in evaluations)
-    scale = width / span if span > 0 else 1.0
-    out = [
-        "<!doctype html><meta charset='utf-8'><title>",
-        html.escape(problem.name),
-        "</title><style>body{font:13px sans-serif;margin:24px}h2{font-size:14px;margin:18px 0 4px}"
-        "text{font:11px sans-serif}i{display:inline-block;width:10px;height:10px;margin:0 4px 0 12px}</style><h1>",
-        html.escape(problem.name),
-        f"</h1><p><i style='background:{FORWARD}'></i>forward<i style='background:{BACKWARD}'></i>backward"
-        f"<i style='background:{MESSAGES[0]}'></i>messages, in several colours · a line where an iteration ends</p>",
-    ]
-    for e in evaluations:
-        rows = _rows(problem, e)
-        height = 26 * len(rows) + 18
-        out.append(
-            f"<h2>{html.escape(_title(e))}</h2><svg width='{width + left + 20:.0f}' height='{height}' role='img'>"
-        )
-        for r, (name, bars) in enumerate(rows):
-            y = 26 * r
-            out.append(f"<text x='0' y='{y + 15}'>{html.escape(name)}</text>")
-            for i, a, b, colour in bars:
-                label = f"{i.name}: {i.start_s * 1e3:.3f} to {i.end_s * 1e3:.3f} ms"
-                wide = max(0.4, (b - a) * scale)
-                edge = " stroke='white' stroke-width='0.4'" if wide > 3 else ""
-                out.append(
-                    f"<rect x='{left + a * scale:.2f}' y='{y}' width='{wide:.2f}' height='20' fill='{colour}'{edge}>"
-                    f"<title>{html.escape(label)}</title></rect>"
-                )
-        foot = height - 4
-        out.append(f"<text x='{left:.0f}' y='{foot}'>0</text>")
-        for ms in _ends_ms(e):
-            end = left + ms * scale
-            out.append(
-                f"<line x1='{end:.1f}' x2='{end:.1f}' y1='0' y2='{height - 16}' stroke='black'/>"
-                f"<text x='{end:.1f}' y='{foot}' text-anchor='middle'>{ms:.4g} ms</text>"
+    """One self-contained page: the policies compared, and a timeline of each that zooms and can be searched."""
+    from pase.pages.parts import bar, table
+    from pase.pages.shell import Section, page
+    from pase.pages.streams import timeline_mount
+
+    best = sorted(evaluations, key=lambda e: e.iteration_s)
+    most = best[-1].iteration_s
+    compared = table(
+        "Policies compared",
+        ["policy", "iteration ms>", "exposed ms>", "messages>", "updates late>", "|"],
+        (
+            (
+                html.escape(e.policy),
+                f"{e.iteration_s * 1e3:.3f}",
+                f"{e.exposed_s * 1e3:.3f}",
+                str(e.messages),
+                str(e.staleness),
+                bar([("compute", e.compute_s), ("communication", e.iteration_s - e.compute_s)], most),
             )
-        out.append("</svg>")
-    return "".join(out)
+            for e in best
+        ),
+    )
+    timelines = {str(k): drawn_iteration(problem, e) for k, e in enumerate(best)}
+    drawn = (f"<h3>{html.escape(_title(e))}</h3>{timeline_mount(str(k))}" for k, e in enumerate(best))
+    return page(
+        title=f"Bucket plans for {problem.name}",
+        lead="<p>One steady iteration under each policy: what compute does, and what each link carries meanwhile.</p>",
+        sections=[
+            Section(anchor="policies", title="Policies compared", body=compared),
+            Section(anchor="timelines", title="The iteration under each policy", body="".join(drawn)),
+        ],
+        widgets=("timeline",),
+        data={"unit": "s", "timelines": timelines},
+    )
+
+
+def drawn_iteration(problem: ScheduleProblem, e: Evaluation) -> dict[str, Any]:
+    """A steady iteration for the timeline widget: a stream of compute, and one for each link."""
+    from pase.pages.streams import Box, drawn_streams
+
+    phase = {b.name: b.phase for b in problem.blocks}
+    compute = "compute" if all(link.name != "compute" for link in problem.links) else "compute stream"
+    streams: dict[str, list[Box]] = {compute: [], **{link.name: [] for link in problem.links}}
+    for i in e.timeline:
+        kind = 2 if i.message is not None else int(phase[i.name] == "backward")
+        start, end = max(round(i.start_s * 1e9), 0), round(i.end_s * 1e9)
+        row = compute if i.message is None else i.resource
+        streams[row].append(Box(label=i.name, kind=kind, start_ns=start, length_ns=end - start))
+    return drawn_streams(
+        f"Timeline of {e.policy}",
+        streams,
+        [("forward", "compute"), ("backward", "backward"), ("communication", "communication")],
+        end_ns=round(_span_ms(e) * 1e6),
+        hint=f"An iteration takes {e.iteration_s * 1e3:.4g} ms. Click a box, or use the arrow keys, to read it; drag "
+        "to move; Ctrl and the wheel, or two fingers, zoom.",
+    )
 
 
 def write_gantt(path: Path, problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> None:

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pase.files.codec import NotNegative
 from pase.ir import Graph, Node
 from pase.machine import CollectiveKind, CostModel, Mesh
 from pase.tables.build import array_tile, charge_price, work_price
 from pase.tables.charges import Charge, edge_charges, node_charges
 from pase.tables.facts import facts
-from pase.tables.work import Phase, node_work
+from pase.tables.work import Phase, Work, WorkKind, node_work
 
-__all__ = ["Collective", "NodeCost", "collectives", "node_costs"]
+__all__ = ["Collective", "LocalWork", "NodeCost", "collectives", "local_work", "node_costs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,24 @@ class NodeCost:
     @property
     def total(self) -> float:
         return self.compute + self.communication + self.update
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWork:
+    """A piece of a node's work on one device, done once; ``times`` a step.
+
+    flops: a multiply-add is two. nbytes: read and written. mnk: local extents of a product. cost: of all times, in the
+    cost model's unit.
+    """
+
+    phase: Phase
+    kind: WorkKind
+    dtype: str
+    flops: NotNegative
+    nbytes: NotNegative
+    times: NotNegative
+    cost: NotNegative
+    mnk: tuple[float, float, float] | None = None
 
 
 def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Collective, ...]:
@@ -104,28 +123,50 @@ def collectives(
     return tuple(c for own in out for c in own)
 
 
-def node_costs(
-    graph: Graph,
-    mesh: Mesh,
-    configs: Mapping[str, np.ndarray],
-    model: CostModel,
-    moved: tuple[Collective, ...],
-    optimizer: str = "adam",
-) -> dict[str, NodeCost]:
-    """Per node: compute, communication (``moved``: the result of ``collectives``) and optimizer update."""
-    communication: dict[str, float] = {}
-    for c in moved:
-        communication[c.node] = communication.get(c.node, 0.0) + c.cost
-    made: dict[object, dict[str, float]] = {}  # equal nodes of repeated layers work alike
-    out: dict[str, NodeCost] = {}
+def local_work(
+    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], model: CostModel, optimizer: str = "adam"
+) -> dict[str, tuple[LocalWork, ...]]:
+    """What one device does for each node in a step, piece by piece; configs: node name -> int8 [axes]."""
+    made: dict[object, tuple[LocalWork, ...]] = {}  # equal nodes of repeated layers work alike
+    out: dict[str, tuple[LocalWork, ...]] = {}
     for n, number in zip(graph.nodes, facts(graph).cost, strict=True):
         at = (number, configs[n.name].tobytes())
         if at not in made:
-            parts = made[at] = {"compute": 0.0, "update": 0.0}
-            for w in node_work(graph, n, configs[n.name][None, :], mesh, optimizer, array_tile(model)):
-                price = float(np.ravel(work_price(w, model))[0])
-                parts["update" if w.phase == "update" else "compute"] += w.times * price
-        out[n.name] = NodeCost(communication=communication.get(n.name, 0.0), **made[at])
+            pieces = node_work(graph, n, configs[n.name][None, :], mesh, optimizer, array_tile(model))
+            made[at] = tuple(_worked(w, model) for w in pieces)
+        out[n.name] = made[at]
+    return out
+
+
+def _worked(w: Work, model: CostModel) -> LocalWork:
+    def one(x: np.ndarray) -> float:
+        return float(np.ravel(x)[0])
+
+    return LocalWork(
+        phase=w.phase,
+        kind=w.kind,
+        dtype=w.dtype,
+        flops=one(w.flops),
+        nbytes=one(w.nbytes),
+        times=w.times,
+        cost=w.times * one(work_price(w, model)),
+        mnk=None if w.mnk is None else (one(w.mnk[0]), one(w.mnk[1]), one(w.mnk[2])),
+    )
+
+
+def node_costs(
+    work: Mapping[str, tuple[LocalWork, ...]], moved: tuple[Collective, ...]
+) -> dict[str, NodeCost]:
+    """Per node: compute, communication and optimizer update; work: what each does, ``local_work``."""
+    communication: dict[str, float] = {}
+    for c in moved:
+        communication[c.node] = communication.get(c.node, 0.0) + c.cost
+    out: dict[str, NodeCost] = {}
+    for name, pieces in work.items():
+        parts = {"compute": 0.0, "update": 0.0}
+        for w in pieces:
+            parts["update" if w.phase == "update" else "compute"] += w.cost
+        out[name] = NodeCost(communication=communication.get(name, 0.0), **parts)
     return out
 
 

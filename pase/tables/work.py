@@ -26,6 +26,7 @@ __all__ = [
     "OPTIMIZERS",
     "Phase",
     "Work",
+    "WorkKind",
     "has_gradient",
     "node_work",
     "phase_of",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 Phase = Literal["forward", "backward", "update"]
+WorkKind = Literal["matmul", "conv", "attention", "memory"]
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adam_master": 3, "lion": 1, "adafactor": 0}
 """Optimizer -> float32 values of state it keeps per parameter (adafactor's factored rows are below a percent)."""
@@ -46,7 +48,7 @@ class Work:
     ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
     """
 
-    kind: Literal["matmul", "conv", "attention", "memory"]
+    kind: WorkKind
     dtype: str
     flops: np.ndarray
     nbytes: np.ndarray

@@ -1,0 +1,1 @@
+"""Pages of HTML: one file each, no network, light and dark, for phones, keyboards and screen readers."""

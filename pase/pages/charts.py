@@ -1,0 +1,152 @@
+"""Charts as SVG that need no script: points under a roofline, and areas stacked over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+__all__ = ["Point", "Roof", "areas", "roofline"]
+
+_WIDE, _HIGH = 960, 420
+_LEFT, _BOTTOM, _TOP, _RIGHT = 78, 40, 24, 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A piece of work: FLOPs a byte, FLOPs a second, its share of the whole (its area); title: what a reader is told.
+    node: which of the page's nodes it belongs to."""
+
+    intensity: float
+    rate: float
+    share: float
+    colour: str
+    title: str
+    node: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roof:
+    """No work is faster than ``rate`` FLOP/s, nor than ``bandwidth`` bytes/s allow at its intensity."""
+
+    name: str
+    rate: float
+    bandwidth: float
+
+
+def _decades(low: float, high: float) -> tuple[int, int]:
+    return math.floor(math.log10(low)), math.ceil(math.log10(high))
+
+
+def _engineering(x: float) -> str:
+    """
+    >>> _engineering(3.35e12), _engineering(1e15), _engineering(0.1)
+    ('3.35 T', '1 P', '0.1')
+    """
+    for scale, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if x >= scale:
+            return f"{x / scale:.3g} {name}"
+    return f"{x:.3g}"
+
+
+def roofline(points: Sequence[Point], roofs: Sequence[Roof]) -> str:
+    """Both axes logarithmic. Raises ValueError where there is no point."""
+    across = [p.intensity for p in points] + [r.rate / r.bandwidth for r in roofs]
+    rates = [p.rate for p in points] + [r.rate for r in roofs]
+    x0, x1 = _decades(min(across), max(across) * 1.5)
+    y0, y1 = _decades(min(rates), max(rates))
+
+    def x(v: float) -> float:
+        return _LEFT + (_WIDE - _LEFT - _RIGHT) * (math.log10(v) - x0) / max(x1 - x0, 1)
+
+    def y(v: float) -> float:
+        return _HIGH - _BOTTOM - (_HIGH - _BOTTOM - _TOP) * (math.log10(v) - y0) / max(y1 - y0, 1)
+
+    out = [_open(f"Roofline of {len(points)} pieces of work")]
+    for d in range(x0, x1 + 1):
+        out.append(_rule(x(10.0**d), _TOP, x(10.0**d), _HIGH - _BOTTOM))
+        out.append(f"<text x='{x(10.0**d):.1f}' y='{_HIGH - 22}' text-anchor='middle'>{10.0**d:g}</text>")
+    for d in range(y0, y1 + 1):
+        out.append(_rule(_LEFT, y(10.0**d), _WIDE - _RIGHT, y(10.0**d)))
+        out.append(
+            f"<text x='{_LEFT - 6}' y='{y(10.0**d) + 4:.1f}' text-anchor='end'>{_engineering(10.0**d)}</text>"
+        )
+    out.append(f"<text x='{_WIDE / 2}' y='{_HIGH - 4}' text-anchor='middle'>FLOP a byte moved</text>")
+    out.append(f"<text x='14' y='{_HIGH / 2}' transform='rotate(-90 14 {_HIGH / 2})'>FLOP/s</text>")
+    for r in roofs:
+        knee, low = r.rate / r.bandwidth, max(10.0**x0, 10.0**y0 / r.bandwidth)
+        line = f"M{x(low):.1f} {y(low * r.bandwidth):.1f}L{x(knee):.1f} {y(r.rate):.1f}H{_WIDE - _RIGHT}"
+        out.append(f"<path class='roof' d='{line}'><title>{escape(r.name)}</title></path>")
+        out.append(
+            f"<text x='{_WIDE - _RIGHT}' y='{y(r.rate) - 6:.1f}' text-anchor='end'>{escape(r.name)}</text>"
+        )
+    for p in sorted(points, key=lambda p: -p.share):
+        size = 3.5 + 16 * math.sqrt(p.share)
+        out.append(
+            f"<circle class='dot f-{p.colour}' cx='{x(p.intensity):.1f}' cy='{y(p.rate):.1f}' r='{size:.1f}' "
+            f"fill-opacity='.75' data-node='{p.node}'><title>{escape(p.title)}</title></circle>"
+        )
+    return "".join([*out, "</svg>"])
+
+
+def areas(
+    times: Sequence[float],
+    layers: Sequence[tuple[str, str, Sequence[float]]],
+    limits: Sequence[tuple[str, float]],
+    *,
+    label: str,
+    value: str = "GiB",
+    end: str = "",
+) -> str:
+    """Layers (name, colour, one value a time) stacked from the bottom up, over times that do not fall; limits: lines
+    (name, value). value: the unit that is written beside the axis; end: what stands at the last time."""
+    most = max([*(sum(v[i] for *_, v in layers) for i in range(len(times))), *(v for _, v in limits)]) or 1.0
+    whole = times[-1] or 1.0
+
+    def x(t: float) -> float:
+        return _LEFT + (_WIDE - _LEFT - _RIGHT) * t / whole
+
+    def y(v: float) -> float:
+        return _HIGH - _BOTTOM - (_HIGH - _BOTTOM - _TOP) * v / (most * 1.05)
+
+    out = [_open(label)]
+    step = _nice(most / 5)
+    for k in range(int(most / step) + 1):
+        out.append(_rule(_LEFT, y(k * step), _WIDE - _RIGHT, y(k * step)))
+        out.append(
+            f"<text x='{_LEFT - 6}' y='{y(k * step) + 4:.1f}' text-anchor='end'>{k * step:g} {value}</text>"
+        )
+    below = [0.0] * len(times)
+    for name, colour, values in layers:
+        above = [b + v for b, v in zip(below, values, strict=True)]
+        top = "L".join(f"{x(t):.1f} {y(v):.1f}" for t, v in zip(times, above, strict=True))
+        back = "L".join(f"{x(t):.1f} {y(v):.1f}" for t, v in reversed([*zip(times, below, strict=True)]))
+        out.append(f"<path class='f-{colour}' d='M{top}L{back}Z'><title>{escape(name)}</title></path>")
+        below = above
+    for name, v in limits:
+        out.append(f"<path class='limit' d='M{_LEFT} {y(v):.1f}H{_WIDE - _RIGHT}'/>")
+        out.append(
+            f"<text x='{_WIDE - _RIGHT - 4}' y='{y(v) + 15:.1f}' text-anchor='end'>{escape(name)}</text>"
+        )
+    out.append(f"<text x='{_LEFT}' y='{_HIGH - 18}'>begin of the step</text>")
+    out.append(f"<text x='{_WIDE - _RIGHT}' y='{_HIGH - 18}' text-anchor='end'>{escape(end)}</text>")
+    return "".join([*out, "</svg>"])
+
+
+def _nice(x: float) -> float:
+    """The least of 1, 2, 5 times a power of ten that is not below x.
+
+    >>> _nice(0.013), _nice(34)
+    (0.02, 50.0)
+    """
+    base = 10.0 ** math.floor(math.log10(x))
+    return next(base * k for k in (1, 2, 5, 10) if base * k >= x * (1 - 1e-9))
+
+
+def _open(label: str) -> str:
+    return f"<svg class='chart' viewBox='0 0 {_WIDE} {_HIGH}' role='img' aria-label='{escape(label, quote=True)}'>"
+
+
+def _rule(x0: float, y0: float, x1: float, y1: float) -> str:
+    return f"<path class='grid' d='M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}'/>"

@@ -1,0 +1,243 @@
+/* The model as a graph that unfolds, a layer in full, and which device holds what and talks to whom. */
+function explorer(root) {
+  const nodes = data.nodes, moves = data.moves, shown = data.order;
+  const whole = Math.max(...shown.map((i) => sum(nodes[i].cost)), 0);
+  const PARTS = ["compute", "communication", "update"];
+  function sum(xs) { return xs.reduce((a, b) => a + b, 0); }
+  function total(i) { return sum(nodes[i].cost); }
+
+  /* Groups of neighbours with the same path, each open or closed. */
+  const top = { children: [], depth: -1, open: true };
+  for (const i of shown) {
+    let at = top;
+    for (const name of nodes[i].path) {
+      const last = at.children.at(-1);
+      if (last && last.children && last.name === name) at = last;
+      else { const group = { name, children: [], depth: at.depth + 1, open: false, parent: at }; at.children.push(group); at = group; }
+    }
+    at.children.push({ node: i, depth: at.depth + 1, parent: at });
+  }
+  const leaves = (item) => (item.children ? item.children.flatMap(leaves) : [item.node]);
+  const open = (item) => { if (item.children) { item.open = true; item.children.forEach(open); } };
+  if (shown.length <= 60) open(top);
+  else top.children.filter((c) => c.children && top.children.length < 12).forEach((c) => (c.open = c.children.length < 40));
+
+  const tree = el("div", { role: "tree", "aria-label": "The model's layers in the order in which they run" });
+  const detail = el("div", { class: "panel", "aria-live": "polite" });
+  const map = el("div", { class: "panel" });
+  const search = el("input", { type: "search", placeholder: "Search layers", "aria-label": "Search layers" });
+  const press = (text, act) => el("button", { type: "button", onclick: act }, text);
+  const every = (item, value) => { if (item.children) { item.children.forEach((c) => every(c, value)); if (item !== top) item.open = value; } };
+  const tools = el("div", { class: "tools" }, search,
+    press("Unfold all", () => { every(top, true); draw(); }), press("Fold all", () => { every(top, false); draw(); }));
+  root.replaceChildren(el("div", { class: "split" }, el("div", {}, tools, tree, map), detail));
+
+  let rows = [], chosen = null;
+  function visible(item, out) {
+    for (const child of item.children) { out.push(child); if (child.children && child.open) visible(child, out); }
+    return out;
+  }
+  function draw(focus = false) {
+    rows = visible(top, []);
+    const gutter = root.clientWidth < 600 ? 22 : 40, most = Math.max(whole, ...rows.map((r) => sum(leaves(r).map(total))));
+    const made = rows.map((r, k) => {
+      const inside = leaves(r), costs = PARTS.map((_, p) => sum(inside.map((i) => nodes[i].cost[p]))), n = r.node === undefined ? null : nodes[r.node];
+      const times = n ? n.times : Math.max(...inside.map((i) => nodes[i].times));
+      const repeated = times > 1 && (!r.parent || r.parent === top || n) && !(n && r.parent !== top) ? ` ×${count(times)}` : "";
+      const name = (r.children ? (r.open ? "▾ " : "▸ ") : "") + (n ? n.name : r.name) + repeated;
+      const track = el("span", { class: "track" }, ...costs.map((c, p) => { const s = el("i", { class: `f-${PARTS[p]}` }); s.style.width = `${most > 0 ? (100 * c) / most : 0}%`; return s; }));
+      const item = el("div", {
+        role: "treeitem", "aria-level": String(r.depth + 1), "aria-selected": String(r === chosen), tabindex: r === chosen || (!chosen && k === 0) ? "0" : "-1",
+        "aria-expanded": r.children ? String(r.open) : undefined, "aria-label": `${n ? n.name : r.name}${repeated}, ${cost(sum(costs))}`,
+        onclick: () => { if (r.children && r === chosen) r.open = !r.open; choose(r); },
+      }, el("span", {}, name), track, el("span", { class: "when" }, cost(sum(costs))));
+      item.style.paddingLeft = `${gutter + 14 * r.depth}px`;
+      return item;
+    });
+    tree.replaceChildren(arcs(gutter), ...made);
+    if (focus && chosen) { const k = rows.indexOf(chosen); made[k]?.focus({ preventScroll: true }); made[k]?.scrollIntoView({ block: "nearest" }); }
+  }
+  /* What reads what, between the rows that are seen; orange where the reading moves data between devices. */
+  function arcs(gutter) {
+    const NS = "http://www.w3.org/2000/svg", H = 28, row = new Map(), seen = new Map();
+    rows.forEach((r, k) => { if (!r.children || !r.open) leaves(r).forEach((i) => row.set(i, k)); });
+    for (const i of shown)
+      for (const j of nodes[i].reads) {
+        const a = row.get(j), b = row.get(i);
+        if (a === undefined || b === undefined || a === b) continue;
+        const paid = nodes[i].moves.some((m) => moves[m].source === j), at = `${a},${b}`;
+        seen.set(at, { a, b, paid: paid || (seen.get(at)?.paid ?? false) });
+      }
+    const svg = document.createElementNS(NS, "svg"), near = chosen ? rows.indexOf(chosen) : -1;
+    svg.setAttribute("width", gutter); svg.setAttribute("height", rows.length * H); svg.setAttribute("aria-hidden", "true");
+    for (const { a, b, paid } of [...seen.values()].slice(0, 4000)) {
+      const path = document.createElementNS(NS, "path"), x = gutter - 5, out = x - Math.min(x - 2, 6 + 4 * Math.sqrt(Math.abs(b - a)));
+      path.setAttribute("d", `M${x} ${a * H + H / 2}C${out} ${a * H + H / 2} ${out} ${b * H + H / 2} ${x} ${b * H + H / 2}`);
+      path.setAttribute("class", a === near || b === near ? "near" : paid ? "moves" : "");
+      svg.append(path);
+    }
+    return svg;
+  }
+  function choose(item, focus = true) {
+    chosen = item;
+    draw(focus);
+    if (item.node === undefined) group(item);
+    else layer(item.node);
+  }
+  tree.addEventListener("keydown", (e) => {
+    const k = rows.indexOf(chosen ?? rows[0]), r = rows[k];
+    const acts = {
+      ArrowDown: () => rows[k + 1] && choose(rows[k + 1]), ArrowUp: () => rows[k - 1] && choose(rows[k - 1]),
+      Home: () => choose(rows[0]), End: () => choose(rows.at(-1)),
+      ArrowRight: () => { if (r.children && !r.open) { r.open = true; choose(r); } else if (r.children) choose(r.children[0]); },
+      ArrowLeft: () => { if (r.children && r.open) { r.open = false; choose(r); } else if (r.parent !== top) choose(r.parent); },
+      Enter: () => { if (r.children) r.open = !r.open; choose(r); }, " ": () => acts.Enter(),
+    };
+    if (acts[e.key]) { e.preventDefault(); acts[e.key](); }
+  });
+  function reveal(i) {
+    const find = (item) => item.children?.map((c) => (c.node === i ? c : find(c))).find(Boolean);
+    const item = find(top);
+    if (!item) return;
+    for (let p = item.parent; p; p = p.parent) p.open = true;
+    choose(item);
+  }
+  search.addEventListener("keydown", (e) => { if (e.key === "Enter") next(); });
+  function next() {
+    const text = search.value.trim().toLowerCase(), hits = shown.filter((i) => nodes[i].name.toLowerCase().includes(text));
+    if (!text || !hits.length) return;
+    const now = chosen?.node ?? -1;
+    reveal(hits.find((i) => i > now) ?? hits[0]);
+    search.focus();
+  }
+
+  /* Of a split, what is work or storage: what is pending is a gradient's, what is state an optimizer's. */
+  const without = (split, ...dims) => Object.fromEntries(Object.entries(split).filter(([d]) => !dims.includes(d)));
+  const words = (split) => Object.entries(without(split, "pending")).map(([d, axes]) => `${d} over ${axes.join("·")}`).join(", ") || "not split";
+  function grid(head, body) {
+    return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": head[0] }, el("table", {},
+      el("thead", {}, el("tr", {}, ...head.map((h, k) => el("th", { scope: "col", class: k > 1 ? "n" : "" }, h)))),
+      el("tbody", {}, ...body.map((r) => el("tr", {}, ...r.map((c, k) => el("td", { class: k > 1 ? "n" : "" }, c)))))));
+  }
+  function facts(pairs) {
+    return el("dl", { class: "facts" }, ...pairs.filter(([, v]) => v).flatMap(([k, v]) => [el("dt", {}, k), el("dd", {}, v)]));
+  }
+  function shape(n) { return Object.entries(n.sizes).map(([d, s]) => `${d} ${count(s)}`).join(", "); }
+  function group(item) {
+    const inside = leaves(item), costs = PARTS.map((_, p) => sum(inside.map((i) => nodes[i].cost[p])));
+    const heavy = [...inside].sort((a, b) => total(b) - total(a)).slice(0, 6);
+    detail.replaceChildren(el("h3", {}, item.name), facts([
+      ["layers", count(inside.length)], ["a step", cost(sum(costs))],
+      ...PARTS.map((p, k) => [p, costs[k] ? cost(costs[k]) : ""]),
+      ["kept on a device", bytes(sum(inside.map((i) => sum(Object.values(nodes[i].keeps)))))],
+    ]), grid(["most expensive", "split", "a step"], heavy.map((i) => [nodes[i].name, words(nodes[i].split), cost(total(i))])));
+    devices(heavy[0]);
+  }
+  function layer(i) {
+    const n = nodes[i], weights = n.reads.filter((j) => nodes[j].role === "parameter");
+    const next = n.next === null ? "" : n.next === "impossible" ? "no other split is possible" : `${(100 * n.next).toFixed(2)}% more for the whole step, at least`;
+    detail.replaceChildren(...[
+      el("h3", {}, n.name + (n.times > 1 ? ` ×${count(n.times)}` : "")),
+      facts([["op", `${n.op}  ${n.einsum}`], ["sizes", shape(n)], ["split", words(n.split)], ["if split otherwise", next],
+        ["a step", PARTS.map((p, k) => (n.cost[k] ? `${p} ${cost(n.cost[k])}` : null)).filter(Boolean).join(", ") || "nothing"],
+        ["a device keeps", Object.entries(n.keeps).map(([k, b]) => `${k} ${bytes(b)}`).join(", ")],
+        ["while recomputed", n.again ? bytes(n.again) : ""], ["written at", n.source]]),
+      n.moves.length ? el("h3", {}, "What it sends, and why") : null,
+      n.moves.length ? grid(["why", "between", "bytes", "times", "a step"], n.moves.map((m) => [moves[m].why, moves[m].axes.join("·"), bytes(moves[m].bytes), count(moves[m].times), cost(moves[m].cost)])) : null,
+      n.work.length ? el("h3", {}, "What one device does") : null,
+      n.work.length ? grid(["pass", "work", "GFLOP", "moved", "a step"], n.work.map((w) => [w.phase, `${w.kind} ${w.dtype}`, Number((w.flops / 1e9).toPrecision(3)).toLocaleString("en"), bytes(w.bytes), cost(w.cost)])) : null,
+      weights.length ? el("h3", {}, "Its parameters") : null,
+      weights.length ? grid(["parameter", "stored", "a device"], weights.map((j) => [nodes[j].name, words(nodes[j].split), bytes(nodes[j].keeps.parameters ?? 0)])) : null,
+    ].filter(Boolean));
+    devices(i);
+  }
+
+  /* The mesh: devices in the order of their numbers, hosts side by side. */
+  const { names, sizes, host } = data.mesh, D = sizes.reduce((a, b) => a * b, 1);
+  const strides = sizes.map((_, k) => sizes.slice(k + 1).reduce((a, b) => a * b, 1));
+  const place = (device) => sizes.map((s, k) => Math.floor(device / strides[k]) % s);
+  let device = 0;
+  const canvas = el("canvas", { tabindex: "0", role: "application", "aria-roledescription": "map of devices" });
+  const view = el("select", { "aria-label": "What the map shows" });
+  const said = el("p", { class: "said", "aria-live": "polite" });
+  map.replaceChildren(el("h3", {}, "Who holds what, who talks to whom"), el("div", { class: "tools" }, el("label", {}, "Show ", view)), canvas, said);
+  let views = [], COLUMNS = 1, CELL = 1;
+  function shard(split, at) {
+    let index = 0, ways = 1;
+    const parts = [];
+    for (const [d, axes] of Object.entries(split)) {
+      let i = 0, w = 1;
+      for (const a of axes) { const k = names.indexOf(a); i = i * sizes[k] + at[k]; w *= sizes[k]; }
+      parts.push(`${d} ${i + 1} of ${w}`);
+      index = index * w + i; ways *= w;
+    }
+    return { index, ways, text: parts.join(", ") || "all of it" };
+  }
+  const rest = (axes) => Object.fromEntries(names.filter((a) => !axes.includes(a)).map((a) => [a, [a]]));
+  function devices(i) {
+    const n = nodes[i], before = view.value;
+    views = [...(n.role === "parameter" ? [] : [{ text: `what each works on in ${n.name}`, split: without(n.split, "pending", "state"), verb: "works on" }]),
+      ...[i, ...n.reads].filter((j) => nodes[j].role === "parameter").flatMap((j) => stored(nodes[j])),
+      ...n.moves.map((m) => ({ text: `${moves[m].kind.replaceAll("_", "-")}, ${moves[m].phase}: ${moves[m].why}`, axes: moves[m].axes, split: rest(moves[m].axes), verb: "is in group" }))];
+    view.replaceChildren(...views.map((v, k) => el("option", { value: String(k) }, v.text.length > 90 ? `${v.text.slice(0, 88)}…` : v.text)));
+    view.value = Number(before) < views.length && before ? before : "0";
+    paint();
+  }
+  function stored(n) {
+    const state = n.split.state ? [{ text: `how gradient and optimizer state of ${n.name} are stored`, split: n.split, verb: "holds" }] : [];
+    return [{ text: `how ${n.name} is stored`, split: without(n.split, "state"), verb: "holds" }, ...state];
+  }
+  const NEAR = 12;
+  function paint() {
+    const v = views[Number(view.value)];
+    if (!v) return;
+    const width = map.clientWidth - 30, least = D > 4096 ? 4 : D > 1024 ? 6 : D > 256 ? 14 : 30;
+    COLUMNS = Math.max(1, Math.min(D, Math.floor(width / least)));
+    if (host > 1 && COLUMNS > host) COLUMNS -= COLUMNS % host;
+    if (D <= 4 * COLUMNS && D > host && host > 1) COLUMNS = Math.min(COLUMNS, Math.max(host, Math.ceil(D / 4 / host) * host));
+    CELL = Math.min(54, Math.floor(width / COLUMNS));
+    const mine = shard(v.split, place(device)), dark = Number(colour("bg").match(/\d+/)[0]) < 128;
+    fitted(canvas, Math.ceil(D / COLUMNS) * CELL + 2, (c) => {
+      for (let d = 0; d < D; d++) {
+        const x = (d % COLUMNS) * CELL, y = Math.floor(d / COLUMNS) * CELL, s = shard(v.split, place(d));
+        const gap = CELL > 12 ? 2 : CELL > 5 ? 1 : 0, wide = host > 1 && d % host === host - 1 && CELL > 5 ? 3 : gap;
+        c.fillStyle = s.ways > 1 ? `hsl(${Math.round((330 * s.index) / s.ways)} 55% ${dark ? 34 : 76}%)` : colour("line");
+        c.fillRect(x, y, CELL - wide, CELL - gap);
+        if (s.index === mine.index && CELL > 5) { c.strokeStyle = colour(v.axes ? "communication" : "accent"); c.lineWidth = CELL > 12 ? 2.5 : 1; c.strokeRect(x + 1.5, y + 1.5, CELL - wide - 3, CELL - gap - 3); }
+        else if (s.index === mine.index) { c.fillStyle = colour(v.axes ? "communication" : "accent"); c.fillRect(x, y, CELL, CELL); }
+        if (d === device) { c.strokeStyle = colour("ink"); c.lineWidth = 3; c.strokeRect(x, y, Math.max(CELL - wide, 4), Math.max(CELL - gap, 4)); }
+        if (CELL >= 30) { c.fillStyle = colour("ink"); c.fillText(String(d), x + 6, y + CELL / 2); }
+      }
+    });
+    const at = place(device), same = [];
+    let alike = 0;
+    for (let d = 0; d < D; d++) if (d !== device && shard(v.split, place(d)).index === mine.index) { alike++; if (same.length < NEAR) same.push(d); }
+    const list = same.join(", ") + (alike > same.length ? ` and ${count(alike - same.length)} more` : "");
+    const who = `Device ${device}${host > 1 && host < D ? ` (host ${Math.floor(device / host)})` : ""}, at ${names.map((a, k) => `${a} ${at[k]}`).join(", ")}`;
+    said.textContent = v.axes
+      ? `${who}: talks to ${alike ? (alike > 1 ? "devices " : "device ") + list : "no other device"} over ${v.axes.join("·")}.`
+      : `${who}: ${v.verb} ${mine.text}; ${alike ? `the same as ${alike > 1 ? "devices " : "device "}${list}` : "no other device does"}.`;
+    canvas.setAttribute("aria-label", `${count(D)} devices; arrow keys go from device to device. ${v.text}`);
+  }
+  view.addEventListener("change", paint);
+  canvas.addEventListener("click", (e) => {
+    const box = canvas.getBoundingClientRect(), d = Math.floor((e.clientY - box.top) / CELL) * COLUMNS + Math.floor((e.clientX - box.left) / CELL);
+    if (d >= 0 && d < D && (e.clientX - box.left) / CELL < COLUMNS) { device = d; paint(); }
+  });
+  canvas.addEventListener("keydown", (e) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: COLUMNS, ArrowUp: -COLUMNS }[e.key];
+    if (by === undefined) return;
+    e.preventDefault();
+    if (device + by >= 0 && device + by < D) { device += by; paint(); }
+  });
+  onLook(paint, map);
+  document.querySelectorAll("[data-node]").forEach((dot) => {
+    const go = () => { reveal(Number(dot.dataset.node)); root.scrollIntoView(); };
+    dot.addEventListener("click", go);
+    dot.addEventListener("keydown", (e) => { if (e.key === "Enter") go(); });
+  });
+  const first = [...shown].sort((a, b) => total(b) - total(a))[0];
+  if (first === undefined) draw();
+  else { draw(); chosen = null; const find = (item) => item.children?.map((c) => (c.node === first ? c : find(c))).find(Boolean); const item = find(top); if (rows.includes(item)) { chosen = item; draw(); layer(first); tree.scrollTop = rows.indexOf(item) * 28 - tree.clientHeight / 2; } else group(rows[0].children ? rows[0] : { name: rows[0].name ?? "", children: [rows[0]] }); }
+}
+document.querySelectorAll("[data-explorer]").forEach(explorer);

@@ -1,0 +1,52 @@
+"""Parts of a page that need no script: tables with bars, figures, keys. Cells and values are HTML, escaped already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+__all__ = ["bar", "cards", "key", "table"]
+
+
+def bar(parts: Iterable[tuple[str, float]], whole: float) -> str:
+    """Parts of the whole as one bar; (colour of the sheet, part of it)."""
+    return "".join(
+        f"<span class='bar f-{kind}' style='width:{100 * value / whole:.2f}%'></span>"
+        for kind, value in parts
+        if whole > 0 and value > 0
+    )
+
+
+def table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table that scrolls where it is too wide. Columns whose title ends in '>' are numbers, in '|' bars."""
+    kinds = ["n" if h.endswith(">") else "b" if h.endswith("|") else "" for h in head]
+    titles = (h.rstrip(">|") for h in head)
+    out = [
+        f"<div class='scroll' tabindex='0' role='region' aria-label='{escape(label, quote=True)}'><table><thead><tr>",
+        *(
+            f"<th scope='col' class='{k}'>{escape(t) or '<span hidden>bar</span>'}"
+            for t, k in zip(titles, kinds, strict=True)
+        ),
+        "</thead><tbody>",
+    ]
+    for row in rows:
+        out.append("<tr>" + "".join(f"<td class='{k}'>{c}" for c, k in zip(row, kinds, strict=True)))
+    return "\n".join([*out, "</tbody></table></div>"])
+
+
+def cards(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Key figures: (what, value, a remark in small print)."""
+    inside = (
+        f"<div><dt>{what}</dt><dd>{value}{f'<small>{remark}</small>' if remark else ''}</dd></div>"
+        for what, value, remark in figures
+    )
+    return f"<dl class='cards'>{''.join(inside)}</dl>"
+
+
+def key(names: Iterable[tuple[str, str]]) -> str:
+    """What each colour stands for: (colour of the sheet, name)."""
+    return (
+        "<ul class='key'>"
+        + "".join(f"<li><i class='f-{c}'></i>{escape(name)}" for c, name in names)
+        + "</ul>"
+    )

@@ -1,0 +1,82 @@
+"""The page around what is shown: head, list of sections, style, scripts; everything in one file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib import resources
+from typing import Any, Literal
+
+__all__ = ["Section", "Widget", "page"]
+
+Widget = Literal["timeline", "explorer"]
+"""A script of this package that brings elements of the page to life."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a page: its anchor, its title, and its body as HTML."""
+
+    anchor: str
+    title: str
+    body: str
+
+
+def page(
+    *,
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    foot: str = "",
+    widgets: Sequence[Widget] = (),
+    data: Mapping[str, Any] | None = None,
+) -> str:
+    """The page as text. title: plain text; lead, foot and sections' bodies: HTML, in which what comes from files is
+    escaped already. data: what the widgets draw, as JSON.
+
+    The page may load nothing and run nothing but its own script: its Content-Security-Policy says so to the browser.
+    """
+    script = "\n".join(_asset(f"{name}.js") for name in ("common", *widgets))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    links = "".join(f"<li><a href='#{s.anchor}'>{escape(s.title)}</a>" for s in sections)
+    return "\n".join(
+        [
+            "<!doctype html>",
+            "<html lang='en'><head><meta charset='utf-8'>",
+            "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            f"<link rel='icon' href='data:,'><title>{escape(title)}</title>",
+            f"<style>{_asset('page.css')}</style></head><body>",
+            "<a class='skip' href='#main'>Skip to the content</a>",
+            f"<header><h1>{escape(title)}</h1>"
+            "<button type='button' id='theme' aria-label='Change between light and dark'>Dark</button></header>",
+            f"<nav aria-label='Sections'><ul>{links}</ul></nav>",
+            f"<main id='main'>{lead}",
+            *(
+                f"<section id='{s.anchor}' aria-labelledby='{s.anchor}-title'>"
+                f"<h2 id='{s.anchor}-title'>{escape(s.title)}</h2>{s.body}</section>"
+                for s in sections
+            ),
+            f"</main><footer>{foot}</footer>",
+            f"<script type='application/json' id='data'>{_json(data or {})}</script>",
+            f"<script>{script}</script></body></html>",
+            "",
+        ]
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return resources.files("pase.pages").joinpath(name).read_text(encoding="utf-8")
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """JSON that no text in it can end, whatever it holds."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -1,0 +1,61 @@
+"""What the timeline widget draws: streams of boxes, one at a time on each, in nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Box", "drawn_streams", "timeline_mount"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """Something that ran on a stream. kind: index into the timeline's kinds. more: shown when the box is chosen."""
+
+    label: str
+    kind: int
+    start_ns: int
+    length_ns: int
+    more: str = ""
+
+
+def drawn_streams(
+    title: str,
+    streams: Mapping[str, Iterable[Box]],
+    kinds: Sequence[tuple[str, str]],
+    *,
+    end_ns: int,
+    hint: str,
+) -> dict[str, Any]:
+    """JSON for the timeline widget. kinds: (name, colour of the sheet). Names are held once each."""
+    labels: dict[str, int] = {}
+    more: dict[str, int] = {}
+    rows = []
+    for name, boxes in streams.items():
+        order = sorted(boxes, key=lambda b: b.start_ns)
+        rows.append(
+            {
+                "name": name,
+                "start": [b.start_ns for b in order],
+                "length": [b.length_ns for b in order],
+                "label": [labels.setdefault(b.label, len(labels)) for b in order],
+                "kind": [b.kind for b in order],
+            }
+        )
+        if any(b.more for b in order):
+            rows[-1]["more"] = [more.setdefault(b.more, len(more)) for b in order]
+    return {
+        "title": title,
+        "hint": hint,
+        "end": max(end_ns, 1),
+        "kinds": [{"name": n, "colour": c} for n, c in kinds],
+        "labels": list(labels),
+        "more": list(more),
+        "streams": rows,
+    }
+
+
+def timeline_mount(name: str) -> str:
+    """Where the widget draws the timeline of this name of the page's data."""
+    return f"<div data-timeline='{name}'><p>The timeline is drawn by the page's script.</p></div>"

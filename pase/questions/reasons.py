@@ -1,0 +1,105 @@
+"""Why a plan splits a model as it does, in sentences: from its meshes, its layers, and what else was priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pase.plan.table import bytes_text, cost_text
+from pase.plan.types import PlanData
+from pase.questions.explain import Explanation
+
+__all__ = ["reasons"]
+
+_HEAVY = ("matmul", "conv", "attention")
+_TIE = 1e-9
+
+
+def reasons(e: Explanation) -> list[str]:
+    """What a person would say of the plan who had its figures, the most important first."""
+    return [
+        *_axes(e.plan),
+        *_storage(e.plan),
+        *_communication(e),
+        *_meshes(e.plan),
+        *_methods(e.plan),
+        *_next_best(e),
+    ]
+
+
+def _axes(plan: PlanData) -> Iterator[str]:
+    """What each axis of the mesh splits, by the products' time."""
+    heavy = [n for n in plan.nodes if n.op in _HEAVY]
+    whole = sum(n.cost.compute for n in heavy)
+    for axis, ways in zip(plan.mesh.names, plan.mesh.sizes, strict=True):
+        time: dict[str, float] = {}
+        for n in heavy:
+            dims = [d for d, axes in n.split.items() if axis in axes]
+            dim = dims[0] if dims else ""
+            time[dim] = time.get(dim, 0.0) + n.cost.compute
+        if not whole or not time:
+            continue
+        dim, most = max(time.items(), key=lambda kv: kv[1])
+        share = f"{most / whole:.0%} of the time of products"
+        if dim:
+            yield f"Axis {axis} ({ways} ways) splits dimension {dim} in {share}."
+        else:
+            yield f"Axis {axis} ({ways} ways) splits nothing in {share}: what it would save costs more to send."
+
+
+def _storage(plan: PlanData) -> Iterator[str]:
+    split = sum(any(t.storage) for t in plan.parameters.values())
+    state = sum(t.state is not None and any(t.state) for t in plan.parameters.values())
+    if not plan.parameters:
+        return
+    kept = bytes_text(plan.memory.parameters)
+    text = f"{split} of {len(plan.parameters)} parameters are stored split; a device holds {kept} of them."
+    if state:
+        text += (
+            f" Of {state}, gradient and optimizer state are split further than the parameter (as in ZeRO-2)."
+        )
+    yield text
+
+
+def _communication(e: Explanation) -> Iterator[str]:
+    plan = e.plan
+    sent = [c for c in e.causes if c.group == "communication" and c.cost > 0]
+    if not sent or not plan.cost:
+        yield "Nothing is sent between devices."
+        return
+    yield (
+        f"Communication is {plan.communication / plan.cost:.1%} of the step"
+        + (f", {cost_text(plan.hidden, plan.unit)} of it hidden behind compute" if plan.hidden else "")
+        + f"; most of it because {sent[0].what} ({cost_text(sent[0].cost, plan.unit)})."
+    )
+
+
+def _meshes(plan: PlanData) -> Iterator[str]:
+    others = sorted(
+        (t for t in plan.tried if t.mesh != plan.mesh.sizes and t.cost > plan.cost * (1 + _TIE)),
+        key=lambda t: t.cost,
+    )
+    if others and plan.cost:
+        mesh, more = "×".join(map(str, others[0].mesh)), others[0].cost / plan.cost - 1
+        yield f"Of {len(plan.tried)} meshes searched, the next best ({mesh}) costs {more:.2%} more."
+
+
+def _methods(plan: PlanData) -> Iterator[str]:
+    """The best of what people do by hand, of those that fit where any does."""
+    if not plan.baselines or not plan.cost:
+        return
+    fitting = {n: c for n, c in plan.baselines.items() if n not in plan.too_large}
+    cost, name = min((c, n) for n, c in (fitting or plan.baselines).items())
+    ways = "is as good" if cost <= plan.cost * (1 + _TIE) else f"costs {cost / plan.cost - 1:.2%} more"
+    yield f"The best that people do by hand, {name.replace('_', ' ')}, {ways}."
+
+
+def _next_best(e: Explanation) -> Iterator[str]:
+    base = e.plan.cost + e.plan.hidden
+    finite = {n: c / base - 1 for n, c in e.next_best.items() if base and c != float("inf")}
+    if not finite:
+        return
+    near, far = min(finite, key=lambda n: finite[n]), max(finite, key=lambda n: finite[n])
+    yield (
+        f"The next best plan splits {near} otherwise and costs {max(finite[near], 0.0):.3%} more; the split that "
+        f"matters most is that of {far}: any other costs at least {finite[far]:.1%} more."
+    )

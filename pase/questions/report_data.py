@@ -1,0 +1,202 @@
+"""What the widgets of a report draw: the model as a graph, its mesh, and the step as streams."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pase.plan.types import NodePlan, PlanData
+from pase.questions.explain import Explanation, why
+from pase.tables.itemize import Collective
+
+__all__ = ["explorer_data", "priced_step"]
+
+PARAMETERS = "parameters"
+"""The name of the group in which a layer's parameters stand."""
+
+
+def explorer_data(e: Explanation) -> dict[str, Any]:
+    """Nodes and moves by number, the order in which they are listed, and the mesh."""
+    plan = e.plan
+    op_of = {n.name: n.op for n in plan.nodes}
+    number = {n.name: i for i, n in enumerate(plan.nodes)}
+    moves: dict[str, list[int]] = {}
+    for i, c in enumerate(plan.collectives):
+        moves.setdefault(c.node, []).append(i)
+    paths = layer_paths(plan.nodes)
+    return {
+        "unit": plan.unit,
+        "mesh": {"names": plan.mesh.names, "sizes": plan.mesh.sizes, "host": _host(e)},
+        "order": [number[name] for name in paths],
+        "nodes": [
+            {
+                "name": n.name,
+                "role": "parameter" if n.op == "parameter" else "op",
+                "path": paths[n.name],
+                "op": n.op,
+                "einsum": n.einsum,
+                "sizes": dict(n.sizes),
+                "split": dict(n.split),
+                "times": n.times,
+                "source": n.source,
+                "cost": [_short(n.cost.compute), _short(n.cost.communication), _short(n.cost.update)],
+                "reads": [number[r] for r in n.reads],
+                "keeps": dict(n.keeps),
+                "again": n.kept_again,
+                "moves": moves.get(n.name, []),
+                "work": [
+                    {
+                        "phase": w.phase,
+                        "kind": w.kind,
+                        "dtype": w.dtype,
+                        "flops": _short(w.flops * w.times),
+                        "bytes": _short(w.nbytes * w.times),
+                        "cost": _short(w.cost),
+                    }
+                    for w in n.work
+                ],
+                "next": _next(e, n.name),
+            }
+            for n in plan.nodes
+        ],
+        "moves": [
+            {
+                "kind": c.kind,
+                "axes": c.axes,
+                "bytes": c.nbytes,
+                "times": c.times,
+                "phase": c.phase,
+                "why": why(c, op_of),
+                "source": number.get(c.source, -1),
+                "cost": _short(c.cost),
+            }
+            for c in plan.collectives
+        ],
+    }
+
+
+def _short(x: float) -> float:
+    """Six digits are more than a person reads, and half of what a file would hold."""
+    return float(f"{x:.6g}")
+
+
+def _host(e: Explanation) -> int:
+    """Devices that the machine's innermost level joins; 1: not known."""
+    return 1 if e.machine is None else e.machine.levels[0].ways or 1
+
+
+def _next(e: Explanation, layer: str) -> float | str | None:
+    """How much more the next best strategy costs, as a part of this one's cost."""
+    other, whole = e.next_best.get(layer), e.plan.cost + e.plan.hidden
+    if other is None or not whole:
+        return None
+    return "impossible" if other == float("inf") else _short(max(other / whole - 1, 0.0))
+
+
+def layer_paths(nodes: Sequence[NodePlan]) -> dict[str, list[str]]:
+    """Node -> the groups that it stands in, from the outermost; in the order in which they are listed: as they run, a
+    layer's parameters before what reads them.
+
+    An op belongs to the module whose parameter it reads. Others belong where the op belongs that they read, in the same
+    repeated block, or else the next one that reads them; behind the last op with a parameter, each is of its function.
+    """
+    module, last = _modules(nodes)
+    users = _first_users(nodes)
+    owned: dict[str, list[NodePlan]] = {}
+    for n in nodes:
+        if n.op == "parameter" and n.name in users:
+            owned.setdefault(users[n.name], []).append(n)
+    working = [n for n in nodes if n.op != "parameter"]
+    at: dict[str, list[str]] = {}
+    for k, n in enumerate(working):
+        own = [] if k > last else module.get(n.name, [])
+        at[n.name] = own or [n.name.partition("@")[2].partition("~")[0] or n.op]
+    out: dict[str, list[str]] = {}
+    for _, together in itertools.groupby(working, key=lambda n: at[n.name]):
+        members = [*together]
+        for n in members:
+            out |= {p.name: [*at[n.name], PARAMETERS] for p in owned.get(n.name, ())}
+        out |= {n.name: at[n.name] for n in members}
+    return out | {n.name: [PARAMETERS] for n in nodes if n.name not in out}
+
+
+def _module(path: str) -> list[str]:
+    """Where a parameter belongs: all of its path but its own name, unless that is all there is.
+
+    >>> _module("blocks.attention.wq"), _module("wte")
+    (['blocks', 'attention'], ['wte'])
+    """
+    parts = [p for p in path.replace("/", ".").split(".") if p]
+    return parts[:-1] or parts or [path]
+
+
+def _modules(nodes: Sequence[NodePlan]) -> tuple[dict[str, list[str]], int]:
+    """Node -> module; and the place, among nodes that are no parameters, of the last one that reads a parameter."""
+    of = {n.name: n for n in nodes}
+    working = [n for n in nodes if n.op != "parameter"]
+    found: dict[str, list[str]] = {}
+    last = -1
+    for k, n in enumerate(working):
+        weights = [r for r in n.reads if of[r].op == "parameter"]
+        before = [r for r in n.reads if r in found and of[r].times == n.times]
+        if weights:
+            found[n.name], last = _module(weights[0]), k
+        elif before:
+            found[n.name] = found[before[0]]
+        elif n.op == "input":
+            found[n.name] = ["inputs"]
+    placed = set(found)
+    for n in reversed(working):  # what nothing before it places, its first reader does
+        for r in n.reads:
+            if r not in placed and of[r].times == n.times and n.name in found:
+                found[r] = found[n.name]
+    return found, last
+
+
+def _first_users(nodes: Sequence[NodePlan]) -> dict[str, str]:
+    """Node -> the first that reads it and is no parameter itself."""
+    users: dict[str, str] = {}
+    for n in nodes:
+        if n.op != "parameter":
+            for r in n.reads:
+                users.setdefault(r, n.name)
+    return users
+
+
+def priced_step(plan: PlanData) -> dict[str, Any]:
+    """The step as it is priced, one piece after another, for the timeline widget: nothing runs beside anything."""
+    from pase.pages.streams import Box, drawn_streams
+
+    streams: Mapping[str, list[Box]] = {"compute": [], "communication": []}
+    at = 0
+    for stream, label, kind, cost in _pieces(plan):
+        length = round(cost * 1e9)
+        if length:
+            streams[stream].append(Box(label=label, kind=kind, start_ns=at, length_ns=length))
+        at += length
+    return drawn_streams(
+        "Timeline of the step",
+        streams,
+        [
+            ("forward", "compute"),
+            ("backward", "backward"),
+            ("update", "update"),
+            ("communication", "communication"),
+        ],
+        end_ns=at,
+        hint="Click a box, or use the arrow keys, to read it; drag to move; Ctrl and the wheel, or two fingers, zoom.",
+    )
+
+
+def _pieces(plan: PlanData) -> Iterator[tuple[str, str, int, float]]:
+    """(stream, label, kind, cost): forward in the order of the nodes, backward the other way, then the update."""
+    kinds = {"forward": 0, "backward": 1, "update": 2}
+    moved: dict[tuple[str, str], list[Collective]] = {}
+    for c in plan.collectives:
+        moved.setdefault((c.node, c.phase), []).append(c)
+    for phase, nodes in (("forward", plan.nodes), ("backward", plan.nodes[::-1]), ("update", plan.nodes)):
+        for n in nodes:
+            yield "compute", n.name, kinds[phase], sum(w.cost for w in n.work if w.phase == phase)
+            for c in moved.get((n.name, phase), ()):
+                yield "communication", f"{c.kind} for {n.name}", 3, c.cost

@@ -1,0 +1,131 @@
+"""What a device holds as a step goes on, by kind: from what each node of a plan keeps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pase.memory.account import MemoryKind
+from pase.plan.types import NodePlan, PlanData
+
+__all__ = ["StepMemory", "step_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """times: of the corners, in the plan's unit, ``forward`` where backward begins. held: kind -> bytes at each corner;
+    between corners it rises and falls evenly."""
+
+    times: tuple[float, ...]
+    forward: float
+    held: Mapping[MemoryKind, tuple[float, ...]]
+
+    @property
+    def peak(self) -> float:
+        """The most bytes that are held at once."""
+        return max(sum(v[i] for v in self.held.values()) for i in range(len(self.times)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Nodes that run one after another, in turn if they are repeated: what they take and keep in all."""
+
+    forward: float
+    backward: float
+    activations: float
+    gradients: float
+    again: float
+
+
+def step_memory(plan: PlanData) -> StepMemory | None:
+    """None where the plan does not say what its nodes keep, or where these do not add up to its account: it then counts
+    otherwise, as a compiler that fuses products does (``pase.memory.course``).
+
+    Activations grow through forward and go through backward; a gradient is there from the backward of the first node
+    that reads its parameter on; inside of a rematerialised region one turn of it comes on top. What an op has in flight
+    is not among it.
+    """
+    m = plan.memory
+    sums = {k: float(sum(n.keeps.get(k, 0) for n in plan.nodes)) for k in _KINDS}
+    again = m.activations - sums["activations"]
+    slack = len(plan.nodes) + 1  # each node's bytes are rounded
+    alike = all(abs(sums[k] - getattr(m, k)) <= slack for k in _KINDS if k != "activations")
+    most_again = sum(n.kept_again for n in plan.nodes)
+    if not alike or not any(sums.values()) or not -slack <= again <= most_again + slack:
+        return None
+    # Kept with a parameter: what its users gather, less what is stored; it is there as long as they are.
+    extra = sum(n.keeps.get("activations", 0) for n in plan.nodes if n.op == "parameter")
+    runs = _runs(plan, max(again, 0.0))
+    times, held = [0.0], {k: [0.0] for k in _KINDS}
+    held["parameters"], held["optimizer"] = [sums["parameters"]], [sums["optimizer"]]
+    trained = sums["gradients"] > 0
+    total = sum(r.activations for r in runs)
+    share = (total + extra) / total if total > 0 else 0.0
+    for r in runs:
+        _corner(times, held, r.forward, activations=r.activations * share)
+    forward = times[-1]
+    for r in reversed(runs) if trained else ():
+        if r.again > 0:
+            _corner(times, held, 0.0, activations=r.again)
+        _corner(times, held, r.backward, activations=-r.activations * share, gradients=r.gradients)
+        if r.again > 0:
+            _corner(times, held, 0.0, activations=-r.again)
+    return StepMemory(times=tuple(times), forward=forward, held={k: tuple(v) for k, v in held.items()})
+
+
+_KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer", "gradients", "activations")
+
+
+def _corner(times: list[float], held: dict[MemoryKind, list[float]], after: float, **more: float) -> None:
+    times.append(times[-1] + after)
+    for kind, values in held.items():
+        values.append(max(values[-1] + more.get(kind, 0.0), 0.0))
+
+
+def _runs(plan: PlanData, again: float) -> list[_Run]:
+    """The plan's nodes in runs; again: bytes of the largest rematerialised region, which those that have one share."""
+    gradient = _gradients(plan.nodes)
+    moved: dict[str, list[float]] = {}
+    for c in plan.collectives:
+        moved.setdefault(c.node, [0.0, 0.0])[c.phase != "forward"] += c.cost
+    working = [n for n in plan.nodes if n.op != "parameter"]
+    out = []
+    carried = 0.0
+    for times, members in itertools.groupby(working, key=lambda n: n.times):
+        together = [*members]
+        for nodes in [together] if times > 1 else [[n] for n in together]:
+            kept = float(sum(n.keeps.get("activations", 0) for n in nodes))
+            if nodes[0].op == "carry":  # made turn by turn, of the loop that follows
+                carried, kept = carried + kept, 0.0
+            elif times > 1:
+                carried, kept = 0.0, carried + kept
+            out.append(
+                _Run(
+                    forward=sum(_cost(n, True) + moved.get(n.name, (0.0, 0.0))[0] for n in nodes),
+                    backward=sum(_cost(n, False) + moved.get(n.name, (0.0, 0.0))[1] for n in nodes),
+                    activations=kept,
+                    gradients=sum(gradient.get(n.name, 0.0) for n in nodes),
+                    again=again if any(n.kept_again for n in nodes) else 0.0,
+                )
+            )
+    if carried:  # by loops of a single turn
+        out.append(_Run(forward=0.0, backward=0.0, activations=carried, gradients=0.0, again=0.0))
+    return out
+
+
+def _cost(n: NodePlan, forward: bool) -> float:
+    return sum(w.cost for w in n.work if (w.phase == "forward") == forward)
+
+
+def _gradients(nodes: Sequence[NodePlan]) -> dict[str, float]:
+    """Bytes of gradients that a node's backward completes: of parameters of which it is the first reader."""
+    out: dict[str, float] = {}
+    of = {n.name: n for n in nodes}
+    seen: set[str] = set()
+    for n in nodes:
+        for r in n.reads:
+            if of[r].op == "parameter" and r not in seen:
+                seen.add(r)
+                out[n.name] = out.get(n.name, 0.0) + of[r].keeps.get("gradients", 0)
+    return out
