@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Point", "Roof", "areas", "roofline"]
+__all__ = ["Roof", "WorkPoint", "areas", "roofline"]
 
 _WIDE, _HIGH = 960, 420
 _LEFT, _BOTTOM, _TOP, _RIGHT = 78, 40, 24, 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class WorkPoint:
     """A piece of work: FLOPs a byte, FLOPs a second, its share of the whole (its area); title: what a reader is told.
     node: which of the page's nodes it belongs to."""
 
@@ -50,7 +50,7 @@ def _engineering(x: float) -> str:
     return f"{x:.3g}"
 
 
-def roofline(points: Sequence[Point], roofs: Sequence[Roof]) -> str:
+def roofline(points: Sequence[WorkPoint], roofs: Sequence[Roof]) -> str:
     """Both axes logarithmic. Raises ValueError where there is no point."""
     across = [p.intensity for p in points] + [r.rate / r.bandwidth for r in roofs]
     rates = [p.rate for p in points] + [r.rate for r in roofs]

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Box", "drawn_streams", "timeline_mount"]
+__all__ = ["StreamBox", "drawn_streams", "timeline_mount"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
+class StreamBox:
     """Something that ran on a stream. kind: index into the timeline's kinds. more: shown when the box is chosen."""
 
     label: str
@@ -22,7 +22,7 @@ class Box:
 
 def drawn_streams(
     title: str,
-    streams: Mapping[str, Iterable[Box]],
+    streams: Mapping[str, Iterable[StreamBox]],
     kinds: Sequence[tuple[str, str]],
     *,
     end_ns: int,

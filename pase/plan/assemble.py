@@ -48,14 +48,14 @@ def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
     return replace(mesh, names=tuple(names))
 
 
-class _Kept(TypedDict):
+class _KeptBytes(TypedDict):
     """What a node keeps on a device, as ``NodePlan`` holds it."""
 
     keeps: Mapping[MemoryKind, int]
     kept_again: int
 
 
-def _kept(graph: Graph, node: Node, config: np.ndarray, mesh: Mesh, optimizer: str) -> _Kept:
+def _kept(graph: Graph, node: Node, config: np.ndarray, mesh: Mesh, optimizer: str) -> _KeptBytes:
     keeps: dict[MemoryKind, float] = {}
     again = 0.0
     for h in held(graph, node, config[None, :], mesh, optimizer):
@@ -64,7 +64,7 @@ def _kept(graph: Graph, node: Node, config: np.ndarray, mesh: Mesh, optimizer: s
             keeps[h.kind] = keeps.get(h.kind, 0.0) + nbytes
         else:
             again += nbytes
-    return _Kept(keeps={k: round(v) for k, v in keeps.items()}, kept_again=round(again))
+    return _KeptBytes(keeps={k: round(v) for k, v in keeps.items()}, kept_again=round(again))
 
 
 def assemble(

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from pase.memory.account import MemoryKind
-from pase.pages.charts import Point, Roof, areas, roofline
+from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import bar, cards, key, table
 from pase.pages.shell import Section, page
 from pase.pages.streams import timeline_mount
@@ -190,7 +190,7 @@ def _roofline(e: Explanation) -> str:
             rate = w.flops * w.times / w.cost
             types.add(w.dtype)
             points.append(
-                Point(
+                WorkPoint(
                     intensity=w.flops / w.nbytes,
                     rate=rate,
                     share=w.cost / whole,

@@ -166,14 +166,14 @@ def _first_users(nodes: Sequence[NodePlan]) -> dict[str, str]:
 
 def priced_step(plan: PlanData) -> dict[str, Any]:
     """The step as it is priced, one piece after another, for the timeline widget: nothing runs beside anything."""
-    from pase.pages.streams import Box, drawn_streams
+    from pase.pages.streams import StreamBox, drawn_streams
 
-    streams: Mapping[str, list[Box]] = {"compute": [], "communication": []}
+    streams: Mapping[str, list[StreamBox]] = {"compute": [], "communication": []}
     at = 0
     for stream, label, kind, cost in _pieces(plan):
         length = round(cost * 1e9)
         if length:
-            streams[stream].append(Box(label=label, kind=kind, start_ns=at, length_ns=length))
+            streams[stream].append(StreamBox(label=label, kind=kind, start_ns=at, length_ns=length))
         at += length
     return drawn_streams(
         "Timeline of the step",

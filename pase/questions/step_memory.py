@@ -28,7 +28,7 @@ class StepMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _Stretch:
     """Nodes that run one after another, in turn if they are repeated: what they take and keep in all."""
 
     forward: float
@@ -83,7 +83,7 @@ def _corner(times: list[float], held: dict[MemoryKind, list[float]], after: floa
         values.append(max(values[-1] + more.get(kind, 0.0), 0.0))
 
 
-def _runs(plan: PlanData, again: float) -> list[_Run]:
+def _runs(plan: PlanData, again: float) -> list[_Stretch]:
     """The plan's nodes in runs; again: bytes of the largest rematerialised region, which those that have one share."""
     gradient = _gradients(plan.nodes)
     moved: dict[str, list[float]] = {}
@@ -101,7 +101,7 @@ def _runs(plan: PlanData, again: float) -> list[_Run]:
             elif times > 1:
                 carried, kept = 0.0, carried + kept
             out.append(
-                _Run(
+                _Stretch(
                     forward=sum(_cost(n, True) + moved.get(n.name, (0.0, 0.0))[0] for n in nodes),
                     backward=sum(_cost(n, False) + moved.get(n.name, (0.0, 0.0))[1] for n in nodes),
                     activations=kept,
@@ -110,7 +110,7 @@ def _runs(plan: PlanData, again: float) -> list[_Run]:
                 )
             )
     if carried:  # by loops of a single turn
-        out.append(_Run(forward=0.0, backward=0.0, activations=carried, gradients=0.0, again=0.0))
+        out.append(_Stretch(forward=0.0, backward=0.0, activations=carried, gradients=0.0, again=0.0))
     return out
 
 

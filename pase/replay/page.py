@@ -9,7 +9,7 @@ import numpy as np
 
 from pase.pages.parts import bar, table
 from pase.pages.shell import Section, page
-from pase.pages.streams import Box, drawn_streams, timeline_mount
+from pase.pages.streams import StreamBox, drawn_streams, timeline_mount
 from pase.replay.diagnose import Diagnosis
 from pase.replay.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
@@ -100,7 +100,7 @@ def _drawn(d: Diagnosis) -> tuple[dict[str, Any], str]:
     devices = sorted(
         (i for i, x in enumerate(g.devices) if x.rank in ranks), key=lambda i: (g.devices[i].rank, i)
     )
-    streams: dict[int, list[Box]] = {i: [] for i in devices}
+    streams: dict[int, list[StreamBox]] = {i: [] for i in devices}
     there = np.flatnonzero(np.isin(g.device, devices) & (r.finish_ns - r.start_ns > 0))
     shown = there[np.argsort(-(r.finish_ns - r.start_ns)[there], kind="stable")[:_MOST]]
     for i in shown.tolist():
@@ -108,7 +108,7 @@ def _drawn(d: Diagnosis) -> tuple[dict[str, Any], str]:
         if int(g.kind[i]) in GPU_KINDS:
             kind = _COMMUNICATION if g.kind[i] == COLLECTIVE else _COMPUTE
         streams[int(g.device[i])].append(
-            Box(
+            StreamBox(
                 label=g.task_name(i)[:200],
                 kind=_CRITICAL if i in critical else kind,
                 start_ns=round(float(r.start_ns[i])),

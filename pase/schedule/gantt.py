@@ -97,16 +97,16 @@ def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
 
 def drawn_iteration(problem: ScheduleProblem, e: Evaluation) -> dict[str, Any]:
     """A steady iteration for the timeline widget: a stream of compute, and one for each link."""
-    from pase.pages.streams import Box, drawn_streams
+    from pase.pages.streams import StreamBox, drawn_streams
 
     phase = {b.name: b.phase for b in problem.blocks}
     compute = "compute" if all(link.name != "compute" for link in problem.links) else "compute stream"
-    streams: dict[str, list[Box]] = {compute: [], **{link.name: [] for link in problem.links}}
+    streams: dict[str, list[StreamBox]] = {compute: [], **{link.name: [] for link in problem.links}}
     for i in e.timeline:
         kind = 2 if i.message is not None else int(phase[i.name] == "backward")
         start, end = max(round(i.start_s * 1e9), 0), round(i.end_s * 1e9)
         row = compute if i.message is None else i.resource
-        streams[row].append(Box(label=i.name, kind=kind, start_ns=start, length_ns=end - start))
+        streams[row].append(StreamBox(label=i.name, kind=kind, start_ns=start, length_ns=end - start))
     return drawn_streams(
         f"Timeline of {e.policy}",
         streams,

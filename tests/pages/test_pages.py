@@ -17,10 +17,10 @@ import pytest
 
 import pase
 from pase.api import Plan
-from pase.pages.charts import Point, Roof, areas, roofline
+from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import table
 from pase.pages.shell import Section, page
-from pase.pages.streams import Box, drawn_streams
+from pase.pages.streams import StreamBox, drawn_streams
 from pase.questions.explain import explain
 from pase.questions.report import report_page
 from pase.questions.report_data import PARAMETERS, layer_paths, priced_step
@@ -185,7 +185,10 @@ def test_the_priced_step_is_as_long_as_its_price(plan: Plan) -> None:
 
 
 def test_streams_are_in_order_and_name_each_label_once() -> None:
-    boxes = [Box(label="b", kind=0, start_ns=5, length_ns=1), Box(label="b", kind=0, start_ns=1, length_ns=2)]
+    boxes = [
+        StreamBox(label="b", kind=0, start_ns=5, length_ns=1),
+        StreamBox(label="b", kind=0, start_ns=1, length_ns=2),
+    ]
     drawn = drawn_streams("t", {"s": boxes}, [("k", "compute")], end_ns=9, hint="")
     assert drawn["streams"] == [
         {"name": "s", "start": [1, 5], "length": [2, 1], "label": [0, 0], "kind": [0, 0]}
@@ -194,7 +197,7 @@ def test_streams_are_in_order_and_name_each_label_once() -> None:
 
 
 def test_charts_are_drawn() -> None:
-    point = Point(intensity=10.0, rate=1e12, share=0.5, colour="compute", title="a & b", node=3)
+    point = WorkPoint(intensity=10.0, rate=1e12, share=0.5, colour="compute", title="a & b", node=3)
     drawn = roofline([point], [Roof(name="peak", rate=1e13, bandwidth=1e12)])
     assert Elements(drawn).found[0][0] == "svg" and "a &amp; b" in drawn and "data-node='3'" in drawn
     stacked = areas([0.0, 1.0], [("x", "compute", [1.0, 2.0])], [("limit", 3.0)], label="l")
