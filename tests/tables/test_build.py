@@ -12,7 +12,7 @@ from pase.machine import Mesh
 from pase.search.check import cost_of
 from pase.tables.build import build, charge_cost, work_cost
 from pase.tables.charges import Charge, edge_charges, node_charges
-from pase.tables.itemize import collectives, node_costs
+from pase.tables.itemize import collectives, local_work, node_costs
 from pase.tables.layouts import configs, read_states, write_states
 from pase.tables.work import node_work
 
@@ -90,7 +90,7 @@ def test_a_strategys_collectives_are_the_rule(unrolled: Graph, seed: int) -> Non
                 )
     assert [(c.kind, c.tensor, c.phase, c.node, c.source, c.nbytes, c.cost) for c in moved] == want
     tables, space = build(unrolled, mesh, MODEL)
-    total = sum(c.total for c in node_costs(unrolled, mesh, strategy, MODEL, moved).values())
+    total = sum(c.total for c in node_costs(local_work(unrolled, mesh, strategy, MODEL), moved).values())
     assert total == pytest.approx(cost_of(tables, space.index(strategy)), rel=1e-12)
 
 
