@@ -32,6 +32,10 @@ Copies = dict[str, Any]
 """Copy -> its value."""
 
 
+def _value(var: Any, env: dict[Any, Any]) -> Any:
+    return var.val if is_literal(var) else env[var]
+
+
 @dataclass(frozen=True, kw_only=True)
 class JaxprWalk:
     """One walk over the jaxpr, with constraints applied; run under a JAX trace."""
@@ -84,68 +88,70 @@ class JaxprWalk:
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str, copies: Copies
     ) -> list[Any]:
         """copies: those made so far in this loop's or rematerialised region's body."""
-        import jax
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        self.span(jaxpr, env, 0, len(jaxpr.eqns), prefix, copies)
+        return [_value(v, env) for v in jaxpr.outvars]
+
+    def span(
+        self, jaxpr: Any, env: dict[Any, Any], start: int, stop: int, prefix: str, copies: Copies
+    ) -> None:
+        """Equations ``start`` … ``stop - 1``, their results into env (variable -> value)."""
+        i = start
+        while i < stop:
+            block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
+            if block is None:
+                self._one(jaxpr, i, env, prefix, copies)
+                i += 1
+            else:
+                self._again(jaxpr, block, env)
+                i = block.stop
+
+    def _one(self, jaxpr: Any, i: int, env: dict[Any, Any], prefix: str, copies: Copies) -> None:
+        """One equation, its results into env."""
         from jax.ad_checkpoint import checkpoint_name
 
         traced = self.plan.traced
         info = traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+        eqn, path = jaxpr.eqns[i], f"{prefix}{i}"
+        at = Place(path)
+        names = traced.operands[at]
+        name = eqn.primitive.name
+        ins = [_value(v, env) for v in eqn.invars]
+        if inlined(eqn):
+            outs = self._call(eqn, ins, f"{path}.", copies)
+        elif name == "scan":
+            outs = self._scan(eqn, ins, at, copies)
+        elif name == "while":
+            outs = self._while(eqn, ins, at, copies)
+        elif name == "cond" and not by_platform(eqn):
+            outs = self._cond(eqn, ins, at, copies)
+        else:
+            ins = [self._read(x, at, t, copies) for x, t in zip(ins, names, strict=True)]
+            kernel = self._kernel(eqn, at)
+            outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
+            outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]
+            if at in self.plan.kept_results:
+                outs = [checkpoint_name(x, KEPT) for x in outs]
+        env.update(zip(eqn.outvars, outs, strict=True))
 
-        def value(var: Any) -> Any:
-            return var.val if is_literal(var) else env[var]
+    def _again(self, jaxpr: Any, block: Block, env: dict[Any, Any]) -> None:
+        """A block that backward computes again, its results into env."""
+        import jax
 
-        def one(i: int, copies: Copies) -> None:
-            eqn, path = jaxpr.eqns[i], f"{prefix}{i}"
-            at = Place(path)
-            names = traced.operands[at]
-            name = eqn.primitive.name
-            ins = [value(v) for v in eqn.invars]
-            if inlined(eqn):
-                outs = self._call(eqn, ins, f"{path}.", copies)
-            elif name == "scan":
-                outs = self._scan(eqn, ins, at, copies)
-            elif name == "while":
-                outs = self._while(eqn, ins, at, copies)
-            elif name == "cond" and not by_platform(eqn):
-                outs = self._cond(eqn, ins, at, copies)
-            else:
-                ins = [self._read(x, at, t, copies) for x, t in zip(ins, names, strict=True)]
-                kernel = self._kernel(eqn, at)
-                outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
-                outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]
-                if at in self.plan.kept_results:
-                    outs = [checkpoint_name(x, KEPT) for x in outs]
-            env.update(zip(eqn.outvars, outs, strict=True))
+        reads, makes = boundary(jaxpr, block)
 
-        i = 0
-        while i < len(jaxpr.eqns):
-            block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
-            if block is None:
-                one(i, copies)
-                i += 1
-                continue
-            reads, makes = boundary(jaxpr, block)
+        def body(*args: Any) -> list[Any]:
+            inside, mine = Copies(), dict(env) | dict(zip(reads, args, strict=True))
+            for j in range(block.start, block.stop):
+                self._one(jaxpr, j, mine, block.prefix, inside)
+            return [mine[v] for v in makes]
 
-            def body(*args: Any, block: Block = block, reads: Any = reads, makes: Any = makes) -> list[Any]:
-                outside = dict(env)
-                env.update(zip(reads, args, strict=True))
-                inside: Copies = {}
-                for j in range(block.start, block.stop):
-                    one(j, inside)
-                out = [env[v] for v in makes]
-                env.clear()
-                env.update(outside)
-                return out
-
-            alone = (
-                block.stop - block.start == len(jaxpr.eqns) and prefix != ""
-            )  # a loop's body: nothing to merge with
-            keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.again == "light" else None
-            made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
-            env.update(zip(makes, made, strict=True))
-            i = block.stop
-        return [value(v) for v in jaxpr.outvars]
+        # A loop's body that is all block has nothing to merge with.
+        alone = block.stop - block.start == len(jaxpr.eqns) and block.prefix != ""
+        keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.again == "light" else None
+        made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
+        env.update(zip(makes, made, strict=True))
 
     def _kernel(self, eqn: Any, at: Place) -> Callable[..., Any] | None:
         """What XLA cannot split, an attention's kernel or a grouped convolution, split as the plan has it; None: XLA
@@ -186,33 +192,43 @@ class JaxprWalk:
         *which: int,
     ) -> list[Any]:
         """Values brought into the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
-        out, results = [], self.plan.traced.results
-        for k, (x, name) in enumerate(zip(values, names, strict=True)):
-            key = at.its(part, *which, k)
-            x = self._read(x, key, name, copies)
-            out.append(self.defined(x, results[key][0]) if key in results else x)
-        return out
+        return [
+            self.settled(at.its(part, *which, k), x, name, copies)
+            for k, (x, name) in enumerate(zip(values, names, strict=True))
+        ]
+
+    def settled(self, at: Place, value: Any, name: str | None, copies: Copies) -> Any:
+        """A value brought into the layout of this part of a loop."""
+        results = self.plan.traced.results
+        value = self._read(value, at, name, copies)
+        return self.defined(value, results[at][0]) if at in results else value
 
     def _scan(self, eqn: Any, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
         import jax
 
         p, results = eqn.params, self.plan.traced.results
         nc, nk = scan_groups(eqn)
-        closed = p["jaxpr"]
-        names, outs = self.plan.traced.operands[at], results[at.its("outs")]
+        names = self.plan.traced.operands[at]
         consts = self._settled(at, "const", ins[:nc], names[:nc], copies)
         init = self._settled(at, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
         xs = self._settled(at, "xs", ins[nc + nk :], names[nc + nk :], copies)
 
         def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            inside: Copies = {}
-            carry = self._settled(at, "carry", carry, [None] * nk, inside)
-            made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{at.path}.", inside)
-            carried = self._settled(at, "carry", made[:nk], outs[:nk], inside)
-            return carried, self._settled(at, "y", made[nk:], outs[nk:], inside)
+            return self.turn(eqn, at, consts, carry, x)
 
         carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
         return [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)]
+
+    def turn(
+        self, eqn: Any, at: Place, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """One turn of a scan: (carries, results that are stacked)."""
+        closed, (_, nk) = eqn.params["jaxpr"], scan_groups(eqn)
+        outs, inside = self.plan.traced.results[at.its("outs")], Copies()
+        carry = self._settled(at, "carry", carry, [None] * nk, inside)
+        made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{at.path}.", inside)
+        carried = self._settled(at, "carry", made[:nk], outs[:nk], inside)
+        return carried, self._settled(at, "y", made[nk:], outs[nk:], inside)
 
     def _while(self, eqn: Any, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
         import jax

@@ -29,7 +29,7 @@ from pase.plan.accesses import EquationLayouts, Reading
 from pase.plan.constraints import Constraints, Placement
 from pase.plan.types import PlanData
 
-__all__ = ["JaxPlan", "Lowering", "jax_plan"]
+__all__ = ["JaxPlan", "Lowering", "jax_plan", "traced_by_jax"]
 
 Lowering = Literal["annotated", "manual", "auto"]
 """Who splits the program: XLA's partitioner, led by the plan's constraints; pase itself, by ``shard_map``; or pase
@@ -451,11 +451,10 @@ class JaxPlan:
         return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))
 
 
-def jax_plan(plan: PlanData) -> JaxPlan:
-    """The plan in JAX's terms; PaseError where it was loaded without its model, or that is not a JAX program."""
+def traced_by_jax(plan: PlanData) -> TracedJax:
+    """The model on one micro-batch; PaseError where the plan was loaded without it, or it is no JAX program."""
     from pase.frontends.jax_blocks import micro
 
-    plan.check_emitted()
     traced = plan.traced
     if traced is None:
         raise PaseError(
@@ -466,9 +465,17 @@ def jax_plan(plan: PlanData) -> JaxPlan:
             f"'{plan.model}' was read by the {traced.frontend} frontend, so there is no JAX program of it to "
             f"constrain: 'pase emit' writes the plan for other frameworks"
         )
+    return micro(traced, plan.accumulate)
+
+
+def jax_plan(plan: PlanData) -> JaxPlan:
+    """The plan in JAX's terms; PaseError where it was loaded without its model, that is not a JAX program, or it is a
+    pipeline (``in_stages``)."""
+    plan.check_emitted()
+    traced = traced_by_jax(plan)
     names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
     return JaxPlan(
-        traced=micro(traced, plan.accumulate),
+        traced=traced,
         accumulate=plan.accumulate,
         blocks=plan.remat,
         accesses=plan.accesses,

@@ -15,7 +15,7 @@ from pase.frontends.jax_types import Eqn, Jaxpr
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
 
-__all__ = ["blocks_of", "micro"]
+__all__ = ["blocks_of", "loops_of", "micro"]
 
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _HEAVY = frozenset({"dot_general", "conv_general_dilated"})
@@ -30,6 +30,21 @@ def blocks_of(traced: TracedJax) -> tuple[Block, ...]:
     A block holds a product or a convolution; of equal runs, the cut is where the fewest bytes cross.
     """
     return tuple(_blocks(traced.jaxpr.jaxpr, ""))
+
+
+def loops_of(traced: TracedJax, turns: int) -> tuple[str, ...]:
+    """Paths of the loops of so many turns that hold a product or a convolution, in no other loop; rematerialised by
+    the user or not."""
+    return tuple(_loops(traced.jaxpr.jaxpr, turns, ""))
+
+
+def _loops(jaxpr: Jaxpr, turns: int, prefix: str) -> Iterator[str]:
+    for i, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == "scan":
+            if eqn.params["length"] == turns and _holds(eqn.params["jaxpr"].jaxpr.eqns, _HEAVY):
+                yield f"{prefix}{i}"
+        elif inlined(eqn):
+            yield from _loops(inner_jaxpr(eqn)[0], turns, f"{prefix}{i}.")
 
 
 def _blocks(jaxpr: Jaxpr, prefix: str) -> Iterator[Block]:

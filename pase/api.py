@@ -14,6 +14,7 @@ from pase.compiler.resolve import resolve
 from pase.plan.types import PlanData
 
 if TYPE_CHECKING:
+    from pase.backends.jax_pipeline import JaxPipeline
     from pase.backends.to_jax import JaxPlan
     from pase.compiler.problem import Progress
     from pase.machine import Machine
@@ -116,15 +117,15 @@ class Plan(PlanData):
         return with_buckets(self, policy=policy, options=options)
 
     @cached_property
-    def jax(self) -> JaxPlan:
-        """Shardings, the constrained loss and a train step in JAX. A loaded plan of a zoo model finds its model by
-        itself; others need ``plan.bind(fn, params, batch)`` first."""
+    def jax(self) -> JaxPlan | JaxPipeline:
+        """Shardings, the constrained loss and a train step in JAX; of a pipelined plan the step that runs its stages.
+        A loaded plan of a zoo model finds its model by itself; others need ``plan.bind(fn, params, batch)`` first."""
+        from pase.backends.jax_pipeline import in_stages
         from pase.backends.to_jax import jax_plan
 
-        self.check_emitted()
         if self.traced is None and self.model.startswith("zoo:"):
             return self.with_model(resolve(self.model)).jax
-        return jax_plan(self)
+        return jax_plan(self) if self.pipeline is None else in_stages(self)
 
 
 @takes_options

@@ -147,7 +147,7 @@ class CompileOptions:
     pipeline: int | str = _option(
         "none",
         "Cut the model into stages on groups of devices: 'none', 'auto' (where that is cheaper) or the number of "
-        "groups; mesh is then one group's. A pipelined plan is priced, not emitted yet.",
+        "groups; mesh is then one group's. It runs in JAX, stage by stage.",
         "--pipeline",
         metavar="none|auto|N",
     )

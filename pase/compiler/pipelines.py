@@ -315,6 +315,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
             for split in strategies
         ),
         scope=_scope(found),
+        again=tuple(split.variant.blocks for split in strategies),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pase.files.codec import AtLeastOne, Count, NotNegative
+from pase.ir.blocks import Block
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -55,6 +56,15 @@ class PipelinePlan:
     strategies: tuple[Mapping[str, Mapping[str, tuple[str, ...]]], ...]
     others: Mapping[str, float]
     scope: str
+    again: tuple[tuple[Block, ...], ...] = ()
+    """Of each of ``strategies`` the blocks of equations that its backward computes again; empty in layouts of before
+    this was kept."""
+
+    def blocks_again(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
+        """Blocks that the stages of a strategy compute again. all_of_them: the plan's own, for older layouts."""
+        if self.again:
+            return self.again[strategy]
+        return all_of_them if any(s.recomputes for s in self.stages if s.strategy == strategy) else ()
 
     def __str__(self) -> str:
         chunks = f" of {self.chunks} stages each" if self.chunks > 1 else ""
@@ -80,7 +90,9 @@ def lines(plan: PlanData) -> list[str]:
         texts = (f"{name} {s / plan.cost - 1:+.1%}" for s, name in slower)
         out.append(f"other schedules, each with its own best cuts: {' · '.join(texts)}")
     out.append(f"scope  {p.scope}")
-    out.append("note   a pipelined plan is priced, not emitted yet: plan.jax and pase emit refuse it")
+    out.append(
+        "note   plan.jax.train_step(optimizer) runs it in JAX, stage by stage; pase emit does not take it yet"
+    )
     return out
 
 

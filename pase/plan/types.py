@@ -142,11 +142,11 @@ class PlanData:
         return named(simplify(self.traced.graph))
 
     def check_emitted(self) -> None:
-        """PaseError where no backend runs such a plan yet."""
+        """PaseError of a pipelined plan, where one without stages is wanted."""
         if self.pipeline is not None:
             raise PaseError(
-                f"the plan for '{self.model}' is a pipeline ({self.pipeline}): it is priced, not emitted yet; compile "
-                f"with pipeline='none' for a plan that runs"
+                f"the plan for '{self.model}' is a pipeline ({self.pipeline}): plan.jax runs it stage by stage, "
+                f"nothing else takes it yet; compile with pipeline='none' for a plan without stages"
             )
 
     @cached_property

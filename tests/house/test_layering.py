@@ -85,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.schedule",
         "pase.hlo",
         "pase.local",
+        "pase.pipeline",
     },
     "pase.compiler": {
         "pase.ir",

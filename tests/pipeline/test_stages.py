@@ -103,7 +103,7 @@ def test_a_pipelined_plan_states_its_stages_its_bound_and_what_else_there_is():
     assert work.max() <= plan.cost and 1 - work.mean() / plan.cost == pytest.approx(p.bubble)
     assert work.max() / work.mean() - 1 == pytest.approx(p.imbalance)
     text = str(plan)
-    assert "2 ranks" in text and "bubble" in text and "priced, not emitted yet" in text
+    assert "2 ranks" in text and "bubble" in text and "runs it in JAX, stage by stage" in text
     assert from_json(json.loads(json.dumps(to_tree_of(plan)))).pipeline == p
 
 
@@ -113,15 +113,14 @@ def to_tree_of(plan):  # type: ignore[no-untyped-def]
     return to_tree(to_json(plan))
 
 
-def test_nothing_runs_it_and_each_way_says_so(tmp_path):
+def test_what_does_not_take_it_says_so(tmp_path):
     plan = staged()
     for attempt in (
-        lambda: plan.jax,
         lambda: emit(plan, "dtensor", tmp_path / "x"),
         plan.scheduled,
         lambda: plan.bucket_plan,
     ):
-        with pytest.raises(PaseError, match=r"is a pipeline .2 ranks.*priced, not emitted yet"):
+        with pytest.raises(PaseError, match=r"is a pipeline .2 ranks.*plan.jax runs it stage by stage"):
             attempt()
 
 

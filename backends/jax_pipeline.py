@@ -1,0 +1,196 @@
+"""A pipelined plan in JAX: its stages, each on its rank's devices, driven by the schedule's own list of actions.
+
+One process controls all devices. What it calls returns at once, and devices work through their queues: the order in
+which actions are called is the schedule's, transfers are copies between the ranks' meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pase.backends.jax_pipeline_run import RunningStages
+from pase.backends.jax_stage_arrays import is_cut, merged, registered
+from pase.backends.jax_stage_homes import StageHomes
+from pase.backends.jax_stage_optimizer import StagedOptimizer
+from pase.backends.jax_stages import Stage, stages_of
+from pase.backends.jax_step import as_linked
+from pase.backends.to_jax import JaxPlan, traced_by_jax
+from pase.errors import PaseError
+from pase.frontends.jax_leaves import arrays, trained, untrained
+from pase.ir import named, simplify
+from pase.ir.blocks import accumulated, rematerialised
+from pase.pipeline.registry import schedule
+from pase.pipeline.types import Schedule
+from pase.plan.accesses import access_states, equation_layouts
+from pase.plan.constraints import constraints
+from pase.plan.pipeline import PipelinePlan
+from pase.plan.types import PlanData
+from pase.tables.itemize import config_of
+
+__all__ = ["JaxPipeline", "StagedStep", "in_stages"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxPipeline:
+    """What ``plan.jax`` gives of a pipelined plan. Parameters keep the model's own pytree, on the ranks that read them;
+    a stack of layers that lies in several stages is a ``StackCut`` there."""
+
+    pipeline: PipelinePlan
+    splits: tuple[JaxPlan, ...]
+    """The model under each of the pipeline's strategies, on one rank's mesh; the model is that of a micro-batch."""
+    _made: dict[Any, RunningStages] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        import jax
+
+        registered()
+        traced = self.traced
+        if traced.mode != "train":
+            raise PaseError(
+                f"the plan was compiled with mode='{traced.mode}': stages run a loss and its gradients"
+            )
+        if traced.carried:
+            raise PaseError(
+                "what a step hands to the next (carry) cannot be handed on in stages yet: compile with pipeline='none'"
+            )
+        if self.schedule.lockstep:
+            raise PaseError(
+                f"schedule '{self.schedule.name}' is one program in lockstep, which is not written yet: choose another"
+            )
+        if jax.process_count() > 1:
+            raise PaseError(
+                "stages are driven by one process that sees all devices: with several processes compile with "
+                "pipeline='none'"
+            )
+
+    @property
+    def traced(self) -> Any:
+        return self.splits[0].traced
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        p = self.pipeline
+        return schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        again = [b for s in self.splits for b in s.blocks]
+        return stages_of(self.traced, self.splits[0].leaf_names(), self.pipeline.cuts, again)
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> Any:
+        """A jax.sharding.Mesh over ``devices`` (default: all of jax.devices()): the ranks, then the axes of one."""
+        import jax
+        import numpy as np
+
+        inner = self.splits[0].logical_mesh
+        many = self.pipeline.degree * inner.devices
+        found = jax.devices() if devices is None else devices
+        if len(found) < many:
+            raise PaseError(
+                f"the plan is for {many} devices and JAX sees {len(found)}: on a CPU, set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={many} before JAX starts, or compile for fewer"
+            )
+        grid = np.array(as_linked(found)[:many], dtype=object).reshape(self.pipeline.degree, *inner.sizes)
+        return jax.sharding.Mesh(grid, ("stage", *inner.names))
+
+    def device_put(self, params: Any, *batch: Any, mesh: Any | None = None) -> tuple[Any, ...]:
+        """Parameters and batch where the plan stores them; parameters in the model's own pytree, stacks cut."""
+        import jax
+
+        def mine(
+            x: Any,
+        ) -> Any:  # the step donates its arguments: none may share memory with what the caller holds
+            return jax.numpy.array(x, copy=True) if isinstance(x, jax.Array) else x
+
+        placed = self._on(mesh).homes.placed(jax.tree.map(mine, arrays((params, *batch))))
+        return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
+
+    def gathered(self, tree: Any) -> Any:
+        """A tree of parameters, gradients or an optimizer's state as the model has it, without cuts: arrays on the
+        host, for a checkpoint that any plan can read."""
+        import jax
+        import numpy as np
+
+        def whole(x: Any) -> Any:
+            return np.concatenate([np.asarray(p) for p in x.parts]) if is_cut(x) else np.asarray(x)
+
+        return jax.tree.map(whole, tree, is_leaf=is_cut)
+
+    def init(self, optimizer: Any, params: Any, mesh: Any | None = None) -> Any:
+        """The optimizer's state for the trained leaves of these parameters, on the ranks that have them."""
+        return StagedOptimizer(homes=self._on(mesh).homes, optimizer=optimizer).init(params)
+
+    def loss(self, mesh: Any | None = None) -> Callable[..., Any]:
+        """loss(params, *batch) -> the mean over the micro-batches, or (it, aux); forward alone."""
+        return self._on(mesh).loss
+
+    def value_and_grad(self, mesh: Any | None = None) -> Callable[..., Any]:
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads): gradients of the trained leaves, where these
+        are. It runs the stages, and cannot be jitted as a whole."""
+        return self._on(mesh).value_and_grad
+
+    def train_step(
+        self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True, lowering: str = "annotated"
+    ) -> StagedStep:
+        """step(params, opt_state, *batch) -> (params, opt_state, loss) for an optax optimizer; (loss, aux) in place of
+        loss where the loss function returns more. Arguments are moved to where the plan stores them; params and
+        opt_state are donated. PaseError for an optimizer whose update of one stage needs arrays of another."""
+        if lowering != "annotated":
+            raise PaseError(f"stages are split by XLA, led by constraints; not by lowering='{lowering}' yet")
+        running = self._on(mesh)
+        return StagedStep(
+            running=running,
+            optimizer=StagedOptimizer(homes=running.homes, optimizer=optimizer),
+            donate=donate,
+        )
+
+    def _on(self, mesh: Any | None) -> RunningStages:
+        """The stages on a mesh that ``mesh`` made, compiled once."""
+        made = self.mesh() if mesh is None else mesh
+        if made not in self._made:
+            self._made[made] = RunningStages(homes=StageHomes(plan=self, grid=made.devices))
+        return self._made[made]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedStep:
+    """A training step in stages; called as ``train_step`` says."""
+
+    running: RunningStages
+    optimizer: StagedOptimizer
+    donate: bool
+
+    def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Any]:
+        homes = self.running.homes
+        mine, *given = homes.placed(arrays((params, *batch)))
+        state = self.optimizer.placed(opt_state)
+        value, grads = self.running.value_and_grad(mine, *given)
+        updated, state = self.optimizer.updated(grads, state, trained(mine), self.donate)
+        return merged(updated, untrained(mine), homes.plan.traced.kept[0]), state, value
+
+
+def in_stages(plan: PlanData) -> JaxPipeline:
+    """A pipelined plan in JAX's terms; PaseError as for ``to_jax.jax_plan``."""
+    pipeline, traced = plan.pipeline, traced_by_jax(plan)
+    assert pipeline is not None
+
+    def split(i: int) -> JaxPlan:
+        strategy, blocks = pipeline.strategies[i], pipeline.blocks_again(i, plan.remat)
+        graph = accumulated(named(simplify(rematerialised(traced.graph, blocks))), plan.accumulate)
+        configs = {n.name: config_of(n, strategy[n.name], plan.mesh) for n in graph.nodes}
+        states = access_states(graph, plan.mesh, configs)
+        return JaxPlan(
+            traced=traced,
+            accumulate=plan.accumulate,
+            blocks=blocks,
+            accesses=equation_layouts(graph, states),
+            strategy=strategy,
+            logical_mesh=plan.mesh,
+            constraints=constraints(graph, plan.mesh, states),
+        )
+
+    splits = tuple(split(i) for i in range(len(pipeline.strategies)))
+    return JaxPipeline(pipeline=pipeline, splits=splits)

@@ -1,0 +1,318 @@
+"""One step of a pipelined plan: its stages' programs, called in the order of the schedule's own list of actions.
+
+One process controls all devices. What it calls returns at once, and devices work through their queues; transfers are
+copies between the ranks' meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.jax_stage_arrays import is_cut, joined, on_rank
+from pase.backends.jax_stage_homes import StageHomes
+from pase.backends.jax_stage_programs import Program, StagePrograms, stage_programs
+from pase.backends.jax_stages import Weight
+from pase.backends.jax_walk import JaxprWalk
+from pase.frontends.jax_blocks import split_inputs
+from pase.frontends.jax_leaves import arrays, combine
+from pase.frontends.jax_versions import is_literal
+from pase.pipeline.order import order_of
+from pase.pipeline.types import Kind
+
+if TYPE_CHECKING:
+    from pase.backends.jax_pipeline import JaxPipeline
+
+__all__ = ["RunningStages"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningStages:
+    """The plan's stages on some devices, compiled as they are first needed."""
+
+    homes: StageHomes
+
+    @property
+    def plan(self) -> JaxPipeline:
+        return self.homes.plan
+
+    @cached_property
+    def programs(self) -> tuple[StagePrograms, ...]:
+        return tuple(self._programs_of(k) for k in range(len(self.plan.stages)))
+
+    def _programs_of(self, k: int) -> StagePrograms:
+        import jax
+
+        plan, stage, split = self.plan, self.plan.stages[k], self.homes.split(k)
+        rank = plan.schedule.rank_of[k]
+        mesh = self.homes.everywhere.on(rank).mesh
+        walk = JaxprWalk(plan=split, mesh=mesh)
+        m, n = plan.pipeline.micro_batches, len(plan.traced.param_paths)
+        divided = split_inputs(plan.traced) if m > 1 else [False] * len(plan.traced.input_paths)
+
+        def part(i: int, x: Any, micro: Any) -> Any:
+            """A micro-batch: every m-th example, of which each device has its own."""
+            if not divided[i]:
+                return x
+            x = x.reshape(x.shape[0] // m, m, *x.shape[1:])
+            spec = tuple(self.homes.arrives[i].spec)
+            home = replace(
+                self.homes.arrives[i], spec=type(self.homes.arrives[i].spec)(*spec[:1], None, *spec[1:])
+            )
+            x = jax.lax.with_sharding_constraint(x, home.on(rank))
+            return jax.lax.dynamic_index_in_dim(x, micro, 1, keepdims=False)
+
+        def fn(weights: Any, batch: Any, micro: Any, entered: Any) -> list[Any]:
+            mine = [part(i, x, micro) for i, x in zip(stage.batch, batch, strict=True)]
+            return stage.run(walk, weights, mine, entered)
+
+        def shape(w: Weight) -> Any:
+            s = self.homes.shape(w)
+            return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.homes.stored[w].on(rank))
+
+        full, avals = split._input_shapes(True), plan.traced.jaxpr.in_avals[n:]
+        return stage_programs(
+            fn,
+            [shape(w) for w in stage.weights],
+            [jax.ShapeDtypeStruct(full[i], avals[i].dtype) for i in stage.batch],
+            [jax.ShapeDtypeStruct(stage.avals[key].shape, stage.avals[key].dtype) for key in stage.enters],
+            gradient_shardings=[
+                self.homes.updated_as[w].on(rank) if w in self.homes.trained_parts else None
+                for w in stage.weights
+            ],
+            splits_backward=plan.schedule.splits_backward,
+            once=plan.pipeline.stages[k].weights == "once",
+        )
+
+    @cached_property
+    def zeros(self) -> list[Any]:
+        """Per stage what makes the sums of its gradients before the first micro-batch."""
+        import jax
+        import jax.numpy as jnp
+
+        def of(k: int) -> Any:
+            rank = self.plan.schedule.rank_of[k]
+            ws = [w for w in self.plan.stages[k].weights if w in self.homes.trained_parts]
+            shapes = [self.homes.shape(w) for w in ws]
+            return jax.jit(
+                lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes],
+                out_shardings=[self.homes.updated_as[w].on(rank) for w in ws],
+            )
+
+        return [of(k) for k in range(len(self.plan.stages))]
+
+    def entry(self, k: int, j: int, x: Any) -> Any:
+        """Where stage k reads what enters it, as its split has it; else laid out as the stage before made it."""
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        stage, split = self.plan.stages[k], self.homes.split(k)
+        mesh = self.homes.everywhere.on(self.plan.schedule.rank_of[k]).mesh
+        route = split.constraints.define.get(stage.names.get(stage.enters[j], ""))
+        if route is not None and route.layouts:
+            return NamedSharding(mesh, split.spec(route.layouts[-1]))
+        made = x.sharding
+        return NamedSharding(mesh, made.spec if isinstance(made, NamedSharding) else PartitionSpec())
+
+    def loss(self, params: Any, *batch: Any) -> Any:
+        """The mean of the loss over the micro-batches."""
+        run = _Step(running=self, args=self.homes.placed(arrays((params, *batch))))
+        for micro in range(self.plan.pipeline.micro_batches):
+            for k in range(len(self.plan.stages)):
+                run.forward(k, micro)
+                run.forget(k, micro)
+        return run.value()
+
+    def value_and_grad(self, params: Any, *batch: Any) -> tuple[Any, Any]:
+        """The mean of loss and gradients over the micro-batches, by the schedule's list."""
+        run = _Step(running=self, args=self.homes.placed(arrays((params, *batch))))
+        order = order_of(self.plan.schedule)
+        for kind, k, micro in zip(order.kind, order.stage, order.micro, strict=True):
+            run.act(Kind(kind), int(k), int(micro))
+        return run.value(), run.gradients()
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """One pass of all micro-batches: what each stage has at the moment."""
+
+    running: RunningStages
+    args: Sequence[Any]
+    _kept: dict[tuple[int, int], dict[Any, Any]] = field(default_factory=dict)
+    """(stage, micro-batch) -> values that its backward will read."""
+    _entered: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    _cotangents: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    _made_as: dict[int, list[Any]] = field(default_factory=dict)
+    """Stage -> layouts of what it hands on, into which gradients come back."""
+    _outs: dict[int, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        import jax
+
+        run = self.running
+        params, *batch = self.args
+        flat = jax.tree.leaves(params, is_leaf=is_cut)
+        given = jax.tree.leaves(batch)
+        self._weights = {
+            w: flat[w.leaf] if w.rows is None else flat[w.leaf].parts[i]
+            for ws in run.homes.parts_of
+            for i, w in enumerate(ws)
+        }
+        self._stage: list[dict[Any, Any]] = []
+        rank_of = run.plan.schedule.rank_of
+        for k, (stage, p) in enumerate(zip(run.plan.stages, run.programs, strict=True)):
+            weights = [on_rank(self._weights[w], run.homes.stored[w], rank_of[k]) for w in stage.weights]
+            mine = dict(zip(p.weights, weights, strict=True))
+            mine |= {
+                v: on_rank(given[i], run.homes.arrives[i], rank_of[k])
+                for v, i in zip(p.batch, stage.batch, strict=True)
+            }
+            if p.prepare.makes:
+                mine |= _run(p.prepare, mine)
+            self._stage.append(mine)
+        self._sums = [list(made()) for made in run.zeros]
+
+    def act(self, kind: Kind, k: int, micro: int) -> None:
+        if kind == Kind.FORWARD:
+            self.forward(k, micro)
+            return
+        programs = self.running.programs[k].backward
+        if len(programs) == 1 or kind == Kind.BACKWARD:
+            self._backward(k, micro, programs)
+        elif kind == Kind.INPUT:
+            self._backward(k, micro, programs[:1])
+        else:
+            self._backward(k, micro, programs[1:])
+
+    def forward(self, k: int, micro: int) -> None:
+        import jax
+        import numpy as np
+
+        run = self.running
+        p = run.programs[k]
+        env = dict(zip(p.entered, self._entered.pop((k, micro), []), strict=True))
+        env[p.micro] = np.int32(micro)
+        made = _run(p.forward, self._stage[k] | env)
+        outs = [v.val if is_literal(v) else made[v] for v in p.leaves]
+        self._kept[k, micro] = env | made
+        if k + 1 == len(run.plan.stages):
+            self._outs[micro] = outs
+            return
+        self._made_as.setdefault(k, [x.sharding for x in outs])
+        self._entered[k + 1, micro] = [jax.device_put(x, run.entry(k + 1, j, x)) for j, x in enumerate(outs)]
+
+    def forget(self, k: int, micro: int) -> None:
+        """No backward will come."""
+        del self._kept[k, micro]
+
+    def _backward(self, k: int, micro: int, programs: Sequence[Program]) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        run = self.running
+        p, kept = run.programs[k], self._kept[k, micro]
+        if p.cotangents and p.cotangents[0] not in kept:
+            last = k + 1 == len(run.plan.stages)
+            here = self._first_cotangents(p, micro) if last else self._cotangents.pop((k, micro))
+            kept |= dict(zip(p.cotangents, here, strict=True))
+        for program in programs:
+            if program is p.backward[-1]:
+                self._sums[k], made = _run_summing(program, self._sums[k], self._stage[k] | kept)
+            else:
+                made = _run(program, self._stage[k] | kept)
+            kept |= made
+            if program is p.backward[0] and k:
+                back = [
+                    jax.device_put(kept[v] if not is_literal(v) else jnp.asarray(v.val), s)
+                    for v, s in zip(p.entered_gradients, self._made_as[k - 1], strict=True)
+                    if v is not None
+                ]
+                self._cotangents[k - 1, micro] = back
+        if programs[-1] is p.backward[-1]:
+            del self._kept[k, micro]
+
+    def _first_cotangents(self, p: StagePrograms, micro: int) -> list[Any]:
+        """One for the loss, nothing for what the function returns beside it."""
+        import numpy as np
+
+        return [np.full(v.aval.shape, 1 if i == 0 else 0, v.aval.dtype) for i, v in enumerate(p.cotangents)]
+
+    def value(self) -> Any:
+        """The loss, or (it, aux): the mean of the loss, the rest stacked; as without stages."""
+        import jax
+
+        traced = self.running.plan.traced
+        m = self.running.plan.pipeline.micro_batches
+
+        flat = _mean_and_rest()([self._outs[i] for i in range(m)])
+        if not traced.has_aux:
+            return flat[0]
+        return combine(jax.tree.unflatten(traced.out_tree, flat), traced.kept_out)
+
+    def gradients(self) -> Any:
+        """Their mean over the micro-batches, where they are updated; of what several stages have, the sum."""
+        import jax
+        import numpy as np
+
+        run = self.running
+        m = run.plan.pipeline.micro_batches
+        found: dict[Weight, list[Any]] = {}
+        for k, sums in enumerate(self._sums):
+            mine = [w for w in run.plan.stages[k].weights if w in run.homes.trained_parts]
+            means = _mean_of(m, tuple(g.sharding for g in sums))(sums)
+            for w, g in zip(mine, means, strict=True):
+                found.setdefault(w, []).append(g)
+
+        def of(w: Weight) -> Any:
+            home = run.homes.updated_as[w]
+            if w not in found:  # no stage reads it
+                shape = run.homes.shape(w)
+                return home.put(np.zeros(shape.shape, shape.dtype))
+            first = home.on(home.ranks[0])
+            same = [jax.device_put(g, first) for g in found[w]]
+            total = same[0] if len(same) == 1 else _total_of(first)(same)
+            return joined([jax.device_put(total, home.on(r)) for r in home.ranks], home)
+
+        return run.homes.tree(of)
+
+
+def _run(program: Program, values: Mapping[Any, Any]) -> dict[Any, Any]:
+    made = program.run([values[v] for v in program.reads])
+    return {v: x for v, x in zip(program.makes, made, strict=True) if not is_literal(v)}
+
+
+def _run_summing(
+    program: Program, sums: list[Any], values: Mapping[Any, Any]
+) -> tuple[list[Any], dict[Any, Any]]:
+    sums, made = program.run(sums, [values[v] for v in program.reads])
+    return sums, {v: x for v, x in zip(program.makes, made, strict=True) if not is_literal(v)}
+
+
+@cache
+def _mean_and_rest() -> Any:
+    """What the last stage returned of each micro-batch: the mean of the first, the others stacked."""
+    import jax
+    import jax.numpy as jnp
+
+    def fn(outs: list[list[Any]]) -> list[Any]:
+        loss = sum((o[0] for o in outs[1:]), outs[0][0]) / len(outs)
+        rest = zip(*(o[1:] for o in outs), strict=True)
+        return [loss, *(jnp.stack(x) if len(outs) > 1 else x[0] for x in rest)]
+
+    return jax.jit(fn)
+
+
+@cache
+def _mean_of(m: int, shardings: tuple[Any, ...]) -> Any:
+    """Sums to means over m micro-batches, where they are."""
+    import jax
+
+    return jax.jit(lambda gs: [g / m for g in gs], out_shardings=list(shardings), donate_argnums=0)
+
+
+@cache
+def _total_of(sharding: Any) -> Any:
+    import jax
+
+    return jax.jit(lambda xs: sum(xs[1:], xs[0]), out_shardings=sharding)

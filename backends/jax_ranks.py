@@ -1,0 +1,246 @@
+"""A function of arrays that lie on several ranks, run where they lie: an optimizer's update of a model in stages.
+
+The function is traced once as a whole. Each equation runs on the ranks that have all of what it reads; what no rank
+has together must be numbers (the norm of all gradients, for one), which are sent. So there is a program for each rank
+and for each time that numbers were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pase.backends.jax_stage_arrays import Home, joined, on_rank
+from pase.backends.jax_stage_programs import flat
+from pase.errors import PaseError
+from pase.frontends.jax_versions import is_dropped, is_literal, opened
+
+__all__ = ["OnRanks"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OnRanks:
+    """fn: from flat arrays to flat arrays. given: shapes of its arguments; homes, out_homes: where they are. parts: of
+    an argument that is the part of a stack, (which stack, which part). laid: layouts that arguments are brought into
+    first. donate: may the memory of the arguments be used?"""
+
+    fn: Callable[..., Sequence[Any]]
+    given: tuple[Any, ...]
+    homes: tuple[Home, ...]
+    out_homes: tuple[Home, ...]
+    ranks: int
+    parts: Mapping[int, tuple[str, int]]
+    laid: Mapping[int, Home]
+    donate: bool
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        jaxpr, _ = self._traced
+        have: dict[tuple[Any, int], Any] = {}
+        for v, x, home in zip(jaxpr.invars, args, self.homes, strict=True):
+            for r in home.ranks:
+                have[v, r] = on_rank(x, home, r)
+        for (_, rank), (reads, makes, run, donated) in self._programs.items():
+            values = [self._at(have, v, rank) for v in reads]
+            kept = [x for x, d in zip(values, donated, strict=True) if not d]
+            made = run([x for x, d in zip(values, donated, strict=True) if d], kept)
+            have.update({(v, rank): x for v, x in zip(makes, made, strict=True)})
+        return [
+            joined([self._out(have, v, r, home) for r in home.ranks], home)
+            for v, home in zip(jaxpr.outvars, self.out_homes, strict=True)
+        ]
+
+    def _out(self, have: Mapping[tuple[Any, int], Any], v: Any, rank: int, home: Home) -> Any:
+        import jax
+
+        return jax.device_put(v.val if is_literal(v) else self._at(have, v, rank), home.on(rank))
+
+    def _at(self, have: Mapping[tuple[Any, int], Any], v: Any, rank: int) -> Any:
+        """The value on a rank: its own, or a number of another one's."""
+        import jax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        if (v, rank) in have:
+            return have[v, rank]
+        source = next(have[v, r] for r in range(self.ranks) if (v, r) in have)
+        home = self.homes[0]
+        return jax.device_put(source, NamedSharding(Mesh(home.grid[rank], home.names), PartitionSpec()))
+
+    @cached_property
+    def _traced(self) -> tuple[Any, Sequence[Any]]:
+        import jax
+
+        closed = flat(jax.make_jaxpr(self.fn)(*self.given))
+        jaxpr, consts = opened(closed)
+        _check_rows(jaxpr, self.parts)
+        return jaxpr, consts
+
+    @cached_property
+    def _runs(self) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
+        """(equation -> the ranks that run it, equation -> how often numbers were sent before)."""
+        jaxpr, _ = self._traced
+        everywhere = frozenset(range(self.ranks))
+        home: dict[Any, frozenset[int]] = {
+            v: frozenset(h.ranks) for v, h in zip(jaxpr.invars, self.homes, strict=True)
+        }
+        level: dict[Any, int] = {}
+        can: dict[int, frozenset[int]] = {}
+        late: dict[int, int] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            reads = [v for v in eqn.invars if not is_literal(v)]
+            big = [v for v in reads if v.aval.size > 1]
+            ranks = everywhere.intersection(*(home.get(v, everywhere) for v in reads))
+            if not ranks:
+                ranks = everywhere.intersection(*(home.get(v, everywhere) for v in big))
+                if not big:
+                    ranks = frozenset({min(min(home.get(v, everywhere)) for v in reads)})
+            if not ranks:
+                raise PaseError(
+                    f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' works on parameters of several "
+                    f"stages at once; only numbers, as a norm is, may be made of all of them"
+                )
+            can[i] = ranks
+            late[i] = max(
+                (level.get(v, 0) + (not ranks <= home.get(v, everywhere)) for v in reads), default=0
+            )
+            for v in eqn.outvars:
+                home[v], level[v] = ranks, late[i]
+        need: dict[Any, set[int]] = {}
+        for v, h in zip(jaxpr.outvars, self.out_homes, strict=True):
+            if not is_literal(v):
+                need.setdefault(v, set()).update(h.ranks)
+        out: dict[int, frozenset[int]] = {}
+        for i in reversed(range(len(jaxpr.eqns))):
+            eqn = jaxpr.eqns[i]
+            want = set().union(*(need.get(v, set()) for v in eqn.outvars))
+            if want:
+                here = (want & can[i]) | ({min(can[i])} if want - can[i] else set())
+                out[i] = frozenset(here)
+                for v in eqn.invars:
+                    if not is_literal(v):
+                        need.setdefault(v, set()).update(here)
+        return out, late
+
+    @cached_property
+    def _programs(self) -> dict[tuple[int, int], tuple[list[Any], list[Any], Any, list[bool]]]:
+        """(times that numbers were sent, rank) -> (what it reads, what it makes, the jitted program, what is donated),
+        in order."""
+        jaxpr, _ = self._traced
+        runs, late = self._runs
+        of: dict[tuple[int, int], list[int]] = {}
+        for i, ranks in sorted(runs.items()):
+            for r in ranks:
+                of.setdefault((late[i], r), []).append(i)
+        wanted: dict[Any, set[tuple[int, int] | None]] = {
+            v: {None} for v in jaxpr.outvars if not is_literal(v)
+        }
+        for key, equations in of.items():
+            for v in (v for i in equations for v in jaxpr.eqns[i].invars if not is_literal(v)):
+                wanted.setdefault(v, set()).add(key)
+        return {key: self._program(key, of[key], wanted) for key in sorted(of)}
+
+    def _program(
+        self, key: tuple[int, int], equations: Sequence[int], wanted: Mapping[Any, set[Any]]
+    ) -> tuple[list[Any], list[Any], Any, list[bool]]:
+        import jax
+        from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+        jaxpr, consts = self._traced
+        mine = [jaxpr.eqns[i] for i in equations]
+        made = {v for e in mine for v in e.outvars if not is_dropped(v)}
+        outside = set(jaxpr.constvars) | made
+        reads = list(
+            dict.fromkeys(v for e in mine for v in e.invars if not is_literal(v) and v not in outside)
+        )
+        makes = [v for v in made if wanted.get(v, set()) - {key}]
+        number = {v: i for i, v in enumerate(jaxpr.invars)}
+        donated = [
+            self.donate
+            and v in number
+            and wanted[v] == {key}
+            and self.homes[number[v]].ranks == (key[1],)
+            and v.aval.size > 1
+            for v in reads
+        ]
+        out_home = {v: h for v, h in zip(jaxpr.outvars, self.out_homes, strict=True) if not is_literal(v)}
+        info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        effects = frozenset().union(*(e.effects for e in mine))
+        fn = jaxpr_as_fun(ClosedJaxpr(Jaxpr(jaxpr.constvars, reads, makes, mine, effects, info), consts))
+        laid = [self.laid.get(number[v]) if v in number else None for v in reads]
+
+        def run(given: Sequence[Any], kept: Sequence[Any]) -> Any:
+            some, others = iter(given), iter(kept)
+            values = [next(some) if d else next(others) for d in donated]
+            return fn(
+                *(
+                    x if h is None else jax.lax.with_sharding_constraint(x, h.on(key[1]))
+                    for x, h in zip(values, laid, strict=True)
+                )
+            )
+
+        shardings = [
+            out_home[v].on(key[1]) if v in out_home and key[1] in out_home[v].ranks else None for v in makes
+        ]
+        return reads, makes, jax.jit(run, donate_argnums=0, out_shardings=shardings), donated
+
+
+_OF_ROWS = frozenset({"squeeze", "reshape", "expand_dims", "broadcast_in_dim"})
+
+
+def _check_rows(jaxpr: Any, parts: Mapping[int, tuple[str, int]]) -> None:
+    """PaseError where the update of a layer depends on other layers of its stack, but by a sum over all of them: each
+    stage updates its own layers."""
+    rows: dict[Any, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
+    partly: dict[Any, frozenset[tuple[str, int]]] = {}
+    every = frozenset(parts.values())
+
+    def left(found: frozenset[tuple[str, int]]) -> frozenset[tuple[str, int]]:
+        """What is not yet a sum over all parts."""
+        whole = {stack for stack, _ in found if all(p in found for p in every if p[0] == stack)}
+        return frozenset(p for p in found if p[0] not in whole)
+
+    for eqn in jaxpr.eqns:
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        reads = [v for v in eqn.invars if not is_literal(v)]
+        sums = frozenset[tuple[str, int]]().union(*(partly.get(v, frozenset()) for v in reads))
+        stacks = [v for v in reads if v in rows]
+        of = frozenset[tuple[str, int]]().union(*(rows[v] for v in stacks))
+        if sums:
+            if name not in ("add", "add_any", "convert_element_type") or stacks:
+                raise _mixes(name, sums)
+            if rest := left(sums):
+                partly[out] = rest
+        elif stacks:
+            lead = [v.aval.shape[0] for v in stacks if v.aval.ndim]
+            axes = eqn.params.get("axes", ())
+            if name.startswith("reduce") and 0 in axes:
+                if name != "reduce_sum" or len(axes) < stacks[0].aval.ndim:
+                    raise _mixes(name, of)
+                if left(of):
+                    partly[out] = of
+            elif _keeps_rows(eqn, stacks) and all(n == lead[0] for n in lead):
+                rows.update(dict.fromkeys(eqn.outvars, of))
+            else:
+                raise _mixes(name, of)
+
+
+def _keeps_rows(eqn: Any, stacks: Sequence[Any]) -> bool:
+    """Is each row of the results made of the same row of the stacks alone?"""
+    name, out, first = eqn.primitive.name, eqn.outvars[0].aval, stacks[0].aval
+    if name.startswith("reduce"):
+        return True
+    if name == "broadcast_in_dim":
+        return bool(eqn.params["broadcast_dimensions"][:1] == (0,)) and out.shape[0] == first.shape[0]
+    if name in _OF_ROWS:
+        return bool(out.shape[:1] == first.shape[:1])
+    return bool(out.shape == first.shape) and not name.startswith(("cum", "sort", "rev", "dot_", "conv_"))
+
+
+def _mixes(name: str, parts: frozenset[tuple[str, int]]) -> PaseError:
+    stack = min(stack for stack, _ in parts)
+    return PaseError(
+        f"the optimizer cannot be run in stages: its '{name}' makes the update of each layer of '{stack}' depend on "
+        f"the others, which lie in other stages; write the layers out as leaves of their own, or choose an optimizer "
+        f"that updates elements apart"
+    )

@@ -1,0 +1,121 @@
+"""Arrays of a model in stages: which ranks hold them, and how; stacks of layers in a part for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pase.errors import PaseError
+
+__all__ = ["Home", "StackCut", "is_cut", "joined", "merged", "on_rank", "registered", "rows_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class StackCut:
+    """A leaf with a leading dim of layers, cut: its rows in the order of the layers, those of each stage on the devices
+    of that stage's rank. A pytree node; ``plan.jax.gathered`` puts such leaves together again."""
+
+    parts: tuple[Any, ...]
+
+
+def is_cut(x: object) -> bool:
+    return isinstance(x, StackCut)
+
+
+def registered() -> None:
+    """Make ``StackCut`` known to JAX, once JAX is imported."""
+    import jax
+
+    if not _KNOWN:
+        jax.tree_util.register_dataclass(StackCut, ["parts"], [])
+        _KNOWN.append(True)
+
+
+_KNOWN: list[bool] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """Where an array is held: the ranks that each hold all of it, and its layout on one of them.
+
+    grid: devices of all ranks, [ranks, *axes]; names: of the axes; spec: a PartitionSpec.
+    """
+
+    ranks: tuple[int, ...]
+    grid: Any
+    names: tuple[str, ...]
+    spec: Any
+
+    @cached_property
+    def sharding(self) -> Any:
+        """On all its ranks."""
+        from jax.sharding import Mesh, NamedSharding
+
+        if len(self.ranks) == 1:
+            return self.on(self.ranks[0])
+        return NamedSharding(Mesh(self.grid[list(self.ranks)], ("stage", *self.names)), self.spec)
+
+    def on(self, rank: int) -> Any:
+        """On one of them."""
+        from jax.sharding import Mesh, NamedSharding
+
+        return NamedSharding(Mesh(self.grid[rank], self.names), self.spec)
+
+    def put(self, x: Any) -> Any:
+        """The array there; as it is where it is there already."""
+        import jax
+
+        there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(self.sharding, x.ndim)
+        return x if there else jax.device_put(x, self.sharding)
+
+
+def on_rank(x: Any, home: Home, rank: int) -> Any:
+    """What one rank holds of an array at home there, without a copy."""
+    import jax
+
+    if len(home.ranks) == 1:
+        return x
+    sharding = home.on(rank)
+    shard = {s.device: s.data for s in x.addressable_shards}
+    order = sharding.addressable_devices_indices_map(x.shape)
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard[d] for d in order])
+
+
+def joined(parts: Sequence[Any], home: Home) -> Any:
+    """The array of which each of its ranks holds a part, without a copy."""
+    import jax
+
+    if len(home.ranks) == 1:
+        return parts[0]
+    shard = {s.device: s.data for x in parts for s in x.addressable_shards}
+    order = home.sharding.addressable_devices_indices_map(parts[0].shape)
+    return jax.make_array_from_single_device_arrays(parts[0].shape, home.sharding, [shard[d] for d in order])
+
+
+def merged(*trees: Any) -> Any:
+    """Trees of one form, each with leaves where the others have none, as one; of cut stacks too."""
+    import jax
+
+    def there(x: Any) -> bool:
+        return x is not None and not (is_cut(x) and any(p is None for p in x.parts))
+
+    def first(*leaves: Any) -> Any:
+        return next(filter(there, leaves), None)
+
+    return jax.tree.map(first, *trees, is_leaf=lambda x: x is None or is_cut(x))
+
+
+def rows_of(x: Any, rows: Sequence[tuple[int, int]], path: str) -> Iterator[Any]:
+    """The parts of a stack, which may be cut already."""
+    if is_cut(x):
+        sizes = [part.shape[0] for part in x.parts]
+        if sizes != [b - a for a, b in rows]:
+            raise PaseError(
+                f"'{path}' is cut into {sizes} layers; the plan's stages have {[b - a for a, b in rows]}: put the "
+                f"parameters together with the gathered() of the plan that cut them"
+            )
+        yield from x.parts
+    else:
+        yield from (x[a:b] for a, b in rows)

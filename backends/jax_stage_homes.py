@@ -1,0 +1,171 @@
+"""Where the arrays of a pipelined plan are: parameters, gradients and a batch on the ranks whose stages read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.jax_stage_arrays import Home, StackCut, is_cut, rows_of
+from pase.backends.jax_stages import Weight
+from pase.backends.jax_step import shape_and_dtype
+from pase.errors import PaseError
+from pase.frontends.jax_leaves import trained
+
+if TYPE_CHECKING:
+    from pase.backends.jax_pipeline import JaxPipeline
+    from pase.backends.to_jax import JaxPlan
+
+__all__ = ["StageHomes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageHomes:
+    """The plan on some devices: grid, [ranks, *axes]."""
+
+    plan: JaxPipeline
+    grid: Any
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return self.plan.splits[0].logical_mesh.names
+
+    def _home(self, ranks: Sequence[int], spec: Any) -> Home:
+        return Home(ranks=tuple(ranks), grid=self.grid, names=self.names, spec=spec)
+
+    @cached_property
+    def everywhere(self) -> Home:
+        from jax.sharding import PartitionSpec
+
+        return self._home(range(self.plan.pipeline.degree), PartitionSpec())
+
+    def split(self, stage: int) -> JaxPlan:
+        return self.plan.splits[self.plan.pipeline.stages[stage].strategy]
+
+    def _spec(self, stage: int, placements: Mapping[str, Any], name: str, cut: bool) -> Any:
+        """The layout of a tensor in a stage's split; the layers of a stack are not split."""
+        where = placements.get(name, ())
+        return self.split(stage).spec(((), *where[1:]) if cut and where else where)
+
+    @cached_property
+    def holders(self) -> dict[Weight, list[int]]:
+        """What of the parameters -> the stages that have it; leaves that no stage reads are the first one's."""
+        out: dict[Weight, list[int]] = {}
+        for k, stage in enumerate(self.plan.stages):
+            for w in stage.weights:
+                out.setdefault(w, []).append(k)
+        read = {w.leaf for w in out}
+        out |= {Weight(i): [0] for i in range(len(self.plan.traced.param_paths)) if i not in read}
+        return dict(sorted(out.items(), key=lambda pair: (pair[0].leaf, pair[0].rows or (0, 0))))
+
+    def _homes(self, kind: str) -> dict[Weight, Home]:
+        rank_of, leaf = self.plan.schedule.rank_of, self.plan.splits[0].leaf_names()
+        out = {}
+        for w, stages in self.holders.items():
+            c, name = self.split(stages[0]).constraints, leaf[w.leaf]
+            placements = c.storage if kind == "storage" else {**c.storage, **c.state}
+            ranks = dict.fromkeys(rank_of[s] for s in stages)
+            out[w] = self._home(list(ranks), self._spec(stages[0], placements, name, w.rows is not None))
+        return out
+
+    @cached_property
+    def stored(self) -> dict[Weight, Home]:
+        return self._homes("storage")
+
+    @cached_property
+    def updated_as(self) -> dict[Weight, Home]:
+        """Where gradients and an optimizer's state are."""
+        return self._homes("state")
+
+    @cached_property
+    def arrives(self) -> list[Home]:
+        """Leaves of the batch."""
+        plan, n = self.plan, len(self.plan.traced.param_paths)
+        leaf, out = plan.splits[0].leaf_names(), []
+        for i in range(len(plan.traced.input_paths)):
+            stages = [k for k, s in enumerate(plan.stages) if i in s.batch] or [0]
+            ranks = dict.fromkeys(plan.schedule.rank_of[s] for s in stages)
+            spec = self._spec(stages[0], self.split(stages[0]).constraints.storage, leaf[n + i], False)
+            out.append(self._home(list(ranks), spec))
+        return out
+
+    @cached_property
+    def parts_of(self) -> list[list[Weight]]:
+        """Per leaf of the parameters its parts."""
+        out: list[list[Weight]] = [[] for _ in self.plan.traced.param_paths]
+        for w in self.holders:
+            out[w.leaf].append(w)
+        return out
+
+    def placed(self, args: Sequence[Any]) -> list[Any]:
+        """(params, *batch), or params alone, where the plan stores them."""
+        import jax
+
+        traced = self.plan.traced
+        n = len(traced.param_paths)
+        leaves, tree = jax.tree.flatten(tuple(args), is_leaf=is_cut)
+        wanted = traced.in_tree.children()[: len(args)]
+        if tree.children() != wanted:
+            raise PaseError(f"the plan was compiled for arguments {wanted}, got {tree.children()}")
+        shapes = [a.shape for a in traced.jaxpr.in_avals[:n]] + self.split(0)._input_shapes(True)
+        paths = (*traced.param_paths, *traced.input_paths)
+        out = []
+        for i, x in enumerate(leaves):
+            self._check(x, shapes[i], traced.jaxpr.in_avals[i].dtype, paths[i])
+            out.append(self.put(i, x, self.stored) if i < n else self.arrives[i - n].put(x))
+        return list(jax.tree.unflatten(tree, out))
+
+    def put(self, leaf: int, x: Any, homes: Mapping[Weight, Home]) -> Any:
+        ws = self.parts_of[leaf]
+        if ws[0].rows is None and not is_cut(x):
+            return homes[ws[0]].put(x)
+        rows = [w.rows or (0, x.parts[0].shape[0]) for w in ws]
+        parts = rows_of(x, rows, self.plan.traced.param_paths[leaf])
+        return StackCut(tuple(homes[w].put(part) for w, part in zip(ws, parts, strict=True)))
+
+    def _check(self, x: Any, shape: tuple[int, ...], dtype: Any, path: str) -> None:
+        parts = x.parts if is_cut(x) else (x,)
+        got = [shape_and_dtype(part) for part in parts]
+        there = (sum(s[0] for s, _ in got), *got[0][0][1:]) if is_cut(x) else got[0][0]
+        for what, is_, was in (("shape", there, shape), ("dtype", got[0][1], dtype)):
+            if is_ != was:
+                raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
+
+    def tree(self, of: Callable[[Weight], Any]) -> Any:
+        """The trained parameters' tree with something for each part in it."""
+
+        def whole(i: int) -> Any:
+            found = [of(w) for w in self.parts_of[i]]
+            return found[0] if self.parts_of[i][0].rows is None else StackCut(tuple(found))
+
+        return self.leaves(whole)
+
+    def leaves(self, of: Callable[[int], Any]) -> Any:
+        """The trained parameters' tree with something for each leaf in it."""
+        import jax
+
+        traced = self.plan.traced
+        found = [of(i) if i in self._trained else None for i in range(len(traced.param_paths))]
+        return jax.tree.unflatten(traced.in_tree.children()[0], found)
+
+    @cached_property
+    def _trained(self) -> frozenset[int]:
+        avals = self.plan.traced.jaxpr.in_avals
+        return frozenset(i for i in range(len(self.plan.traced.param_paths)) if trained(avals[i]) is not None)
+
+    def shape_of(self, leaf: int) -> Any:
+        """Of a whole leaf."""
+        return self.shape(Weight(leaf))
+
+    def shape(self, w: Weight) -> Any:
+        import jax
+
+        a = self.plan.traced.jaxpr.in_avals[w.leaf]
+        shape = a.shape if w.rows is None else (w.rows[1] - w.rows[0], *a.shape[1:])
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+
+    @cached_property
+    def trained_parts(self) -> tuple[Weight, ...]:
+        """Of all trained leaves, in the order of the tree."""
+        return tuple(w for i in sorted(self._trained) for w in self.parts_of[i])

@@ -1,0 +1,163 @@
+"""An optimizer on a model in stages: its state where the parameters are, its update where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from pase.backends.jax_ranks import OnRanks
+from pase.backends.jax_stage_arrays import Home
+from pase.backends.jax_stage_homes import StageHomes
+from pase.errors import PaseError
+from pase.frontends.jax_leaves import arrays, trained
+
+__all__ = ["StagedOptimizer"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedOptimizer:
+    """homes: where the parameters are; optimizer: of optax."""
+
+    homes: StageHomes
+    optimizer: Any
+    _updates: dict[bool, OnRanks] = field(default_factory=dict, init=False, repr=False)
+
+    def init(self, params: Any) -> Any:
+        """The state for the trained leaves of these parameters, each part of it where it is updated."""
+        import jax
+
+        (mine,) = self.homes.placed((arrays(params),))
+        leaves, tree = jax.tree.flatten(trained(mine))
+
+        def fn(*flat: Any) -> list[Any]:
+            return list(jax.tree.leaves(self.optimizer.init(jax.tree.unflatten(tree, flat))))
+
+        made = self._on_ranks(fn, leaves, self._stored, self._state_homes, {}, False)(leaves)
+        return jax.tree.unflatten(self._form, made)
+
+    def placed(self, state: Any) -> Any:
+        """The state where it is updated; made of parameters that are cut, or of the model's own."""
+        import jax
+        import optax
+
+        given: Any = jax.tree.structure(state)
+        if given != self._form:
+            own = self.homes.leaves(self.homes.shape_of)
+            form: Any = jax.tree.structure(jax.eval_shape(self.optimizer.init, own))
+            if given != form:
+                raise PaseError(
+                    f"the optimizer's state is {given}; the step wants {self._form}: "
+                    f"plan.jax.init(optimizer, params) makes it"
+                )
+            state = optax.tree_map_params(
+                self.optimizer,
+                lambda x, i: self.homes.put(i, x, self.homes.updated_as),
+                state,
+                self.homes.leaves(lambda i: i),
+            )
+        leaves = [h.put(x) for x, h in zip(jax.tree.leaves(state), self._state_homes, strict=True)]
+        return jax.tree.unflatten(self._form, leaves)
+
+    def updated(self, grads: Any, state: Any, params: Any, donate: bool) -> tuple[Any, Any]:
+        """(trained parameters, state) after the update, each part where it is."""
+        import jax
+        import optax
+
+        flat, tree = jax.tree.flatten((grads, state, params))
+
+        def fn(*given: Any) -> list[Any]:
+            grads, state, params = jax.tree.unflatten(tree, given)
+            updates, state = self.optimizer.update(grads, state, params)
+            return list(jax.tree.leaves((optax.apply_updates(params, updates), state)))
+
+        if donate not in self._updates:
+            last = len(flat) - len(self._stored)
+            as_kept = [self.homes.updated_as[w] for w in self.homes.trained_parts]
+            self._updates[donate] = self._on_ranks(
+                fn,
+                flat,
+                [*as_kept, *self._state_homes, *self._stored],
+                [*self._stored, *self._state_homes],
+                {last + i: home for i, home in enumerate(as_kept)},
+                donate,
+            )
+        out: tuple[Any, Any] = jax.tree.unflatten(
+            jax.tree.structure((params, state)), self._updates[donate](flat)
+        )
+        return out
+
+    def _on_ranks(
+        self,
+        fn: Callable[..., Sequence[Any]],
+        given: Sequence[Any],
+        homes: Sequence[Home],
+        out_homes: Sequence[Home],
+        laid: dict[int, Home],
+        donate: bool,
+    ) -> OnRanks:
+        """fn's arguments: gradients or parameters first, and where they are laid otherwise, parameters there."""
+        import jax
+
+        paths = self.homes.plan.traced.param_paths
+        parts = {
+            i: (paths[w.leaf], w.rows[0])
+            for i, w in enumerate(self.homes.trained_parts)
+            if w.rows is not None
+        }
+        last = min(laid, default=0)
+        return OnRanks(
+            fn=fn,
+            given=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given),
+            homes=tuple(homes),
+            out_homes=tuple(out_homes),
+            ranks=self.homes.plan.pipeline.degree,
+            parts=parts | {last + i: part for i, part in parts.items()},
+            laid=laid,
+            donate=donate,
+        )
+
+    @cached_property
+    def _stored(self) -> list[Home]:
+        return [self.homes.stored[w] for w in self.homes.trained_parts]
+
+    @cached_property
+    def _shapes(self) -> Any:
+        """Of the state for parameters that are cut."""
+        import jax
+
+        return jax.eval_shape(self.optimizer.init, self.homes.tree(self.homes.shape))
+
+    @property
+    def _form(self) -> Any:
+        import jax
+
+        return jax.tree.structure(self._shapes)
+
+    @cached_property
+    def _state_homes(self) -> list[Home]:
+        """Of each leaf of the state: what mirrors a parameter is where its gradient is; the rest everywhere."""
+        import jax
+        import optax
+
+        everywhere = self.homes.everywhere
+
+        def masked(leaf: Any) -> bool:
+            return isinstance(leaf, optax.MaskedNode)  # optax leaves it where a transformation does not apply
+
+        def like(leaf: Any, param: Any, home: Home) -> Any:
+            if masked(leaf):
+                return leaf
+            return home if leaf.shape == param.shape else replace(home, spec=everywhere.spec)
+
+        homes = optax.tree_map_params(
+            self.optimizer,
+            like,
+            self._shapes,
+            self.homes.tree(self.homes.shape),
+            self.homes.tree(lambda w: self.homes.updated_as[w]),
+            transform_non_params=lambda _: everywhere,
+            is_leaf=masked,
+        )
+        return list(jax.tree.leaves(homes))

@@ -1,0 +1,312 @@
+"""The programs of one stage: its forward, and its backward whole or in two, cut out of one jaxpr by what reads what.
+
+Forward, then the gradients of what entered and of the weights, are traced as one jaxpr. Its equations are parted: what
+the results need runs forward; of the rest, what the gradients of what entered need is backward's first part (I), and
+what is left its second (W). Values that cross from one part to the next are kept in between. What depends on weights
+alone (casts, gathers) is worked out once a step, or in each part again; what depends on neither weights nor
+activations, and views of weights, in each part again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pase.frontends.jax_versions import evaluate, is_literal, opened
+
+__all__ = ["Cutting", "Program", "StagePrograms", "flat", "stage_programs"]
+
+_VIEWS = frozenset({"slice", "squeeze", "reshape", "broadcast_in_dim", "transpose", "dynamic_slice", "rev"})
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """A jitted part. Called with the values of ``reads``, gives those of ``makes``; with sums of gradients before
+    them, the sums with its own gradients added."""
+
+    reads: tuple[Any, ...]
+    makes: tuple[Any, ...]
+    run: Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagePrograms:
+    """backward: whole, or its two parts; the last of them adds to the sums of the weights' gradients.
+
+    weights, batch, entered, cotangents: variables of the stage's inputs; micro: of the micro-batch's number. leaves:
+    of what it hands on; out of a gradient of what entered: ``entered_gradients``, None where it has none.
+    """
+
+    prepare: Program
+    forward: Program
+    backward: tuple[Program, ...]
+    weights: tuple[Any, ...]
+    batch: tuple[Any, ...]
+    micro: Any
+    entered: tuple[Any, ...]
+    cotangents: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    entered_gradients: tuple[Any, ...]
+
+
+def stage_programs(
+    fn: Callable[..., list[Any]],
+    weights: Sequence[Any],
+    batch: Sequence[Any],
+    entered: Sequence[Any],
+    *,
+    gradient_shardings: Sequence[Any],
+    splits_backward: bool,
+    once: bool,
+) -> StagePrograms:
+    """fn(weights, batch, micro, entered) -> what leaves. weights, batch, entered: their shapes; of weights with their
+    shardings. gradient_shardings: of each weight, None where it is not trained. once: casts and gathers of weights run
+    once a step."""
+    import jax
+    import jax.numpy as jnp
+
+    trained = [s is not None for s in gradient_shardings]
+    smooth = [_inexact(x) for x in entered]
+    out = jax.eval_shape(fn, list(weights), list(batch), 0, list(entered))
+    returned = [_inexact(x) for x in out]
+
+    def joint(weights: Any, batch: Any, micro: Any, entered: Any, cotangents: Any) -> Any:
+        def of(some: Any, x: Any) -> Any:
+            mine = _merged(trained, some, weights)
+            outs = fn(mine, batch, micro, _merged(smooth, x, entered))
+            return [y for y, on in zip(outs, returned, strict=True) if on], [
+                y for y, on in zip(outs, returned, strict=True) if not on
+            ]
+
+        outs, pull, fixed = jax.vjp(of, _only(trained, weights), _only(smooth, entered), has_aux=True)
+        into_weights, into_entered = pull(cotangents)
+        kept = [s for s in gradient_shardings if s is not None]
+        into_weights = [
+            jax.lax.with_sharding_constraint(g, s) for g, s in zip(into_weights, kept, strict=True)
+        ]
+        return _merged(returned, outs, _spread(returned, fixed)), into_entered, into_weights
+
+    cotangents = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, on in zip(out, returned, strict=True) if on]
+    args = (list(weights), list(batch), jax.ShapeDtypeStruct((), jnp.int32), list(entered), cotangents)
+    closed = jax.make_jaxpr(joint)(*args)
+    if splits_backward:
+        closed = flat(closed)
+    groups = [len(weights), len(batch), 1, len(entered), len(cotangents)]
+    w, b, (micro,), x, ct = _grouped(opened(closed)[0].invars, groups)
+    y, dx, dw = _grouped(opened(closed)[0].outvars, [len(out), sum(smooth), sum(trained)])
+    cut = Cutting(
+        closed=closed,
+        weights=dict(zip(w, (getattr(s, "sharding", None) for s in weights), strict=True)),
+        batch={*b, micro},
+        activations={*x, *ct},
+        once=once,
+    )
+    prepare, forward, backward = cut.programs(
+        y, dx, dw, [s for s in gradient_shardings if s is not None], 2 if splits_backward else 1
+    )
+    return StagePrograms(
+        prepare=prepare,
+        forward=forward,
+        backward=backward,
+        weights=tuple(w),
+        batch=tuple(b),
+        micro=micro,
+        entered=tuple(x),
+        cotangents=tuple(ct),
+        leaves=tuple(y),
+        entered_gradients=tuple(_spread([not on for on in smooth], dx)),
+    )
+
+
+@dataclass(kw_only=True)
+class Cutting:
+    """A jaxpr's equations to parts. weights: variable -> its sharding, if known; batch, activations: variables."""
+
+    closed: Any
+    weights: Mapping[Any, Any]
+    batch: set[Any]
+    activations: set[Any]
+    once: bool
+    producer: dict[Any, int] = field(default_factory=dict)
+    heavy: set[Any] = field(default_factory=set)
+    """Made of activations, or of weights and the batch: worked out in one part alone."""
+    prepared: set[Any] = field(default_factory=set)
+    """Made of weights alone, and worked out once a step."""
+
+    def __post_init__(self) -> None:
+        where = dict(self.weights)
+        of_weights, of_batch = set(self.weights), set(self.batch)
+        self.heavy |= self.activations
+        for i, eqn in enumerate(opened(self.closed)[0].eqns):
+            reads = {v for v in eqn.invars if not is_literal(v)}
+            makes = list(eqn.outvars)
+            self.producer.update(dict.fromkeys(makes, i))
+            if reads & of_weights:
+                of_weights.update(makes)
+            if reads & of_batch:
+                of_batch.update(makes)
+            if reads & self.heavy or (reads & of_weights and reads & of_batch):
+                self.heavy.update(makes)
+            elif reads & of_weights and self.once and not self._is_view(eqn, where):
+                self.prepared.update(makes)
+
+    def _is_view(self, eqn: Any, where: dict[Any, Any]) -> bool:
+        """Does it take nothing to work out again: a view, or a constraint to the layout that is there already?"""
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        source = where.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
+        if name == "sharding_constraint":
+            where[out] = eqn.params["sharding"]
+            return source is not None and source.is_equivalent_to(where[out], out.aval.ndim)
+        if source is not None:
+            kept = _sliced_sharding(eqn, source)
+            if kept is not None:
+                where[out] = kept
+        return name in _VIEWS
+
+    def needed(self, targets: Iterable[Any], given: set[Any]) -> tuple[list[int], dict[Any, None]]:
+        """(equations that the targets need, what they read of what is given and of the inputs)."""
+        left, seen = [v for v in targets if not is_literal(v)], set[Any]()
+        equations, reads = set[int](), dict[Any, None]()
+        eqns = opened(self.closed)[0].eqns
+        constants = set(opened(self.closed)[0].constvars)
+        while left:
+            v = left.pop()
+            if v in seen or v in constants:
+                continue
+            seen.add(v)
+            i = self.producer.get(v)
+            if v in given or i is None:
+                reads[v] = None
+            elif i not in equations:
+                equations.add(i)
+                left += [u for u in eqns[i].invars if not is_literal(u)]
+        return sorted(equations), reads
+
+    def programs(
+        self, y: Sequence[Any], dx: Sequence[Any], dw: Sequence[Any], sums: Sequence[Any], parts: int
+    ) -> tuple[Program, Program, tuple[Program, ...]]:
+        """(what is worked out once, forward, backward's parts). sums: shardings of the sums of gradients."""
+        eqns = opened(self.closed)[0].eqns
+        targets = [list(y), list(dx), list(dw)] if parts == 2 else [list(y), [*dx, *dw]]
+        given, made = set(self.prepared), list[set[Any]]()
+        for ts in targets:
+            equations, _ = self.needed(ts, given)
+            made.append({v for i in equations for v in eqns[i].outvars} & self.heavy)
+            given |= made[-1]
+        given = set(self.prepared)
+        found = []
+        for k, ts in enumerate(targets):
+            wanted = list(ts)
+            for later in range(k + 1, len(targets)):  # what is kept for the parts to come
+                _, reads = self.needed(targets[later], self.prepared.union(*made[:later]))
+                wanted += [v for v in reads if v in made[k] and v not in wanted]
+            found.append((wanted, *self.needed(wanted, given)))
+            given |= made[k]
+        used = dict.fromkeys(v for _, _, reads in found for v in reads if v in self.prepared)
+        prepare = self._program(list(used), *self.needed(used, set()))
+        out = [self._program(*part) for part in found[:-1]]
+        wanted, equations, reads = found[-1]
+        out.append(self._summing(wanted, equations, reads, len(dw), sums))
+        return prepare, out[0], tuple(out[1:])
+
+    def _function(self, makes: Sequence[Any], equations: Sequence[int], reads: Sequence[Any]) -> Any:
+        from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+        jaxpr, consts = opened(self.closed)
+        mine = [jaxpr.eqns[i] for i in equations]
+        effects = frozenset().union(*(e.effects for e in mine))
+        info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        part = Jaxpr(jaxpr.constvars, list(reads), list(makes), mine, effects, info)
+        return jaxpr_as_fun(ClosedJaxpr(part, consts))
+
+    def _program(self, makes: Sequence[Any], equations: Sequence[int], reads: Iterable[Any]) -> Program:
+        import jax
+
+        fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
+        return Program(reads=inputs, makes=tuple(makes), run=jax.jit(lambda values: fn(*values)))
+
+    def _summing(
+        self,
+        makes: Sequence[Any],
+        equations: Sequence[int],
+        reads: Iterable[Any],
+        many: int,
+        sums: Sequence[Any],
+    ) -> Program:
+        """The program that adds the last ``many`` of what it makes to sums."""
+        import jax
+
+        fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
+        others = len(makes) - many
+
+        def run(so_far: Any, values: Any) -> Any:
+            outs = fn(*values)
+            return [a + g for a, g in zip(so_far, outs[others:], strict=True)], outs[:others]
+
+        jitted = jax.jit(run, donate_argnums=0, out_shardings=(list(sums), [None] * others))
+        return Program(reads=inputs, makes=tuple(makes[:others]), run=jitted)
+
+
+def _sliced_sharding(eqn: Any, source: Any) -> Any:
+    """The sharding of a weight's row, or of its cast; None: not known."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    name, spec = eqn.primitive.name, tuple(source.spec)
+    if name == "convert_element_type" or (name == "slice" and (not spec or spec[0] is None)):
+        return source if eqn.invars[0].aval.shape[1:] == eqn.outvars[0].aval.shape[1:] else None
+    if name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,):
+        return NamedSharding(source.mesh, PartitionSpec(*spec[1:]))
+    return None
+
+
+def flat(closed: Any) -> Any:
+    """The jaxpr with calls and rematerialised regions opened, so that what is in them can be parted."""
+    import jax
+
+    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        for eqn in jaxpr.eqns:
+            ins = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+            called = _CALLS.get(eqn.primitive.name)
+            outs = evaluate(eqn, ins, info) if called is None else run(*opened(eqn.params[called]), ins)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [v.val if is_literal(v) else env[v] for v in jaxpr.outvars]
+
+    jaxpr, consts = opened(closed)
+    return jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*closed.in_avals)
+
+
+def _inexact(x: Any) -> bool:
+    import jax.numpy as jnp
+
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _only(on: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    return [x for x, is_on in zip(values, on, strict=True) if is_on]
+
+
+def _merged(on: Sequence[bool], some: Sequence[Any], every: Sequence[Any]) -> list[Any]:
+    """``every`` with those that are on exchanged for ``some``."""
+    turn = iter(some)
+    return [next(turn) if is_on else x for x, is_on in zip(every, on, strict=True)]
+
+
+def _spread(on: Sequence[bool], others: Sequence[Any]) -> list[Any]:
+    """Those that are not on in their places, None in the other ones."""
+    turn = iter(others)
+    return [None if is_on else next(turn) for is_on in on]
+
+
+def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    turn = iter(values)
+    return [[next(turn) for _ in range(n)] for n in sizes]

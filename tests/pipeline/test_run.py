@@ -1,0 +1,213 @@
+"""A pipelined plan run stage by stage gives the unsharded step's loss, gradients and parameters, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import pase
+from pase.backends.jax_stage_arrays import StackCut
+from pase.backends.truth import unsharded_step, worst_difference
+from pase.errors import PaseError
+from pase.pipeline.registry import schedule
+from pase.plan.pipeline import StagePlan
+from pase.tables.itemize import split_of
+from pase.tables.layouts import configs
+
+LAYERS, D, VOCAB, SEQ, BATCH, MICRO = 4, 8, 16, 4, 16, 4
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    with jax.enable_x64(True):
+        yield
+
+
+def norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+
+
+def block(x, p):
+    q, k, v = jnp.einsum("bsd,cde->cbse", norm(x, p["scale"]), p["qkv"])
+    scores = jnp.where(jnp.tril(jnp.ones((SEQ, SEQ), bool)), jnp.einsum("bqe,bke->bqk", q, k), -1e9)
+    x = x + jnp.einsum("bqk,bke->bqe", jax.nn.softmax(scores), v) @ p["out"]
+    return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def gpt(params, batch):
+    """A small GPT with a tied embedding, its layers in a loop or written out."""
+    x, layers = params["wte"][batch["tokens"]] + params["wpe"], params["blocks"]
+    if isinstance(layers, dict):
+        x = jax.lax.scan(lambda h, p: (block(h, p), None), x, layers)[0]
+    else:
+        for p in layers:
+            x = block(x, p)
+    logits = norm(x, params["scale"]) @ params["wte"].T
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1)
+    return -jnp.mean(picked)
+
+
+def arguments(scan):
+    rng = np.random.default_rng(0)
+
+    def leaf(*shape):
+        return jnp.asarray(rng.normal(size=shape) / 3)
+
+    def layer():
+        shapes = {"qkv": (3, D, D), "out": (D, D), "up": (D, 4 * D), "down": (4 * D, D), "scale": (D,)}
+        return {name: leaf(*shape) for name, shape in shapes.items()}
+
+    blocks = [layer() for _ in range(LAYERS)]
+    tokens, labels = (jnp.asarray(rng.integers(VOCAB, size=(BATCH, SEQ))) for _ in range(2))
+    params = {
+        "wte": leaf(VOCAB, D),
+        "wpe": leaf(SEQ, D),
+        "blocks": jax.tree.map(lambda *x: jnp.stack(x), *blocks) if scan else blocks,
+        "scale": leaf(D),
+    }
+    return params, {"tokens": tokens, "labels": labels}
+
+
+@cache
+def planned(scan, remat="none"):
+    with jax.enable_x64(True):
+        params, batch = arguments(scan)
+        return pase.compile(
+            gpt,
+            params,
+            batch,
+            devices=8,
+            machine="h100x8",
+            pipeline=2,
+            mesh="2x2",
+            accumulate=MICRO,
+            memory_limit="none",
+            remat=remat,
+        )
+
+
+@cache
+def reference(scan):
+    with jax.enable_x64(True):
+        return unsharded_step(gpt, OPTIMIZER, *arguments(scan))
+
+
+def staged(plan, name, chunks, cuts, seed=None):
+    """The plan under another schedule with other cuts; seed: with a split of each stage drawn at random."""
+    p, ranks = plan.pipeline, schedule(name, 2, MICRO, chunks).rank_of
+    first, middle, last = p.stages[0].strategy, p.stages[1].strategy, p.stages[-1].strategy
+    which = [first, *[middle] * (len(cuts) - 2), last]
+    strategies, again = p.strategies, p.again
+    if seed is not None:
+        rng, graph = np.random.default_rng(seed), plan.graph
+        strategies = tuple(
+            {n.name: split_of(n, rng.choice(configs(n, plan.mesh)), plan.mesh) for n in graph.nodes}
+            for _ in which
+        )
+        which, again = range(len(cuts)), tuple(p.again[i] for i in which)
+    stages = tuple(
+        StagePlan(
+            rank=rank,
+            blocks=n,
+            strategy=s,
+            recomputes=False,
+            weights="each" if k % 2 else "once",
+            forward_s=1.0,
+            backward_s=2.0,
+            memory_bytes=1,
+        )
+        for k, (rank, n, s) in enumerate(zip(ranks, cuts, which, strict=True))
+    )
+    made = replace(
+        p, schedule=name, chunks=chunks, cuts=cuts, stages=stages, strategies=strategies, again=again
+    )
+    return replace(plan, pipeline=made)
+
+
+CASES = [
+    ("1f1b", 1, (1, 3), True, "none", None),
+    ("zb-h1", 1, (3, 1), True, "light", 1),
+    ("zb-v", 2, (1, 1, 1, 1), False, "all", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "chunks", "cuts", "scan", "remat", "seed"), CASES)
+def test_step_equals_unsharded(name, chunks, cuts, scan, remat, seed):
+    plan = staged(planned(scan, remat), name, chunks, cuts, seed)
+    params, batch = arguments(scan)
+    jp, whole = plan.jax, reference(scan)
+    placed, there = jp.device_put(params, batch)
+    _, grads = jp.value_and_grad()(placed, there)
+    state = jp.init(OPTIMIZER, placed)
+    step = jp.train_step(OPTIMIZER)
+    updated, state, loss = step(placed, state, there)
+    assert abs(float(loss) - whole.loss) < 1e-12
+    assert worst_difference(whole.gradients, jp.gathered(grads)) < 1e-12
+    assert worst_difference(whole.parameters, jp.gathered(updated)) < 1e-12
+    assert jax.tree.structure(updated) == jax.tree.structure(placed)
+    *_, second = step(updated, state, there)
+    assert float(second) < float(loss)
+    assert (
+        isinstance(placed["blocks"]["up"], StackCut)
+        if scan
+        else placed["blocks"][0]["up"].sharding.num_devices == 4
+    )
+    assert updated["wte"].sharding.num_devices == (4 if name == "zb-v" else 8)  # zb-v: both ends on one rank
+
+
+def chain(params, x):
+    return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0] ** 2), {"x": x.sum()}
+
+
+@cache
+def chained():
+    with jax.enable_x64(True):
+        w, x = (
+            jnp.full((4, 4, 4), 0.3) * jnp.arange(1, 5)[:, None, None],
+            jnp.arange(64.0).reshape(16, 4) / 64,
+        )
+        plan = pase.compile(chain, w, x, devices=2, machine="h100x8", pipeline=2, mesh="1", accumulate=MICRO)
+        return plan, w, x, jax.value_and_grad(chain, has_aux=True)(w, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("gpipe", 1), ("eager-1f1b", 1), ("zb-h2", 1), ("interleaved", 2), ("dualpipev", 2)],
+)
+def test_every_schedule_runs_its_own_list(name, chunks):
+    """Those that the test above leaves out, on a small chain; what the function returns beside the loss is stacked."""
+    plan, w, x, ((loss, _), grads) = chained()
+    jp = staged(plan, name, chunks, (1,) * 4 if chunks == 2 else (2, 2)).jax
+    (got, aux), mine = jp.value_and_grad()(w, x)
+    assert abs(float(got - loss)) < 1e-14 and aux["x"].shape == (MICRO,)
+    assert worst_difference(grads, jp.gathered(mine)) < 1e-14
+    assert abs(float(jp.loss()(w, x)[0] - loss)) < 1e-14
+
+
+def test_an_optimizer_that_mixes_the_layers_of_a_stack_is_refused():
+    plan, w, x, _ = chained()
+    jp = staged(plan, "1f1b", 1, (2, 2)).jax
+    state = jp.init(optimizer := optax.lamb(1e-3), w)
+    with pytest.raises(
+        PaseError, match=r"its '.*' makes the update of each layer of 'params' depend on the others"
+    ):
+        jp.train_step(optimizer)(w, state, x)
+
+
+def test_what_it_cannot_run_is_said():
+    plan, w, x, _ = chained()
+    with pytest.raises(PaseError, match="stages are split by XLA, led by constraints"):
+        plan.jax.train_step(OPTIMIZER, lowering="manual")
+    with pytest.raises(PaseError, match="the plan is for 2 devices and JAX sees 1"):
+        plan.jax.mesh(jax.devices()[:1])
+    with pytest.raises(PaseError, match="has shape"):
+        plan.jax.device_put(w[:3], x)
+    with pytest.raises(PaseError, match="is one program in lockstep"):
+        _ = staged(plan, "circular", 1, (2, 2)).jax
