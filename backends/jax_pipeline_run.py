@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_stage_arrays import is_cut, joined, on_rank
 from pase.backends.jax_stage_homes import StageHomes
-from pase.backends.jax_stage_programs import Program, StagePrograms, stage_programs
-from pase.backends.jax_stages import Weight
+from pase.backends.jax_stage_programs import StageProgram, StagePrograms, stage_programs
+from pase.backends.jax_stages import StageWeight
 from pase.backends.jax_walk import JaxprWalk
 from pase.frontends.jax_blocks import split_inputs
 from pase.frontends.jax_leaves import arrays, combine
@@ -68,11 +68,11 @@ class RunningStages:
             mine = [part(i, x, micro) for i, x in zip(stage.batch, batch, strict=True)]
             return stage.run(walk, weights, mine, entered)
 
-        def shape(w: Weight) -> Any:
+        def shape(w: StageWeight) -> Any:
             s = self.homes.shape(w)
             return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.homes.stored[w].on(rank))
 
-        full, avals = split._input_shapes(True), plan.traced.jaxpr.in_avals[n:]
+        full, avals = split.input_shapes(True), plan.traced.jaxpr.in_avals[n:]
         return stage_programs(
             fn,
             [shape(w) for w in stage.weights],
@@ -206,7 +206,7 @@ class _Step:
         """No backward will come."""
         del self._kept[k, micro]
 
-    def _backward(self, k: int, micro: int, programs: Sequence[Program]) -> None:
+    def _backward(self, k: int, micro: int, programs: Sequence[StageProgram]) -> None:
         import jax
         import jax.numpy as jnp
 
@@ -257,14 +257,14 @@ class _Step:
 
         run = self.running
         m = run.plan.pipeline.micro_batches
-        found: dict[Weight, list[Any]] = {}
+        found: dict[StageWeight, list[Any]] = {}
         for k, sums in enumerate(self._sums):
             mine = [w for w in run.plan.stages[k].weights if w in run.homes.trained_parts]
             means = _mean_of(m, tuple(g.sharding for g in sums))(sums)
             for w, g in zip(mine, means, strict=True):
                 found.setdefault(w, []).append(g)
 
-        def of(w: Weight) -> Any:
+        def of(w: StageWeight) -> Any:
             home = run.homes.updated_as[w]
             if w not in found:  # no stage reads it
                 shape = run.homes.shape(w)
@@ -277,13 +277,13 @@ class _Step:
         return run.homes.tree(of)
 
 
-def _run(program: Program, values: Mapping[Any, Any]) -> dict[Any, Any]:
+def _run(program: StageProgram, values: Mapping[Any, Any]) -> dict[Any, Any]:
     made = program.run([values[v] for v in program.reads])
     return {v: x for v, x in zip(program.makes, made, strict=True) if not is_literal(v)}
 
 
 def _run_summing(
-    program: Program, sums: list[Any], values: Mapping[Any, Any]
+    program: StageProgram, sums: list[Any], values: Mapping[Any, Any]
 ) -> tuple[list[Any], dict[Any, Any]]:
     sums, made = program.run(sums, [values[v] for v in program.reads])
     return sums, {v: x for v, x in zip(program.makes, made, strict=True) if not is_literal(v)}

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_stage_arrays import Home, StackCut, is_cut, rows_of
-from pase.backends.jax_stages import Weight
+from pase.backends.jax_stages import StageWeight
 from pase.backends.jax_step import shape_and_dtype
 from pase.errors import PaseError
 from pase.frontends.jax_leaves import trained
@@ -49,17 +49,17 @@ class StageHomes:
         return self.split(stage).spec(((), *where[1:]) if cut and where else where)
 
     @cached_property
-    def holders(self) -> dict[Weight, list[int]]:
+    def holders(self) -> dict[StageWeight, list[int]]:
         """What of the parameters -> the stages that have it; leaves that no stage reads are the first one's."""
-        out: dict[Weight, list[int]] = {}
+        out: dict[StageWeight, list[int]] = {}
         for k, stage in enumerate(self.plan.stages):
             for w in stage.weights:
                 out.setdefault(w, []).append(k)
         read = {w.leaf for w in out}
-        out |= {Weight(i): [0] for i in range(len(self.plan.traced.param_paths)) if i not in read}
+        out |= {StageWeight(i): [0] for i in range(len(self.plan.traced.param_paths)) if i not in read}
         return dict(sorted(out.items(), key=lambda pair: (pair[0].leaf, pair[0].rows or (0, 0))))
 
-    def _homes(self, kind: str) -> dict[Weight, Home]:
+    def _homes(self, kind: str) -> dict[StageWeight, Home]:
         rank_of, leaf = self.plan.schedule.rank_of, self.plan.splits[0].leaf_names()
         out = {}
         for w, stages in self.holders.items():
@@ -70,11 +70,11 @@ class StageHomes:
         return out
 
     @cached_property
-    def stored(self) -> dict[Weight, Home]:
+    def stored(self) -> dict[StageWeight, Home]:
         return self._homes("storage")
 
     @cached_property
-    def updated_as(self) -> dict[Weight, Home]:
+    def updated_as(self) -> dict[StageWeight, Home]:
         """Where gradients and an optimizer's state are."""
         return self._homes("state")
 
@@ -91,9 +91,9 @@ class StageHomes:
         return out
 
     @cached_property
-    def parts_of(self) -> list[list[Weight]]:
+    def parts_of(self) -> list[list[StageWeight]]:
         """Per leaf of the parameters its parts."""
-        out: list[list[Weight]] = [[] for _ in self.plan.traced.param_paths]
+        out: list[list[StageWeight]] = [[] for _ in self.plan.traced.param_paths]
         for w in self.holders:
             out[w.leaf].append(w)
         return out
@@ -104,11 +104,12 @@ class StageHomes:
 
         traced = self.plan.traced
         n = len(traced.param_paths)
+        tree: Any
         leaves, tree = jax.tree.flatten(tuple(args), is_leaf=is_cut)
         wanted = traced.in_tree.children()[: len(args)]
         if tree.children() != wanted:
             raise PaseError(f"the plan was compiled for arguments {wanted}, got {tree.children()}")
-        shapes = [a.shape for a in traced.jaxpr.in_avals[:n]] + self.split(0)._input_shapes(True)
+        shapes = [a.shape for a in traced.jaxpr.in_avals[:n]] + self.split(0).input_shapes(True)
         paths = (*traced.param_paths, *traced.input_paths)
         out = []
         for i, x in enumerate(leaves):
@@ -116,7 +117,7 @@ class StageHomes:
             out.append(self.put(i, x, self.stored) if i < n else self.arrives[i - n].put(x))
         return list(jax.tree.unflatten(tree, out))
 
-    def put(self, leaf: int, x: Any, homes: Mapping[Weight, Home]) -> Any:
+    def put(self, leaf: int, x: Any, homes: Mapping[StageWeight, Home]) -> Any:
         ws = self.parts_of[leaf]
         if ws[0].rows is None and not is_cut(x):
             return homes[ws[0]].put(x)
@@ -132,7 +133,7 @@ class StageHomes:
             if is_ != was:
                 raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
 
-    def tree(self, of: Callable[[Weight], Any]) -> Any:
+    def tree(self, of: Callable[[StageWeight], Any]) -> Any:
         """The trained parameters' tree with something for each part in it."""
 
         def whole(i: int) -> Any:
@@ -156,9 +157,9 @@ class StageHomes:
 
     def shape_of(self, leaf: int) -> Any:
         """Of a whole leaf."""
-        return self.shape(Weight(leaf))
+        return self.shape(StageWeight(leaf))
 
-    def shape(self, w: Weight) -> Any:
+    def shape(self, w: StageWeight) -> Any:
         import jax
 
         a = self.plan.traced.jaxpr.in_avals[w.leaf]
@@ -166,6 +167,6 @@ class StageHomes:
         return jax.ShapeDtypeStruct(shape, a.dtype)
 
     @cached_property
-    def trained_parts(self) -> tuple[Weight, ...]:
+    def trained_parts(self) -> tuple[StageWeight, ...]:
         """Of all trained leaves, in the order of the tree."""
         return tuple(w for i in sorted(self._trained) for w in self.parts_of[i])

@@ -15,7 +15,7 @@ from typing import Any
 
 from pase.frontends.jax_versions import evaluate, is_literal, opened
 
-__all__ = ["Cutting", "Program", "StagePrograms", "flat", "stage_programs"]
+__all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
 _VIEWS = frozenset({"slice", "squeeze", "reshape", "broadcast_in_dim", "transpose", "dynamic_slice", "rev"})
 _CALLS = {
@@ -28,7 +28,7 @@ _CALLS = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Program:
+class StageProgram:
     """A jitted part. Called with the values of ``reads``, gives those of ``makes``; with sums of gradients before
     them, the sums with its own gradients added."""
 
@@ -45,9 +45,9 @@ class StagePrograms:
     of what it hands on; out of a gradient of what entered: ``entered_gradients``, None where it has none.
     """
 
-    prepare: Program
-    forward: Program
-    backward: tuple[Program, ...]
+    prepare: StageProgram
+    forward: StageProgram
+    backward: tuple[StageProgram, ...]
     weights: tuple[Any, ...]
     batch: tuple[Any, ...]
     micro: Any
@@ -192,7 +192,7 @@ class Cutting:
 
     def programs(
         self, y: Sequence[Any], dx: Sequence[Any], dw: Sequence[Any], sums: Sequence[Any], parts: int
-    ) -> tuple[Program, Program, tuple[Program, ...]]:
+    ) -> tuple[StageProgram, StageProgram, tuple[StageProgram, ...]]:
         """(what is worked out once, forward, backward's parts). sums: shardings of the sums of gradients."""
         eqns = opened(self.closed)[0].eqns
         targets = [list(y), list(dx), list(dw)] if parts == 2 else [list(y), [*dx, *dw]]
@@ -227,11 +227,11 @@ class Cutting:
         part = Jaxpr(jaxpr.constvars, list(reads), list(makes), mine, effects, info)
         return jaxpr_as_fun(ClosedJaxpr(part, consts))
 
-    def _program(self, makes: Sequence[Any], equations: Sequence[int], reads: Iterable[Any]) -> Program:
+    def _program(self, makes: Sequence[Any], equations: Sequence[int], reads: Iterable[Any]) -> StageProgram:
         import jax
 
         fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
-        return Program(reads=inputs, makes=tuple(makes), run=jax.jit(lambda values: fn(*values)))
+        return StageProgram(reads=inputs, makes=tuple(makes), run=jax.jit(lambda values: fn(*values)))
 
     def _summing(
         self,
@@ -240,7 +240,7 @@ class Cutting:
         reads: Iterable[Any],
         many: int,
         sums: Sequence[Any],
-    ) -> Program:
+    ) -> StageProgram:
         """The program that adds the last ``many`` of what it makes to sums."""
         import jax
 
@@ -252,7 +252,7 @@ class Cutting:
             return [a + g for a, g in zip(so_far, outs[others:], strict=True)], outs[:others]
 
         jitted = jax.jit(run, donate_argnums=0, out_shardings=(list(sums), [None] * others))
-        return Program(reads=inputs, makes=tuple(makes[:others]), run=jitted)
+        return StageProgram(reads=inputs, makes=tuple(makes[:others]), run=jitted)
 
 
 def _sliced_sharding(eqn: Any, source: Any) -> Any:

@@ -23,22 +23,22 @@ from pase.ir.blocks import Block
 if TYPE_CHECKING:
     from pase.backends.jax_walk import Copies, JaxprWalk
 
-__all__ = ["Piece", "Rows", "Stage", "Weight", "stages_of"]
+__all__ = ["Stage", "StagePiece", "StageRows", "StageWeight", "stages_of"]
 
 Key: TypeAlias = Any
-"""A value: a variable of a jaxpr, what a loop makes on the way (place, turn, which), or ``Rows``."""
+"""A value: a variable of a jaxpr, what a loop makes on the way (place, turn, which), or ``StageRows``."""
 Env = dict[Key, Any]
 
 
 @dataclass(frozen=True)
-class Rows:
+class StageRows:
     """Of a stack that the loop over layers reads, what the turns of one stage read."""
 
     of: Key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class StagePiece:
     """run: reads what it reads in the environment, and leaves there what it makes. block: which of the blocks it is,
     or -1 before them, and their number behind them. rows: can it run on some rows of stacks alone, and how."""
 
@@ -46,11 +46,11 @@ class Piece:
     makes: tuple[Key, ...]
     block: int
     run: Callable[[JaxprWalk, Env, Copies], None]
-    by_rows: Piece | None = None
+    by_rows: StagePiece | None = None
 
 
 @dataclass(frozen=True)
-class Weight:
+class StageWeight:
     """A leaf of the parameters in a stage. rows: the first and the end of those that it has; None: all of it."""
 
     leaf: int
@@ -62,8 +62,8 @@ class Stage:
     """pieces: in the order in which they run. enters, leaves: activations that are handed over. names: of values, the
     tensors that they are in the traced graph. constants: values that the program brings along."""
 
-    pieces: tuple[Piece, ...]
-    weights: tuple[Weight, ...]
+    pieces: tuple[StagePiece, ...]
+    weights: tuple[StageWeight, ...]
     batch: tuple[int, ...]
     enters: tuple[Key, ...]
     leaves: tuple[Key, ...]
@@ -81,7 +81,7 @@ class Stage:
         n = len(walk.plan.traced.param_paths)
         for w, x in zip(self.weights, weights, strict=True):
             key = leaf[w.leaf]
-            env[key if w.rows is None else Rows(key)] = walk.defined(x, self.names[key])
+            env[key if w.rows is None else StageRows(key)] = walk.defined(x, self.names[key])
         for i, x in zip(self.batch, batch, strict=True):
             env[leaf[n + i]] = walk.defined(x, self.names[leaf[n + i]])
         for key, x in zip(self.enters, entered, strict=True):
@@ -134,7 +134,7 @@ class _Listing:
             )
         self.runs = {(b.prefix, b.start): b.stop for b in found}
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StagePiece]:
         closed = self.traced.jaxpr
         self.constants.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         return list(self._of(closed.jaxpr, ""))
@@ -142,7 +142,7 @@ class _Listing:
     def _holds_blocks(self, path: str) -> bool:
         return self.loop.startswith(f"{path}.") or any(p.startswith(f"{path}.") for p, _ in self.runs)
 
-    def _of(self, jaxpr: Any, prefix: str) -> Iterator[Piece]:
+    def _of(self, jaxpr: Any, prefix: str) -> Iterator[StagePiece]:
         i = 0
         while i < len(jaxpr.eqns):
             eqn, path, stop = jaxpr.eqns[i], f"{prefix}{i}", i + 1
@@ -170,16 +170,16 @@ class _Listing:
         """Where a piece stands that is no block: before, between, or behind them."""
         return self.blocks if self._bodies == self.blocks else self._met
 
-    def _alias(self, source: Any, target: Any) -> Piece:
+    def _alias(self, source: Any, target: Any) -> StagePiece:
         def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
             env[target] = source.val if is_literal(source) else env[source]
 
         self.avals[target] = target.aval
         if not is_literal(source) and source in self.names:
             self.names[target] = self.names[source]
-        return Piece(reads=_variables([source]), makes=_variables([target]), block=self._here(), run=run)
+        return StagePiece(reads=_variables([source]), makes=_variables([target]), block=self._here(), run=run)
 
-    def _span(self, jaxpr: Any, prefix: str, start: int, stop: int, is_block: bool) -> Piece:
+    def _span(self, jaxpr: Any, prefix: str, start: int, stop: int, is_block: bool) -> StagePiece:
         """Equations of one list, as one piece."""
         mine = jaxpr.eqns[start:stop]
         makes = tuple(v for e in mine for v in e.outvars if not is_dropped(v))
@@ -194,29 +194,31 @@ class _Listing:
             walk.span(jaxpr, env, start, stop, prefix, copies)
 
         def some(walk: JaxprWalk, env: Env, copies: Copies) -> None:
-            inner: Env = {v: env[Rows(v) if v.aval.shape else v] for v in reads}
+            inner: Env = {v: env[StageRows(v) if v.aval.shape else v] for v in reads}
             walk.span(jaxpr, inner, start, stop, prefix, {})
-            env.update({Rows(v): inner[v] for v in makes})
+            env.update({StageRows(v): inner[v] for v in makes})
 
         by_rows = None
         if not is_block and stop == start + 1 and _elementwise(mine[0]):
-            by_rows = Piece(
-                reads=tuple(Rows(v) if v.aval.shape else v for v in reads),
-                makes=tuple(map(Rows, makes)),
+            by_rows = StagePiece(
+                reads=tuple(StageRows(v) if v.aval.shape else v for v in reads),
+                makes=tuple(map(StageRows, makes)),
                 block=self._here(),
                 run=some,
             )
         block = self._met if is_block else self._here()
-        return Piece(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
+        return StagePiece(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
 
-    def _turns(self, eqn: Any, at: Place) -> Iterator[Piece]:
+    def _turns(self, eqn: Any, at: Place) -> Iterator[StagePiece]:
         """The loop over layers: its operands as the body takes them, its turns, its results."""
         nc, nk = scan_groups(eqn)
         self.reverse = bool(eqn.params["reverse"])
         operands, names = list(eqn.invars), self.traced.operands[at]
         consts: list[Key] = [(at.path, "const", k) for k in range(nc)]
         stacks = [(at.path, "xs", k) for k in range(len(operands) - nc - nk)]
-        carry = [[(at.path, "carry", t, k) for k in range(nk)] for t in range(self.blocks + 1)]
+        carry: list[list[Key]] = [
+            [(at.path, "carry", t, k) for k in range(nk)] for t in range(self.blocks + 1)
+        ]
         made = eqn.params["jaxpr"].jaxpr.outvars
         for keys in carry:
             for k, key in enumerate(keys):
@@ -227,7 +229,7 @@ class _Listing:
         for (part, k, key), var, name in zip(parts, operands, names, strict=False):
             yield self._settled(at.its(part, k), var, var, key, key, name)
         for k, (key, var, name) in enumerate(zip(stacks, operands[nc + nk :], names[nc + nk :], strict=True)):
-            yield self._settled(at.its("xs", k), var, Rows(var), key, Rows(key), name)
+            yield self._settled(at.its("xs", k), var, StageRows(var), key, StageRows(key), name)
         ys = [[(at.path, "y", t, k) for k in range(len(made) - nk)] for t in range(self.blocks)]
         for t in range(self.blocks):
             self._met = t
@@ -242,28 +244,30 @@ class _Listing:
                 last = [carry[-1][k]] if k < nk else [y[k - nk] for y in turns]
                 yield self._result(var, last, results[k], k >= nk)
 
-    def _settled(self, at: Place, var: Any, reads: Key, key: Key, makes: Key, name: str | None) -> Piece:
+    def _settled(self, at: Place, var: Any, reads: Key, key: Key, makes: Key, name: str | None) -> StagePiece:
         def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
             env[makes] = walk.settled(at, var.val if is_literal(var) else env[reads], name, copies)
 
         self.avals[key] = var.aval
-        return Piece(reads=() if is_literal(var) else (reads,), makes=(makes,), block=self._here(), run=run)
+        return StagePiece(
+            reads=() if is_literal(var) else (reads,), makes=(makes,), block=self._here(), run=run
+        )
 
-    def _turn(self, eqn: Any, at: Place, t: int, reads: Any, makes: Any) -> Piece:
+    def _turn(self, eqn: Any, at: Place, t: int, reads: Any, makes: Any) -> StagePiece:
         consts, carry, stacks = reads
 
         def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
             first, stop = env[_TURNS]
             row = stop - 1 - t if self.reverse else t - first
-            x = [env[Rows(key)][row] for key in stacks]
+            x = [env[StageRows(key)][row] for key in stacks]
             carried, ys = walk.turn(eqn, at, [env[k] for k in consts], [env[k] for k in carry], x)
             env.update(zip((*makes[0], *makes[1]), (*carried, *ys), strict=True))
 
-        return Piece(
-            reads=(*consts, *carry, *map(Rows, stacks)), makes=(*makes[0], *makes[1]), block=t, run=run
+        return StagePiece(
+            reads=(*consts, *carry, *map(StageRows, stacks)), makes=(*makes[0], *makes[1]), block=t, run=run
         )
 
-    def _result(self, var: Any, reads: Sequence[Key], name: str, stacked: bool) -> Piece:
+    def _result(self, var: Any, reads: Sequence[Key], name: str, stacked: bool) -> StagePiece:
         def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
             import jax.numpy as jnp
 
@@ -271,7 +275,7 @@ class _Listing:
             env[var] = walk.defined(jnp.stack(values) if stacked else values[0], name)
 
         self.names[var], self.avals[var] = name, var.aval
-        return Piece(reads=tuple(reads), makes=(var,), block=self.blocks, run=run)
+        return StagePiece(reads=tuple(reads), makes=(var,), block=self.blocks, run=run)
 
 
 _TURNS = ("turns",)
@@ -319,7 +323,9 @@ class _Cut:
             plans = [
                 self._of_stage(every, pinned, s, wanted[s], enters[s], inputs, whole) for s in range(many)
             ]
-            more = {key for _, needs in plans for key in needs if key in inputs and not isinstance(key, Rows)}
+            more = {
+                key for _, needs in plans for key in needs if key in inputs and not isinstance(key, StageRows)
+            }
             if more <= whole:
                 break
             whole |= more
@@ -338,22 +344,22 @@ class _Cut:
         n = self.listing.blocks
         return (n - stop, n - first) if self.listing.reverse else (first, stop)
 
-    def _pinned(self, every: Sequence[Piece], inputs: Mapping[Key, int]) -> dict[Piece, int]:
+    def _pinned(self, every: Sequence[StagePiece], inputs: Mapping[Key, int]) -> dict[StagePiece, int]:
         """Pieces that work on activations -> their stage."""
         n = len(self.listing.traced.param_paths)
         of_weights: set[Key] = {v for v, i in inputs.items() if i < n}
         of_batch: set[Key] = {v for v, i in inputs.items() if i >= n}
-        out: dict[Piece, int] = {}
+        out: dict[StagePiece, int] = {}
         stage_of = [s for s, many in enumerate(self.cuts) for _ in range(many)]
         for p in every:
-            keys = {k.of if isinstance(k, Rows) else k for k in p.reads}
-            made = {k.of if isinstance(k, Rows) else k for k in p.makes}
+            keys = {k.of if isinstance(k, StageRows) else k for k in p.reads}
+            made = {k.of if isinstance(k, StageRows) else k for k in p.makes}
             if keys & of_weights:
                 of_weights |= made
             if keys & of_batch:
                 of_batch |= made
             if keys & of_weights and keys & of_batch:
-                if any(isinstance(k, Rows) for k in p.makes):
+                if any(isinstance(k, StageRows) for k in p.makes):
                     raise PaseError(
                         f"'{self.listing.traced.graph.name}' cannot be run in stages: its loop over layers slices a "
                         f"stack that is made of the batch and of parameters; hand it on from layer to layer instead"
@@ -371,64 +377,70 @@ class _Cut:
 
     def _of_stage(
         self,
-        every: Sequence[Piece],
-        pinned: Mapping[Piece, int],
+        every: Sequence[StagePiece],
+        pinned: Mapping[StagePiece, int],
         stage: int,
         wanted: Sequence[Key],
         enters: Sequence[Key],
         inputs: Mapping[Key, int],
         whole: set[Key],
-    ) -> tuple[list[Piece], list[Key]]:
+    ) -> tuple[list[StagePiece], list[Key]]:
         """(the stage's pieces in order, the leaves that they read, whole or their rows)."""
         producer = {key: p for p in every for key in p.makes}
-        have, needs = set(enters) | set(self.listing.constants), dict[Key, None]()
-        placed: dict[Piece, int] = {p: i for i, p in enumerate(every) if pinned.get(p) == stage}
         number = {p: i for i, p in enumerate(every)}
-        for p in placed:
-            have.update(p.makes)
-        left, n = list(wanted), len(self.listing.traced.param_paths)
+        have, needs = set(enters) | set(self.listing.constants), dict[Key, None]()
+        placed = {p: i for p, i in number.items() if pinned.get(p) == stage}
+        have |= {key for p in placed for key in p.makes}
+        left = list(wanted)
         while left:
             key = left.pop()
             if key in have:
                 continue
             have.add(key)
-            p: Piece | None
-            if isinstance(key, Rows):
-                p = producer.get(key)
-                base = producer.get(key.of)
-                if p is None and base is not None and base.by_rows is not None and pinned.get(base) is None:
-                    p = base.by_rows
-                    number[p] = number[base]
-                elif p is None and inputs.get(key.of, n) < n and key.of not in whole:
-                    needs[key] = None
-                    continue
-                elif p is None:
-                    p = self._sliced(key, stage)
-                    number[p] = -1 if base is None else number[base]
-            elif key in inputs:
+            maker = self._maker(key, stage, producer, pinned, inputs, whole)
+            if maker is None:
                 needs[key] = None
-                continue
-            else:
-                p = producer[key]
-            if p not in placed:
-                placed[p] = number[p]
-                left += p.reads
-        # A slice stands right behind what it is taken of.
-        order = sorted(placed, key=lambda p: (placed[p], isinstance(p.makes[0], Rows)))
+            elif maker not in placed:
+                source = producer.get(key.of if isinstance(key, StageRows) else key)
+                placed[maker] = number.get(maker, -1 if source is None else number[source])
+                left += maker.reads
+        # Rows of a value stand right behind what makes it.
+        order = sorted(placed, key=lambda p: (placed[p], isinstance(p.makes[0], StageRows)))
         return order, list(needs)
 
-    def _sliced(self, key: Rows, stage: int) -> Piece:
+    def _maker(
+        self,
+        key: Key,
+        stage: int,
+        producer: Mapping[Key, StagePiece],
+        pinned: Mapping[StagePiece, int],
+        inputs: Mapping[Key, int],
+        whole: set[Key],
+    ) -> StagePiece | None:
+        """What makes a value in a stage; None: it is a leaf, or the stage's rows of a leaf of the parameters."""
+        if not isinstance(key, StageRows):
+            return None if key in inputs else producer[key]
+        found, source = producer.get(key), producer.get(key.of)
+        if found is not None:
+            return found
+        if source is not None and source.by_rows is not None and source not in pinned:
+            return source.by_rows
+        n = len(self.listing.traced.param_paths)
+        cut = inputs.get(key.of, n) < n and key.of not in whole
+        return None if cut else self._sliced(key, stage)
+
+    def _sliced(self, key: StageRows, stage: int) -> StagePiece:
         """The stage's rows of a stack that it has whole."""
         first, stop = self._rows_of(stage)
 
         def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
             env[key] = env[key.of][first:stop]
 
-        return Piece(reads=(key.of,), makes=(key,), block=-1, run=run)
+        return StagePiece(reads=(key.of,), makes=(key,), block=-1, run=run)
 
     def _stage(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[StagePiece],
         needs: Sequence[Key],
         stage: int,
         inputs: Mapping[Key, int],
@@ -438,9 +450,9 @@ class _Cut:
         n = len(self.listing.traced.param_paths)
         weights, batch = [], []
         for key in needs:
-            i = inputs[key.of if isinstance(key, Rows) else key]
+            i = inputs[key.of if isinstance(key, StageRows) else key]
             if i < n:
-                weights.append(Weight(i, self._rows_of(stage) if isinstance(key, Rows) else None))
+                weights.append(StageWeight(i, self._rows_of(stage) if isinstance(key, StageRows) else None))
             else:
                 batch.append(i - n)
         return Stage(
