@@ -7,7 +7,8 @@ dropped, doubled, moved, stretched, renamed, put on other streams, launches and 
 no times, files cut. Each is loaded, aligned, measured, replayed and diagnosed. What may result: a PaseError, or a
 report whose numbers are finite and whose parts sum to the iteration. A report is absurd where an iteration is longer
 than the trace or has no length, or the replay lies outside of twice the range of the measured iterations; then it must
-say so: a doubt, an iteration left out, or a note on the trace.
+say so: a doubt, an iteration left out, or a note on the trace. A what-if that takes time away (twice the bandwidth,
+half the host's work, balanced ranks) must not make an iteration longer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ from pase.errors import PaseError
 from pase.replay import align, load, measure
 from pase.replay.diagnose import diagnose_run
 from pase.replay.report_diagnose import diagnosis_report
+from pase.replay.steady import evaluate
+from pase.replay.whatif import apply
 
+HELPS = (("bandwidth", "", 2.0), ("host", "", 0.5), ("balance", "", 1.0))
+"""What-ifs that take time away."""
 Document = dict[str, Any]
 Mutation = Callable[[list[dict[str, Any]], np.random.Generator], list[dict[str, Any]]]
 
@@ -200,6 +205,10 @@ def verdict(folder: Path) -> str:
     extent = float(t.to_global(t.end_ns).max() - t.global_start_ns().min())
     absurd = low <= 0 or high > extent * (1 + 1e-9) or not low / 2 <= run.replayed_ns <= 2 * high
     absurd |= not math.isfinite(run.replayed_ns)
+    for knob in HELPS:
+        ns = max(evaluate(apply(run.graph, [knob])).values())
+        if not ns <= run.replayed_ns * (1 + 1e-9):
+            return f"fault: {knob[0]}={knob[2]:g} takes {ns:.0f} ns, the run as it is {run.replayed_ns:.0f}"
     if absurd and not warned:
         return f"fault: {low:.0f} to {high:.0f} ns of {extent:.0f}, replayed {run.replayed_ns:.0f}, without a warning"
     return "warned" if warned else "plain"

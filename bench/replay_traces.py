@@ -4,16 +4,15 @@
 
 held_out: each steady iteration predicted from the others. "naive" is their mean: what one would guess without any
 replay; iterations of host-bound runs differ from each other by as much. What the replay adds is that it still predicts
-when something is changed: other_ranks predicts each rank with the compute times of the other ranks only, and synthetic
-predicts runs whose truth is known, under changes of bandwidth, of the host's, of kernels' and of launches' speed and of
-the bucket plan, from a trace without the change. few_iterations: what is said of the first one, two and three
-iterations alone. device_only is the error of a replay that leaves the CPU out.
+when something is changed (``bench/replay_whatif.py``): other_ranks predicts each rank with the compute times of the
+other ranks only. first_and_other: of the replays from the first iteration and one other, the one that lies farthest
+outside of what these two took. few_iterations: what is said of the first one, two and three iterations alone.
+device_only is the error of a replay that leaves the CPU out.
 """
 
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +23,12 @@ import numpy as np
 from bench.arguments import parser, wanted
 from bench.cases import SHARED
 from bench.provenance import save
-from pase.replay import align, estimate, held_out, load, measure, optimize_graph
+from pase.replay import align, estimate, load, measure, optimize_graph
 from pase.replay.predict import held_out_ranks
 from pase.replay.simulate import subgraph
 from pase.replay.steady import evaluate
 from pase.replay.trust import Run
 from pase.replay.types import GPU_KINDS, Timeline
-from pase.replay.whatif import apply
 
 RUNS = {
     "pax FSDP on 4 A100 (device-bound)": "jaxtoolbox_pax_fsdp4",
@@ -49,7 +47,6 @@ def main() -> None:
     out: dict[str, Any] = {"runs": {name: one_run(args.traces / RUNS[name]) for name in chosen}}
     if not args.only:
         out["alignment"] = alignment(args.traces / RUNS["pax FSDP on 4 A100 (device-bound)"])
-        out["synthetic"] = synthetic()
     print(save(out, args.o).read_text())
 
 
@@ -88,6 +85,7 @@ def one_run(path: Path) -> dict[str, Any]:
         "other_ranks": {p.rank: p.error for p in others} or None,
         "device_only": device_only(run),
         "few_iterations": few_iterations(t),
+        "first_and_other": first_and_other(run),
         "optimize": {
             "before_ms": plan.before_ns / 1e6,
             "after_ms": plan.after_ns / 1e6,
@@ -115,6 +113,26 @@ def few_iterations(t: Timeline) -> dict[int, dict[str, Any]]:
             "headline": run.headline,
         }
     return out
+
+
+def first_and_other(run: Run) -> dict[str, Any]:
+    """Replays of two iterations, the first and one other, warm-up or not; the one farthest outside of its range."""
+    m = run.measured
+    first, *others = m.iterations()
+    out = []
+    for k in others:
+        both = [max(m.measured_ns[r, i] for r in run.graph.ranks) for i in (first, k)]
+        ns = max(evaluate(estimate(m, [first, k])).values())
+        outside = max(ns / max(both) - 1, 1 - ns / min(both), 0.0)
+        out.append(
+            {
+                "other": k,
+                "range_ms": [x / 1e6 for x in sorted(both)],
+                "replayed_ms": ns / 1e6,
+                "outside": outside,
+            }
+        )
+    return max(out, key=lambda x: x["outside"]) if out else {}
 
 
 def device_only(run: Run) -> float:
@@ -175,52 +193,6 @@ def disturbed(t: Timeline, skew: np.ndarray, drift: np.ndarray) -> Timeline:
         )
         columns["start_ns"][mine], columns["duration_ns"][mine] = begin, end - begin
     return replace(t, columns=columns)
-
-
-def synthetic() -> list[dict[str, Any]]:
-    """Runs of an independent simulator (tests/replay/synthetic.py): error of the replay, and of what-ifs."""
-    from bench.cases.timelines import ImaginedRun, simulate
-    from bench.cases.timelines import write as write_traces
-
-    shapes: dict[str, dict[str, Any]] = {
-        "device-bound": {"kernel_us": 300.0, "between_us": 4.0},
-        "launch-bound": {"kernel_us": 12.0, "between_us": 60.0},
-        "communication-bound": {"kernel_us": 60.0, "bucket_bytes": 64 << 20},
-    }
-    changes: dict[str, tuple[tuple[str, str, float], dict[str, float]]] = {
-        "bandwidth=2": (("bandwidth", "", 2.0), {"bandwidth_bytes_per_us": 120_000.0}),
-        "bandwidth=0.5": (("bandwidth", "", 0.5), {"bandwidth_bytes_per_us": 30_000.0}),
-        "compute twice as long": (("op", "fwd_|bwd_|adam_", 2.0), {"kernel_us": 2.0}),
-        "launches twice as long": (("host", "", 2.0), {"between_us": 2.0, "launch_us": 2.0}),
-        "half the latency": (("latency", "", 0.5), {"collective_us": 10.0}),
-    }
-    out = []
-    for name, shape in shapes.items():
-        fixed: dict[str, Any] = {"ranks": 4, "iterations": 8, "bucket_growth": 0.3, **shape}
-        run = simulate(ImaginedRun(noise=0.02, **fixed))
-        with tempfile.TemporaryDirectory() as folder:
-            m = measure(align(load(write_traces(run, Path(folder)))))
-        p = held_out(m)
-        row: dict[str, Any] = {"run": name}
-        row["error"] = max(
-            (
-                statistics.median(x.replayed_ns for x in p if x.rank == r)
-                / (statistics.median(run.iteration_us[r][1:]) * 1e3)
-                - 1
-                for r in range(4)
-            ),
-            key=abs,
-        )
-        g = estimate(m, m.steady())
-        for label, (knob, change) in changes.items():
-            # Times of the run's shape are doubled, others are set.
-            relative = {k: v * getattr(ImaginedRun(**fixed), k) for k, v in change.items() if v == 2.0}
-            truth = simulate(ImaginedRun(**{**fixed, **change, **relative}))
-            want = statistics.median(truth.iteration_us[0][1:]) * 1e3
-            row[f"what_if {label}"] = max(evaluate(apply(g, [knob])).values()) / want - 1
-        out.append(row)
-    errors = [abs(v) for row in out for k, v in row.items() if k.startswith("what_if")]
-    return [*out, {"what_ifs": len(errors), "median": statistics.median(errors), "worst": max(errors)}]
 
 
 if __name__ == "__main__":

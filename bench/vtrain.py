@@ -1,11 +1,12 @@
-"""vTrain's measured step times, predicted: Megatron-DeepSpeed GPTs on one node of 8 A100, the rows without pipeline.
+"""vTrain's measured step times, predicted: Megatron-DeepSpeed GPTs on one node of 8 A100, with stages and without.
 
     python -m bench.vtrain [-o bench/results/vtrain.json]
 
 Nothing is fitted to the rows. The machine is a100x8 with the NCCL all-reduce times that vTrain measured on the same
 node (its own inputs, in the same folder) in place of the formulas; the strategy is the Megatron baseline (or data
 parallelism) on the row's degrees; the program is the eager executor of ``pase.plan.step``. Micro-batches, float16
-parameters with float32 copies, no recomputation: with it, 8 samples of width 2048 would run at 89% of the peak.
+parameters with float32 copies, no recomputation: with it, 8 samples of width 2048 would run at 89% of the peak. Rows
+with stages are 1F1B of equal stages (``pase.stated``), on the same executor.
 
     python -m bench.vtrain --multi ground_truth_multi.csv
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -33,8 +35,12 @@ from pase import costmodels, machine
 from pase.baselines import Baseline, baselines
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
-from pase.machine import CollectiveCurve, CostModel, Curve, Machine, Mesh
+from pase.machine import CollectiveCurve, CostModel, Curve, Machine, Mesh, mesh_from
 from pase.plan.step import EAGER, Executor, StepTime, step_time
+from pase.stated.price import Priced, price_strategy
+from pase.stated.program import PROGRAMS
+from pase.stated.strategy import Strategy
+from pase.stated.timeline import pipelined as one_f_one_b
 
 DATA = SHARED / "traces" / "vtrain"
 
@@ -137,21 +143,47 @@ def predict(
     )
 
 
-def summary(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, Any]:
-    """Mean absolute percentage error, Kendall's tau, and the part of rows that the host bounds."""
-    measured = np.array([r.measured_s for r, _ in found])
-    predicted = np.array([t.total_s for _, t in found])
-    error = predicted / measured - 1
+def predict_pipelined(row: MeasuredRow, model: CostModel) -> Priced:
+    """The row's step with stages, 1F1B, by the same executor and optimizer as without; one transfer at a time."""
+    at_once = row.micro_batch * row.data
+    samples = max(at_once, 2)  # a batch of one is no dim
+    vocab = padded_vocabulary(50257, row.tensor)
+    graph = graph_of(samples, row.seq, row.layers, row.d, row.heads, vocab, recompute="none")
+    s = Strategy(
+        data=row.data,
+        tensor=row.tensor,
+        pipeline=row.pipeline,
+        micro=row.micro_batch,
+        remat="none",
+        schedule="1f1b",
+    )
+    program = replace(PROGRAMS["megatron_2021"], executor=EAGER)
+    return price_strategy(graph, s, program, model, row.batch, share=at_once / samples)
+
+
+def accuracy(measured: Sequence[float], predicted: Sequence[float]) -> dict[str, Any]:
+    """Errors of predictions, in the mean and the median and but for one factor, and Kendall's tau."""
+    m, p = np.array(measured), np.array(predicted)
+    error = p / m - 1
     # What is left once one factor for all rows is taken out: how far the order and the proportions are right.
-    shape = predicted / measured / np.median(predicted / measured) - 1
-    host = np.array([t.host_bound for _, t in found])
+    shape = p / m / np.median(p / m) - 1
     return {
-        "rows": len(found),
+        "rows": len(m),
         "mape": float(np.abs(error).mean()),
         "mean_error": float(error.mean()),
         "median_absolute_error": float(np.median(np.abs(error))),
         "mape_but_for_one_factor": float(np.abs(shape).mean()),
-        "kendall_tau": float(kendalltau(measured, predicted).statistic) if len(found) > 1 else None,
+        "kendall_tau": float(kendalltau(m, p).statistic) if len(m) > 1 else None,
+    }
+
+
+def summary(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, Any]:
+    """``accuracy``, and the part of rows that the host bounds."""
+    measured, predicted = [r.measured_s for r, _ in found], [t.total_s for _, t in found]
+    error = np.array(predicted) / np.array(measured) - 1
+    host = np.array([t.host_bound for _, t in found])
+    return {
+        **accuracy(measured, predicted),
         "host_bound_rows": int(host.sum()),
         "mape_host_bound": float(np.abs(error[host]).mean()) if host.any() else None,
         "mape_device_bound": float(np.abs(error[~host]).mean()) if (~host).any() else None,
@@ -169,22 +201,111 @@ def by(found: list[tuple[MeasuredRow, StepTime]], *fields: str) -> dict[str, Any
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measured rows of one width, tensor parallelism and micro-batch without stages, taken apart: they are sums."""
+
+    layer_s: float
+    """A layer, of one micro-batch."""
+    rest_s: float
+    """All else of one micro-batch."""
+    once_s: dict[tuple[int, int], float]
+    """(layers, data parallelism) → what a step does once."""
+    deviation: float
+    rows_left_over: int
+    told: bool
+    """Whether the rows tell all of these numbers."""
+
+
+def profile(mine: list[MeasuredRow]) -> Profile:
+    """Two unknowns (a layer, and all else of a micro-batch), and for each number of layers and data parallelism one for
+    what a step does once; the largest deviation of a row from its sum."""
+    once = sorted({(r.layers, r.data) for r in mine})
+    a = np.zeros((len(mine), 2 + len(once)))
+    for i, r in enumerate(mine):
+        a[i, :2] = r.micro_batches * r.layers, r.micro_batches
+        a[i, 2 + once.index((r.layers, r.data))] = 1
+    y = np.array([r.measured_s for r in mine])
+    x, _, rank, _ = np.linalg.lstsq(a, y, rcond=None)
+    return Profile(
+        layer_s=float(x[0]),
+        rest_s=float(x[1]),
+        once_s=dict(zip(once, map(float, x[2:]), strict=True)),
+        deviation=float(np.abs(a @ x / y - 1).max()),
+        rows_left_over=len(mine) - int(rank),
+        told=int(rank) == a.shape[1],
+    )
+
+
+def profiles(found: list[MeasuredRow]) -> dict[tuple[int, int, int], Profile]:
+    """(width, tensor parallelism, micro-batch) → profile."""
+    keys = sorted({(r.d, r.tensor, r.micro_batch) for r in found})
+    return {k: profile([r for r in found if (r.d, r.tensor, r.micro_batch) == k]) for k in keys}
+
+
 def composed(found: list[MeasuredRow]) -> dict[str, Any]:
-    """Are the rows sums of a few profiles? Per width, tensor parallelism and micro-batch, two unknowns (a layer, and
-    all else of a micro-batch), and per number of layers and data parallelism one for what a step does once:
-    how many rows are left over to contradict that, and by how much the worst does."""
-    worst, left, profiles = 0.0, 0, sorted({(r.d, r.tensor, r.micro_batch) for r in found})
-    for profile in profiles:
-        mine = [r for r in found if (r.d, r.tensor, r.micro_batch) == profile]
-        once = sorted({(r.layers, r.data) for r in mine})
-        a = np.zeros((len(mine), 2 + len(once)))
-        for i, r in enumerate(mine):
-            a[i, :2] = r.micro_batches * r.layers, r.micro_batches
-            a[i, 2 + once.index((r.layers, r.data))] = 1
-        y = np.array([r.measured_s for r in mine])
-        x, _, rank, _ = np.linalg.lstsq(a, y, rcond=None)
-        worst, left = max(worst, float(np.abs(a @ x / y - 1).max())), left + len(mine) - int(rank)
-    return {"rows": len(found), "profiles": len(profiles), "rows_left_over": left, "largest_deviation": worst}
+    """Are the rows sums of a few profiles? How many rows are left over to contradict that, and by how much the worst
+    does."""
+    made = profiles(found).values()
+    return {
+        "rows": len(found),
+        "profiles": len(made),
+        "rows_left_over": sum(p.rows_left_over for p in made),
+        "largest_deviation": max(p.deviation for p in made),
+    }
+
+
+def from_profile(row: MeasuredRow, p: Profile, model: CostModel) -> float | None:
+    """Seconds of a row with stages, put together from what measured rows without stages consist of.
+
+    Stages are equal; all else of a micro-batch (nearly all of it logits and loss) is the last one's; a third of a
+    layer is forward; what a step does once is that of a stage's layers. None where the rows do not tell all that.
+    """
+    of_layers = sorted((n, s) for (n, data), s in p.once_s.items() if data == row.data)
+    if not p.told or len(of_layers) < 2:
+        return None
+    slope, base = np.polyfit(*np.array(of_layers).T, 1)
+    n = row.layers / row.pipeline
+    stages = [n * p.layer_s] * (row.pipeline - 1) + [n * p.layer_s + p.rest_s]
+    mesh = mesh_from(f"stage={row.pipeline},inner={row.data * row.tensor}", row.gpus)
+    send_s = float(model.collective("permute", mesh, 1, 2.0 * row.micro_batch * row.seq * row.d))
+    pipe = one_f_one_b(
+        [s / 3 for s in stages],
+        [2 * s / 3 for s in stages],
+        row.micro_batches,
+        1,
+        send_s,
+        "1f1b",
+        sends_beside=False,
+    )
+    return pipe.step_s + max(float(base + slope * n), 0.0)
+
+
+def pipelined(found: list[MeasuredRow], predicted: list[float]) -> dict[str, Any]:
+    """``accuracy`` of rows with stages: all, and by stages and tensor parallelism."""
+    groups: dict[str, list[int]] = {"all": list(range(len(found)))}
+    for i, r in enumerate(found):
+        groups.setdefault(f"pipeline={r.pipeline},tensor={r.tensor}", []).append(i)
+    return {
+        k: accuracy([found[i].measured_s for i in at], [predicted[i] for i in at])
+        for k, at in sorted(groups.items())
+        if at
+    }
+
+
+def staged_rows(
+    staged: list[MeasuredRow], plain: list[MeasuredRow], model: CostModel
+) -> dict[str, list[tuple[MeasuredRow, float]]]:
+    """Rows with stages and what they are predicted to take: by the cost model, and from the measured rows without."""
+    known = profiles(plain)
+    measured = []
+    for r in staged:
+        p = known.get((r.d, r.tensor, r.micro_batch))
+        seconds = from_profile(r, p, model) if p else None
+        if seconds is not None:
+            measured.append((r, seconds))
+    priced = [(r, predict_pipelined(r, model).step_s) for r in staged]
+    return {"pipelined": priced, "pipelined, from rows without": measured}
 
 
 def main() -> None:
@@ -194,10 +315,10 @@ def main() -> None:
     args = options.parse_args()
     base = machine.load("a100x8")
     tables = with_measured_all_reduce(base, "a100")
-    named_rows = (
-        (f"{r.d} wide, {r.tensor} tensor, {r.micro_batch} micro", r) for r in rows() if r.pipeline == 1
-    )
-    measured = wanted(named_rows, args.only)
+    named_rows = ((f"{r.d} wide, {r.tensor} tensor, {r.micro_batch} micro", r) for r in rows())
+    chosen = wanted(named_rows, args.only)
+    measured = [r for r in chosen if r.pipeline == 1]
+    staged = [r for r in chosen if r.pipeline > 1]
     out: dict[str, Any] = {"composed": composed(measured)}
     print("composed", json.dumps(out["composed"]))
     for label, m in (("measured all-reduce", tables), ("formulas alone", base)):
@@ -214,6 +335,10 @@ def main() -> None:
             for key, s in out[label][name].items():
                 off = f"{s['mape']:6.1%} {s['mean_error']:+7.1%}"
                 print(f"  {key:36s} {s['rows']:3d} rows  {off}  host {s['host_bound_rows']}")
+    for label, found in staged_rows(staged, measured, costmodels.get("analytic", tables)).items():
+        out[label] = pipelined([r for r, _ in found], [s for _, s in found])
+        for key, v in out[label].items():
+            print(label, key, json.dumps(v))
     if args.multi:
         node = replace(base.levels[1], bandwidth_bytes_per_s=800e9 / 8 / 8)
         m = replace(base, levels=(base.levels[0], node))

@@ -36,6 +36,11 @@ class ImaginedRun:
     """Bucket k holds bucket_bytes · (1 + growth · k)."""
     bandwidth_bytes_per_us: float = 60_000.0
     collective_us: float = 20.0
+    light: int = 0
+    """Elementwise kernels behind each forward kernel."""
+    light_us: float = 8.0
+    fused: bool = False
+    """Those of a layer are one kernel that takes as long as all of them."""
     noise: float = 0.0
     slow_rank: int = -1
     slow_by: float = 1.0
@@ -48,6 +53,15 @@ class ImaginedRun:
     iteration_us: list[list[float]] = field(default_factory=list)
     true_waits: set[tuple[str, str]] = field(default_factory=set)
     """(kernel name, kernel name) pairs across streams: the second waits for the first."""
+
+
+def bucketed(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> ImaginedRun:
+    """A run with buckets of that many layers each; every such run sends the same bytes for each layer."""
+    n, growth = layers_a_bucket, 0.2
+    first = 1 + growth * (n - 1) / 2
+    fields: dict[str, Any] = {"layers": 12, "iterations": 4, "bucket_layers": n, "collective_us": 150.0}
+    fields |= {"bucket_bytes": round(mib * 2**20 * n * first), "bucket_growth": growth * n / first}
+    return ImaginedRun(**fields | changed)
 
 
 def simulate(run: ImaginedRun) -> ImaginedRun:
@@ -124,6 +138,11 @@ def simulate(run: ImaginedRun) -> ImaginedRun:
             for layer in range(run.layers):
                 at = between(r, 1, at, "aten::linear")
                 at, _ = launch(r, 1, at, 7, f"fwd_{layer}", run.kernel_us * slow * jitter(), 0.0)
+                kernels = min(run.light, 1) if run.fused else run.light
+                for k in range(kernels):
+                    at = between(r, 1, at, "aten::add")
+                    length = run.light_us * slow * run.light / kernels * jitter()
+                    at, _ = launch(r, 1, at, 7, f"elementwise_{layer}_{k}", length, 0.0)
             main[r] = at
             auto[r] = at + 30.0
         pending: list[list[float]] = [[] for _ in range(run.ranks)]

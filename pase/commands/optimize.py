@@ -80,6 +80,8 @@ def _show(report: dict[str, Any]) -> None:
         f"iteration by replay (×{report['speedup']:.3f}); {report['evaluations']} replays in "
         f"{report['seconds']:.2f} s, {report['ended']}"
     )
+    if report["within_spread"] and report["speedup"] != 1:
+        out.print(f"  less than iterations differ from each other (±{report['spread']:.1%})")
     for s in report["steps"]:
         out.print(
             f"  {s['pass']}: {s['what']}: {s['before_s'] * 1e3:.2f} -> {s['after_s'] * 1e3:.2f} ms",

@@ -58,7 +58,7 @@ def replay(
         Path | None, typer.Option(help="Traces of the same plan: compare a layout's timeline op by op.")
     ] = None,
     force: Annotated[
-        bool, typer.Option(help="Predict --what-if even though the replay of this run is not reliable.")
+        bool, typer.Option(help="Go on even though the replay of this run is not reliable.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -185,6 +185,8 @@ def _summary(report: dict[str, Any]) -> None:
         out.print(
             f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})",
         )
+        if w["within_spread"] and w["speedup"] != 1:
+            out.print(f"  less than iterations differ from each other (±{report['spread']:.1%})")
         if "control_s" in w:
             out.print(
                 f"  {w['messages']} messages for {w['tensors']} collectives; the run's own plan with durations from "

@@ -256,7 +256,9 @@ class _RankView:
         k = int(np.searchsorted(t["start_ns"][self.device], b, side="left"))
         op = int(self.device[k]) if k < len(self.device) else -1
         call = self.call_of.get(int(t["correlation"][op]), -1) if op >= 0 else -1
-        launched = min(max(int(t["start_ns"][call]), a), b) if call >= 0 else b
+        # A call that launches may itself take long: the driver loads a module, or allocates.
+        at = 0 if call < 0 else int((t["start_ns"] if call in self.is_blocking else t.end_ns)[call])
+        launched = min(max(at, a), b) if call >= 0 else b
         if launched > a:
             self._not_launched(a, launched, call, parts)
         if b - launched > _PLAIN_NS:

@@ -11,6 +11,7 @@ import numpy as np
 
 from pase.replay.analyse import merged, overlap_ns, waits_ns
 from pase.replay.breakdown import Breakdown
+from pase.replay.gloo import WAIT as GLOO_WAIT
 from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.simulate import replay_graph
 from pase.replay.steady import evaluate
@@ -118,7 +119,10 @@ def _launch_bound(s: Scene) -> list[Finding]:
     gaps = r.start_ns[order[1:]] - np.maximum.accumulate(r.finish_ns[order])[:-1]
     top = order[1:][np.argsort(-gaps)[:3]]
     if cost:
-        free_text = f" With launches for free an iteration would take {_ms(s.run.replayed_ns - cost)}."
+        free_text = (
+            f" Were launches, and all else that the CPU does, for free, an iteration would take "
+            f"{_ms(s.run.replayed_ns - cost)}."
+        )
     else:
         free_text = ""
     return [
@@ -135,6 +139,13 @@ def _launch_bound(s: Scene) -> list[Finding]:
             evidence=s.tasks(top.tolist(), "idle before: "),
         )
     ]
+
+
+_UNBLOCK = (
+    "Keep losses, metrics and sizes on the device (no .item(), no print), copy with non_blocking=True from and to "
+    "pinned memory, and read results some steps later."
+)
+_WAITED = "It waits for its collectives: start them earlier (smaller first buckets), or move fewer bytes."
 
 
 def _blocking(s: Scene) -> list[Finding]:
@@ -158,6 +169,11 @@ def _blocking(s: Scene) -> list[Finding]:
     for b in s.parts:
         n = len(b.iterations)
         idle = b.mean_ns("blocking")
+        left = (
+            f"The device idles {_ms(idle)} an iteration because blocking calls left it nothing to do."
+            if idle >= _SHARE / 2 * b.iteration_ns
+            else "The device has enough queued not to idle for it: the device is what the CPU waits for."
+        )
         for x in [x for x in b.blocked if x.total_ns / n >= _SHARE * b.iteration_ns][:3]:
             where = f" in {x.where}" if x.where else ""
             out.append(
@@ -169,9 +185,7 @@ def _blocking(s: Scene) -> list[Finding]:
                     ),
                     detail=(
                         f"{_times(x.count / n)} an iteration{where}, at most {_ms(x.longest_ns)} at a time; nothing is "
-                        f"launched meanwhile. The device idles {_ms(idle)} an iteration because blocking calls left "
-                        "it nothing to do. Keep losses, metrics and sizes on the device (no .item(), no print), copy "
-                        "with non_blocking=True from and to pinned memory, and read results some steps later."
+                        f"launched meanwhile. {left} {_WAITED if x.name == GLOO_WAIT else _UNBLOCK}"
                     ),
                     cost_ns=cost,
                     measured_ns=x.total_ns / n,
@@ -292,10 +306,12 @@ def _stragglers(s: Scene) -> list[Finding]:
     caused: defaultdict[int, float] = defaultdict(float)
     for x in s.late:
         caused[x.rank] += x.caused_ns / n
-    rank, worst = max(caused.items(), key=lambda x: x[1])
+    rank, most = max(caused.items(), key=lambda x: x[1])
+    # What a rank waits while it computes costs nothing.
+    worst = min(most, max(b.exposed_ns for b in s.parts if b.rank != rank))
     if worst < _SHARE / 2 * s.run.measured_ns:
         return []
-    share = worst / sum(caused.values())
+    share = most / sum(caused.values())
     mine = [x for x in s.late if x.rank == rank]
     where = Counter(x.where for x in mine).most_common(1)[0][0]
     device, host = (float(np.mean([getattr(x, k) for x in mine])) for k in ("device_ns", "host_ns"))

@@ -14,6 +14,8 @@ HOST, ANNOTATION = KINDS.index("host"), KINDS.index("annotation")
 _E = {k: i for i, k in enumerate(EDGES)}
 _IDLE_NS = 200_000
 """A thread without any event for this long may be waiting for another thread."""
+_OVERHANG = 0.1
+"""How much longer than the gap, as a part of it, the other thread may work."""
 
 
 def main_lane(t: Timeline, mark: Mark) -> int:
@@ -54,6 +56,9 @@ def add_handoffs(
                     continue
                 spans = b.busy[(b.busy[:, 1] > gap[0]) & (b.busy[:, 0] < gap[1])]
                 first, last = int(spans[0, 0]), int(spans[-1, 1])
+                # A thread that has answered may have things of its own left to do.
+                if last - gap[1] <= _OVERHANG * (gap[1] - gap[0]):
+                    last = min(last, int(gap[1]))
                 covered = int(np.minimum(spans[:, 1], gap[1]).sum() - np.maximum(spans[:, 0], gap[0]).sum())
                 if first < gap[0] or last > gap[1] or covered < 0.5 * (gap[1] - gap[0]):
                     continue

@@ -17,8 +17,9 @@ from pase.replay.types import GPU_KINDS, KINDS, Timeline
 __all__ = ["Iteration", "iterations", "warm_up"]
 
 _ANNOTATION, _RUNTIME = KINDS.index("annotation"), KINDS.index("runtime")
-_STEADY = 1.05
-"""An iteration longer than this times the median of the shorter two thirds, and past their noise, is not steady."""
+_STEADY, _OTHER = 1.05, 1.25
+"""Longer than this times the median of the shorter two thirds, and past their noise, one of the first iterations is
+warm-up; a later one did something else, a checkpoint or an evaluation."""
 _SAME_OPS = 0.02
 """Iterations whose numbers of device ops differ by more than this run different programs."""
 
@@ -130,7 +131,8 @@ def warm_up(of: dict[tuple[int, int], Iteration]) -> dict[int, str]:
     """Iteration → why it is no measurement of the steady run, of those that every rank has; worst reason first.
 
     Reasons come from the data alone: its beginning or end is not in the trace, it runs other device ops than most,
-    or it is longer than most by more than noise. Where no iteration would be left, lengths count as they are.
+    or it is longer than most: by more than noise among the first ones, by a quarter later, where an iteration that is
+    only somewhat longer is what the run is like. Where no iteration would be left, lengths count as they are.
     """
     ranks = {r for r, _ in of}
     have = Counter(i for _, i in of)
@@ -159,5 +161,9 @@ def _too_long(length: dict[int, float]) -> dict[int, str]:
     middle = float(np.median(short))
     noise = 1.4826 * float(np.median(np.abs(short - middle)))
     limit = middle + max((_STEADY - 1) * middle, 3 * noise)
-    out = {i: f"{v / middle - 1:.0%} longer than the others" for i, v in length.items() if v > limit}
+    out: dict[int, str] = {}
+    for place, i in enumerate(sorted(length)):
+        beginning = len(out) == place
+        if length[i] > (limit if beginning else max(limit, _OTHER * middle)):
+            out[i] = f"{length[i] / middle - 1:.0%} longer than the others"
     return out if len(length) - len(out) >= 2 else {}

@@ -73,7 +73,10 @@ def measure(t: Timeline) -> Measured:
         programs[at] = extract(t, mark, programs.get((mark.rank, mark.iteration - 1)))
         begins[at] = float(t.clock(mark.rank).to_global(np.array([mark.start_ns]))[0])
     if not programs:
-        raise PaseError("no rank has a whole iteration with device ops, so there is nothing to replay")
+        raise PaseError(
+            "no rank has a whole iteration with device ops, so there is nothing to replay; record the device as well "
+            "(torch.profiler: ProfilerActivity.CUDA), from before a step to after it"
+        )
     return Measured(
         timeline=t,
         programs=programs,

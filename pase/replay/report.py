@@ -82,7 +82,8 @@ def replay_report(
 
     timeline: what to replay in place of what ``source`` holds: a plan, of which nothing is measured. rewrites: what
     some of the ``what_if`` do, by their text, where that is not a knob of ours. wire_bytes_per_s: what a rank's link
-    carries each way, where known. Infeasible for a what-if of a run whose replay is not to be believed, unless forced.
+    carries each way, where known. Infeasible where the replay contradicts the run's own iterations, and for a what-if
+    of a run whose replay is not to be believed, unless forced.
     """
     rewrites = rewrites or {}
     # Rewrites first: they read the graph as measured, and what knobs do holds for any.
@@ -90,8 +91,10 @@ def replay_report(
     asked = [(k, rewrites.get(k) or _knob(k, wire_bytes_per_s)) for k in texts]
     t = align_clocks(load_any(source) if timeline is None else timeline, align)
     run = Run(measured=measure(t))
-    if texts and timeline is None:
-        run.must_be_believed(f"{source}: what-if {', '.join(texts)}", force)
+    if timeline is None:
+        run.must_be_possible(f"{source}", force)
+        if texts:
+            run.must_be_believed(f"{source}: what-if {', '.join(texts)}", force)
     heads = [k.partition("=")[0] for k in texts if k in rewrites]
     changes = _what_ifs(run, asked, joint=len(set(heads)) == len(heads))
     if output is not None:
@@ -212,6 +215,7 @@ def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[d
         before = base if control is None else max(evaluate(control).values())
         ns = max(evaluate(made).values()) + more.get("added_s", 0.0) * 1e9
         row = {"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
+        row["within_spread"] = run.within_spread(before / ns)
         out.append(row | more | ({} if control is None else {"control_s": before / 1e9}))
     if joint and len(asked) > 1:
         before = base
@@ -222,7 +226,8 @@ def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[d
             added += more.get("added_s", 0.0) * 1e9
         ns = max(evaluate(changed).values()) + added
         both = " and ".join(text for text, _ in asked)
-        out.append({"knob": both, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns})
+        row = {"knob": both, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
+        out.append(row | {"within_spread": run.within_spread(before / ns)})
     return out
 
 

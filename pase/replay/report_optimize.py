@@ -26,6 +26,7 @@ def optimize_report(source: str, run: Run, o: OptimizeResult) -> dict[str, Any]:
         "before_s": o.before_ns / 1e9,
         "after_s": o.after_ns / 1e9,
         "speedup": o.before_ns / o.after_ns,
+        "within_spread": run.within_spread(o.before_ns / o.after_ns),
         "seconds": o.seconds,
         "evaluations": o.evaluations,
         "ended": o.ended,

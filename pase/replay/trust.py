@@ -24,6 +24,8 @@ _POOR, _WRONG = 0.1, 0.5
 """A median and a worst error above which nothing is to be believed, however badly the mean of the others does."""
 _ALLOWED = 0.05
 """How far outside of the range of the measured iterations a replay of the run as it is may lie."""
+_IMPOSSIBLE = 0.5
+"""So far outside, the replay is not shown either: iterations of a busy machine differ, but not by that."""
 _PLAIN_NS = {"launch": 100_000.0, "stream": 30_000.0, "wait": 50_000.0, "handoff": 1_000_000.0}
 """What launches, streams, events and threads cost at most; up to three times as much where most lags are so long."""
 
@@ -85,6 +87,10 @@ class Run:
         """Half of the range of the steady iterations, relative to their mean."""
         return float(np.ptp(self.lengths_ns)) / 2 / self.measured_ns if self.measured_ns else 0.0
 
+    def within_spread(self, speedup: float) -> bool:
+        """Whether a change of that size is smaller than what the run's own iterations differ by: too small to show."""
+        return abs(speedup - 1) < self.spread
+
     def error(self, naive: bool = False, worst: bool = False) -> float | None:
         """Median (or worst) size of the error of iterations predicted from the others; None where there are none.
 
@@ -103,16 +109,21 @@ class Run:
         total = sum(min(s.lag_ns, float(lost[s.task % self.replay.tasks])) for s in path)
         return total / self.replayed_ns if self.replayed_ns else 0.0
 
+    def _outside(self, allowed: float) -> str:
+        """How the replay of the run as it is contradicts its iterations, with the cause; empty where it does not."""
+        low, high = float(self.lengths_ns.min()), float(self.lengths_ns.max())
+        if low * (1 - allowed) <= self.replayed_ns <= high * (1 + allowed):
+            return ""
+        return (
+            f"the replay of the run as it is takes {self.replayed_ns / 1e6:.2f} ms, and its iterations take "
+            f"{low / 1e6:.2f} to {high / 1e6:.2f} ms: {self._cause()}"
+        )
+
     @cached_property
     def doubts(self) -> list[str]:
         """Why a prediction of a changed run is not to be believed, in words; empty where it is."""
-        out = []
-        low, high = float(self.lengths_ns.min()), float(self.lengths_ns.max())
-        if not low * (1 - _ALLOWED) <= self.replayed_ns <= high * (1 + _ALLOWED):
-            out.append(
-                f"the replay of the run as it is takes {self.replayed_ns / 1e6:.2f} ms, and its iterations take "
-                f"{low / 1e6:.2f} to {high / 1e6:.2f} ms: {self._cause()}"
-            )
+        outside = self._outside(_ALLOWED)
+        out = [outside] if outside else []
         if self.unexplained > UNEXPLAINED:
             out.append(
                 f"{self.unexplained:.0%} of the critical path is delay that nothing in the trace explains "
@@ -162,6 +173,14 @@ class Run:
             f"(the mean of the others: {naive:.1%}, {self.error(naive=True, worst=True) or 0:.1%})."
         )
 
+    def must_be_possible(self, what: str, force: bool) -> None:
+        """Infeasible, with the cause, where the replay of the run as it is lies far outside of its iterations."""
+        outside = self._outside(_IMPOSSIBLE)
+        if outside and not force:
+            raise Infeasible(
+                f"{what}: {outside}. pase diagnose says where the measured time went; --force shows the replay"
+            )
+
     def must_be_believed(self, what: str, force: bool) -> None:
         """Infeasible, with the reasons, where a prediction is asked for that is not to be believed."""
         if self.doubts and not force:
@@ -172,7 +191,7 @@ class Run:
 
 def unexplained_ns(g: DataflowGraph) -> np.ndarray:
     """Delay before each task that no launch, stream, event or hand-over accounts for; float64 [tasks]."""
-    out = np.zeros(len(g))
+    out = _since_the_beginning(g)
     dst = np.concatenate([g.dst, g.carried.dst])
     lag = np.concatenate([g.lag_ns, g.carried.lag_ns])
     kind = np.concatenate([g.edge_kind, g.carried.kind])
@@ -184,4 +203,18 @@ def unexplained_ns(g: DataflowGraph) -> np.ndarray:
             these = mine[device[mine] == d]
             usual = min(max(plain, 3 * float(np.median(lag[these]))), 3 * plain)
             np.maximum.at(out, dst[these], np.maximum(lag[these] - usual, 0.0))
+    return out
+
+
+def _since_the_beginning(g: DataflowGraph) -> np.ndarray:
+    """Delay since the iteration's beginning of tasks of which nothing shows what they wait for; float64 [tasks]."""
+    out = np.zeros(len(g))
+    waits = np.zeros(len(g), dtype=bool)
+    waits[g.dst] = True
+    for rank in g.root.keys() & g.tail.keys():
+        root = g.root[rank]
+        mine = np.flatnonzero(~waits & (g.rank == rank))
+        mine = mine[mine != root]
+        late = g.release_ns[mine] - g.release_ns[root] - _PLAIN_NS["handoff"]
+        out[mine] = np.maximum(late, 0.0)
     return out

@@ -33,6 +33,7 @@ SMALLEST = {
     "replay_fuzz": "--count 3",
     "replay_profile": "--processes 1 --rounds 1",
     "replay_speed": "--megabytes 1",
+    "replay_whatif": '--only "one of 2 ranks 5 ms late"',
     "schedule_policies": '--quick --only "random 6 0"',
     "schedule_training": '--steps 1 --only "ours, 2"',
     "search_densenet": "--seconds 1 --repeats 1 --solvers pase --only 121",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.cases.timelines import ImaginedRun, simulate, write
+from bench.cases.timelines import ImaginedRun, bucketed, simulate, write
 from pase.bridges.replan import as_measured, replan, what_if_bucket_plan
 from pase.bridges.trace_profile import problem_from_timeline
 from pase.errors import PaseError
@@ -30,21 +30,6 @@ from pase.schedule import (
 )
 from pase.schedule.load import parse_link
 
-GROWTH = 0.2
-
-
-def run_of(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> ImaginedRun:
-    """Buckets of that many layers each, sizes so that every such run sends the same bytes for each layer."""
-    n = layers_a_bucket
-    first = 1 + GROWTH * (n - 1) / 2
-    return ImaginedRun(
-        **(
-            dict(layers=12, iterations=4, bucket_layers=n, collective_us=150.0)
-            | {"bucket_bytes": round(mib * 2**20 * n * first), "bucket_growth": GROWTH * n / first}
-            | changed
-        )
-    )
-
 
 def graph_of(run: ImaginedRun, folder: Path):  # type: ignore[no-untyped-def]
     t = align(load(write(simulate(run), folder)))
@@ -63,18 +48,18 @@ def ms(g: Any) -> float:
 @pytest.mark.parametrize("mib", [0.5, 8.0, 40.0])
 @pytest.mark.parametrize("together", [2, 3, 6])
 def test_fusing_meets_the_run_that_fuses(tmp_path: Path, mib: float, together: int) -> None:
-    t, g = graph_of(run_of(1, mib), tmp_path / "t")
+    t, g = graph_of(bucketed(1, mib), tmp_path / "t")
     p = problem_from_timeline(t)
     every = range(0, 12, together)
     plan = BucketPlan(policy="fused", messages=tuple(whole(p, range(k, k + together)) for k in every))
     made = replan(g, p, plan)
     assert made.detail["messages"] == 12 // together
-    assert ms(made.graph) == pytest.approx(truth_ms(run_of(together, mib)), rel=0.02)
+    assert ms(made.graph) == pytest.approx(truth_ms(bucketed(together, mib)), rel=0.02)
 
 
 def test_cutting_meets_the_run_that_sends_parts(tmp_path: Path) -> None:
     """Two layers a bucket, each cut back into its two: the parts still wait for the bucket's last gradient."""
-    t, g = graph_of(run_of(2), tmp_path / "t")
+    t, g = graph_of(bucketed(2), tmp_path / "t")
     p = problem_from_timeline(t)
     halves = []
     for k, tensor in enumerate(p.tensors):
@@ -92,13 +77,13 @@ def test_cutting_meets_the_run_that_sends_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mib", [0.5, 8.0])
 def test_the_runs_own_plan_changes_nothing(tmp_path: Path, mib: float) -> None:
-    t, g = graph_of(run_of(1, mib, noise=0.01), tmp_path / "t")
+    t, g = graph_of(bucketed(1, mib, noise=0.01), tmp_path / "t")
     p = problem_from_timeline(t)
     assert ms(replan(g, p, as_measured(p)).graph) == pytest.approx(ms(g), rel=0.01)
 
 
 def test_messages_keep_their_order_and_wait_for_all_their_parts(tmp_path: Path) -> None:
-    t, g = graph_of(run_of(1), tmp_path / "t")
+    t, g = graph_of(bucketed(1), tmp_path / "t")
     p = problem_from_timeline(t)
     backwards = tuple(whole(p, [k]) for k in reversed(range(12)))
     made = replan(g, p, BucketPlan(policy="last first", messages=backwards)).graph
@@ -115,7 +100,7 @@ def test_messages_keep_their_order_and_wait_for_all_their_parts(tmp_path: Path) 
 
 
 def test_a_policy_of_the_scheduler_and_its_control(tmp_path: Path) -> None:
-    t, g = graph_of(run_of(1, 1.0, collective_us=400.0), tmp_path / "t")
+    t, g = graph_of(bucketed(1, 1.0, collective_us=400.0), tmp_path / "t")
     found = {name: what_if_bucket_plan(t, g, name) for name in ("ours", "ddp")}
     assert ms(found["ours"].detail["control"]) == pytest.approx(ms(g), rel=0.01)
     assert ms(found["ours"].graph) < ms(g) * 0.99
@@ -128,7 +113,7 @@ def test_a_policy_of_the_scheduler_and_its_control(tmp_path: Path) -> None:
 
 def test_collectives_on_the_stream_that_computes_are_not_moved(tmp_path: Path) -> None:
     """XLA's programs for the CPU run one op after the other: compute has no order of its own without them."""
-    t, g = graph_of(run_of(1), tmp_path / "t")
+    t, g = graph_of(bucketed(1), tmp_path / "t")
     p = problem_from_timeline(t)
     lanes = {g.rank[i]: g.device[i] for i in np.flatnonzero(g.kind == COLLECTIVE)}
     sends = g.kind == COLLECTIVE
@@ -171,11 +156,11 @@ def test_work_between_parts_goes_behind_the_message_where_it_may(reader: str, mo
 
 
 def test_a_trace_without_sizes_takes_them_from_a_link(tmp_path: Path) -> None:
-    t, g = graph_of(run_of(1), tmp_path / "t")
+    t, g = graph_of(bucketed(1), tmp_path / "t")
     t.columns["nbytes"][:] = -1
     with pytest.raises(PaseError, match="has no size in the trace"):
         what_if_bucket_plan(t, g, "ours")
-    run = run_of(1)
+    run = bucketed(1)
     link = parse_link(f"net:{run.collective_us}us:{run.bandwidth_bytes_per_us / 1e3}GB/s")
     made = what_if_bucket_plan(t, g, "ours", (link,))
     assert ms(made.detail["control"]) == pytest.approx(ms(g), rel=0.02)

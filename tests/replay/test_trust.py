@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from bench.cases.timelines import ImaginedRun, simulate, write
+from bench.replay_whatif import answered, questions
 from pase.errors import Infeasible
 from pase.replay.breakdown import breakdowns
 from pase.replay.clocks import align
@@ -220,6 +221,54 @@ def test_what_ifs_are_refused_where_replay_is_not_to_be_believed(tmp_path: Path)
     code, _, err = run("replay", path, "--what-if", "op:gemm=0.5")
     assert code == 1 and "--force" in err
     assert "Do not rely" in printed("replay", path, "--what-if", "op:gemm=0.5", "--force").splitlines()[0]
+
+
+def test_a_thread_that_begins_by_itself_is_unexplained(tmp_path: Path) -> None:
+    """A second thread launches 30 ms after the step began, while nothing runs: what it waited for is not seen."""
+    events: list[dict[str, Any]] = []
+    for step in range(5):
+        z = 40_000.0 * step
+        host = {"ph": "X", "pid": 0, "cat": "cuda_runtime"}
+        mark = {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 0, "tid": 1}
+        events.append({**mark, "ts": z, "dur": 40_000.0})
+        for k, (tid, at) in enumerate(((1, z + 10), (2, z + 30_000))):
+            number = {"correlation": 2 * step + k}
+            events.append(
+                {**host, "tid": tid, "name": "cudaLaunchKernel", "ts": at, "dur": 5.0, "args": number}
+            )
+            kernel = {"ph": "X", "cat": "kernel", "name": f"gemm_{k}", "pid": 0, "tid": 7, "dur": 5_000.0}
+            events.append({**kernel, "ts": at + 8, "args": _args(2 * step + k)})
+        wait = {**host, "tid": 1, "name": "cudaDeviceSynchronize"}
+        events.append({**wait, "ts": z + 20, "dur": 34_995.0})
+    path = tmp_path / "late.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    measured = Run(measured=measure(load(path)))
+    assert measured.replayed_ns == pytest.approx(40e6, rel=1e-3)
+    assert 0.5 < measured.unexplained < 0.8 and "nothing in the trace explains" in measured.headline
+
+
+def test_a_replay_far_from_its_own_run_is_an_error(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = write(simulate(ImaginedRun(ranks=1, iterations=4)), tmp_path / "x")
+    monkeypatch.setattr(Run, "replayed_ns", property(lambda self: 8e9))
+    code, out, err = run("replay", folder)
+    assert code == 1 and not out
+    assert "takes 8000.00 ms" in err and "--force" in err and "pase diagnose" in err
+    assert "Do not rely" in printed("replay", folder, "--force").splitlines()[0]
+    assert run("diagnose", folder)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "launch-bound: four light kernels a layer fused",
+        "buckets of 8 MiB: 4 sent as one",
+        "one of 2 ranks 1.4 times slower: balance=1",
+    ],
+)
+def test_what_ifs_meet_the_run_that_changed(question: str) -> None:
+    """Three of those of ``bench/replay_whatif.py``."""
+    (row,) = [answered(q) for q in questions() if q.name == question]
+    assert abs(row["error"]) < 0.02 and not row["refused"]
 
 
 def test_one_iteration_states_no_error(tmp_path: Path) -> None:
