@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from pase import __version__
 from pase.errors import Infeasible, PaseError
-from pase.files.terminal import printable
+from pase.files.terminal import UNWRAPPED, printable
 
 __all__ = ["command_group", "main"]
 
@@ -141,7 +141,12 @@ def command_group(package: str = "") -> Any:
     def pase(
         ctx: typer.Context,
         version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+        wide: bool = typer.Option(
+            False, "--wide", help="Wrap nothing, however wide: pase --wide compile ..."
+        ),
     ) -> None:
+        if wide:
+            os.environ["COLUMNS"] = str(UNWRAPPED)
         if version:
             typer.echo(f"pase {__version__}")
             raise typer.Exit()

@@ -35,9 +35,23 @@ __all__ = [
     "warn_misfit",
 ]
 
+
+def _complete_model(incomplete: str) -> list[str]:
+    from pase.zoo import names
+
+    return [f"zoo:{n}" for n in names() if f"zoo:{n}".startswith(incomplete)]
+
+
+def _complete_machine(incomplete: str) -> list[str]:
+    from pase.machine.load import names
+
+    return [n for n in names() if n.startswith(incomplete)]
+
+
 ModelName = Annotated[
     str,
     typer.Argument(
+        autocompletion=_complete_model,
         help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), a model file (.onnx, .pb, a SavedModel's "
         "folder), or package.module:function, where the function returns (loss_fn, params, *batch) or "
         "a model object of a framework; shapes are enough.",
@@ -58,7 +72,11 @@ LayoutModel = Annotated[
 ]
 LayoutMachine = Annotated[
     str | None,
-    typer.Option("--machine", help="The machine file of the layout, if it is not one of pase's own."),
+    typer.Option(
+        "--machine",
+        help="The machine file of the layout, if it is not one of pase's own.",
+        autocompletion=_complete_machine,
+    ),
 ]
 ChoicesTimeLimit = Annotated[
     float, typer.Option("--time-limit", help="Seconds for the next-best choices of all layers.", min=0.0)
@@ -127,6 +145,7 @@ def _as_flag(f: Field[Any]) -> inspect.Parameter:
         help=f.metadata["help"] + (" May be given several times." if flag.pairs else ""),
         metavar=flag.metavar,
         min=flag.minimum,
+        autocompletion=_complete_machine if f.name == "machine" else None,
     )
     default = inspect.Parameter.empty if f.default is MISSING else f.default
     kind = inspect.Parameter.KEYWORD_ONLY

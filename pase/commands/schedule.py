@@ -29,7 +29,13 @@ def schedule(
             help="layout.json, a problem JSON, a PipeDream profile, or traces: a folder, a file, a timeline.",
         ),
     ],
-    policy: Annotated[str, typer.Option(help="A policy's name, several with commas, or all.")] = "ours",
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="A policy's name, several with commas, or all.",
+            autocompletion=lambda incomplete: _policies(incomplete),
+        ),
+    ] = "ours",
     output: Annotated[
         Path | None,
         typer.Option(
@@ -124,6 +130,14 @@ def schedule(
         print(json.dumps(head | ({"policies": shown} if names is None or len(names) > 1 else shown[0])))
     elif emit is None:
         _table(problem, outcomes)
+
+
+def _policies(given: str) -> list[str]:
+    """What may follow what was typed of --policy."""
+    from pase.schedule.registry import POLICIES
+
+    before, comma, last = given.rpartition(",")
+    return [f"{before}{comma}{name}" for name in (*POLICIES, "all") if name.startswith(last)]
 
 
 def _problem(

@@ -2,52 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pase.commands.options import JsonOption, print_json
 from pase.files.terminal import console
+
+if TYPE_CHECKING:
+    from pase.zoo.catalog import Entry
 
 __all__ = ["zoo"]
 
 
 def zoo(
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A model to show in full: settings, source.", metavar="NAME", show_default=False),
+    ] = None,
+    json: JsonOption = False,
 ) -> None:
     """The models that come with pase.
 
-    Lists each model's parameters, its settings with their defaults, and where it is from.
+    A line for each; with a NAME, that model's settings with their defaults, and where its figures are from.
 
     Use one as zoo:NAME, with settings as in zoo:gpt2?batch=32&seq=512.
+
+    \b
+    Examples:
+      pase zoo
+      pase zoo gpt2
     """
     from pase.zoo import entry, names
 
-    entries = [entry(name) for name in names()]
+    models = [entry(n) for n in ([name] if name is not None else names())]
     if json:
-        from json import dumps
+        print_json({"models": [_as_json(m) for m in models]})
+    elif name is not None:
+        _show(models[0])
+    else:
+        _list(models)
 
-        models: list[dict[str, Any]] = [
-            {
-                "name": model.name,
-                "parameters": model.published_parameters,
-                "settings": dict(model.settings),
-                "description": model.description,
-                "source": model.source,
-            }
-            for model in entries
-        ]
-        print(dumps({"models": models}))
-        return
 
+def _as_json(model: Entry) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "parameters": model.published_parameters,
+        "settings": dict(model.settings),
+        "description": model.description,
+        "source": model.source,
+    }
+
+
+def _list(models: list[Entry]) -> None:
     from rich.table import Table
 
-    table = Table("name", box=None, pad_edge=False, header_style="bold")
-    table.add_column("parameters", justify="right")
-    table.add_column("settings and their defaults", ratio=2)
-    table.add_column("source", ratio=3)
-    for model in entries:
-        settings = " ".join(f"{key}={value}" for key, value in model.settings.items())
-        table.add_row(model.name, f"{model.published_parameters:,}", settings, model.source)
     out = console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("name", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("what it is", no_wrap=True)
+    counts = [f"{m.published_parameters:,}" for m in models]
+    room = out.width - max(len(m.name) for m in models) - max(map(len, counts)) - 4
+    for m, count in zip(models, counts, strict=True):
+        table.add_row(m.name, count, shorten(m.description, max(room, 20), placeholder=" …"))
     out.print(table)
-    out.print("\nUse one as zoo:NAME, with settings as in 'zoo:gpt2?batch=32&seq=512'.")
+    out.print(
+        "\nUse one as zoo:NAME, with settings as in 'zoo:gpt2?batch=32&seq=512'; pase zoo NAME lists them."
+    )
+
+
+def _show(model: Entry) -> None:
+    out = console()
+    out.print(f"{model.name}: {model.description}")
+    out.print(f"parameters  {model.published_parameters:,}, from {model.source}")
+    out.print(f"settings    {' '.join(f'{k}={v}' for k, v in model.settings.items())}")
+    settings = "&".join(f"{k}={v}" for k, v in list(model.settings.items())[:2])
+    out.print(f"use         pase compile 'zoo:{model.name}?{settings}' --devices 32")

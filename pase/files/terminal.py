@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from typing import Any
 
-__all__ = ["console", "printable"]
+__all__ = ["UNWRAPPED", "console", "printable"]
+
+UNWRAPPED = 2000
+"""Columns of what is not wrapped: more than any line has."""
 
 _UNSEEN = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
 """Control characters but tabs and line breaks: they move the cursor, hide what was said, or start a command."""
@@ -24,12 +28,12 @@ def printable(text: str) -> str:
 def console(*, err: bool = False, **how: Any) -> Any:
     """A rich Console on standard output or error, which takes brackets for brackets and prints no control character.
 
-    Where it is no terminal, and neither ``how`` (as rich's own Console takes it) nor COLUMNS says how wide to print, it
-    is wide enough for tables.
+    Where it is no terminal, and neither ``how`` (as rich's own Console takes it) nor COLUMNS says how wide to print,
+    nothing is wrapped.
     """
     made = _kind()(stderr=err, markup=False, highlight=False, emoji=False, **how)
     if not (made.is_terminal or "width" in how or "COLUMNS" in os.environ):
-        made.width = 160
+        made.width = UNWRAPPED
     return made
 
 
@@ -44,5 +48,14 @@ def _kind() -> type[Any]:
 
         def render_str(self, text: str, **how: Any) -> Text:
             return super().render_str(printable(text), **how)
+
+        def print(self, *objects: Any, **how: Any) -> None:
+            """As rich prints; into a file or a pipe without the blanks that fill a table's last column."""
+            if self.is_terminal or self.record:
+                super().print(*objects, **how)
+                return
+            with self.capture() as printed:
+                super().print(*objects, **how)
+            self.file.write(re.sub(r" +$", "", printed.get(), flags=re.MULTILINE))
 
     return Terminal

@@ -161,33 +161,54 @@ def _split_text(split: Mapping[str, Iterable[str]]) -> str:
     return "  ".join(f"{d}:{'·'.join(axes)}" for d, axes in split.items() if d != "pending") or "-"
 
 
-def layer_table(plan: PlanData) -> Any:
-    """rich.Table: a row per node that computes or communicates."""
+_WITH_OPS, _WITH_MOVES = 110, 150
+"""Columns of a terminal from which on ops, and each kind of collective, have room beside the rest."""
+
+
+def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> Any:
+    """rich.Table: a row per node that computes or communicates. Where it is narrow, without ops and with the bytes of
+    all collectives together: a name is cut rather than broken."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("layer", "op", "split", "compute", "comm.", "moves"):
-        table.add_column(name, justify="right" if name in ("compute", "comm.") else "left", overflow="fold")
+    ops, each = width >= _WITH_OPS, width >= _WITH_MOVES
+    table.add_column("layer", no_wrap=True, overflow="ellipsis")
+    if ops:
+        table.add_column("op", overflow="fold")
+    table.add_column("split", no_wrap=not ops, overflow="ellipsis")
+    for name in ("compute", "comm."):
+        table.add_column(name, justify="right", no_wrap=True, min_width=8)
+    if each:
+        table.add_column("moves", overflow="fold")
+    else:
+        table.add_column("sends", justify="right", no_wrap=True, min_width=8)
     moves: dict[str, dict[str, float]] = {}
     for c in plan.collectives:
         at = moves.setdefault(c.node, {})
         at[_KINDS[c.kind]] = at.get(_KINDS[c.kind], 0.0) + c.nbytes * c.times
-    for n in plan.nodes:
-        if n.op in ("parameter", "input") or (
-            n.op in ("copy", "carry", "cotangent", "gradient", "output") and not n.cost.communication
-        ):
-            continue
-        turns = f" ×{n.times}" if n.times > 1 else ""
-        moved = "  ".join(f"{k} {bytes_text(b)}" for k, b in moves.get(n.name, {}).items())
+    for n in filter(_is_listed, plan.nodes):
+        moved = moves.get(n.name, {})
         table.add_row(
-            n.name + turns,
-            _op_text(n),
+            n.name + (f" ×{n.times}" if n.times > 1 else ""),
+            *([_op_text(n)] if ops else []),
             _split_text(n.split),
             cost_text(n.cost.compute, plan.unit),
             cost_text(n.cost.communication, plan.unit) if n.cost.communication else "",
-            moved,
+            _moves_text(moved, each),
         )
     return table
+
+
+def _is_listed(n: NodePlan) -> bool:
+    """Whether a node computes or communicates; parameters and inputs are listed by how they are stored."""
+    moves_only = ("copy", "carry", "cotangent", "gradient", "output")
+    return n.op not in ("parameter", "input") and (n.op not in moves_only or bool(n.cost.communication))
+
+
+def _moves_text(moved: Mapping[str, float], each: bool) -> str:
+    if each:
+        return "  ".join(f"{k} {bytes_text(b)}" for k, b in moved.items())
+    return bytes_text(sum(moved.values())) if moved else ""
 
 
 def _op_text(n: NodePlan) -> str:
@@ -236,7 +257,7 @@ def render(plan: PlanData, out: Any) -> None:
     for line in headline(plan):
         out.print(line, style="bold red" if line.startswith("WARNING") else None)
     out.print()
-    out.print(layer_table(plan))
+    out.print(layer_table(plan, out.width))
     out.print()
     out.print(storage_table(plan))
 

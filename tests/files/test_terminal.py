@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
+import pase
 from pase.files.terminal import console, printable
+from pase.plan.table import layer_table
 from tests.house.test_documents import ROOT
 
 
@@ -38,3 +40,28 @@ def test_nobody_makes_a_terminal_of_his_own():
         if "rich.console import Console" in f.read_text(encoding="utf-8")
     ]
     assert found == ["pase/files/terminal.py"]
+
+
+def test_what_is_piped_is_plain():
+    """No line is wrapped, and none ends in blanks."""
+    out = io.StringIO()
+    table = Table("layer", "moves", box=None)
+    table.add_row("a" * 150, "AG 1 MiB " * 20)
+    table.add_row("b", "")
+    console(file=out).print(table)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3 and all(line == line.rstrip() for line in lines)
+
+
+def test_a_plan_fits_a_narrow_terminal():
+    """A row for each layer, a figure beside its unit, whatever the width."""
+    plan = pase.compile("zoo:gpt2?layers=2&batch=16", devices=8, mesh="data=8", baselines=False)
+    layers = [n.name for n in plan.nodes if n.op == "matmul"]
+    for width in (80, 120, 160):
+        out = io.StringIO()
+        console(file=out, width=width).print(layer_table(plan, width))
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        for name in layers:
+            (row,) = [line for line in lines if line.startswith(f"{name} ")]
+            assert re.search(r"\d (ms|µs) ", row) and re.search(r"\d [KMG]?i?B\b", row)

@@ -166,3 +166,20 @@ def test_a_file_without_its_function_is_an_error_that_names_it(tmp_path, monkeyp
     monkeypatch.setattr(pase.commands, "__path__", [*pase.commands.__path__, str(tmp_path)])
     with pytest.raises(AttributeError, match=r"half\.py has no function 'half'"):
         cli._line("pase.commands", "half")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("pase compile zoo:gpt2_x", ["zoo:gpt2_xl"]),
+        ("pase compile zoo:mlp --machine 1080", ["1080tix8"]),
+        ("pase schedule layout.json --policy ddp,our", ["ddp,ours"]),
+    ],
+)
+def test_completion_knows_models_machines_and_policies(words, offered, monkeypatch, capsys):
+    monkeypatch.setenv("_PASE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit):
+        cli.command_group().main(args=[], prog_name="pase")
+    assert capsys.readouterr().out.split() == offered
