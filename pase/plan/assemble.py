@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
-from pase.ir import Graph, Node
+from pase.ir import Graph, Node, Role
 from pase.ir.blocks import Block
 from pase.machine import CostModel, Machine, Mesh
 from pase.memory.account import MemoryKind, held
 from pase.memory.course import needs
 from pase.plan.accesses import Reading, access_states, equation_layouts
-from pase.plan.constraints import constraints, stages
+from pase.plan.constraints import Constraints, Placement, constraints, stages
 from pase.plan.throughput import step_work
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
-from pase.tables.itemize import collectives, local_work, node_costs, split_of
+from pase.tables.itemize import LocalWork, NodeCost, collectives, local_work, node_costs, split_of
 from pase.tables.layouts import number
 
 if TYPE_CHECKING:
@@ -92,49 +92,9 @@ def assemble(
     """Everything that follows from (graph, mesh, configs); configs: node name -> int8 [axes]."""
     moved = collectives(graph, mesh, configs, model)
     work = local_work(graph, mesh, configs, model, optimizer)
-    costs = node_costs(work, moved)
-    reads: dict[str, dict[str, None]] = {}
-    for e in graph.edges:
-        reads.setdefault(e.dst, {})[e.src] = None
     states = access_states(graph, mesh, configs)
     c = constraints(graph, mesh, states, stages(mesh, machine))
-    nodes = tuple(
-        NodePlan(
-            name=n.name,
-            op=n.kind,
-            einsum=n.main.einsum,
-            sizes={
-                d.name: number(d.size, n.name) for d in n.space if d.kind not in ("pending", "state", "ring")
-            },
-            split=split_of(n, configs[n.name], mesh),
-            times=number(n.times, n.name),
-            source=str(n.source),
-            cost=costs[n.name],
-            reads=tuple(reads.get(n.name, ())),
-            work=work[n.name],
-            **_kept(graph, n, configs[n.name], mesh, optimizer),
-        )
-        for n in graph.nodes
-    )
-    leaves: dict[str, dict[str, TensorPlan]] = {"parameter": {}, "input": {}}
-    uses: dict[str, dict[tuple[tuple[str, ...], ...], None]] = {}
-    for e in graph.edges:
-        src = graph.node[e.src]
-        if src.kind == "parameter":
-            key = Reading(e.op.eqn, graph.tensors[e.tensor].original)
-            route = c.define.get(e.op.writes[0].tensor) if e.op.kind == "copy" else c.read.get(key)
-            if route is not None:
-                uses.setdefault(src.ops[0].writes[0].tensor, {})[route.layouts[-1]] = None
-    shapes = {} if traced is None else {t.path: t.shape for t in traced.graph.inputs}  # of all micro-batches
-    for t in graph.tensors.values():
-        if t.role in leaves and t.name in graph.producer:
-            leaves[t.role][t.path] = TensorPlan(
-                shape=tuple(number(s, t.path) for s in shapes.get(t.path, t.shape)),
-                dtype=t.dtype,
-                storage=c.storage[t.name],
-                used_as=tuple(uses.get(t.name, ())),
-                state=c.state.get(t.name),
-            )
+    parameters, inputs = _leaves(graph, c, traced)
     return PlanData(
         model=name,
         devices=mesh.devices,
@@ -145,9 +105,9 @@ def assemble(
         unit=model.unit,
         optimizer=optimizer,
         mesh=mesh,
-        nodes=nodes,
-        parameters=leaves["parameter"],
-        inputs=leaves["input"],
+        nodes=_node_plans(graph, mesh, configs, work, node_costs(work, moved), optimizer),
+        parameters=parameters,
+        inputs=inputs,
         define=c.define,
         read=c.read,
         copies=c.copies,
@@ -168,3 +128,65 @@ def assemble(
         traced=traced,
         work=step_work(graph, machine),
     )
+
+
+def _node_plans(
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    work: Mapping[str, tuple[LocalWork, ...]],
+    costs: Mapping[str, NodeCost],
+    optimizer: str,
+) -> tuple[NodePlan, ...]:
+    """The nodes as the plan lists them."""
+    reads: dict[str, dict[str, None]] = {}
+    for e in graph.edges:
+        reads.setdefault(e.dst, {})[e.src] = None
+
+    def planned(n: Node) -> NodePlan:
+        shown = (d for d in n.space if d.kind not in ("pending", "state", "ring"))
+        return NodePlan(
+            name=n.name,
+            op=n.kind,
+            einsum=n.main.einsum,
+            sizes={d.name: number(d.size, n.name) for d in shown},
+            split=split_of(n, configs[n.name], mesh),
+            times=number(n.times, n.name),
+            source=str(n.source),
+            cost=costs[n.name],
+            reads=tuple(reads.get(n.name, ())),
+            work=work[n.name],
+            **_kept(graph, n, configs[n.name], mesh, optimizer),
+        )
+
+    return tuple(map(planned, graph.nodes))
+
+
+def _leaves(
+    graph: Graph, c: Constraints, traced: Traced | None
+) -> tuple[dict[str, TensorPlan], dict[str, TensorPlan]]:
+    """Parameters and inputs by their paths: how they are stored, and laid out where they are used."""
+    uses: dict[str, dict[Placement, None]] = {}
+    for e in graph.edges:
+        src = graph.node[e.src]
+        if src.kind == "parameter":
+            key = Reading(e.op.eqn, graph.tensors[e.tensor].original)
+            route = c.define.get(e.op.writes[0].tensor) if e.op.kind == "copy" else c.read.get(key)
+            if route is not None:
+                uses.setdefault(src.ops[0].writes[0].tensor, {})[route.layouts[-1]] = None
+    shapes = {} if traced is None else {t.path: t.shape for t in traced.graph.inputs}  # of all micro-batches
+
+    def of_role(role: Role) -> dict[str, TensorPlan]:
+        return {
+            t.path: TensorPlan(
+                shape=tuple(number(s, t.path) for s in shapes.get(t.path, t.shape)),
+                dtype=t.dtype,
+                storage=c.storage[t.name],
+                used_as=tuple(uses.get(t.name, ())),
+                state=c.state.get(t.name),
+            )
+            for t in graph.tensors.values()
+            if t.role == role and t.name in graph.producer
+        }
+
+    return of_role("parameter"), of_role("input")

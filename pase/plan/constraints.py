@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pase.ir import Graph, Tensor
+from pase.ir import Access, Graph, Node, Op, Tensor
 from pase.machine import Machine, Mesh, axis_levels
 from pase.plan.accesses import NodeStates, Reading
 from pase.tables.layouts import (
@@ -78,10 +78,10 @@ class Constraints:
     copies: Mapping[str, str] = field(default_factory=dict)
 
 
-def placement(states: np.ndarray, shape: tuple[int, ...], mesh: Mesh) -> Placement | None:
+def placement(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
     """Axes per tensor dim, or None where blocks of the dim are not contiguous (a minor factor is split)."""
     out: list[tuple[str, ...]] = []
-    for t in range(len(shape)):
+    for t in range(len(tensor.shape)):
         digits = ((blocks_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t)
         axes = contiguous_axes(digits, mesh.sizes)
         if axes is None:
@@ -115,72 +115,87 @@ def constraints(
     graph: Graph, mesh: Mesh, states_of: Mapping[str, NodeStates], when: tuple[int, ...] | None = None
 ) -> Constraints:
     """All constraints of a strategy. states_of: its ``access_states``; when: the axes' ``stages``, if it matters."""
-    when = when or (0,) * len(mesh.sizes)
-    storage: dict[str, Placement] = {}
-    state: dict[str, Placement] = {}
-    define: dict[str, Route] = {}
-    read: dict[Reading, Route] = {}
-    current: dict[str, np.ndarray] = {}
-    summed: dict[str, np.ndarray] = {}  # layouts of gradients of parameters whose state is split further
-
+    found = _Collected(graph=graph, mesh=mesh, when=when or (0,) * len(mesh.sizes))
     for n in graph.nodes:
         rows_of = states_of[n.name]
         for op, reads, writes in zip(n.ops, rows_of.reads, rows_of.writes, strict=True):
             for a, states in zip(op.reads, reads, strict=True):
-                tensor = graph.tensors[a.tensor]
-                if a.tensor not in current or a.tensor in n.internal or not tensor.shape or states is None:
-                    continue
-                want = np.where(states == PARTIAL, REPLICATED, states)
-                rows = _between(current[a.tensor], want, tensor, mesh, when)
-                if (
-                    rows and graph.producer[a.tensor].kind == "copy"
-                ):  # gradients are summed in the copy's layout
-                    rows = (*_as_placements(current[a.tensor], tensor, mesh), *rows)
-                if not rows and op.kind == "gather" and a.sparse:
-                    rows = _as_placements(
-                        want, tensor, mesh
-                    )  # else the gradient's scatter is laid out anyhow
-                key = Reading(op.eqn, tensor.original)
-                if tensor.copy_of and a.tensor in define:
-                    read[Reading(op.eqn, a.tensor)] = Route(rows)
-                elif rows:
-                    straight = read[key].gradient if key in read else None
-                    if graph.producer[a.tensor].kind == "parameter" and tensor.needs_grad:
-                        stored = summed.get(a.tensor, current[a.tensor])
-                        straight = _straight(stored, states, tensor, mesh) or straight
-                    read[key] = Route(rows, straight)
-                if op.kind == "conv" and tensor.needs_grad and within_groups(n):
-                    # XLA must not lead a filter's gradient into slices within groups inside of the convolution.
-                    here = placement(want, tensor.shape, mesh)
-                    if here is not None:
-                        read[key] = Route(read.get(key, Route((here,))).layouts, here)
+                if a.tensor in found.current and a.tensor not in n.internal and states is not None:
+                    found.add_read(n, op, a, states)
             for a, written in zip(op.writes, writes, strict=True):
-                tensor = graph.tensors[a.tensor]
-                states, straight = forward_states(written), None
-                if (written < PENDING).any():
-                    summed[a.tensor] = gradient_states(written)
-                    where = placement(summed[a.tensor], tensor.shape, mesh)  # type: ignore[arg-type]
-                    assert where is not None  # chosen so that its blocks are contiguous
-                    if op is n.ops[0]:
-                        state[a.tensor] = where
-                    if graph.read_outside(n, a.tensor):
-                        straight = where
-                if n.kind in ("parameter", "input") and op is n.ops[0]:
-                    where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
-                    assert where is not None  # stored as it is walked
-                    storage[a.tensor] = where
-                if not tensor.shape or not graph.read_outside(n, a.tensor):
-                    continue
-                current[a.tensor] = states
-                made: tuple[Placement, ...] = ()
-                if n.kind == "copy":
-                    made = _between(current[op.reads[0].tensor], states, tensor, mesh, when)
-                elif n.kind != "input":
-                    made = _as_placements(np.where(states == PARTIAL, REPLICATED, states), tensor, mesh)
-                if made or straight is not None:
-                    define[a.tensor] = Route(made, straight)
-    copies = {t: graph.tensors[t].copy_of for t in define if graph.tensors[t].copy_of}
-    return Constraints(storage=storage, state=state, define=define, read=read, copies=copies)
+                found.add_write(n, op, a, written)
+    copies = {t: graph.tensors[t].copy_of for t in found.define if graph.tensors[t].copy_of}
+    return Constraints(
+        storage=found.storage, state=found.state, define=found.define, read=found.read, copies=copies
+    )
+
+
+@dataclass(kw_only=True)
+class _Collected:
+    """Constraints in the making, node by node. current: tensor -> the states in which other nodes find it; summed: of
+    parameters whose state is split further, those of their gradients."""
+
+    graph: Graph
+    mesh: Mesh
+    when: tuple[int, ...]
+    storage: dict[str, Placement] = field(default_factory=dict)
+    state: dict[str, Placement] = field(default_factory=dict)
+    define: dict[str, Route] = field(default_factory=dict)
+    read: dict[Reading, Route] = field(default_factory=dict)
+    current: dict[str, np.ndarray] = field(default_factory=dict)
+    summed: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def add_read(self, n: Node, op: Op, a: Access, states: np.ndarray) -> None:
+        """An op reads what another node made."""
+        tensor, current = self.graph.tensors[a.tensor], self.current[a.tensor]
+        maker = self.graph.producer[a.tensor].kind
+        want = np.where(states == PARTIAL, REPLICATED, states)
+        rows = _between(current, want, tensor, self.mesh, self.when)
+        if rows and maker == "copy":  # gradients are summed in the copy's layout
+            rows = (*_as_placements(current, tensor, self.mesh), *rows)
+        if not rows and op.kind == "gather" and a.sparse:  # else the gradient's scatter is laid out anyhow
+            rows = _as_placements(want, tensor, self.mesh)
+        key = Reading(op.eqn, tensor.original)
+        if tensor.copy_of and a.tensor in self.define:
+            self.read[Reading(op.eqn, a.tensor)] = Route(rows)
+        elif rows:
+            straight = self.read[key].gradient if key in self.read else None
+            if maker == "parameter" and tensor.needs_grad:
+                stored = self.summed.get(a.tensor, current)
+                straight = _straight(stored, states, tensor, self.mesh) or straight
+            self.read[key] = Route(rows, straight)
+        if op.kind == "conv" and tensor.needs_grad and within_groups(n):
+            # XLA must not lead a filter's gradient into slices within groups inside of the convolution.
+            here = placement(want, tensor, self.mesh)
+            if here is not None:
+                self.read[key] = Route(self.read.get(key, Route((here,))).layouts, here)
+
+    def add_write(self, n: Node, op: Op, a: Access, written: np.ndarray) -> None:
+        """An op makes a tensor."""
+        tensor = self.graph.tensors[a.tensor]
+        states, straight = forward_states(written), None
+        outside = self.graph.read_outside(n, a.tensor)
+        if (written < PENDING).any():
+            self.summed[a.tensor] = gradient_states(written)
+            where = placement(self.summed[a.tensor], tensor, self.mesh)
+            assert where is not None  # chosen so that its blocks are contiguous
+            if op is n.ops[0]:
+                self.state[a.tensor] = where
+            straight = where if outside else None
+        if n.kind in ("parameter", "input") and op is n.ops[0]:
+            where = placement(states, tensor, self.mesh)
+            assert where is not None  # stored as it is walked
+            self.storage[a.tensor] = where
+        if not tensor.shape or not outside:
+            return
+        self.current[a.tensor] = states
+        made: tuple[Placement, ...] = ()
+        if n.kind == "copy":
+            made = _between(self.current[op.reads[0].tensor], states, tensor, self.mesh, self.when)
+        elif n.kind != "input":
+            made = _as_placements(np.where(states == PARTIAL, REPLICATED, states), tensor, self.mesh)
+        if made or straight is not None:
+            self.define[a.tensor] = Route(made, straight)
 
 
 def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
@@ -189,7 +204,7 @@ def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) 
     gathered = (stored >= 0) & (read < 0)
     if not (read == PARTIAL).any() or not (gathered & (read != PARTIAL)).any():
         return None
-    return placement(stored, tensor.shape, mesh)  # type: ignore[arg-type]
+    return placement(stored, tensor, mesh)
 
 
 def _between(
@@ -197,12 +212,12 @@ def _between(
 ) -> tuple[Placement, ...]:
     """The layouts to go through, the wanted one last; empty where the tensor is there already, or where blocks of
     the wanted layout are not contiguous in this tensor (the reader's own operand will tell)."""
-    if (have == want).all() or placement(want, tensor.shape, mesh) is None:  # type: ignore[arg-type]
+    if (have == want).all() or placement(want, tensor, mesh) is None:
         return ()
     out: list[Placement] = []
     for row in _staged(path(have.tolist(), want.tolist(), mesh), mesh, when):
         states = np.array(row)
-        where = None if (states == PARTIAL).any() else placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
+        where = None if (states == PARTIAL).any() else placement(states, tensor, mesh)
         if where is not None and (not out or out[-1] != where):
             out.append(where)
     return tuple(out)
@@ -224,5 +239,5 @@ def _staged(rows: list[tuple[int, ...]], mesh: Mesh, when: tuple[int, ...]) -> I
 
 def _as_placements(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
     """This layout alone, where it can be written down."""
-    where = placement(states, tensor.shape, mesh)  # type: ignore[arg-type]
+    where = placement(states, tensor, mesh)
     return () if where is None else (where,)
