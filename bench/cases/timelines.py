@@ -66,42 +66,61 @@ def bucketed(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> Imagined
 
 def simulate(run: ImaginedRun) -> ImaginedRun:
     """Fill events, true iteration times [rank][iteration] and the true cross-stream waits."""
-    rng = np.random.default_rng(run.seed)
-    main = [100.0 * (r + 1) for r in range(run.ranks)]
-    auto = list(main)
-    compute = [0.0] * run.ranks
-    comm = [0.0] * run.ranks
-    number = 0
     run.events = {r: [] for r in range(run.ranks)}
+    walk = _Walk(run)
     starts: list[list[float]] = [[] for _ in range(run.ranks)]
+    for it in range(run.iterations + 1):
+        for r in range(run.ranks):
+            starts[r].append(walk.main[r])
+        if it == run.iterations:
+            break
+        for r in range(run.ranks):
+            walk.forward(r)
+        summed = [walk.backward(back) for back in range(run.layers)]
+        for r in range(run.ranks):
+            walk.update(r, max(ends[r] for ends in summed if ends))
+    run.iteration_us = [[b - a for a, b in itertools.pairwise(s)] for s in starts]
+    for r in range(run.ranks):
+        for it, (a, b) in enumerate(itertools.pairwise(starts[r])):
+            walk.host(r, 1, f"ProfilerStep#{it}", a, b - a, "user_annotation")
+    _set_clocks(run)
+    return run
 
-    def jitter() -> float:
-        return float(1 + run.noise * rng.standard_normal()) if run.noise else 1.0
 
-    def cpu(r: int, tid: int, name: str, at: float, length: float, cat: str = "cpu_op", **args: Any) -> None:
+class _Walk:
+    """Where each rank's two threads and two streams have got to, in µs. main, auto: the threads; compute, comm: the
+    streams."""
+
+    def __init__(self, run: ImaginedRun) -> None:
+        self.run, self.rng = run, np.random.default_rng(run.seed)
+        self.main = [100.0 * (r + 1) for r in range(run.ranks)]
+        self.auto = list(self.main)
+        self.compute = [0.0] * run.ranks
+        self.comm = [0.0] * run.ranks
+        self.number = 0
+
+    def jitter(self) -> float:
+        """A factor of noise around one."""
+        return float(1 + self.run.noise * self.rng.standard_normal()) if self.run.noise else 1.0
+
+    def slow_by(self, r: int) -> float:
+        """How much longer kernels take on this rank."""
+        return self.run.slow_by if r == self.run.slow_rank else 1.0
+
+    def kernel_us(self, r: int) -> float:
+        """What a layer's forward kernel takes on this rank."""
+        return self.run.kernel_us * self.slow_by(r)
+
+    def host(
+        self, r: int, tid: int, name: str, at: float, length: float, cat: str = "cpu_op", **args: Any
+    ) -> None:
+        """An event of a host's thread."""
+        event = {"ph": "X", "cat": cat, "name": name, "pid": 10 + r, "tid": tid, "ts": at, "dur": length}
+        self.run.events[r].append({**event, "args": args})
+
+    def kernel(self, r: int, stream: int, name: str, begin: float, length: float, **args: Any) -> None:
+        """An event of a device's stream, of the last launch."""
         event = {
-            "ph": "X",
-            "cat": cat,
-            "name": name,
-            "pid": 10 + r,
-            "tid": tid,
-            "ts": at,
-            "dur": length,
-            "args": args,
-        }
-        run.events[r].append(event)
-
-    def launch(
-        r: int, tid: int, at: float, stream: int, name: str, length: float, ready: float, **args: Any
-    ) -> tuple[float, float]:
-        """Host time after the launch, and end of the kernel."""
-        nonlocal number
-        number += 1
-        cost = run.launch_us * jitter()
-        free = compute[r] if stream == 7 else comm[r]
-        begin = max(at + run.latency_us, free + run.gap_us, ready)
-        cpu(r, tid, "cudaLaunchKernel", at, cost, "cuda_runtime", correlation=number)
-        kernel = {
             "ph": "X",
             "cat": "kernel",
             "name": name,
@@ -110,102 +129,101 @@ def simulate(run: ImaginedRun) -> ImaginedRun:
             "ts": begin,
             "dur": length,
         }
-        run.events[r].append(
-            {**kernel, "args": {"stream": stream, "device": r, "correlation": number, **args}}
-        )
-        if stream == 7:
-            compute[r] = begin + length
-        else:
-            comm[r] = begin + length
+        known = {"stream": stream, "device": r, "correlation": self.number}
+        self.run.events[r].append({**event, "args": {**known, **args}})
+
+    def launch(
+        self, r: int, tid: int, at: float, name: str, length: float, ready: float = 0.0
+    ) -> tuple[float, float]:
+        """Host time after the launch of a kernel on the compute stream, and end of the kernel."""
+        self.number += 1
+        cost = self.run.launch_us * self.jitter()
+        begin = max(at + self.run.latency_us, self.compute[r] + self.run.gap_us, ready)
+        self.host(r, tid, "cudaLaunchKernel", at, cost, "cuda_runtime", correlation=self.number)
+        self.kernel(r, 7, name, begin, length)
+        self.compute[r] = begin + length
         return at + cost, begin + length
 
-    def between(r: int, tid: int, at: float, name: str) -> float:
-        length = run.between_us * jitter()
-        cpu(r, tid, name, at, length)
+    def between(self, r: int, tid: int, at: float, name: str) -> float:
+        """Host time after an op's own work."""
+        length = self.run.between_us * self.jitter()
+        self.host(r, tid, name, at, length)
         return at + length
 
-    for it in range(run.iterations + 1):
+    def forward(self, r: int) -> None:
+        """A rank's forward pass, on the main thread."""
+        run, at = self.run, self.main[r]
+        if run.late_us and r == run.slow_rank:
+            self.host(r, 1, "preparing", at, run.late_us)
+            at += run.late_us
+        for layer in range(run.layers):
+            at = self.between(r, 1, at, "aten::linear")
+            at, _ = self.launch(r, 1, at, f"fwd_{layer}", self.kernel_us(r) * self.jitter())
+            kernels = min(run.light, 1) if run.fused else run.light
+            for k in range(kernels):
+                at = self.between(r, 1, at, "aten::add")
+                length = run.light_us * self.slow_by(r) * run.light / kernels * self.jitter()
+                at, _ = self.launch(r, 1, at, f"elementwise_{layer}_{k}", length)
+        self.main[r] = at
+        self.auto[r] = at + 30.0
+
+    def backward(self, back: int) -> list[float]:
+        """A layer's backward pass on every rank, the last layer is 0; where its bucket is full, when that was summed on
+        each rank, else nothing."""
+        run, layer = self.run, self.run.layers - 1 - back
+        full = (back + 1) % run.bucket_layers == 0 or back == run.layers - 1
+        bucket = back // run.bucket_layers
+        begins, hosts = [], []
         for r in range(run.ranks):
-            starts[r].append(main[r])
-        if it == run.iterations:
-            break
+            at = self.between(r, 2, self.auto[r], "LinearBackward")
+            at, done = self.launch(r, 2, at, f"bwd_{layer}", 2 * self.kernel_us(r) * self.jitter())
+            if full:
+                self.host(r, 2, "cudaEventRecord", at, 1.0, "cuda_runtime")
+                self.host(r, 2, "cudaStreamWaitEvent", at + 1.0, 1.0, "cuda_runtime")
+                at += 2.0
+                begins.append(max(at + run.latency_us, self.comm[r] + run.gap_us, done + run.event_us))
+                hosts.append(at)
+                run.true_waits.add((f"bwd_{layer}", f"bucket_{bucket}"))
+            self.auto[r] = at
+        return self.all_reduce(bucket, begins, hosts) if full else []
+
+    def all_reduce(self, bucket: int, begins: list[float], hosts: list[float]) -> list[float]:
+        """A bucket's sum, which ends at once on every rank."""
+        run = self.run
+        held = round(run.bucket_bytes * (1 + run.bucket_growth * bucket))
+        cost = (run.collective_us + held / run.bandwidth_bytes_per_us) * self.jitter()
+        end = max(begins) + cost
+        name = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+        args = {
+            "Collective name": "allreduce",
+            "In msg nelems": held // 4,
+            "Out msg nelems": held // 4,
+            "dtype": "Float",
+            "Process Group Name": "0",
+            "Process Group Ranks": str(list(range(run.ranks))),
+        }
         for r in range(run.ranks):
-            at = main[r]
-            slow = run.slow_by if r == run.slow_rank else 1.0
-            if run.late_us and r == run.slow_rank:
-                cpu(r, 1, "preparing", at, run.late_us)
-                at += run.late_us
-            for layer in range(run.layers):
-                at = between(r, 1, at, "aten::linear")
-                at, _ = launch(r, 1, at, 7, f"fwd_{layer}", run.kernel_us * slow * jitter(), 0.0)
-                kernels = min(run.light, 1) if run.fused else run.light
-                for k in range(kernels):
-                    at = between(r, 1, at, "aten::add")
-                    length = run.light_us * slow * run.light / kernels * jitter()
-                    at, _ = launch(r, 1, at, 7, f"elementwise_{layer}_{k}", length, 0.0)
-            main[r] = at
-            auto[r] = at + 30.0
-        pending: list[list[float]] = [[] for _ in range(run.ranks)]
-        for back in range(run.layers):
-            layer = run.layers - 1 - back
-            due = (back + 1) % run.bucket_layers == 0 or back == run.layers - 1
-            begins, hosts, ids = [], [], []
-            for r in range(run.ranks):
-                slow = run.slow_by if r == run.slow_rank else 1.0
-                at = between(r, 2, auto[r], "LinearBackward")
-                at, done = launch(r, 2, at, 7, f"bwd_{layer}", 2 * run.kernel_us * slow * jitter(), 0.0)
-                if due:
-                    cpu(r, 2, "cudaEventRecord", at, 1.0, "cuda_runtime")
-                    cpu(r, 2, "cudaStreamWaitEvent", at + 1.0, 1.0, "cuda_runtime")
-                    at += 2.0
-                    begins.append(max(at + run.latency_us, comm[r] + run.gap_us, done + run.event_us))
-                    hosts.append(at)
-                    run.true_waits.add((f"bwd_{layer}", f"bucket_{back // run.bucket_layers}"))
-                auto[r] = at
-            if not due:
-                continue
-            held = round(run.bucket_bytes * (1 + run.bucket_growth * (back // run.bucket_layers)))
-            cost = (run.collective_us + held / run.bandwidth_bytes_per_us) * jitter()
-            end = max(begins) + cost
-            name = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-            for r in range(run.ranks):
-                number += 1
-                ids.append(number)
-                took = run.launch_us * jitter()
-                cpu(r, 2, "cudaLaunchKernelExC", hosts[r], took, "cuda_runtime", correlation=number)
-                args = {"stream": 20, "device": r, "correlation": number, "Collective name": "allreduce"}
-                args |= {"In msg nelems": held // 4, "Out msg nelems": held // 4}
-                args |= {
-                    "dtype": "Float",
-                    "Process Group Name": "0",
-                    "Process Group Ranks": str(list(range(run.ranks))),
-                }
-                kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": r, "tid": 20, "ts": begins[r]}
-                run.events[r].append({**kernel, "dur": end - begins[r], "args": args})
-                comm[r] = end
-                auto[r] = hosts[r] + took
-                pending[r].append(end)
-        for r in range(run.ranks):
-            main[r] = auto[r] + 25.0
-            at = main[r]
-            cpu(r, 1, "cudaStreamWaitEvent", at, 1.0, "cuda_runtime")
-            at += 1.0
-            ready = pending[r][-1] + run.event_us
-            for layer in range(3):
-                at = between(r, 1, at, "Optimizer.step")
-                at, done = launch(
-                    r, 1, at, 7, f"adam_{layer}", run.kernel_us / 4, ready if layer == 0 else 0.0
-                )
-            run.true_waits.add((f"bucket_{(run.layers - 1) // run.bucket_layers}", "adam_0"))
-            back_at = max(at + 4.0, done + 6.0)
-            cpu(r, 1, "cudaStreamSynchronize", at, back_at - at, "cuda_runtime")
-            main[r] = between(r, 1, back_at, "aten::item")
-    run.iteration_us = [[b - a for a, b in itertools.pairwise(s)] for s in starts]
-    for r in range(run.ranks):
-        for it, (a, b) in enumerate(zip(starts[r], starts[r][1:], strict=False)):
-            cpu(r, 1, f"ProfilerStep#{it}", a, b - a, "user_annotation")
-    _set_clocks(run)
-    return run
+            self.number += 1
+            took = run.launch_us * self.jitter()
+            self.host(r, 2, "cudaLaunchKernelExC", hosts[r], took, "cuda_runtime", correlation=self.number)
+            self.kernel(r, 20, name, begins[r], end - begins[r], **args)
+            self.comm[r] = end
+            self.auto[r] = hosts[r] + took
+        return [end] * run.ranks
+
+    def update(self, r: int, summed: float) -> None:
+        """A rank's optimizer, once the last bucket is summed, and a blocking read of the loss."""
+        run, at = self.run, self.auto[r] + 25.0
+        self.host(r, 1, "cudaStreamWaitEvent", at, 1.0, "cuda_runtime")
+        at += 1.0
+        ready = summed + run.event_us
+        for layer in range(3):
+            at = self.between(r, 1, at, "Optimizer.step")
+            at, done = self.launch(r, 1, at, f"adam_{layer}", run.kernel_us / 4, ready if layer == 0 else 0.0)
+        run.true_waits.add((f"bucket_{(run.layers - 1) // run.bucket_layers}", "adam_0"))
+        back_at = max(at + 4.0, done + 6.0)
+        self.host(r, 1, "cudaStreamSynchronize", at, back_at - at, "cuda_runtime")
+        self.main[r] = self.between(r, 1, back_at, "aten::item")
 
 
 def _set_clocks(run: ImaginedRun) -> None:
