@@ -173,12 +173,7 @@ def trace(
     lower = _JaxLowering(
         b=b, unknown=unknown, told=AtRunTime(turns=turns, chances=chances or {}), programs=programs
     )
-    n = len(param_paths)
-    for i, (var, path) in enumerate(zip(closed.jaxpr.invars, (*param_paths, *input_paths), strict=True)):
-        leaf = b.parameter if i < n else b.input
-        lower.env[var] = leaf(path, shape_of(var.aval), dtype_of(var.aval))
-    for var in closed.jaxpr.constvars:
-        lower.env[var] = b.constant(shape_of(var.aval), dtype_of(var.aval))
+    lower.leaves(closed.jaxpr, param_paths, input_paths)
     lower.eqns(closed.jaxpr.eqns, "")
     check_dims(turns, {*symbols, *lower.told.loops}, b.name)
     lower.told.check_chances(b.name)
@@ -186,16 +181,7 @@ def trace(
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
         raise PaseError(_no_gradient(called, bool(lower.told.loops)))
-    for into, of in program.carried.items():
-        held = lower.of(closed.jaxpr.invars[into])
-        if (value := returned[of]) is not None and not programs:
-            b.thread(held, value)
-        for k, (path, times) in enumerate(
-            programs.items()
-        ):  # each returns all of the state, and nothing else
-            if (value := returned[of - (1 - k) * len(program.carried)]) is not None:
-                with b.region("program", path, times=times):
-                    b.thread(held, value)
+    lower.thread(closed.jaxpr, program.carried, returned)
     for t in dict.fromkeys(outs):
         if t.role == "activation":
             b.output(t)
@@ -335,6 +321,26 @@ class _JaxLowering:
 
     def write(self, variables: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         self.env.update(zip(variables, tensors, strict=True))
+
+    def leaves(self, jaxpr: Any, param_paths: Sequence[str], input_paths: Sequence[str]) -> None:
+        """The program's arguments and constants."""
+        kinds = [*[self.b.parameter] * len(param_paths), *[self.b.input] * len(input_paths)]
+        for var, leaf, path in zip(jaxpr.invars, kinds, (*param_paths, *input_paths), strict=True):
+            self.env[var] = leaf(path, shape_of(var.aval), dtype_of(var.aval))
+        for var in jaxpr.constvars:
+            self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
+
+    def thread(self, jaxpr: Any, carried: Mapping[int, int], returned: Sequence[Tensor | None]) -> None:
+        """What a call hands to the next; carried: argument -> result, both by place."""
+        for into, of in carried.items():
+            held = self.of(jaxpr.invars[into])
+            if (value := returned[of]) is not None and not self.programs:
+                self.b.thread(held, value)
+            # Each program returns all of the state, and nothing else.
+            for k, (path, times) in enumerate(self.programs.items()):
+                if (value := returned[of - (1 - k) * len(carried)]) is not None:
+                    with self.b.region("program", path, times=times):
+                        self.b.thread(held, value)
 
     def eqns(self, eqns: Sequence[Any], prefix: str) -> None:
         for i, eqn in enumerate(eqns):

@@ -33,6 +33,7 @@ from pase.frontends.values import Value
 from pase.ir import Place, SourceLine, Tensor
 from pase.ir.garbage import uncollected
 from pase.ir.places import NOWHERE
+from pase.ir.types import is_floating
 from pase.ops import GraphBuilder, nests
 
 if TYPE_CHECKING:
@@ -365,7 +366,7 @@ def _size(proto: TensorProto) -> int:
 
 
 def _trained(v: Value) -> bool:
-    return v.elements > 1 and ("float" in v.dtype or "complex" in v.dtype)
+    return v.elements > 1 and is_floating(v.dtype)
 
 
 def _contents(t: TensorProto) -> np.ndarray | None:

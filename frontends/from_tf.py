@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pase.errors import PaseError
@@ -24,6 +24,7 @@ from pase.frontends.tf_rules import RULES
 from pase.frontends.tf_sources import InputSpec, TfSource, Variable
 from pase.frontends.tf_values import Absent, Handle, Reshaped, TfValue
 from pase.ir import Graph, Place, Tensor
+from pase.ir.types import is_floating
 from pase.ops import GraphBuilder
 
 __all__ = ["TracedTf", "coverage", "from_tf", "reads", "trace"]
@@ -71,46 +72,20 @@ def trace(
     """
     source = read_source(model, args, name, dict(dims or {}))
     b = GraphBuilder(name=source.name)
-    used: dict[str, Variable] = {}
-    handles: dict[str, Tensor] = {}
-
-    def tensor_of(v: Variable) -> Tensor:
-        if v.path not in handles:
-            if any(s < 1 for s in v.shape):
-                raise PaseError(
-                    f"variable '{v.path}' has shape {v.shape}: a dim of no elements cannot be split"
-                )
-            floats = "float" in v.dtype or "complex" in v.dtype
-            make = b.parameter if v.trainable and floats else b.input
-            seed = not floats and math.prod(v.shape) <= _SEED
-            handles[v.path] = make(v.path, v.shape, "key" if seed else v.dtype)
-            used[v.path] = v
-        return handles[v.path]
-
-    def variable(node: TfNode) -> TfValue:
-        if node.name not in source.variables:
-            raise PaseError(f"variable '{node.name}' has no static shape: pase needs one")
-        t = tensor_of(source.variables[node.name])
-        return Handle(t) if node.op == "VarHandleOp" else t
-
-    def weight(node: TfNode, shape: tuple[int, ...], dtype: str) -> Tensor | None:
-        if node.name not in source.weights or dtype == "string":
-            return None
-        return tensor_of(Variable(path=_unfrozen(node.name), shape=shape, dtype=dtype))
-
+    variables = _Variables(b=b, source=source)
     lower = TfLowering(
         b=b,
         graph=source.graph,
         unknown=unknown,
-        variable=variable,
-        weight=weight,
+        variable=variables.read,
+        weight=variables.weight,
         source=lambda n: source.lines.get(n, ""),
     )
     read = {r for n in source.graph.main.nodes for r in n.inputs} | set(source.graph.main.outputs)
     given: dict[str, TfValue] = {}
     for ref, v in source.captured.items():
         if ref in read and isinstance(v, Variable):
-            given[ref] = Handle(tensor_of(v))
+            given[ref] = Handle(variables.tensor(v))
     for ref, spec in source.inputs.items():
         given[ref] = b.input(spec.name, _whole(spec), spec.dtype)
     for ref, v in source.captured.items():
@@ -123,7 +98,7 @@ def trace(
     ]
     lower.finish()
     tensors = [v for v in outs if isinstance(v, Tensor)]
-    tensors = [t for t in dict.fromkeys(tensors) if "float" in t.dtype or "complex" in t.dtype]
+    tensors = [t for t in dict.fromkeys(tensors) if is_floating(t.dtype)]
     if not any(b.tensors[t.name].needs_grad for t in tensors):
         raise PaseError(
             f"what '{source.name}' returns does not depend on any trainable floating-point variable: there is nothing "
@@ -140,8 +115,45 @@ def trace(
         source=source,
         operands=lower.operands,
         results=lower.results,
-        variables=used,
+        variables=variables.used,
     )
+
+
+@dataclass(kw_only=True)
+class _Variables:
+    """The model's variables, each a parameter or an input once something reads it. used: those, by path."""
+
+    b: GraphBuilder
+    source: TfSource
+    used: dict[str, Variable] = field(default_factory=dict)
+    _handles: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensor(self, v: Variable) -> Tensor:
+        """The variable's value."""
+        if v.path not in self._handles:
+            if any(s < 1 for s in v.shape):
+                raise PaseError(
+                    f"variable '{v.path}' has shape {v.shape}: a dim of no elements cannot be split"
+                )
+            floats = is_floating(v.dtype)
+            make = self.b.parameter if v.trainable and floats else self.b.input
+            seed = not floats and math.prod(v.shape) <= _SEED
+            self._handles[v.path] = make(v.path, v.shape, "key" if seed else v.dtype)
+            self.used[v.path] = v
+        return self._handles[v.path]
+
+    def read(self, node: TfNode) -> TfValue:
+        """What a node stands for that makes a variable."""
+        if node.name not in self.source.variables:
+            raise PaseError(f"variable '{node.name}' has no static shape: pase needs one")
+        t = self.tensor(self.source.variables[node.name])
+        return Handle(t) if node.op == "VarHandleOp" else t
+
+    def weight(self, node: TfNode, shape: tuple[int, ...], dtype: str) -> Tensor | None:
+        """A constant of a frozen graph that was a variable; None: it was none."""
+        if node.name not in self.source.weights or dtype == "string":
+            return None
+        return self.tensor(Variable(path=_unfrozen(node.name), shape=shape, dtype=dtype))
 
 
 def from_tf(model: Any, *args: Any, unknown: Unknown = "error", dims: DimSizes | None = None) -> Graph:

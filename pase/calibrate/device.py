@@ -21,44 +21,61 @@ _VECTOR_DEPTH = 64
 _LAUNCHES = 16
 
 
-def local_program(task: Task) -> tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], int]:
-    """(shapes and dtypes of the operands on one device, op, how many ops it stands for)."""
-    import jax
-    import jax.numpy as jnp
+Operands = list[tuple[tuple[int, ...], str]]
+"""Shapes and dtypes of a program's operands on one device."""
+OpProgram = tuple[Operands, Callable[..., Any], int]
+"""Operands, the op, and how many ops it stands for."""
+
+
+def _matmul(task: Task) -> OpProgram:
     from jax import lax
 
+    batch, m, n, k = task.extents
+    form = task.op.removeprefix("matmul.")
+    left, right = ((k, m) if form == "tn" else (m, k)), ((n, k) if form == "nt" else (k, n))
+    b = (batch,) if batch > 1 else ()
+    d = len(b)
+    contract = ((d,) if form == "tn" else (d + 1,), (d + 1,) if form == "nt" else (d,))
+    batched = tuple(range(d))
+
+    def product(x: Any, y: Any) -> Any:
+        return lax.dot_general(x, y, (contract, (batched, batched)))
+
+    return [((*b, *left), task.dtype), ((*b, *right), task.dtype)], product, 1
+
+
+def _convolution(task: Task) -> OpProgram:
+    import jax
+    from jax import lax
+
+    images, side, c_in, c_out, window = task.extents
+    x_shape, w_shape = (images, side, side, c_in), (window, window, c_in, c_out)
+    y_shape = (images, side, side, c_out)
+
+    def conv(x: Any, w: Any) -> Any:
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    if task.op == "conv.forward":
+        return [(x_shape, task.dtype), (w_shape, task.dtype)], conv, 1
+    which = 0 if task.op == "conv.input" else 1
+    other = (w_shape, x_shape)[which]
+
+    def gradient(y: Any, operand: Any) -> Any:
+        given = jax.ShapeDtypeStruct((x_shape, w_shape)[which], task.dtype)
+        f = (lambda x: conv(x, operand)) if which == 0 else (lambda w: conv(operand, w))
+        return jax.linear_transpose(f, given)(y)[0]
+
+    return [(y_shape, task.dtype), (other, task.dtype)], gradient, 1
+
+
+def local_program(task: Task) -> OpProgram:
+    """What a task runs on one device."""
+    import jax.numpy as jnp
+
     if task.op.startswith("matmul"):
-        batch, m, n, k = task.extents
-        form = task.op.removeprefix("matmul.")
-        left, right = ((k, m) if form == "tn" else (m, k)), ((n, k) if form == "nt" else (k, n))
-        b = (batch,) if batch > 1 else ()
-        d = len(b)
-        contract = ((d,) if form == "tn" else (d + 1,), (d + 1,) if form == "nt" else (d,))
-        batched = tuple(range(d))
-
-        def product(x: Any, y: Any) -> Any:
-            return lax.dot_general(x, y, (contract, (batched, batched)))
-
-        return [((*b, *left), task.dtype), ((*b, *right), task.dtype)], product, 1
+        return _matmul(task)
     if task.op.startswith("conv"):
-        images, side, c_in, c_out, window = task.extents
-        x_shape, w_shape = (images, side, side, c_in), (window, window, c_in, c_out)
-        y_shape = (images, side, side, c_out)
-
-        def conv(x: Any, w: Any) -> Any:
-            return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-        if task.op == "conv.forward":
-            return [(x_shape, task.dtype), (w_shape, task.dtype)], conv, 1
-        which = 0 if task.op == "conv.input" else 1
-        other = (w_shape, x_shape)[which]
-
-        def gradient(y: Any, operand: Any) -> Any:
-            given = jax.ShapeDtypeStruct((x_shape, w_shape)[which], task.dtype)
-            f = (lambda x: conv(x, operand)) if which == 0 else (lambda w: conv(operand, w))
-            return jax.linear_transpose(f, given)(y)[0]
-
-        return [(y_shape, task.dtype), (other, task.dtype)], gradient, 1
+        return _convolution(task)
     elements = max(task.nbytes // 4, 1)
     if task.op == "elementwise":  # half of the bytes are read, half are written
         return [((max(elements // 2, 1),), "float32")], lambda x: x * 0.5 + 1.0, 1
@@ -87,6 +104,29 @@ def local_program(task: Task) -> tuple[list[tuple[tuple[int, ...], str]], Callab
     if task.op == "dispatch":
         return [((8,), "float32")], lambda x: x + 1.0, 1
     raise ValueError(f"no program for {task.key}")
+
+
+def _in_turns(op: Callable[..., Any]) -> Callable[..., Any]:
+    """f(turns, operands, result) -> (operands, result): the op so often, one turn after another.
+
+    Each turn writes one element of its result into its first operand: so no turn can be skipped, hoisted or merged with
+    another, and nothing is copied for it.
+    """
+    from jax import lax
+
+    def local(turns: Any, operands: Any, result: Any) -> Any:
+        operands, result = [x[0] for x in operands], result[0]
+
+        def turn(_: Any, carry: Any) -> Any:
+            (first, *rest), last = carry
+            seed = last.ravel()[:1].astype(first.dtype).reshape((1,) * first.ndim)
+            first = lax.dynamic_update_slice(first, seed, (0,) * first.ndim)
+            return [first, *rest], op(first, *rest)
+
+        operands, result = lax.fori_loop(0, turns, turn, (operands, result))
+        return [x[None] for x in operands], result[None]
+
+    return local
 
 
 def block_loss(x: Any, up: Any, down: Any, out: Any) -> Any:
@@ -211,11 +251,9 @@ class Devices:
         return self._mesh_of[ways], tuple(members)
 
     def prepare(self, task: Task) -> Callable[[int], float]:
-        """See ``Bench``. Each turn of the loop writes one element of its result into its first operand: so
-        no turn can be skipped, hoisted or merged with another, and nothing is copied for it."""
+        """See ``Bench``."""
         import jax
         import jax.numpy as jnp
-        from jax import lax
         from jax.sharding import NamedSharding, PartitionSpec
 
         if task.op.startswith("host."):
@@ -228,23 +266,14 @@ class Devices:
             shapes, op, ops = local_program(task)
         spec = PartitionSpec(mesh.axis_names)
         sharding = NamedSharding(mesh, spec)
-
-        def local(turns: Any, operands: Any, result: Any) -> Any:
-            operands, result = [x[0] for x in operands], result[0]
-
-            def turn(_: Any, carry: Any) -> Any:
-                (first, *rest), last = carry
-                seed = last.ravel()[:1].astype(first.dtype).reshape((1,) * first.ndim)
-                first = lax.dynamic_update_slice(first, seed, (0,) * first.ndim)
-                return [first, *rest], op(first, *rest)
-
-            operands, result = lax.fori_loop(0, turns, turn, (operands, result))
-            return [x[None] for x in operands], result[None]
-
         # check_vma: the values are of no interest, and where they vary neither.
         program = jax.jit(
             jax.shard_map(
-                local, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=spec, check_vma=False
+                _in_turns(op),
+                mesh=mesh,
+                in_specs=(PartitionSpec(), spec, spec),
+                out_specs=spec,
+                check_vma=False,
             ),
             donate_argnums=(1, 2),
         )

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
@@ -335,83 +336,79 @@ def _read_space(line: _Line) -> IterationSpace:
 def _read_op(line: _Line) -> Op:
     start = line.position
     kind, name = line.choice(OpKind, "an op's kind"), line.word("the op's name")
-    reads: list[Access] = []
-    while not line.accept("->"):
-        if reads:
-            line.expect(",")
-        reads.append(_read_access(line))
-    writes: list[Access] = []
-    while not line.at_end() and line.text[line.position] != "|":
-        if writes:
-            line.expect(",")
-        writes.append(_read_access(line))
-    more: dict[str, Any] = {}
-    scope: list[Scope] = []
-    if line.accept("|"):
-        while not line.at_end():
-            at_key = line.position
-            key = line.match(_SYMBOL) or ""
-            if key in more:
-                line.fail(f"'{key}' stands twice", at_key)
-            match key:
-                case "remat" | "backward":
-                    more[key] = True
-                case "nodiff":
-                    more[key] = True
-                case "scope":
-                    line.expect("=")
-                    at = line.position
-                    try:
-                        scope.append(Scope.parse(line.word("a scope")))
-                    except PaseError as e:
-                        line.fail(str(e), at)
-                case "flops" | "chance":
-                    line.expect("=")
-                    found = line.match(_FLOAT)
-                    if found is None:
-                        line.fail(f"expected a number, found {line._next_shown()}")
-                    more[key] = float(found)
-                case "over":
-                    line.expect("=")
-                    more[key] = line.names()
-                case "times":
-                    line.expect("=")
-                    more[key] = line.size()
-                case "fn":
-                    line.expect("=")
-                    at = line.position
-                    if (word := line.word("a function")) not in FUNCTIONS:
-                        line.fail(f"'{word}' is not a function", at)
-                    more[key] = FUNCTIONS[word]
-                case "eqn" | "source":
-                    line.expect("=")
-                    word = line.word("a value")
-                    if key == "source":
-                        more[key] = SourceLine.parse(word)
-                    else:
-                        more[key] = Place(word) if kind in LEAF else Place.parse(word)
-                case _:
-                    line.fail(
-                        f"expected fn=, flops=, over=, times=, chance=, scope=, eqn=, source=, remat or nodiff, "
-                        f"found '{line.text[at_key:][:20]}'",
-                        at_key,
-                    )
-    if "flops" in more:
-        more["flops_per_point"] = more.pop("flops")
-    differentiable = not more.pop("nodiff", False)
-    function = more.pop("fn", None) or _implied(kind, name)
+    reads = _read_accesses(line, lambda: line.accept("->"))
+    writes = _read_accesses(line, lambda: line.at_end() or line.text[line.position] == "|")
+    more = _read_more(line, kind) if line.accept("|") else {}
+    function = more.pop("function", None) or _implied(kind, name)
     if function is None:
         line.fail(f"'{name}' is not a function: say fn=", start)
-    return Op(
-        kind=kind,
-        name=name,
-        function=function,
-        reads=tuple(reads),
-        writes=tuple(writes),
-        scope=tuple(scope),
-        differentiable=differentiable,
-        **more,
-    )
+    return Op(kind=kind, name=name, function=function, reads=reads, writes=writes, **more)
+
+
+def _read_accesses(line: _Line, ended: Callable[[], bool]) -> tuple[Access, ...]:
+    found: list[Access] = []
+    while not ended():
+        if found:
+            line.expect(",")
+        found.append(_read_access(line))
+    return tuple(found)
+
+
+def _read_more(line: _Line, kind: OpKind) -> dict[str, Any]:
+    """What stands behind an op's accesses, as fields of ``Op``."""
+    readers: dict[str, tuple[str, Callable[[], Any]]] = {
+        "flops": ("flops_per_point", lambda: _read_number(line)),
+        "chance": ("chance", lambda: _read_number(line)),
+        "over": ("over", line.names),
+        "times": ("times", line.size),
+        "fn": ("function", lambda: _read_function(line)),
+        "eqn": ("eqn", lambda: (Place if kind in LEAF else Place.parse)(line.word("a value"))),
+        "source": ("source", lambda: SourceLine.parse(line.word("a value"))),
+        "scope": ("scope", lambda: _read_scope(line)),
+    }
+    marks = {"remat": ("remat", True), "backward": ("backward", True), "nodiff": ("differentiable", False)}
+    more: dict[str, Any] = {}
+    while not line.at_end():
+        at = line.position
+        key = line.match(_SYMBOL) or ""
+        field, value = marks.get(key) or (readers[key][0] if key in readers else "", None)
+        if field in more and key != "scope":
+            line.fail(f"'{key}' stands twice", at)
+        if key in readers:
+            line.expect("=")
+            value = readers[key][1]()
+            more[field] = (*more.get(field, ()), value) if key == "scope" else value
+        elif field:
+            more[field] = value
+        else:
+            line.fail(
+                f"expected fn=, flops=, over=, times=, chance=, scope=, eqn=, source=, remat or nodiff, "
+                f"found '{line.text[at:][:20]}'",
+                at,
+            )
+    return more
+
+
+def _read_number(line: _Line) -> float:
+    found = line.match(_FLOAT)
+    if found is None:
+        line.fail(f"expected a number, found {line._next_shown()}")
+    return float(found)
+
+
+def _read_function(line: _Line) -> Function:
+    at = line.position
+    if (word := line.word("a function")) not in FUNCTIONS:
+        line.fail(f"'{word}' is not a function", at)
+    return FUNCTIONS[word]
+
+
+def _read_scope(line: _Line) -> Scope:
+    at = line.position
+    try:
+        return Scope.parse(line.word("a scope"))
+    except PaseError as e:
+        line.fail(str(e), at)
 
 
 def _read_access(line: _Line) -> Access:

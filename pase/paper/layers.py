@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pase.errors import PaseError
-from pase.ir import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Tensor, functions
+from pase.ir import Access, AccessMap, Dim, DimKind, Graph, IterationSpace, Node, Op, Tensor, functions
 from pase.tables.layouts import number
 
 __all__ = ["LayerFlow", "Layers", "layers_of"]
@@ -187,27 +187,18 @@ def _recurrence(
     for d in out[:-1]:
         gates *= sizes[d]
     steps_of_time = number(op.times, node.name)
-    entering = {a.tensor for n in names for _, a in graph.node[n].reads if _enters(graph, a.tensor, names)}
-    leaving = {
-        a.tensor
-        for n in graph.nodes
-        if n.name not in names and n.kind not in _NOT_LAYERS
-        for _, a in n.reads
-        if (p := _origin(graph, a.tensor)) is not None and p.name in names
+    enters, leaves = _ends(graph, names, node.name)
+    extents = {
+        "l": len(steps),
+        "b": sizes[batch[0]],
+        "s": steps_of_time,
+        "d": width,
+        "e": width,
+        "g": gates,
+        "two": 2,
     }
-    if len(entering) != 1 or len(leaving) != 1:
-        raise PaseError(f"recurrence '{node.name}': PaSE's node has one tensor in and one out")
-    enters, leaves = entering.pop(), leaving.pop()
-    dims = (
-        Dim(name="l", size=len(steps)),
-        Dim(name="b", size=sizes[batch[0]]),
-        Dim(name="s", size=steps_of_time),
-        Dim(name="d", size=width),
-        Dim(name="e", size=width, kind="reduction"),
-        Dim(name="g", size=gates, kind="replicated"),
-        Dim(name="two", size=2, kind="replicated"),
-    )
-    extents = {d.name: d.size for d in dims}
+    kinds: dict[str, DimKind] = {"e": "reduction", "g": "replicated", "two": "replicated"}
+    dims = tuple(Dim(name=name, size=n, kind=kinds.get(name, "parallel")) for name, n in extents.items())
 
     def tensor(name: str, letters: str) -> Tensor:
         shape = tuple(extents[x] for x in letters.split())
@@ -251,6 +242,21 @@ def _recurrence(
     )
     made = Node(name="lstm", space=IterationSpace(dims), ops=ops)
     return made, {t.name: t for t in (tensor("lstm.x", x), tensor("lstm.w", w), tensor("lstm.y", y))}
+
+
+def _ends(graph: Graph, names: frozenset[str], what: str) -> tuple[str, str]:
+    """The tensors that enter and leave these nodes; PaseError where it is more than one each."""
+    entering = {a.tensor for n in names for _, a in graph.node[n].reads if _enters(graph, a.tensor, names)}
+    leaving = {
+        a.tensor
+        for n in graph.nodes
+        if n.name not in names and n.kind not in _NOT_LAYERS
+        for _, a in n.reads
+        if (p := _origin(graph, a.tensor)) is not None and p.name in names
+    }
+    if len(entering) != 1 or len(leaving) != 1:
+        raise PaseError(f"recurrence '{what}': PaSE's node has one tensor in and one out")
+    return entering.pop(), leaving.pop()
 
 
 def _enters(graph: Graph, tensor: str, names: frozenset[str]) -> bool:
