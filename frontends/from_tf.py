@@ -72,7 +72,7 @@ def trace(
     """
     source = read_source(model, args, name, dict(dims or {}))
     b = GraphBuilder(name=source.name)
-    variables = _Variables(b=b, source=source)
+    variables = _ModelVariables(b=b, source=source)
     lower = TfLowering(
         b=b,
         graph=source.graph,
@@ -120,7 +120,7 @@ def trace(
 
 
 @dataclass(kw_only=True)
-class _Variables:
+class _ModelVariables:
     """The model's variables, each a parameter or an input once something reads it. used: those, by path."""
 
     b: GraphBuilder

@@ -67,7 +67,7 @@ def bucketed(layers_a_bucket: int, mib: float = 8.0, **changed: Any) -> Imagined
 def simulate(run: ImaginedRun) -> ImaginedRun:
     """Fill events, true iteration times [rank][iteration] and the true cross-stream waits."""
     run.events = {r: [] for r in range(run.ranks)}
-    walk = _Walk(run)
+    walk = _Clockwork(run)
     starts: list[list[float]] = [[] for _ in range(run.ranks)]
     for it in range(run.iterations + 1):
         for r in range(run.ranks):
@@ -87,7 +87,7 @@ def simulate(run: ImaginedRun) -> ImaginedRun:
     return run
 
 
-class _Walk:
+class _Clockwork:
     """Where each rank's two threads and two streams have got to, in µs. main, auto: the threads; compute, comm: the
     streams."""
 

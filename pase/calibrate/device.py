@@ -21,9 +21,9 @@ _VECTOR_DEPTH = 64
 _LAUNCHES = 16
 
 
-Operands = list[tuple[tuple[int, ...], str]]
+_OpOperands = list[tuple[tuple[int, ...], str]]
 """Shapes and dtypes of a program's operands on one device."""
-OpProgram = tuple[Operands, Callable[..., Any], int]
+OpProgram = tuple[_OpOperands, Callable[..., Any], int]
 """Operands, the op, and how many ops it stands for."""
 
 
