@@ -14,20 +14,20 @@ from typing import Any
 
 from pase.backends import jax_local_rules as rules
 from pase.backends.jax_equations import KEPT, boundary
+from pase.backends.jax_local_control import local_cond, local_scan, local_while
+from pase.backends.jax_local_derivatives import call_with_rule
 from pase.backends.jax_moves import moved, part, summed, there_and_back
-from pase.backends.jax_values import DeviceValue, NotByHand, packed, unpacked
+from pase.backends.jax_values import Cache, DeviceValue, NotByHand, packed, unpacked
 from pase.errors import PaseError
 from pase.frontends.from_jax import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax_control import by_platform
-from pase.frontends.jax_versions import is_literal, scan_groups, source_line
-from pase.ir import Place, PlacePart
+from pase.frontends.jax_versions import is_literal, source_line
+from pase.ir import Place
 from pase.ir.blocks import Block
+from pase.local.lower import between
 from pase.local.types import Layout, LocalOp, LocalOperand, LocalProgram, LocalTransfer, local_shape
 
 __all__ = ["LocalWalk"]
-
-Cache = dict[int, Any]
-"""What transfers brought so far in this loop's, branch's or rematerialised region's body: number -> array."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +117,16 @@ class LocalWalk:
         if inlined(eqn):
             return self._call(eqn, ins, f"{at.path}.", cache)
         if name == "scan":
-            return self._scan(eqn, ins, at, cache)
+            return local_scan(self, eqn, ins, at, cache)
         if name == "while":
-            return self._while(eqn, ins, at, cache)
+            return local_while(self, eqn, ins, at, cache)
         if name == "cond" and not by_platform(eqn):
-            return self._cond(eqn, ins, at, cache)
+            return local_cond(self, eqn, ins, at, cache)
         if name in KEPT_WHOLE:
-            return self._own_rule(eqn, ins, at, cache)
+            tensors = self.traced.graph.tensors
+            if any(n and tensors[n].needs_grad for n in self.traced.results[at]):
+                return call_with_rule(self, eqn, ins, at, cache)
+            return self._call(eqn, ins, f"{at.path}.", cache)
         names = self.traced.results[at]
         made: dict[str, DeviceValue] = {}
         for op in self._makers(names):
@@ -153,7 +156,7 @@ class LocalWalk:
         self, op: LocalOp, eqn: Any, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
     ) -> dict[str, DeviceValue]:
         """Tensor -> what one op of an equation makes."""
-        wanted = self._matched(op, ins)
+        wanted = self.matched(op, ins)
         read = [h if w is None else self.brought(h, w, cache) for h, w in zip(ins, wanted, strict=True)]
         place = {n: k for k, n in enumerate(names)}
         results = [next((r for r in op.results if r.tensor == n), None) for n in names]
@@ -186,7 +189,7 @@ class LocalWalk:
             if r is not None
         }
 
-    def _matched(self, op: LocalOp, ins: Sequence[DeviceValue]) -> list[LocalOperand | None]:
+    def matched(self, op: LocalOp, ins: Sequence[DeviceValue]) -> list[LocalOperand | None]:
         """Which operand of the op each value is; None of a number."""
         left = list(op.operands)
         out: list[LocalOperand | None] = [None] * len(ins)
@@ -231,14 +234,19 @@ class LocalWalk:
         if number in cache:
             return cache[number]
         t = self.program.transfers[number]
-        if t.tensor in self.program.originals:
-            (copy,) = self.program.maker[t.tensor].operands
-            assert copy.transfer is not None
-            value = replace(value, array=self._transferred(value, copy.transfer, cache), shadow=None)
-        cache[number] = self._sent(value, t)
+        cache[number] = self._sent(self._out_of_copy(value, t, cache), t)
         return cache[number]
 
-    def _sent(self, value: DeviceValue, t: LocalTransfer) -> Any:
+    def _out_of_copy(self, value: DeviceValue, t: LocalTransfer, cache: Cache) -> DeviceValue:
+        """What a transfer begins with: the value, or the copy of it that the transfer is of."""
+        if t.tensor not in self.program.originals:
+            return value
+        (copy,) = self.program.maker[t.tensor].operands
+        assert copy.transfer is not None
+        return replace(value, array=self._transferred(value, copy.transfer, cache), shadow=None)
+
+    def _sent(self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Any], Any] | None = None) -> Any:
+        """instead: what is made of the value on its way there, if it is not moved."""
         import jax
 
         shape, mesh = self.program.result(t.tensor).shape, self.program.mesh
@@ -257,7 +265,36 @@ class LocalWalk:
             with jax.named_scope(f"gradient of {t.tensor} from {t.dst}"):
                 return moved(g, t.backward or (), shape, "sum", mesh)
 
-        return there_and_back(value.array, value.shadow, there, None if t.backward is None else back)
+        return there_and_back(
+            value.array, value.shadow, instead or there, None if t.backward is None else back
+        )
+
+    def carrier(self, value: DeviceValue, handed: LocalOperand, cache: Cache) -> Any:
+        """Zeros in the layout in which an op hands back the value's gradient; from there it goes home as the plan has
+        it."""
+        import jax.numpy as jnp
+
+        here = self._local(handed.shape, handed.gradient)
+
+        def zeros(x: Any) -> Any:
+            return jnp.zeros(here, x.dtype)
+
+        if handed.transfer is None:
+            return there_and_back(value.array, value.shadow, zeros, lambda g: g)
+        t = self.program.transfers[handed.transfer]
+        return self._sent(self._out_of_copy(value, t, cache), t, zeros)
+
+    def led(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:
+        """A value of this whole shape in another layout; None: as it is, but summed."""
+        mesh = self.program.mesh
+        have = (None,) * len(mesh.names) if value.layout is None else value.layout
+        if want is None:
+            want = tuple(None if s == "partial" else s for s in have)
+        op = self.program.maker.get(value.tensor or "")
+        array = moved(
+            value.array, between(have, want, mesh), shape, "sum" if op is None else op.combine, mesh
+        )
+        return replace(value, array=array, layout=want, shadow=None)
 
     def _local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         return local_shape(shape, layout, self.program.mesh)
@@ -292,205 +329,3 @@ class LocalWalk:
         p = eqn.params
         arrays = jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*packed(ins))
         return unpacked(made, arrays)
-
-    def _own_rule(
-        self, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache
-    ) -> Sequence[DeviceValue]:
-        """A call with a derivative rule of its own, kept where nothing of it is summed or moved over devices."""
-        jaxpr, _ = inner_jaxpr(eqn)
-        ops = list(self._inside(jaxpr, f"{at.path}."))
-        if not ops:
-            names = self.traced.results[at]
-            return self._constant(eqn, names, ins)
-        own = {r.tensor for op in ops for r in op.results}
-        inner = [o for op in ops for o in op.operands if self.program.original(o.tensor) in own]
-        sums = any(o.transfer is not None or o.summed for o in inner) or any(
-            r.summed or "partial" in r.layout for op in ops for r in op.results
-        )
-        if sums:
-            raise self.refusal(eqn, "it has a derivative rule of its own, and is summed over devices inside")
-        read = []
-        for h in ins:
-            wanted = {
-                (o.transfer, o.layout): o
-                for op in ops
-                for o in op.operands
-                if h.tensor is not None and self.program.original(o.tensor) == h.tensor
-            }
-            if len(wanted) > 1:
-                raise self.refusal(
-                    eqn, "it has a derivative rule of its own, and reads a tensor in two layouts"
-                )
-            read += [self.brought(h, o, cache) for o in wanted.values()] or [h]
-        shapes = rules.LocalShapes.of(
-            (v.shape, self._local(v.shape, v.layout)) for op in ops for v in (*op.operands, *op.results)
-        )
-        outs = self._named(eqn, lambda: rules.by_own_rule(eqn, [h.array for h in read], shapes, self._info))
-        names = self.traced.results[at]
-        return [
-            DeviceValue(array=x, tensor=n, layout=self.program.result(n).layout)
-            for x, n in zip(outs, names, strict=True)
-        ]
-
-    def _inside(self, jaxpr: Any, prefix: str) -> Any:
-        """The ops of a call's equations."""
-        for i, eqn in enumerate(jaxpr.eqns):
-            if inlined(eqn) or eqn.primitive.name in KEPT_WHOLE:
-                yield from self._inside(inner_jaxpr(eqn)[0], f"{prefix}{i}.")
-            else:
-                yield from self._makers(self.traced.results[Place(f"{prefix}{i}")])
-
-    def _settled(
-        self, at: Place, of: PlacePart, values: Sequence[DeviceValue], cache: Cache, *which: int
-    ) -> list[DeviceValue]:
-        """Values as this part of a loop's tensors, or of what a branch (which) returns, has them."""
-        out = []
-        for k, h in enumerate(values):
-            key = at.its(of, *which, k)
-            (name,) = self.traced.results.get(key, (None,))
-            op = self.program.maker.get(name or "")
-            if op is None:  # of one element, or of no data
-                out.append(h if name is None else replace(h, tensor=name))
-                continue
-            r = self.program.result(op.results[0].tensor)
-            (wanted,) = op.operands[:1]
-            out.append(replace(self.brought(h, wanted, cache), tensor=r.tensor, layout=r.layout))
-        return out
-
-    def _closed(
-        self, at: Place, carried: Sequence[DeviceValue], made: Sequence[DeviceValue], cache: Cache
-    ) -> list[Any]:
-        """What a body hands to its next turn, in the layouts of the carry."""
-        out = []
-        for k, (before, h) in enumerate(zip(carried, made, strict=True)):
-            takers = self.program.takers.get(at.its("carry", k), ())
-            if takers:
-                (wanted,) = takers[0].operands
-                h = self.brought(h, wanted, cache)
-            elif h.layout is None and before.layout is not None:
-                h = replace(h, array=part(h.array, self._whole(before), before.layout, self.program.mesh))
-            out.append(h.array)
-        return out
-
-    def _whole(self, value: DeviceValue) -> tuple[int, ...]:
-        return self.program.result(value.tensor or "").shape
-
-    def _scan(self, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache) -> Sequence[DeviceValue]:
-        import jax
-
-        p = eqn.params
-        nc, nk = scan_groups(eqn)
-        closed, names = p["jaxpr"], self.traced.results[at]
-        consts = self._settled(at, "const", ins[:nc], cache)
-        init = self._settled(at, "carry", ins[nc : nc + nk], cache)
-        xs = self._settled(at, "xs", ins[nc + nk :], cache)
-        stacked: list[DeviceValue] = []
-
-        def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            inside: Cache = {}
-            carried = [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
-            slices = [self._slice(at, k, h, s) for k, (h, s) in enumerate(zip(xs, x, strict=True))]
-            made = self.run(closed.jaxpr, closed.consts, [*consts, *carried, *slices], f"{at.path}.", inside)
-            stacked[:] = [self._stacked(n, h, inside) for n, h in zip(names[nk:], made[nk:], strict=True)]
-            return self._closed(at, init, made[:nk], inside), [h.array for h in stacked]
-
-        carry, ys = jax.lax.scan(
-            body,
-            [h.array for h in init],
-            packed(xs),
-            length=p["length"],
-            reverse=p["reverse"],
-            unroll=p["unroll"],
-        )
-        last = [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
-        return [*last, *(replace(h, array=y) for h, y in zip(stacked, ys, strict=True))]
-
-    def _slice(self, at: Place, k: int, stack: DeviceValue, arrays: Any) -> DeviceValue:
-        """One turn's slice of a stack, whose first dim is not split."""
-        (name,) = self.traced.results[at.its("x", k)]
-        array, shadow = arrays
-        if stack.layout is None:
-            return DeviceValue(array=array, tensor=name)
-        op = self.program.maker[name]
-        (wanted,) = op.operands
-        if self._moves(wanted) or wanted.layout != stack.layout or wanted.summed:
-            raise NotByHand(
-                f"the stack '{stack.tensor}' of the loop at {op.op.source or at} is moved inside of the loop, turn by "
-                f"turn: lowering by hand does not do that. Use lowering='annotated'"
-            )
-        return DeviceValue(array=array, tensor=name, layout=op.results[0].layout, shadow=shadow)
-
-    def _moves(self, wanted: LocalOperand) -> bool:
-        """Does anything move the operand, or its gradient, on its way here?"""
-        if wanted.transfer is None:
-            return False
-        t = self.program.transfers[wanted.transfer]
-        copied = t.tensor in self.program.originals
-        return bool(t.forward or t.backward) or (
-            copied and self._moves(self.program.maker[t.tensor].operands[0])
-        )
-
-    def _stacked(self, name: str, value: DeviceValue, cache: Cache) -> DeviceValue:
-        """One turn's part of the result of this name, which is stacked."""
-        op = self.program.maker.get(name)
-        if op is None:
-            return replace(value, tensor=name)
-        array = self.brought(value, op.operands[0], cache).array
-        return DeviceValue(array=array, tensor=name, layout=op.results[0].layout)
-
-    def _while(self, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache) -> Sequence[DeviceValue]:
-        import jax
-
-        p = eqn.params
-        nc, nb = p["cond_nconsts"], p["body_nconsts"]
-        cond, body = p["cond_jaxpr"], p["body_jaxpr"]
-        asks = self._settled(at, "ask", ins[:nc], cache)
-        consts = self._settled(at, "const", ins[nc : nc + nb], cache)
-        init = self._settled(at, "carry", ins[nc + nb :], cache)
-
-        def turned(carry: Sequence[Any]) -> list[DeviceValue]:
-            return [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
-
-        def goes_on(carry: Sequence[Any]) -> Any:
-            return self.run(cond.jaxpr, cond.consts, [*asks, *turned(carry)], f"{at.path}.c.", {})[0].array
-
-        def turn(carry: Sequence[Any]) -> list[Any]:
-            inside: Cache = {}
-            made = self.run(body.jaxpr, body.consts, [*consts, *turned(carry)], f"{at.path}.b.", inside)
-            return self._closed(at, init, made, inside)
-
-        return turned(jax.lax.while_loop(goes_on, turn, [h.array for h in init]))
-
-    def _cond(self, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache) -> Sequence[DeviceValue]:
-        import jax
-
-        names = self.traced.results[at]
-        index, *operands = ins
-        meets = [self.program.maker.get(n) for n in names]
-        if any(m is None for m in meets):
-            raise self.refusal(eqn, "a branch returns what no data decides")
-
-        def branch(k: int, closed: Any) -> Callable[..., Any]:
-            def run(*arrays: Any) -> list[Any]:
-                inside: Cache = {}
-                outs = self.run(
-                    closed.jaxpr, closed.consts, unpacked(operands, arrays), f"{at.path}.{k}.", inside
-                )
-                left = self._settled(at, "out", outs, inside, k)
-                met = [self._matched(m, [h])[0] for m, h in zip(meets, left, strict=True) if m is not None]
-                return [
-                    (h if w is None else self.brought(h, w, inside)).array
-                    for h, w in zip(left, met, strict=True)
-                ]
-
-            return run
-
-        for m in meets[:1]:
-            wanted = None if m is None else self._matched(m, [index])[0]
-            index = index if wanted is None else self.brought(index, wanted, cache)
-        branches = [branch(k, closed) for k, closed in enumerate(eqn.params["branches"])]
-        made = jax.lax.switch(index.array, branches, *packed(operands))
-        return [
-            DeviceValue(array=x, tensor=n, layout=self.program.result(n).layout)
-            for x, n in zip(made, names, strict=True)
-        ]

@@ -7,74 +7,34 @@ over several devices, attention.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
+from pase.backends.jax_local_windows import WINDOWED
 from pase.backends.jax_moves import first, part, places_of, summed, there_and_back
-from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
-from pase.frontends.jax_rules import RULES, SCATTERS, Elementwise
+from pase.frontends.jax_rules import SCATTERS
 from pase.frontends.jax_versions import evaluate as plain
-from pase.frontends.jax_versions import is_literal, jvp_of, source_line
-from pase.local.types import Extents, LocalOp, LocalOperand, LocalResult
-from pase.machine import Mesh
-from pase.registry import Registry
+from pase.frontends.jax_versions import source_line
+from pase.local.types import Extents, LocalResult
 
-__all__ = ["LocalCall", "LocalShapes", "NotLowered", "by_own_rule", "evaluate", "plainly"]
-
-
-class NotLowered(Exception):
-    """Why an equation cannot be run on parts; becomes a PaseError that names it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalCall:
-    """An equation as one op of the local program.
-
-    operands: of each input, None of numbers. results: of each output, None where another op makes it; shapes: of these
-    on this device. devices: JAX's mesh.
-    """
-
-    eqn: Any
-    op: LocalOp
-    mesh: Mesh
-    devices: Any
-    info: Any
-    operands: tuple[LocalOperand | None, ...]
-    results: tuple[LocalResult | None, ...]
-    shapes: tuple[Extents | None, ...]
-
-    @property
-    def shape(self) -> Extents:
-        """Of its first result."""
-        return next(s for s in self.shapes if s is not None)
-
-    def whole(self, i: int = 0) -> Extents:
-        """Of an input, on all devices."""
-        return tuple(self.eqn.invars[i].aval.shape)
-
-
-Rule = Callable[[LocalCall, Sequence[Any]], Sequence[Any]]
-
-_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
-"""Primitive -> how it runs on parts, where that is not as on the whole."""
+__all__ = ["LocalCall", "NotLowered", "evaluate", "plainly"]
 
 
 def evaluate(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """The equation's results on this device; NotLowered where it cannot be run on parts."""
     op, name = call.op.op, call.eqn.primitive.name
-    if any(o is not None and o.halo for o in call.operands):
+    if name not in WINDOWED and any(o is not None and o.halo for o in call.operands):
         raise NotLowered(
-            "a dim that its window moves along is split, and neighbours would have to exchange rows"
+            "a dim that its window moves along is split, and no rule says what neighbours exchange"
         )
     if op.kind == "generate":
         outs: Sequence[Any] = _generated(call, ins)
     elif op.kind == "attention":
         outs = _attention(call, ins)
     else:
-        rule = _RULES.get(name) or _alike
+        rule = LOCAL_RULES.get(name) or _alike
         outs = rule(call, ins)
     for x, shape in zip(outs, call.shapes, strict=True):
         if shape is not None and tuple(x.shape) != shape:
@@ -134,7 +94,7 @@ def _generated(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     ]
 
 
-@_RULES.register("slice")
+@LOCAL_RULES.register("slice")
 def _slice(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """Dims that are split are kept whole, or all parts of them alike are."""
     p, whole, here = call.eqn.params, call.whole(), ins[0].shape
@@ -146,31 +106,18 @@ def _slice(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     return plain(call.eqn.replace(params=changed), ins, call.info)
 
 
-@_RULES.register("sharding_constraint")
+@LOCAL_RULES.register("sharding_constraint")
 def _unconstrained(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """The plan has its own layouts."""
     return list(ins)
 
 
-@_RULES.register("shard_map")
+@LOCAL_RULES.register("shard_map")
 def _by_hand(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     raise NotLowered("it is written for a mesh of its own")
 
 
-@_RULES.register("conv_general_dilated")
-def _conv(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """Batch, channels and groups may be parts."""
-    d = call.eqn.params["dimension_numbers"]
-    groups = ins[0].shape[d.lhs_spec[1]] // ins[1].shape[d.rhs_spec[1]]
-    return plain(call.eqn.replace(params=call.eqn.params | {"feature_group_count": groups}), ins, call.info)
-
-
-def _split_dims(call: LocalCall, ins: Sequence[Any], i: int = 0) -> set[int]:
-    """Dims of an input of which this device has a part."""
-    return {d for d, (n, whole) in enumerate(zip(ins[i].shape, call.whole(i), strict=True)) if n != whole}
-
-
-@_RULES.register("reduce_max", "reduce_min")
+@LOCAL_RULES.register("reduce_max", "reduce_min")
 def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """Over several devices: all elements that reach it share its gradient, as they do on one."""
     import jax
@@ -179,7 +126,7 @@ def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     (x,), axes = ins, tuple(call.eqn.params["axes"])
     (r,) = call.op.results
     here = plain(call.eqn, ins, call.info)
-    if not _split_dims(call, ins) & set(axes):
+    if not split_dims(call, ins) & set(axes):
         return here
     over, combine = r.summed, call.op.combine
     if not over:  # the edge joins them; nothing says then which elements reach it
@@ -203,7 +150,7 @@ def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     return [extreme(x)]
 
 
-@_RULES.register("gather")
+@LOCAL_RULES.register("gather")
 def _gather(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """Of a dim that is split each device looks up what it has; elsewhere it takes zero, and the rows are summed."""
     import jax
@@ -216,7 +163,7 @@ def _gather(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     sizes = tuple(
         n if size == all_ else size for size, n, all_ in zip(p["slice_sizes"], x.shape, whole, strict=True)
     )
-    looked_up = sorted(_split_dims(call, ins) & set(d.start_index_map))
+    looked_up = sorted(split_dims(call, ins) & set(d.start_index_map))
     changed = p | {"slice_sizes": sizes}
     if not looked_up or operand is None:
         return plain(call.eqn.replace(params=changed), ins, call.info)
@@ -277,7 +224,7 @@ def _local_ids(
     return jnp.stack(columns, axis=-1), mine & inside if fills else mine, inside if fills else None
 
 
-@_RULES.register(*SCATTERS)
+@LOCAL_RULES.register(*SCATTERS)
 def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """Each device takes the updates that fall in its part. Where the updates are parts, what they are added to counts
     on the first device alone."""
@@ -291,7 +238,7 @@ def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     partial = [n for n, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial"] or list(r.summed)
     if partial and call.op.combine == "sum":
         x = jnp.where(first(partial), x, jnp.zeros((), x.dtype))
-    fallen = sorted(_split_dims(call, ins) & set(d.scatter_dims_to_operand_dims))
+    fallen = sorted(split_dims(call, ins) & set(d.scatter_dims_to_operand_dims))
     if not fallen:
         return plain(call.eqn, [x, ids, updates], call.info)
     if set(fallen) - set(d.inserted_window_dims):
@@ -321,89 +268,3 @@ def _attention(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     if run is None:
         raise NotLowered("parts of its heads or of its queries do not make attentions of their own")
     return [run(*ins)]
-
-
-@dataclass(frozen=True)
-class LocalShapes:
-    """Whole shape -> this device's, in a call whose arrays are all split alike."""
-
-    of_whole: Mapping[Extents, Extents]
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[Extents, Extents]]) -> LocalShapes:
-        found: dict[Extents, set[Extents]] = {}
-        for whole, here in pairs:
-            found.setdefault(whole, set()).add(here)
-        return cls({whole: next(iter(here)) for whole, here in found.items() if len(here) == 1})
-
-    def local(self, whole: Extents) -> Extents:
-        """The part of an array of this whole shape."""
-        if math.prod(whole) == 1:
-            return whole
-        if whole not in self.of_whole:
-            raise NotLowered(
-                f"it has a derivative rule of its own, and an array of {whole} in it may be split anyhow"
-            )
-        return self.of_whole[whole]
-
-
-_POINTWISE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
-_REDUCE = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-
-
-def by_own_rule(eqn: Any, ins: Sequence[Any], shapes: LocalShapes, info: Any) -> list[Any]:
-    """A call with a derivative rule of its own, on parts: its function and its rule, with the sizes of parts."""
-    import jax
-
-    if eqn.primitive.name != "custom_jvp_call":
-        raise NotLowered("it has a derivative rule of its own, by vector-Jacobian product")
-    jaxpr, consts = inner_jaxpr(eqn)
-    rule, of_rule, zeros = jvp_of(eqn)
-
-    @jax.custom_jvp
-    def call(*xs: Any) -> Any:
-        return tuple(_on_parts(jaxpr, consts, xs, shapes, info))
-
-    @call.defjvp
-    def derivative(primals: Any, tangents: Any) -> Any:
-        made = _on_parts(rule, of_rule, [*primals, *tangents], shapes, info)
-        outs, there = made[: len(zeros)], iter(made[len(zeros) :])
-        return tuple(outs), tuple(
-            jax.numpy.zeros(x.shape, x.dtype) if zero else next(there)
-            for x, zero in zip(outs, zeros, strict=True)
-        )
-
-    return list(call(*ins))
-
-
-def _on_parts(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], shapes: LocalShapes, info: Any
-) -> list[Any]:
-    """A jaxpr that works point by point, or reduces dims that are whole, on parts."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def value(v: Any) -> Any:
-        return v.val if is_literal(v) else env[v]
-
-    for eqn in jaxpr.eqns:
-        ins, name = [value(v) for v in eqn.invars], eqn.primitive.name
-        if inlined(eqn) or name == "custom_jvp_call":
-            inner, of_inner = inner_jaxpr(eqn)
-            outs = _on_parts(inner, of_inner, ins, shapes, info)
-        else:
-            local = [shapes.local(tuple(v.aval.shape)) for v in eqn.outvars]
-            pointwise = name in _POINTWISE or isinstance(RULES.get(name), Elementwise)
-            if not (pointwise or (name in _REDUCE and _whole_over(eqn, ins))):
-                raise NotLowered(f"it has a derivative rule of its own, with '{name}' in it")
-            outs = plain(_resized(eqn, local[0], ins), ins, info)
-            if [tuple(x.shape) for x in outs] != local:
-                raise NotLowered(
-                    f"it has a derivative rule of its own, and '{name}' in it does not work on parts"
-                )
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [value(v) for v in jaxpr.outvars]
-
-
-def _whole_over(eqn: Any, ins: Sequence[Any]) -> bool:
-    return all(ins[0].shape[a] == eqn.invars[0].aval.shape[a] for a in eqn.params["axes"])

@@ -9,7 +9,10 @@ from typing import Any
 from pase.errors import PaseError
 from pase.local.types import Layout
 
-__all__ = ["DeviceValue", "NotByHand", "packed", "unpacked"]
+__all__ = ["Cache", "DeviceValue", "NotByHand", "packed", "unpacked"]
+
+Cache = dict[int, Any]
+"""What transfers brought so far in this loop's, branch's or rematerialised region's body: number -> array."""
 
 
 class NotByHand(PaseError):

@@ -4,7 +4,7 @@ are those by which the tables price it (``pase.tables``)."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from pase.tables.layouts import (
     PARTIAL,
     REPLICATED,
     blocks_of,
+    digit_state,
     forward_states,
     gradient_states,
     number,
@@ -39,7 +40,7 @@ from pase.tables.layouts import (
 )
 from pase.tables.reshard_path import moves
 
-__all__ = ["local_program", "program_of"]
+__all__ = ["between", "layout_of", "local_program", "program_of", "states_of"]
 
 
 def local_program(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> LocalProgram:
@@ -119,24 +120,7 @@ class _Lower:
 
     def _moves(self, flow: Flow, have: np.ndarray, want: np.ndarray) -> tuple[LocalMove, ...]:
         (now,), (goal,) = (tuple(map(tuple, rows.tolist())) for rows in flow.ends(have, want))
-        out = []
-        for m in moves(now, goal, self.mesh.sizes):
-            nbytes = 0 if m.kind == "slice" else round(flow.nbytes / self.mesh.ways(m.split))
-            out.append(
-                LocalMove(
-                    kind=m.kind,
-                    axes=self._axes(m.axes),
-                    before=_layout(now),
-                    after=_layout(m.after),
-                    nbytes=nbytes,
-                )
-            )
-            now = m.after
-        if keep := [i for i, (n, g) in enumerate(zip(now, goal, strict=True)) if g == PARTIAL != n]:
-            after = tuple(PARTIAL if i in keep else s for i, s in enumerate(now))
-            axes = tuple(self.mesh.names[i] for i in keep)
-            out.append(LocalMove(kind="own", axes=axes, before=_layout(now), after=_layout(after)))
-        return tuple(out)
+        return tuple(_path(now, goal, flow.nbytes, self.mesh))
 
     def node(self, node: Node, edges: Mapping[object, int]) -> Iterable[LocalOp]:
         """The node's ops, each with what is sent inside of it."""
@@ -161,10 +145,12 @@ class _Lower:
 
         def operand(i: int, a: Access) -> LocalOperand:
             made_here = a.tensor in node.internal
+            states = self._read(node, op, a)[0]
             return LocalOperand(
                 tensor=a.tensor,
                 shape=self._shape(a.tensor),
-                layout=_layout(_settled(self._read(node, op, a)[0])),
+                layout=layout_of(_settled(states)),
+                gradient=layout_of(states),
                 transfer=None if made_here else edges.get(shared_edge(node, op, a)),
                 constant=a.tensor not in self.graph.producer,
                 summed=over("backward", "all_reduce", i),
@@ -176,8 +162,8 @@ class _Lower:
             return LocalResult(
                 tensor=a.tensor,
                 shape=self._shape(a.tensor),
-                layout=_layout(forward_states(states)),
-                gradient=_layout(gradient_states(states)),
+                layout=layout_of(forward_states(states)),
+                gradient=layout_of(gradient_states(states)),
                 summed=over(here, "all_reduce", i),
             )
 
@@ -210,8 +196,37 @@ def _settled(states: np.ndarray) -> np.ndarray:
     return np.where(states < 0, REPLICATED, states)
 
 
-def _layout(states: Iterable[int]) -> Layout:
+def layout_of(states: Iterable[int]) -> Layout:
+    """The layout that ``forward_states`` or ``gradient_states`` stand for."""
     return tuple(map(_state, map(int, states)))
+
+
+def states_of(layout: Layout) -> tuple[int, ...]:
+    """The inverse of ``layout_of``."""
+    return tuple(PARTIAL if s == "partial" else REPLICATED if s is None else digit_state(*s) for s in layout)
+
+
+def between(have: Layout, want: Layout, mesh: Mesh) -> tuple[LocalMove, ...]:
+    """The moves from one layout to another; their bytes are left at 0."""
+    return tuple(_path(states_of(have), states_of(want), 0, mesh))
+
+
+def _path(have: tuple[int, ...], want: tuple[int, ...], nbytes: int, mesh: Mesh) -> Iterator[LocalMove]:
+    """The moves between two rows of states, of a tensor of so many bytes; what is to be partial becomes so at last."""
+    for m in moves(have, want, mesh.sizes):
+        yield LocalMove(
+            kind=m.kind,
+            axes=tuple(name for i, name in enumerate(mesh.names) if m.axes >> i & 1),
+            before=layout_of(have),
+            after=layout_of(m.after),
+            nbytes=0 if m.kind == "slice" else round(nbytes / mesh.ways(m.split)),
+        )
+        have = m.after
+    if keep := [i for i, (h, w) in enumerate(zip(have, want, strict=True)) if w == PARTIAL != h]:
+        after = layout_of(PARTIAL if i in keep else s for i, s in enumerate(have))
+        yield LocalMove(
+            kind="own", axes=tuple(mesh.names[i] for i in keep), before=layout_of(have), after=after
+        )
 
 
 def _state(state: int) -> AxisState:

@@ -15,11 +15,22 @@ from functools import lru_cache
 from typing import Literal
 
 from pase.errors import PaseError
+from pase.ir import Window
 from pase.local.types import Layout, LocalMove, digits_of
 from pase.machine import Mesh
 from pase.tables.layouts import contiguous_axes
 
-__all__ = ["RadixDigit", "WireView", "digits", "pairs", "placement", "to_whole", "view"]
+__all__ = [
+    "RadixDigit",
+    "WireView",
+    "axes_of",
+    "digits",
+    "pairs",
+    "placement",
+    "to_whole",
+    "view",
+    "window_border",
+]
 
 
 @dataclass(frozen=True)
@@ -196,6 +207,38 @@ def placement(layout: Layout, rank: int, mesh: Mesh) -> tuple[tuple[str, ...], .
             return None
         out.append(tuple(mesh.names[a] for a in axes))
     return tuple(out)
+
+
+def axes_of(layout: Layout, dim: int, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that split a tensor dim, major to minor.
+
+    >>> axes_of(((0, 8), (1, 4), (0, 2)), 0, Mesh(names=("a", "b", "c"), sizes=(4, 4, 2)))
+    ('c', 'a')
+    """
+    return tuple(
+        mesh.names[axis] for _, axis in sorted((blocks, axis) for axis, blocks in digits_of(layout, dim))
+    )
+
+
+def window_border(window: Window, padded: int) -> tuple[int, int]:
+    """Rows that a device reads before its part of a dim, and behind it, under a window that begins ``padded`` rows
+    before the whole; negative: so many rows of its own it does not read.
+
+    A part is as many windows as it has strides: the last of them ends ``extent - stride`` rows behind where the next
+    part's would begin. PaseError where the rows are more than the halo that the plan sends.
+
+    >>> window_border(Window(extent=3), 1), window_border(Window(extent=3, stride=2), 0)
+    ((1, 1), (0, 1))
+    >>> window_border(Window(extent=1, stride=2), 0)
+    (0, -1)
+    """
+    before, behind = padded, window.extent - window.stride - padded
+    if max(before, 0) + max(behind, 0) > window.halo:
+        raise PaseError(
+            f"a window of {window.extent} rows in steps of {window.stride} that begins {padded} rows before the first "
+            f"reads more of a neighbour's part than the {window.halo} rows that the plan sends"
+        )
+    return before, behind
 
 
 def to_whole(layout: Layout, mesh: Mesh) -> list[LocalMove]:

@@ -104,10 +104,12 @@ class LocalTensor:
 class LocalOperand(LocalTensor):
     """What an op reads. transfer: what brings it, by number; None: an op of the same node makes it, or it is constant.
 
-    constant: known without data, so that each device makes its part. summed: the axes over which its gradient is summed
-    at once. halo: the axes over which neighbours exchange the rows that a window reaches over.
+    gradient: the layout that its gradient leaves the op in. constant: known without data, so that each device makes its
+    part. summed: the axes over which its gradient is summed at once. halo: the axes over which neighbours exchange the
+    rows that a window reaches over.
     """
 
+    gradient: Layout
     transfer: int | None = None
     constant: bool = False
     summed: tuple[str, ...] = ()
@@ -165,6 +167,14 @@ class LocalProgram:
     def maker(self) -> Mapping[str, LocalOp]:
         """Tensor -> the op that makes it."""
         return {r.tensor: op for op in self.ops for r in op.results}
+
+    @cached_property
+    def at(self) -> Mapping[Place, tuple[LocalOp, ...]]:
+        """Place -> the ops that stand there: those of a call that is kept whole all stand at its place."""
+        found: dict[Place, list[LocalOp]] = {}
+        for op in self.ops:
+            found.setdefault(op.op.eqn, []).append(op)
+        return {at: tuple(ops) for at, ops in found.items()}
 
     @cached_property
     def takers(self) -> Mapping[Place, tuple[LocalOp, ...]]:

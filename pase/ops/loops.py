@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pase.ir import AccessMap, Size, Tensor, Walk
+from pase.ir.functions import UNSTACK
 from pase.ir.sizes import is_one
 from pase.ops.builder import GraphBuilder, Read, Write, parallel_dims, plain_map
 
@@ -33,9 +34,8 @@ def unstack(b: GraphBuilder, x: Tensor) -> Tensor:
     if "d0" in dims:
         dims["d0"] = (x.shape[0], "replicated")
     write = Write(x.shape[1:], x.dtype, AccessMap(m.walks[1:]))
-    return b.nest("unstack", "view", [Read(x, m, sparse=True)], [write], dims, flops=0, over=write.map.dims)[
-        0
-    ]
+    read, over = Read(x, m, sparse=True), write.map.dims
+    return b.nest("unstack", "view", [read], [write], dims, function=UNSTACK, flops=0, over=over)[0]
 
 
 def stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...]) -> Tensor:

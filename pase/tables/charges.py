@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.ir import Access, Edge, Graph, Node
-from pase.ir.functions import CAUSAL_ATTENTION
+from pase.ir.functions import CAUSAL_ATTENTION, UNSTACK
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import (
     PARTIAL,
@@ -132,13 +132,17 @@ def _op_charges(
         back = has_gradient(graph, op, a.tensor)
         if a.tensor in node.internal and other and back:
             yield charge("all_reduce", i, a, other, gradient)
+        grown = np.ones(
+            len(cfg)
+        )  # rows of a later dim are longer by those of the earlier ones: corners come along
         for walk, extent in zip(a.map.walks, graph.tensors[a.tensor].shape, strict=True):
             if walk.window is None or not walk.window.halo or len(walk.dims) != 1:
                 continue
             ways = shards(cfg, dim_index(node, walk.dims), mesh)
             part = walk.window.halo * ways / number(extent, a.tensor)
             for when in (itself, gradient) if back else (itself,):
-                yield charge("permute", i, a, walk.dims, when, part)
+                yield charge("permute", i, a, walk.dims, when, part * grown)
+            grown = grown * np.where(ways > 1, 1 + part, 1.0)
 
 
 def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
@@ -204,10 +208,12 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     """The tensor to its reader, and where it has a gradient, that one back.
 
     A parameter on its way to a reader that runs in backward counts as forward, as its second gather in a rematerialised
-    region does.
+    region does. A stack that a loop reads a slice of at each turn is moved before the loop, all of it at once.
     """
     tensor = graph.tensors[edge.tensor]
-    nbytes, times = number(tensor.nbytes, tensor.name), runs_of(edge.op, edge.dst)
+    maker, _ = graph.node[edge.src].write_of(edge.tensor)
+    nbytes = number(tensor.nbytes, tensor.name)
+    times = runs_of(maker, edge.src) if edge.op.function is UNSTACK else runs_of(edge.op, edge.dst)
     bucketed = graph.producer[edge.tensor].kind == "parameter"
     again = 2 if edge.access.again else 1
     phase: Phase = "forward" if bucketed else phase_of(edge.op)

@@ -37,6 +37,7 @@ __all__ = [
     "blocks_of",
     "configs",
     "contiguous_axes",
+    "digit_state",
     "dim_index",
     "forward_states",
     "gradient_states",
@@ -438,3 +439,12 @@ def contiguous_axes(digits: Iterable[tuple[int, int]], sizes: Sequence[int]) -> 
         if blocks != cut:
             return None
     return tuple(axis for _, axis in ordered)
+
+
+def digit_state(dim: int, blocks: int) -> int:
+    """The state of a digit.
+
+    >>> tensor_dim(digit_state(3, 8)), blocks_of(digit_state(3, 8))
+    (3, 8)
+    """
+    return dim * _DIM + blocks

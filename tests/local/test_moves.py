@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from pase.backends.jax_moves import moved
 from pase.errors import PaseError
-from pase.local.lower import _layout
+from pase.local.lower import between, layout_of
 from pase.local.parts import digits, placement
 from pase.local.simulate import moved_all, part_of, places, whole_of
-from pase.local.types import LocalMove, local_shape
+from pase.local.types import local_shape
 from pase.machine import Mesh
-from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
-from pase.tables.reshard_path import moves
+from pase.tables.layouts import PARTIAL, REPLICATED, digit_state
 
 MESHES = [Mesh(names=("a", "b"), sizes=(2, 4)), Mesh(names=("a", "b", "c"), sizes=(2, 2, 2))]
 SHAPE = (16, 8)
@@ -33,7 +32,7 @@ def states(draw, mesh, partial):
             out.append(REPLICATED if dim is None else PARTIAL)
             continue
         blocks[dim] *= ways
-        out.append(dim * _DIM + blocks[dim] if blocks[dim] <= SHAPE[dim] else REPLICATED)
+        out.append(digit_state(dim, blocks[dim]) if blocks[dim] <= SHAPE[dim] else REPLICATED)
         if out[-1] == REPLICATED:
             blocks[dim] //= ways
     return tuple(out)
@@ -41,12 +40,7 @@ def states(draw, mesh, partial):
 
 def chain(src, dst, mesh):
     """The plan's moves between two layouts."""
-    out, now = [], src
-    for m in moves(src, dst, mesh.sizes):
-        axes = tuple(n for i, n in enumerate(mesh.names) if m.axes >> i & 1)
-        out.append(LocalMove(kind=m.kind, axes=axes, before=_layout(now), after=_layout(m.after)))
-        now = m.after
-    return out
+    return between(layout_of(src), layout_of(dst), mesh)
 
 
 @st.composite
@@ -74,15 +68,15 @@ def test_moves_bring_every_device_what_it_is_to_hold(case):
     mesh, src, dst, x = case
     steps = chain(src, dst, mesh)
     try:
-        after = moved_all(held(x, _layout(src), mesh), steps, SHAPE, mesh)
+        after = moved_all(held(x, layout_of(src), mesh), steps, SHAPE, mesh)
     except PaseError as e:
         assert "whole digits" in str(e) or "nest" in str(e) or "axis" in str(e)
         return
     for place in places(mesh):
-        want = part_of(x, _layout(dst), place, mesh)
-        assert after[place].shape == local_shape(SHAPE, _layout(dst), mesh)
+        want = part_of(x, layout_of(dst), place, mesh)
+        assert after[place].shape == local_shape(SHAPE, layout_of(dst), mesh)
         np.testing.assert_array_equal(after[place], want)
-    np.testing.assert_array_equal(whole_of(after, SHAPE, _layout(dst), mesh), x)
+    np.testing.assert_array_equal(whole_of(after, SHAPE, layout_of(dst), mesh), x)
 
 
 @functools.cache
@@ -110,12 +104,12 @@ def test_jax_moves_as_numpy_does(seed):
             fits = dim >= 0 and blocks[dim] * ways <= SHAPE[dim]
             if fits:
                 blocks[dim] *= ways
-            out.append(dim * _DIM + blocks[dim] if fits else PARTIAL if dim == -2 else REPLICATED)
+            out.append(digit_state(dim, blocks[dim]) if fits else PARTIAL if dim == -2 else REPLICATED)
         return tuple(out)
 
     src, dst = layout(1), layout(0)
     x = rng.integers(-9, 9, SHAPE).astype(np.float32)
-    parts = held(x, _layout(src), mesh)
+    parts = held(x, layout_of(src), mesh)
     try:
         want = moved_all(parts, chain(src, dst, mesh), SHAPE, mesh)
     except PaseError:

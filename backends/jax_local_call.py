@@ -1,0 +1,55 @@
+"""One equation as one device runs it: what a rule of ``jax_local_rules`` is given, and the registry of these rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pase.local.types import Extents, LocalOp, LocalOperand, LocalResult
+from pase.machine import Mesh
+from pase.registry import Registry
+
+__all__ = ["LOCAL_RULES", "LocalCall", "NotLowered", "split_dims"]
+
+
+class NotLowered(Exception):
+    """Why an equation cannot be run on parts; becomes a PaseError that names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCall:
+    """An equation as one op of the local program.
+
+    operands: of each input, None of numbers. results: of each output, None where another op makes it; shapes: of these
+    on this device. devices: JAX's mesh.
+    """
+
+    eqn: Any
+    op: LocalOp
+    mesh: Mesh
+    devices: Any
+    info: Any
+    operands: tuple[LocalOperand | None, ...]
+    results: tuple[LocalResult | None, ...]
+    shapes: tuple[Extents | None, ...]
+
+    @property
+    def shape(self) -> Extents:
+        """Of its first result."""
+        return next(s for s in self.shapes if s is not None)
+
+    def whole(self, i: int = 0) -> Extents:
+        """Of an input, on all devices."""
+        return tuple(self.eqn.invars[i].aval.shape)
+
+
+Rule = Callable[[LocalCall, Sequence[Any]], Sequence[Any]]
+
+LOCAL_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
+"""Primitive -> how it runs on parts, where that is not as on the whole."""
+
+
+def split_dims(call: LocalCall, ins: Sequence[Any], i: int = 0) -> set[int]:
+    """Dims of an input of which this device has a part."""
+    return {d for d, (n, whole) in enumerate(zip(ins[i].shape, call.whole(i), strict=True)) if n != whole}

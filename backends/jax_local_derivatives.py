@@ -1,0 +1,155 @@
+"""Calls with a derivative rule of their own on one device: what the rule says forward and backward, on parts.
+
+The rule is read as two programs, as ``jax.vjp`` runs it: forward to the results and what is kept, backward to the
+gradients. Each is traced by itself and split as its operands lie (``pase.local.follow``), and is then one more local
+program. What the plan says of such a call are the layouts in which it reads, makes, and gives and gets gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.jax_values import Cache, DeviceValue
+from pase.frontends.from_jax import trace
+from pase.frontends.jax_versions import is_dropped, opened, pulled_back
+from pase.ir import Place
+from pase.local.follow import followed
+from pase.local.lower import local_program
+from pase.local.types import Layout, LocalOperand, local_shape
+
+if TYPE_CHECKING:
+    from pase.backends.jax_local import LocalWalk
+
+__all__ = ["call_with_rule"]
+
+
+def call_with_rule(
+    walk: LocalWalk, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache
+) -> list[DeviceValue]:
+    """A ``custom_jvp`` or ``custom_vjp`` call on this device, of whose results some have a gradient."""
+    import jax
+
+    call = _RuledCall.of(walk, eqn, ins, at)
+    read = [call.as_read(i, cache) for i in range(len(ins))]
+    homes = [call.home(i, read[i], cache) for i in range(len(ins)) if call.trained[i]]
+    ahead, back, smooth = pulled_back(eqn, call.trained)
+    kept: list[DeviceValue] = []
+
+    def forward(arrays: Sequence[Any]) -> list[Any]:
+        values = [replace(h, array=x) for h, x in zip(read, arrays, strict=True)]
+        outs = _ran(walk, ahead, values, [*map(call.made_as, call.results)])
+        kept[:] = outs[len(smooth) :]
+        return [h.array for h in outs[: len(smooth)]]
+
+    def backward(held: Sequence[Any], gradients: Sequence[Any]) -> tuple[list[Any], None]:
+        given = [replace(h, array=x) for h, x in zip(kept, held, strict=True)]
+        for g, n, on in zip(gradients, call.results, smooth, strict=True):
+            if on:
+                given.append(DeviceValue(array=g, layout=call.gradient_of(n)))
+        found = _ran(walk, back, given, [layout for _, layout in homes])
+        return [h.array for h in found], None
+
+    run = jax.custom_vjp(lambda _, arrays: forward(arrays))
+    run.defvjp(lambda _, arrays: (forward(arrays), [h.array for h in kept]), backward)
+    made = run([x for x, _ in homes], [jax.lax.stop_gradient(h.array) for h in read])
+    found = dict(zip(call.results, made, strict=True))
+    return [
+        DeviceValue(array=found.get(n), tensor=n, layout=call.made_as(n) if n in found else None)
+        for n in walk.traced.results[at]
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RuledCall:
+    """What the plan says of such a call. trained: which operands have gradients; results: names of those that are
+    used; reads: of each operand, how the first op inside reads it; hands: how a rule for vector-Jacobian products hands
+    back what it found, one for each operand that has a gradient."""
+
+    walk: LocalWalk
+    eqn: Any
+    ins: Sequence[DeviceValue]
+    trained: list[bool]
+    results: list[str]
+    reads: list[LocalOperand | None]
+    hands: list[LocalOperand]
+
+    @classmethod
+    def of(cls, walk: LocalWalk, eqn: Any, ins: Sequence[DeviceValue], at: Place) -> _RuledCall:
+        tensors, program = walk.traced.graph.tensors, walk.program
+        ops = [op for op in program.at.get(at, ()) if op.op.kind != "copy"]
+        forward = [o for op in ops if op.op.kind != "gradient" for o in op.operands]
+
+        def read(h: DeviceValue) -> LocalOperand | None:
+            return next((o for o in forward if h.tensor and program.original(o.tensor) == h.tensor), None)
+
+        names = zip(walk.traced.results[at], eqn.outvars, strict=True)
+        return cls(
+            walk=walk,
+            eqn=eqn,
+            ins=ins,
+            trained=[h.tensor is not None and tensors[h.tensor].needs_grad for h in ins],
+            results=[n for n, v in names if not is_dropped(v)],
+            reads=[read(h) for h in ins],
+            hands=[op.operands[1] for op in ops if op.op.kind == "gradient"],
+        )
+
+    def as_read(self, i: int, cache: Cache) -> DeviceValue:
+        """An operand as the call reads it."""
+        wanted = self.reads[i]
+        return self.ins[i] if wanted is None else self.walk.brought(self.ins[i], wanted, cache)
+
+    def home(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Any, Layout]:
+        """(what the gradient of an operand that has one is handed to, the layout in which it is handed over)."""
+        h, program = self.ins[i], self.walk.program
+        handed = next((o for o in self.hands if program.original(o.tensor) == h.tensor), None)
+        if handed is not None:
+            return self.walk.carrier(h, handed, cache), handed.gradient
+        wanted = self.reads[i]
+        if wanted is None:
+            raise self.walk.refusal(self.eqn, f"nothing in it reads '{h.tensor}', which has a gradient")
+        if read.shadow is not None:
+            return read.shadow, program.result(wanted.tensor).gradient
+        return read.array, wanted.gradient
+
+    def made_as(self, name: str) -> Layout:
+        """The layout in which a result is made."""
+        program = self.walk.program
+        return program.result(name).layout if name in program.maker else (None,) * len(program.mesh.names)
+
+    def gradient_of(self, name: str) -> Layout:
+        """The layout in which a result's gradient arrives."""
+        program = self.walk.program
+        if name not in program.maker:
+            return (None,) * len(program.mesh.names)
+        r = program.result(name)
+        if local_shape(r.shape, r.layout, program.mesh) != local_shape(r.shape, r.gradient, program.mesh):
+            raise self.walk.refusal(self.eqn, f"its result '{name}' is split otherwise than its gradient")
+        return r.gradient
+
+
+def _ran(
+    walk: LocalWalk, closed: Any, values: Sequence[DeviceValue], wants: Sequence[Layout]
+) -> list[DeviceValue]:
+    """A program on values as they lie; its first results in the layouts ``wants``, the others as they are made, but
+    summed."""
+    import jax
+    from jax.extend.core import jaxpr_as_fun
+
+    mesh = walk.program.mesh
+    jaxpr, _ = opened(closed)
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    traced = trace(lambda leaves: jaxpr_as_fun(closed)(*leaves), shapes, name="rule", mode="inference")
+    names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind == "parameter"]
+    lie = [(None,) * len(mesh.names) if h.layout is None else h.layout for h in values]
+    program = local_program(
+        traced.graph, mesh, followed(traced.graph, mesh, dict(zip(names, lie, strict=True)))
+    )
+    inner = replace(walk, program=program, traced=traced, blocks=(), kept=frozenset())
+    args = [inner.leaf(h.array, n) for h, n in zip(values, names, strict=True)]
+    outs = inner.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, args, "", {})
+    return [
+        inner.led(h, wants[k] if k < len(wants) else None, tuple(v.aval.shape))
+        for k, (h, v) in enumerate(zip(outs, jaxpr.outvars, strict=True))
+    ]

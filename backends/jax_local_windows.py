@@ -1,0 +1,118 @@
+"""Convolutions and pools on one device: rows of neighbours along split dims, then the window over what is here.
+
+A window that moves along a split dim reads over the border of this device's part. The rows behind the border come from
+the next device by ``ppermute``; beyond the ends of the whole there is what the equation pads with. Differentiating this
+sends the rows' gradients home the same way, which is the plan's halo of backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
+from pase.errors import PaseError
+from pase.frontends.jax_versions import evaluate as plain
+from pase.ir import Window
+from pase.local.parts import axes_of, window_border
+
+__all__ = ["WINDOWED"]
+
+WINDOWED = (
+    "conv_general_dilated",
+    "reduce_window_max",
+    "reduce_window_min",
+    "reduce_window_sum",
+    "reduce_window",
+)
+"""Primitives whose operand may be split along a window."""
+
+Padding = list[tuple[int, int]]
+"""Rows before and behind each dim that a window moves along; negative: so many are left out."""
+
+
+@LOCAL_RULES.register("conv_general_dilated")
+def _conv(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    """Batch, channels, groups and space may be parts."""
+    p = call.eqn.params
+    d = p["dimension_numbers"]
+    groups = ins[0].shape[d.lhs_spec[1]] // ins[1].shape[d.rhs_spec[1]]
+    windows = [
+        Window(extent=(ins[1].shape[r] - 1) * dilation + 1, stride=stride)
+        for r, dilation, stride in zip(d.rhs_spec[2:], p["rhs_dilation"], p["window_strides"], strict=True)
+    ]
+    x, padding = _with_neighbours(call, ins[0], d.lhs_spec[2:], windows, p["padding"], None)
+    changed = p | {"feature_group_count": groups, "padding": tuple(padding)}
+    return plain(call.eqn.replace(params=changed), [x, ins[1]], call.info)
+
+
+@LOCAL_RULES.register(*WINDOWED[1:])
+def _pool(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+    import jax.numpy as jnp
+
+    p, name = call.eqn.params, call.eqn.primitive.name
+    windows = [
+        Window(extent=(extent - 1) * dilation + 1, stride=stride)
+        for extent, dilation, stride in zip(
+            p["window_dimensions"], p["window_dilation"], p["window_strides"], strict=True
+        )
+    ]
+    floating = jnp.issubdtype(ins[0].dtype, jnp.inexact)
+    ends = jnp.finfo(ins[0].dtype) if floating else jnp.iinfo(ins[0].dtype)
+    edge = {
+        "reduce_window_max": -jnp.inf if floating else ends.min,
+        "reduce_window_min": jnp.inf if floating else ends.max,
+        "reduce_window_sum": None,
+    }.get(name, ins[-1])
+    x, padding = _with_neighbours(call, ins[0], range(ins[0].ndim), windows, p["padding"], edge)
+    return plain(call.eqn.replace(params=p | {"padding": tuple(padding)}), [x, *ins[1:]], call.info)
+
+
+def _with_neighbours(
+    call: LocalCall,
+    x: Any,
+    dims: Sequence[int],
+    windows: Sequence[Window],
+    padding: Sequence[tuple[int, int]],
+    edge: Any,
+) -> tuple[Any, Padding]:
+    """(x with the rows that its windows reach over, what is still to be padded); edge: what lies beyond the ends, None:
+    zeros. Dims are extended one after the other, so that corners come along."""
+    split, left = split_dims(call, [x]), [tuple(pad) for pad in padding]
+    for k, (dim, window) in enumerate(zip(dims, windows, strict=True)):
+        if dim in split and (window.extent, window.stride) != (1, 1):
+            try:
+                before, behind = window_border(window, padding[k][0])
+            except PaseError as e:
+                raise NotLowered(str(e)) from None
+            x = _extended(call, x, dim, max(before, 0), max(behind, 0), edge)
+            left[k] = (min(before, 0), min(behind, 0))
+    return x, left  # type: ignore[return-value]
+
+
+def _extended(call: LocalCall, x: Any, dim: int, before: int, behind: int, edge: Any) -> Any:
+    """x with the last rows of the device before this one along a dim, and the first ones of the device behind it."""
+    import jax
+    import jax.numpy as jnp
+
+    operand = call.operands[0]
+    assert operand is not None  # a number has no dims
+    axes = axes_of(operand.layout, dim, call.mesh)
+    ways = math.prod(call.mesh.sizes[call.mesh.names.index(a)] for a in axes)
+    at, rows = jax.lax.axis_index(axes), x.shape[dim]
+
+    def from_neighbour(start: int, count: int, by: int) -> Any:
+        sent = jax.lax.slice_in_dim(x, start, start + count, axis=dim)
+        hops = [(i, i + by) for i in range(ways) if 0 <= i + by < ways]
+        came = jax.lax.ppermute(sent, axes, hops)  # zeros where nothing comes
+        if edge is None:
+            return came
+        return jnp.where(at == (0 if by > 0 else ways - 1), jnp.asarray(edge, x.dtype), came)
+
+    parts = [x]
+    if before:
+        parts.insert(0, from_neighbour(rows - before, before, 1))
+    if behind:
+        parts.append(from_neighbour(0, behind, -1))
+    return jnp.concatenate(parts, axis=dim) if len(parts) > 1 else x

@@ -1,0 +1,81 @@
+"""A strategy that follows from how inputs lie: for a program that no search has seen, such as a derivative rule.
+
+Node by node, each axis splits the iteration dim on which the first operand that it splits has it. What is summed on the
+way is settled by the next reader, what does not fit together is moved: ``local_program`` finds how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.ir import Access, Graph, Node
+from pase.local.lower import layout_of, states_of
+from pase.local.types import Layout
+from pase.machine import Mesh
+from pase.tables.layouts import (
+    NOT_SPLIT,
+    blocks_of,
+    dim_index,
+    forward_states,
+    number,
+    tensor_dim,
+    write_states,
+)
+
+__all__ = ["followed"]
+
+
+def followed(graph: Graph, mesh: Mesh, leaves: Mapping[str, Layout]) -> dict[str, np.ndarray]:
+    """Node -> config, int8 [axes], of a graph whose parameters and inputs lie as ``leaves`` says (tensor -> layout).
+
+    PaseError where a leaf's parts are not split in the order of the mesh.
+    """
+    held: dict[str, np.ndarray] = {}
+    out: dict[str, np.ndarray] = {}
+    for node in graph.nodes:
+        given = next((leaves[a.tensor] for op in node.ops for a in op.writes if a.tensor in leaves), None)
+        if given is not None:
+            write = node.ops[0].writes[0]
+            held[write.tensor] = np.array(states_of(given))
+            config = _config(node, [write], held, mesh)
+        else:
+            config = _config(node, [a for op in node.ops for a in op.reads], held, mesh)
+        out[node.name] = config
+        for op in node.ops:
+            for a in op.writes:
+                states = write_states(node, op, a, graph.tensors[a.tensor], config[None, :], mesh)[0]
+                held[a.tensor] = forward_states(states)
+        if given is not None and layout_of(held[write.tensor]) != given:
+            raise PaseError(f"'{write.tensor}' is split in parts that do not follow the order of the mesh")
+    return out
+
+
+def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], mesh: Mesh) -> np.ndarray:
+    """The config by which these accesses find what they read as it lies, as far as it goes."""
+    config = np.full(len(mesh.sizes), NOT_SPLIT, np.int8)
+    ways = dict.fromkeys(range(len(node.space.dims)), 1)
+    for a in accesses:
+        for axis, dim in _splits(node, a, held, mesh):
+            d, size = node.space.dims[dim], mesh.sizes[axis]
+            fits = number(d.size, node.name) % (ways[dim] * size) == 0
+            if config[axis] == NOT_SPLIT and d.kind in ("parallel", "reduction") and fits:
+                config[axis] = dim
+                ways[dim] *= size
+    return config
+
+
+def _splits(node: Node, a: Access, held: Mapping[str, np.ndarray], mesh: Mesh) -> Iterator[tuple[int, int]]:
+    """(axis, iteration dim) of what is split of a tensor; dims under a window are left whole."""
+    for axis, state in enumerate(held.get(a.tensor, ())):
+        if state < 0:
+            continue
+        walk, blocks, major = a.map.walks[tensor_dim(int(state))], blocks_of(int(state)), 1
+        for dim in dim_index(node, walk.dims) if walk.window is None else []:
+            size = number(node.space.dims[dim].size, node.name)
+            if major <= blocks // mesh.sizes[axis] and blocks <= major * size:
+                yield axis, dim
+                break
+            major *= size
