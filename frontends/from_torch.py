@@ -16,7 +16,7 @@ from pase.errors import PaseError, install_line
 from pase.frontends import registry, torch_hf
 from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type_names
 from pase.frontends.torch_export import TorchProgram, program_of
-from pase.frontends.torch_lower import TorchLowering, live
+from pase.frontends.torch_lower import TorchLowering, TorchScope, live
 from pase.frontends.torch_rules import RULES
 from pase.frontends.values import Value
 from pase.ir import Tensor
@@ -28,9 +28,10 @@ __all__ = ["TracedTorch", "coverage", "reads", "trace"]
 
 @dataclass(frozen=True, kw_only=True)
 class TracedTorch(registry.Traced):
-    """A module's graph, and the exported program that it was read from."""
+    """A module's graph, the exported program that it was read from, and what each node of that became."""
 
     program: TorchProgram = field(repr=False, compare=False)
+    scope: TorchScope = field(repr=False, compare=False)
 
 
 def reads(model: Any) -> bool:
@@ -123,6 +124,7 @@ def _lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
         param_paths=tuple(p for p in program.order if p in found),
         input_paths=tuple(t.path for t in b.tensors.values() if t.role == "input"),
         program=program,
+        scope=TorchScope(nodes=nodes, values=low.env, inner=low.inner, module=program.graph),
     )
 
 

@@ -27,8 +27,11 @@ class TorchProgram:
 
     parameters, buffers: placeholder -> path in the user's module; of tied ones, the first path in its order.
     frozen: paths of parameters that need no gradient.
-    mutated: node's name -> path of the buffer whose next value it is; counters of one element are left out.
-    inputs: placeholder -> the user's name. losses: names of the nodes that the step returns.
+    mutated: node's name -> path of the buffer whose next value it is, those of one element left out.
+    counters: node's name -> path of the buffer of one element whose next value it is.
+    constants: path of a tensor that the model keeps beside its buffers -> that tensor.
+    inputs: placeholder -> the user's name, one for each leaf of the batch, in order. losses: names of the nodes that the
+    step returns.
     order: all paths of parameters, in the module's order, each tensor once.
     """
 
@@ -37,6 +40,8 @@ class TorchProgram:
     buffers: Mapping[str, str]
     frozen: frozenset[str]
     mutated: Mapping[str, str]
+    counters: Mapping[str, str]
+    constants: Mapping[str, Any]
     inputs: Mapping[str, str]
     losses: tuple[str, ...]
     order: tuple[str, ...]
@@ -53,8 +58,9 @@ def program_of(module: Any, batch: Sequence[Any], loss: Callable[..., Any] | Non
     first = _first_paths(module)
     with faked(module) as fake:
         step = _step(module, loss)
+        # A tensor that stands twice in the example (ids, and as labels) is two inputs: detach makes it another.
         args = torch.utils._pytree.tree_map(
-            lambda t: fake(t) if isinstance(t, torch.Tensor) else t, tuple(batch)
+            lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
         try:
             with _marked():
@@ -210,11 +216,13 @@ def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> TorchPro
         elif spec.kind is InputKind.USER_INPUT:
             inputs[name] = name.removeprefix("batch_").removeprefix("0_")
     mutated: dict[str, str] = {}
+    counters: dict[str, str] = {}
     losses: list[str] = []
     sizes = {n.name: getattr(n.meta.get("val"), "numel", lambda: 1)() for n in exported.graph.nodes}
     for spec in exported.graph_signature.output_specs:
-        if spec.kind is OutputKind.BUFFER_MUTATION and sizes[spec.arg.name] > 1:
-            mutated[spec.arg.name] = spec.target.removeprefix(_INSIDE)
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            several = sizes[spec.arg.name] > 1
+            (mutated if several else counters)[spec.arg.name] = spec.target.removeprefix(_INSIDE)
         elif spec.kind is OutputKind.USER_OUTPUT:
             losses.append(spec.arg.name)
     read = set(parameters.values())
@@ -224,6 +232,8 @@ def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> TorchPro
         buffers=buffers,
         frozen=frozenset(path for path, needs in first.values() if not needs),
         mutated=mutated,
+        counters=counters,
+        constants={k.removeprefix(_INSIDE): t for k, t in exported.constants.items()},
         inputs=inputs,
         losses=tuple(losses),
         order=tuple(dict.fromkeys(path for path, _ in first.values() if path in read)),

@@ -19,7 +19,7 @@ from pase.ir import Place, SourceLine, Tensor
 from pase.ir.places import NOWHERE
 from pase.ops import GraphBuilder, nests
 
-__all__ = ["TorchLowering", "live", "source_of"]
+__all__ = ["TorchLowering", "TorchScope", "live", "place_of", "source_of"]
 
 _MOST_DEPTH = 4
 """Decompositions inside of one another."""
@@ -52,14 +52,37 @@ def layer_of(node: Any) -> str:
     return paths[-1].removeprefix("module").removeprefix(".") if paths else ""
 
 
+def place_of(node: Any, model: str, at: str) -> str:
+    """Which op of which layer, and the user's line, for messages."""
+    layer = layer_of(node)
+    return f"{model}: {node.target}" + (f" in '{layer}'" if layer else "") + (f" at {at}" if at else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchScope:
+    """A list of nodes as it was lowered: the exported graph's, or of an op that was taken apart.
+
+    nodes: a node's place is its number among them, behind the op's own. values: node -> what it was lowered to.
+    leaves: of an op that was taken apart, placeholder -> the node outside that it stands for. inner: place of an op ->
+    what it was taken apart into. module: holds the constants.
+    """
+
+    nodes: Sequence[Any]
+    values: dict[Any, Value | list[Value | None]]
+    leaves: dict[Any, Any] = field(default_factory=dict)
+    inner: dict[str, TorchScope] = field(default_factory=dict)
+    module: Any = None
+
+
 @dataclass
 class TorchLowering:
-    """A graph on its way through the rules. env: node -> its values."""
+    """A graph on its way through the rules. env: node -> its values; inner: what ops were taken apart into."""
 
     b: GraphBuilder
     model: str
     unknown: Unknown
     env: dict[Any, Value | list[Value | None]] = field(default_factory=dict)
+    inner: dict[str, TorchScope] = field(default_factory=dict)
     depth: int = 0
 
     def leaf(self, node: Any, make: Callable[[tuple[int, ...], str], Tensor]) -> Value:
@@ -92,9 +115,7 @@ class TorchLowering:
             self.env[n] = self.values(n, path)
 
     def place(self, n: Any) -> str:
-        at = self.b.source.place
-        layer = layer_of(n)
-        return f"{self.model}: {n.target}" + (f" in '{layer}'" if layer else "") + (f" at {at}" if at else "")
+        return place_of(n, self.model, self.b.source.place)
 
     def values(self, n: Any, path: str) -> Value | list[Value | None]:
         """What a node makes: by its rule, else decomposed, else not split where the user allows it."""
@@ -159,7 +180,15 @@ class TorchLowering:
         for m in constants:
             t = getattr(inner, m.target)
             low.env[m] = Value(shape=tuple(t.shape), dtype=dtype_of(t.dtype), settled=True, note=("filled",))
-        low.nodes(live(inner.graph, [r.name for r in results if r is not None]), f"{path}.")
+        nodes = live(inner.graph, [r.name for r in results if r is not None])
+        self.inner[path] = TorchScope(
+            nodes=nodes,
+            values=low.env,
+            leaves=dict(zip(leaves, n.all_input_nodes, strict=True)),
+            inner=low.inner,
+            module=inner,
+        )
+        low.nodes(nodes, f"{path}.")
         made = [None if r is None else low.env[r] for r in results]
         return made if several else made[0]  # type: ignore[return-value]
 

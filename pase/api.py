@@ -16,6 +16,7 @@ from pase.plan.types import PlanData
 if TYPE_CHECKING:
     from pase.backends.jax_pipeline import JaxPipeline
     from pase.backends.to_jax import JaxPlan
+    from pase.backends.torch_plan import TorchPlan
     from pase.compiler.problem import Progress
     from pase.machine import Machine
     from pase.replay.types import Timeline
@@ -126,6 +127,14 @@ class Plan(PlanData):
         if self.traced is None and self.model.startswith("zoo:"):
             return self.with_model(resolve(self.model)).jax
         return jax_plan(self) if self.pipeline is None else in_stages(self)
+
+    @cached_property
+    def torch(self) -> TorchPlan:
+        """The plan of a PyTorch module, run by PyTorch on the ranks of ``torch.distributed``."""
+        from pase.backends.torch_plan import torch_plan
+
+        self.check_emitted()
+        return torch_plan(self)
 
 
 @takes_options

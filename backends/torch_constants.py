@@ -1,0 +1,120 @@
+"""What no data decides, on one rank: masks, positions, buffers that are only read. Each rank makes it whole, and whoever
+reads a part of it takes that."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pase.backends.torch_rules import seeded
+from pase.backends.torch_values import NotLowered, steps_from
+from pase.frontends.torch_lower import TorchScope
+from pase.frontends.values import Value
+
+__all__ = ["Constants", "NodeIndex"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeIndex:
+    """All nodes of an exported graph, with those that ops were taken apart into. data: tensors that data decides."""
+
+    scope: TorchScope
+    data: frozenset[str]
+
+    @cached_property
+    def paths(self) -> dict[Any, str]:
+        """Node -> its place."""
+        return {n: path for n, path, _ in self._every(self.scope, "")}
+
+    @cached_property
+    def values(self) -> dict[Any, Value | list[Value | None]]:
+        """Node -> what it was lowered to."""
+        return {n: v for scope in self._scopes for n, v in scope.values.items()}
+
+    @cached_property
+    def outer(self) -> dict[Any, Any]:
+        """Placeholder of what an op was taken apart into -> the node outside."""
+        return {k: v for scope in self._scopes for k, v in scope.leaves.items()}
+
+    @cached_property
+    def modules(self) -> dict[Any, Any]:
+        """Graph -> its module, which holds its constants."""
+        return {scope.module.graph: scope.module for scope in self._scopes}
+
+    @cached_property
+    def _scopes(self) -> list[TorchScope]:
+        found = [self.scope]
+        for scope in found:
+            found.extend(scope.inner.values())
+        return found
+
+    def _every(self, scope: TorchScope, prefix: str) -> Any:
+        for i, n in enumerate(scope.nodes):
+            path = f"{prefix}{i}"
+            yield n, path, scope
+            if path in scope.inner:
+                yield from self._every(scope.inner[path], f"{path}.")
+
+    def decided(self, n: Any) -> bool:
+        """Does data decide it?"""
+        found = self.values.get(n)
+        every = found if isinstance(found, list) else [found]
+        return any(
+            made.tensor is not None and made.tensor.name in self.data
+            for v in every
+            if v is not None
+            for made, _ in steps_from(v)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Worked out when something reads them. buffers: placeholder -> tensor; seeds: node's place -> seed."""
+
+    index: NodeIndex
+    buffers: Mapping[str, Any]
+    device: Any
+    seed_at: Any
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    def of(self, n: Any) -> Any:
+        """The whole value of a node."""
+        if n not in self.made:
+            self.made[n] = self._worked_out(n)
+        return self.made[n]
+
+    def _worked_out(self, n: Any) -> Any:
+        import torch
+
+        if n.op == "placeholder":
+            if n in self.index.outer:
+                return self.of(self.index.outer[n])
+            return self.buffers[n.name]
+        if n.op == "get_attr":
+            return getattr(self.index.modules[n.graph], n.target).to(self.device)
+        if n.target is operator.getitem:
+            return self.of(n.args[0])[n.args[1]]
+        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda m: self._operand(m, n))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self.device}
+        tags = getattr(n.target, "tags", ())
+        with torch.no_grad():
+            if torch.Tag.nondeterministic_seeded not in tags:
+                return n.target(*args, **kwargs)
+            with seeded(self.seed_at(self.index.paths.get(n, n.name)), self.device):
+                return n.target(*args, **kwargs)
+
+    def _operand(self, m: Any, reader: Any) -> Any:
+        """Of data only the shape may count: of zeros_like, say."""
+        import torch
+
+        if not self.index.decided(m):
+            return self.of(m)
+        value = self.index.values.get(reader)
+        if not (isinstance(value, Value) and value.note == ("filled",)):
+            raise NotLowered(f"{reader.target} is known without data, and reads some")
+        like = m.meta["val"]
+        return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)

@@ -1,0 +1,154 @@
+"""Process groups of mesh axes, and the collectives over them, on plain local tensors.
+
+A group is of one axis of the plan's mesh, or of several that a collective goes over at once; its ranks stand in row-major
+order, as ``pase.local`` has them. What is called are PyTorch's functional collectives, which can be traced; their own
+derivatives are never used (that of an all-reduce would sum the loss of all ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pase.errors import PaseError
+from pase.local.types import Combine
+from pase.machine import Mesh
+
+__all__ = ["AxisGroups", "axis_groups"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisGroups:
+    """The groups that this rank is in. devices: PyTorch's mesh, with the plan's axes in the plan's order; names: axes
+    that go together (those of one way left out) -> the group's name; place: of this rank, along each axis."""
+
+    mesh: Mesh
+    devices: Any
+    names: dict[tuple[str, ...], str] = field(default_factory=dict)
+    place: tuple[int, ...]
+
+    def index(self, axis: str) -> int:
+        """Of this rank along an axis."""
+        return self.place[self.mesh.names.index(axis)]
+
+    def wide(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of more than one way."""
+        return tuple(a for a in axes if self.mesh.sizes[self.mesh.names.index(a)] > 1)
+
+    def ways(self, axes: Sequence[str]) -> int:
+        """Ranks in the group of these axes."""
+        out = 1
+        for a in axes:
+            out *= self.mesh.sizes[self.mesh.names.index(a)]
+        return out
+
+    def first(self, axes: Sequence[str]) -> bool:
+        """Is this the first rank along each of these axes?"""
+        return all(self.index(a) == 0 for a in axes)
+
+    def _group(self, axes: Sequence[str]) -> str:
+        wide = self.wide(axes)
+        if wide not in self.names:
+            raise PaseError(f"no process group over {', '.join(wide)}: this is a defect of pase.backends")
+        return self.names[wide]
+
+    def all_reduce(self, x: Any, axes: Sequence[str], combine: Combine = "sum") -> Any:
+        """Summed (or the largest, or the smallest) over these axes."""
+        if combine == "other":
+            raise PaseError(
+                f"no collective joins partial results over {', '.join(axes)} but sums, maxima and minima"
+            )
+        if not self.wide(axes):
+            return x
+        return self._waited(self._ops().all_reduce(x.contiguous(), combine, self._group(axes)))
+
+    def all_gather(self, x: Any, axes: Sequence[str]) -> Any:
+        """[...] of every rank -> [ways, ...]."""
+        n = self.ways(axes)
+        if n == 1:
+            return x[None]
+        made = self._sent(x[None], lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
+        return made.reshape(n, *x.shape)
+
+    def reduce_scatter(self, x: Any, axes: Sequence[str]) -> Any:
+        """[ways, ...] summed over the ranks, of which each gets its own row -> [...]."""
+        n = self.ways(axes)
+        if n == 1:
+            return x[0]
+        made = self._ops().reduce_scatter_tensor(x.contiguous(), "sum", n, self._group(axes))
+        return self._waited(made).reshape(x.shape[1:])
+
+    def all_to_all(self, x: Any, axes: Sequence[str]) -> Any:
+        """[ways, ...]: row i goes to rank i, and what arrives from it stands in row i."""
+        n = self.ways(axes)
+        return x if n == 1 else self._exchanged(x, [1] * n, [1] * n, axes)
+
+    def permute(self, x: Any, axes: Sequence[str], pairs: Iterable[tuple[int, int]]) -> Any:
+        """Each rank's tensor goes to one other, pairs: (from, to) in the group. Sent as an exchange of which one part is
+        not empty, since NCCL and Gloo have no permutation."""
+        n = self.ways(axes)
+        if n == 1:
+            return x
+        mine = 0
+        for a in axes:
+            mine = mine * self.ways([a]) + self.index(a)
+        to, come = [0] * n, [0] * n
+        for src, dst in pairs:
+            if src == mine:
+                to[dst] = 1
+            if dst == mine:
+                come[src] = 1
+        return self._exchanged(x[None], come, to, axes)[0]
+
+    def _exchanged(self, x: Any, come: list[int], go: list[int], axes: Sequence[str]) -> Any:
+        group = self._group(axes)
+        return self._sent(x, lambda w: self._ops().all_to_all_single(w, come, go, group))
+
+    def _sent(self, x: Any, send: Any) -> Any:
+        """Not every library sends truth values: they travel as bytes."""
+        import torch
+
+        wire = x.contiguous()
+        if x.dtype == torch.bool:
+            return self._waited(send(wire.view(torch.uint8))).view(torch.bool)
+        return self._waited(send(wire))
+
+    @staticmethod
+    def _ops() -> Any:
+        import torch
+
+        return torch.ops._c10d_functional
+
+    @staticmethod
+    def _waited(x: Any) -> Any:
+        import torch
+
+        return torch.ops._c10d_functional.wait_tensor(x)
+
+
+def axis_groups(mesh: Mesh, needed: Iterable[tuple[str, ...]], device: str) -> AxisGroups:
+    """The groups of these sets of axes, over all ranks of ``torch.distributed``; every rank calls it alike. PaseError
+    where there are not as many ranks as the plan has devices."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not dist.is_initialized():
+        raise PaseError(
+            "no process group: start the program by torchrun, and call torch.distributed.init_process_group() first"
+        )
+    if dist.get_world_size() != mesh.devices:
+        raise PaseError(
+            f"the plan is for {mesh.devices} devices and there are {dist.get_world_size()} ranks: start as many "
+            f"(torchrun --nproc-per-node), or compile for devices={dist.get_world_size()}"
+        )
+    ranks = torch.arange(mesh.devices).reshape(mesh.sizes)
+    devices = DeviceMesh(device, ranks, mesh_dim_names=mesh.names)
+    place = tuple(int(i) for i in devices.get_coordinate() or ())
+    groups = AxisGroups(mesh=mesh, devices=devices, place=place)
+    for axes in sorted({groups.wide(a) for a in needed} - {()}):
+        part = devices if axes == mesh.names else devices[axes]
+        whole = part if len(axes) == 1 else part._flatten("_".join(("pase", *axes)))
+        groups.names[axes] = whole.get_group().group_name
+    return groups

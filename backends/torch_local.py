@@ -1,0 +1,207 @@
+"""A local program run by PyTorch: the exported graph walked once more, each op on one rank's part of its operands.
+
+Between ops, each edge of the program is one ``autograd.Function``: forward it makes the plan's moves, backward those that
+the plan has for the gradient. All else is plain differentiation of the local computation, op by op (``torch_ops``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from pase.backends.torch_constants import Constants, NodeIndex
+from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_moves import moved, there_and_back
+from pase.backends.torch_ops import NodeOps, OpPair
+from pase.backends.torch_values import NotLowered, RankValue, led, steps_from
+from pase.errors import PaseError
+from pase.frontends.from_torch import TracedTorch
+from pase.frontends.torch_export import NO_GRADIENT
+from pase.frontends.torch_lower import TorchScope, place_of, source_of
+from pase.frontends.values import Value
+from pase.ir.blocks import Block
+from pase.local.types import LocalOperand, LocalProgram
+
+__all__ = ["Body", "RankWalk"]
+
+
+@dataclass
+class Body:
+    """What a walk has made so far. values: by tensor; sent: what transfers brought, by number, in this rematerialised
+    region or outside of all; constants: what no data decides."""
+
+    constants: Constants
+    values: dict[str, RankValue] = field(default_factory=dict)
+    sent: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWalk:
+    """Walks over the graph, on one rank. blocks: of nodes, that backward computes again."""
+
+    program: LocalProgram
+    traced: TracedTorch
+    groups: AxisGroups
+    blocks: tuple[Block, ...] = ()
+
+    @cached_property
+    def index(self) -> NodeIndex:
+        return NodeIndex(scope=self.traced.scope, data=frozenset(self.program.maker))
+
+    @cached_property
+    def _pairs(self) -> Mapping[str, list[OpPair]]:
+        """Place -> its ops that depend on data, in the order in which they were traced."""
+        found: dict[str, list[OpPair]] = {}
+        maker = self.program.maker
+        for node in self.traced.graph.nodes:
+            for op in node.ops:
+                local = next((maker[w.tensor] for w in op.writes if w.tensor in maker), None)
+                if local is not None and op.reads:
+                    found.setdefault(op.eqn.path, []).append(OpPair(op, local))
+        return found
+
+    def body(self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Any], device: Any, seed: int) -> Body:
+        """What a walk begins with. leaves: parameters and inputs by tensor; buffers: those that no data decides, by
+        placeholder; seed: of what is drawn, the same on all ranks."""
+
+        def seed_at(path: str) -> int:
+            return seed * 1_000_003 + zlib.crc32(path.encode())
+
+        constants = Constants(index=self.index, buffers=buffers, device=device, seed_at=seed_at)
+        return Body(constants=constants, values=dict(leaves))
+
+    def run(self, body: Body) -> None:
+        """All nodes; what they make is in ``body.values``."""
+        scope, i = self.traced.scope, 0
+        while i < len(scope.nodes):
+            block = next((b for b in self.blocks if b.start == i and not b.prefix), None)
+            if block is None:
+                self._node(scope, i, "", body)
+                i += 1
+                continue
+            self._again(block, body)
+            i = block.stop
+
+    def _again(self, block: Block, body: Body) -> None:
+        """A block of nodes, rematerialised: what it makes for others leaves it, all else is made again."""
+        from torch.utils.checkpoint import checkpoint
+
+        made: list[RankValue] = []
+
+        def inside() -> tuple[Any, ...]:
+            mine = Body(constants=body.constants, values=dict(body.values))
+            for j in range(block.start, block.stop):
+                self._node(self.traced.scope, j, "", mine)
+            made[:] = [v for k, v in mine.values.items() if k not in body.values and k in self._leaves(block)]
+            return tuple(v.array for v in made)
+
+        arrays = checkpoint(inside, use_reentrant=False, preserve_rng_state=False)
+        body.values.update({v.tensor: replace(v, array=x) for v, x in zip(made, arrays, strict=True)})
+
+    def _leaves(self, block: Block) -> frozenset[str]:
+        """Tensors that ops outside of a block read of those made in it."""
+        known = self._read_outside
+        if block not in known:
+            inside = {w.tensor for path, pairs in self._pairs.items() if _in(block, path) for p in pairs for w in p.op.writes}
+            readers = (op for op in self.program.ops if not block.holds(op.op.eqn))
+            read = {self.program.original(o.tensor) for op in readers if op.op.kind != "copy" for o in op.operands}
+            known[block] = frozenset(inside & read)
+        return known[block]
+
+    @cached_property
+    def _read_outside(self) -> dict[Block, frozenset[str]]:
+        return {}
+
+    def _node(self, scope: TorchScope, i: int, prefix: str, body: Body) -> None:
+        import torch
+
+        n, path = scope.nodes[i], f"{prefix}{i}"
+        if n.op != "call_function" or n.target is operator.getitem:
+            return
+        if path in scope.inner:
+            inner = scope.inner[path]
+            for j in range(len(inner.nodes)):
+                self._node(inner, j, f"{path}.", body)
+            return
+        pairs = self._pairs.get(path)
+        if not pairs:
+            return  # a view that its readers make, or what no data decides
+        unwatched = NO_GRADIENT in (n.meta.get("custom") or {})
+        with torch.no_grad() if unwatched else contextlib.nullcontext():
+            try:
+                NodeOps(walk=self, node=n, path=path, body=body).run(pairs)
+            except NotLowered as e:
+                raise NotLowered(
+                    f"{place_of(n, self.program.name, source_of(n).place)} cannot be run on parts: {e}. Compile with "
+                    f"another mesh or strategy"
+                ) from e
+
+    # Values on their way.
+
+    def read(self, o: LocalOperand, body: Body) -> RankValue:
+        """What an op reads, as it reads it."""
+        value = body.values[self.program.original(o.tensor)]
+        if o.transfer is not None:
+            array = self._transferred(value, o.transfer, body)
+            return RankValue(array=array, tensor=value.tensor, shape=value.shape, layout=o.layout)
+        if value.layout != o.layout:
+            raise PaseError(
+                f"'{o.tensor}' is made as {value.layout} and read as {o.layout} within one node: this is a defect of "
+                f"pase.local"
+            )
+        if not o.summed:
+            return value
+        array = there_and_back(
+            value.array, value.shadow, lambda x: x, lambda g: self.groups.all_reduce(g, o.summed)
+        )
+        return replace(value, array=array, shadow=None)
+
+    def _transferred(self, value: RankValue, number: int, body: Body) -> Any:
+        """By a transfer, once in each body; out of a copy, which is made in the same body, where the op reads one."""
+        if number in body.sent:
+            return body.sent[number]
+        t = self.program.transfers[number]
+        if t.tensor in self.program.originals:
+            (copy,) = self.program.maker[t.tensor].operands
+            assert copy.transfer is not None
+            value = replace(value, array=self._transferred(value, copy.transfer, body), shadow=None)
+        shape = self.program.result(t.tensor).shape
+
+        def there(x: Any) -> Any:
+            return moved(x, t.forward, shape, t.combine, self.groups)
+
+        def back(g: Any) -> Any:
+            return moved(g, t.backward or (), shape, "sum", self.groups)
+
+        body.sent[number] = there_and_back(
+            value.array, value.shadow, there, None if t.backward is None else back
+        )
+        return body.sent[number]
+
+    def output(self, value: Value, body: Body) -> Any:
+        """What the model returns, as the plan has it."""
+        for made, steps in steps_from(value):
+            op = self.program.outputs.get(made.tensor.name) if made.tensor is not None else None
+            if op is not None:
+                got = self.read(op.operands[0], body)
+                return led(got.array, got.layout, steps, self.program.mesh)
+        raise PaseError(f"'{self.program.name}' returns what its plan does not lay out")
+
+    def next_value(self, leaf: str, value: Value, body: Body) -> Any:
+        """The next value of a buffer that the step writes, laid out as the buffer is."""
+        takers = self.program.takers.get(self.program.maker[leaf].op.eqn, ())
+        wanted = {self.program.original(op.operands[0].tensor): op.operands[0] for op in takers}
+        for made, steps in steps_from(value):
+            if made.tensor is not None and made.tensor.name in wanted:
+                got = self.read(wanted[made.tensor.name], body)
+                return led(got.array, got.layout, steps, self.program.mesh).detach()
+        raise PaseError(f"the next value of a buffer of '{self.program.name}' is not laid out by its plan")
+
+
+def _in(block: Block, path: str) -> bool:
+    return block.start <= int(path.partition(".")[0]) < block.stop if path.partition(".")[0].isdecimal() else False

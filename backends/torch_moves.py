@@ -1,0 +1,155 @@
+"""The moves of a local program on local tensors of PyTorch: views and collectives, and one ``autograd.Function`` an
+edge, whose way there and way back are both the plan's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from typing import Any
+
+from pase.backends.torch_groups import AxisGroups
+from pase.errors import PaseError
+from pase.local.parts import WireView, digits, pairs, view
+from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
+
+__all__ = ["moved", "part", "places_of", "positions", "summed", "there_and_back"]
+
+Way = Callable[[Any], Any]
+
+
+@cache
+def _functions() -> tuple[Any, Any]:
+    """The two classes of an edge: PyTorch is imported when they are first wanted."""
+    import torch
+
+    class Edge(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, there: Way, back: Way) -> Any:
+            ctx.back = back
+            made = there(x)
+            return made.view_as(made) if made is x else made
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            return ctx.back(g), None, None
+
+    class Beside(torch.autograd.Function):
+        """The gradient goes to another tensor than the value's."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any, shadow: Any, there: Way, back: Way) -> Any:
+            ctx.back = back
+            made = there(x)
+            return made.view_as(made) if made is x else made
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            return None, ctx.back(g), None, None
+
+    return Edge, Beside
+
+
+def there_and_back(value: Any, shadow: Any, there: Way, back: Way | None) -> Any:
+    """``there(value)``, whose gradient is ``back`` of its own and goes to ``shadow``, if there is one, else to value.
+
+    shadow: of the layout that the gradient arrives in, where that is not the value's. back: None: no gradient passes.
+    """
+    if back is None or not (value.is_floating_point() or value.is_complex()):
+        return there(value.detach())
+    edge, beside = _functions()
+    if shadow is None:
+        return edge.apply(value, there, back)
+    return beside.apply(value.detach(), shadow, there, back)
+
+
+def moved(x: Any, moves: Sequence[LocalMove], shape: Extents, combine: Combine, groups: AxisGroups) -> Any:
+    """The value led through moves; shape: of the whole tensor."""
+    return reduce(lambda now, move: _step(now, move, shape, combine, groups), moves, x)
+
+
+def _step(x: Any, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Any:
+    mesh, axes = groups.mesh, groups.wide(move.axes)
+    match move.kind:
+        case "all_reduce":
+            return groups.all_reduce(x, axes, combine)
+        case "permute":
+            return groups.permute(x, axes, pairs(move, shape, mesh))
+        case "own":
+            return x if groups.first(axes) else x.new_zeros(x.shape)
+        case "slice":
+            return _sliced(x, view(move, shape, mesh), axes, groups)
+        case "reduce_scatter":
+            if combine != "sum":
+                raise PaseError(f"a {combine} over {', '.join(axes)} has no reduce-scatter")
+            v = view(move, shape, mesh)
+            return groups.reduce_scatter(_to_front(x, v), axes).reshape(v.shape)
+        case "all_gather":
+            v = view(move, shape, mesh)
+            return _from_front(groups.all_gather(x.reshape(v.seen), axes), v)
+        case "all_to_all":
+            v = view(move, shape, mesh)
+            return _from_front(groups.all_to_all(_to_front(x, v), axes), v)
+
+
+def _sliced(x: Any, v: WireView, axes: Sequence[str], groups: AxisGroups) -> Any:
+    x = x.reshape(v.seen)
+    for axis, at in zip(axes, v.leaving, strict=True):
+        x = x.narrow(at, groups.index(axis), 1)
+    return x.reshape(v.shape)
+
+
+def _to_front(x: Any, v: WireView) -> Any:
+    """The digits that leave as the first dim, the rest as they are."""
+    rest = [i for i in range(len(v.seen)) if i not in v.leaving]
+    x = x.reshape(v.seen).permute(*v.leaving, *rest)
+    return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
+
+
+def _from_front(x: Any, v: WireView) -> Any:
+    """The first dim as the digits that arrive, each in its place."""
+    assert v.arriving is not None
+    return x.reshape(*v.ways, *x.shape[1:]).permute(v.arriving).reshape(v.shape)
+
+
+def summed(x: Any, axes: tuple[str, ...], groups: AxisGroups) -> Any:
+    """All-reduced, where its own node reads it; the gradient is that of every summand."""
+    if not x.is_floating_point():
+        return groups.all_reduce(x, axes)
+    return there_and_back(x, None, lambda y: groups.all_reduce(y, axes), lambda g: g)
+
+
+def part(x: Any, shape: Extents, layout: Layout, groups: AxisGroups) -> Any:
+    """This rank's part of what all ranks hold whole; dims of one element that the whole tensor has longer are kept."""
+    mesh = groups.mesh
+    states = tuple(s if isinstance(s, tuple) and x.shape[s[0]] != 1 else None for s in layout)
+    axes = tuple(name for name, s in zip(mesh.names, states, strict=True) if s is not None)
+    full = tuple(x.shape)
+    if not axes or local_shape(full, states, mesh) == full:
+        return x
+    if any(full[s[0]] != shape[s[0]] for s in states if s is not None):
+        raise PaseError(f"a tensor of {list(full)} is no whole of {list(shape)}")
+    move = LocalMove(kind="slice", axes=axes, before=(None,) * len(states), after=states)
+    return moved(x, [move], full, "sum", groups)
+
+
+def places_of(ids: Any, dim: int, shape: Extents, layout: Layout, groups: AxisGroups) -> tuple[Any, Any]:
+    """Of indices into a whole tensor dim: (the indices into this rank's part of it, whether they lie in it)."""
+    here, mine, stride = ids.new_zeros(ids.shape), (ids >= 0) & (ids < shape[dim]), 1
+    for d in reversed([d for d in digits(shape, layout, layout, groups.mesh) if d.dim == dim]):
+        index = ids.div(d.stride, rounding_mode="floor") % d.size
+        if d.before is None:
+            here, stride = here + index * stride, stride * d.size
+        else:
+            mine = mine & (index == groups.place[d.before])
+    return here, mine
+
+
+def positions(dim: int, shape: Extents, layout: Layout, groups: AxisGroups, device: Any) -> Any:
+    """Which elements of a whole tensor dim this rank has: int64 [elements here]."""
+    import torch
+
+    every = torch.arange(shape[dim], device=device)
+    lead = (None,) * len(layout)
+    along = tuple((0, s[1]) if isinstance(s, tuple) and s[0] == dim else n for s, n in zip(layout, lead, strict=True))
+    return part(every, (shape[dim],), along, groups)

@@ -1,0 +1,169 @@
+"""Loop nests run by PyTorch on one rank's parts: one op of the traced graph after the other, by its function and its
+access maps. So run ops that PyTorch has as one (a norm, a loss, a linear layer) where something is summed or moved
+between their parts; where nothing is, PyTorch's own op runs (``torch_rules``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_moves import places_of
+from pase.backends.torch_values import NotLowered
+from pase.ir import Op
+from pase.ir.sizes import is_one
+from pase.local.types import Extents, LocalOp
+
+__all__ = ["numbers_missing", "run_nest"]
+
+_MISSING = {"select": 3}
+"""Function -> its operands, where these are not two."""
+
+
+@cache
+def _functions() -> dict[str, Callable[..., Any]]:
+    """Function -> what computes it; all of its operands are given."""
+    import torch
+
+    return {
+        **{n: getattr(torch, n) for n in ("add", "sub", "mul", "div", "ne", "eq", "gt", "lt", "ge", "le")},
+        **{n: getattr(torch, n) for n in ("neg", "exp", "log", "sqrt", "rsqrt", "square", "reciprocal", "abs")},
+        **{n: getattr(torch, n) for n in ("sin", "cos", "tanh", "erf", "erfc", "sigmoid", "log1p")},
+        "max": torch.maximum,
+        "min": torch.minimum,
+        "select": lambda c, a, b: torch.where(c != 0, a, b),
+        "stop_gradient": torch.Tensor.detach,
+        "cast": lambda x: x,
+        "copy": lambda x: x,
+    }
+
+
+_BINARY = frozenset({"add", "sub", "mul", "div", "ne", "eq", "gt", "lt", "ge", "le", "max", "min"})
+
+
+def numbers_missing(op: Op) -> int:
+    """How many of an op's operands are numbers, which the traced graph does not hold."""
+    if op.kind != "elementwise":
+        return 0
+    wanted = _MISSING.get(op.function.name, 2 if op.function.name in _BINARY else 1)
+    return max(0, wanted - len(op.reads))
+
+
+def run_nest(
+    op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, numbers: Iterator[float], groups: AxisGroups
+) -> Any:
+    """The op's result on this rank. op: as it was traced; local: how it is split; shape: of the result here; numbers:
+    its operands that are numbers."""
+    match op.kind:
+        case "elementwise":
+            return _elementwise(op, local, ins, numbers)
+        case "reduce":
+            return _reduce(op, ins[0])
+        case "matmul":
+            return _product(op, ins, shape)
+        case "view" if op.name in ("reshape", "transpose", "broadcast"):
+            return _view(op, ins[0], shape)
+        case "gather":
+            return _picked(op, local, ins, groups)
+    raise NotLowered(f"'{op.name}' in it is not run apart from the rest")
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _elementwise(op: Op, local: LocalOp, ins: Sequence[Any], numbers: Iterator[float]) -> Any:
+    name = op.function.name
+    if name not in _functions():
+        raise NotLowered(f"'{name}' in it is not run apart from the rest")
+    given = list(ins)
+    for _ in range(numbers_missing(op)):
+        number = next(numbers, None)
+        if number is None:
+            raise NotLowered(f"a number that '{name}' in it takes is not known")
+        given.append(given[0].new_full((), number) if given[0].is_floating_point() or name == "ne" else number)
+    return _functions()[name](*given)
+
+
+def _reduce(op: Op, x: Any) -> Any:
+    """Over the dims that the result does not walk; what is partial then, the caller sums."""
+    axes = tuple(i for i, w in enumerate(op.reads[0].map.walks) if w.dims and not set(w.dims) & set(op.writes[0].map.dims))
+    keep = len(op.writes[0].map.walks) == len(op.reads[0].map.walks)
+    match op.function.name:
+        case "reduce_sum":
+            made = x.sum(axes, keepdim=True) if axes else x
+        case "reduce_max":
+            made = x.amax(axes, keepdim=True) if axes else x
+        case "reduce_min":
+            made = x.amin(axes, keepdim=True) if axes else x
+        case other:
+            raise NotLowered(f"'{other}' in it is not run apart from the rest")
+    return made if keep else made.reshape(_kept(op, made))
+
+
+def _kept(op: Op, x: Any) -> list[int]:
+    """The sizes of a reduction's result, whose dims of one are left out in order."""
+    walked = [w.dims for w in op.reads[0].map.walks]
+    out = []
+    at = 0
+    for w in op.writes[0].map.walks:
+        if w.dims:
+            at = walked.index(w.dims, at)
+            out.append(x.shape[at])
+            at += 1
+        else:
+            out.append(1)
+    return out
+
+
+def _product(op: Op, ins: Sequence[Any], shape: Extents) -> Any:
+    """By its maps, as an einsum; dims of one element have no letter."""
+    import torch
+
+    letters: dict[str, int] = {}
+
+    def term(x: Any, walks: Any) -> tuple[Any, list[int]]:
+        kept = [i for i, w in enumerate(walks) if w.dims]
+        names = [letters.setdefault(d, len(letters)) for i in kept for d in walks[i].dims]
+        return x.reshape([x.shape[i] for i in kept]), names
+
+    terms = [t for x, a in zip(ins, op.reads, strict=True) for t in term(x, a.map.walks)]
+    out = [letters[d] for w in op.writes[0].map.walks for d in w.dims]
+    return torch.einsum(*terms, out).reshape(shape)
+
+
+def _view(op: Op, x: Any, shape: Extents) -> Any:
+    read, written = op.reads[0].map.walks, op.writes[0].map.walks
+    if op.name == "transpose":
+        left = list(range(len(read)))
+        order = []
+        for w in written:
+            at = next(i for i in left if read[i] == w)
+            left.remove(at)
+            order.append(at)
+        return x.permute(order)
+    if op.name == "broadcast":
+        at = {w.dims: i for i, w in enumerate(read) if w.dims}
+        seen = [x.shape[at[w.dims]] if w.dims in at else 1 for w in written]
+        return x.reshape(seen).expand(shape)
+    return x.reshape(shape)
+
+
+def _picked(op: Op, local: LocalOp, ins: Sequence[Any], groups: AxisGroups) -> Any:
+    """x[..., label], or rows of a table: zero where another rank has it."""
+    import torch
+
+    x, ids = ins
+    (xs, of_ids), (written,) = [r.map.walks for r in op.reads], [w.map.walks for w in op.writes]
+    dim = next((i for i, w in enumerate(xs) if w.dims and not set(w.dims) & {d for v in written for d in v.dims}), None)
+    if dim is None or not is_one(ids.shape[-1]):
+        raise NotLowered("a lookup in it is not run apart from the rest")
+    operand = local.operands[0]
+    here, mine = places_of(ids[..., 0], dim, operand.shape, operand.layout, groups)
+    if len(xs) == len(of_ids):  # one element at each place of the other dims
+        found = torch.gather(x, dim, here.unsqueeze(dim)).squeeze(dim)
+        return torch.where(mine, found, found.new_zeros(()))
+    raise NotLowered("a lookup in it is not run apart from the rest")

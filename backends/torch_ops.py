@@ -1,0 +1,414 @@
+"""One node of an exported graph, which the frontend took to be one op or several, on one rank.
+
+An op that is several (a norm, a loss, a linear layer with its bias) runs as PyTorch has it (``torch_rules``) where
+nothing is moved or summed between its parts, and else part by part (``torch_nests``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pase.backends.torch_moves import part, summed
+from pase.backends.torch_nests import run_nest
+from pase.backends.torch_rules import Laid, RankCall, evaluate, numbers_of
+from pase.backends.torch_values import (
+    NotLowered,
+    RankValue,
+    Reordered,
+    Reshaped,
+    Steps,
+    inverse,
+    laid_through,
+    led,
+    steps_from,
+)
+from pase.frontends.torch_values import arguments
+from pase.frontends.values import Value
+from pase.ir import Op
+from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
+
+if TYPE_CHECKING:
+    from pase.backends.torch_local import Body, RankWalk
+
+__all__ = ["NodeOps", "OpPair"]
+
+
+class OpPair(NamedTuple):
+    """An op as it was traced, and as the program splits it."""
+
+    op: Op
+    local: LocalOp
+
+    @property
+    def is_view(self) -> bool:
+        """Is it the same elements in another shape or order?"""
+        return self.op.kind == "view" and self.op.name in ("reshape", "transpose")
+
+    @property
+    def as_steps(self) -> Steps:
+        """Of a view: what it does."""
+        read, written = self.op.reads[0].map.walks, self.op.writes[0].map.walks
+        if self.op.name == "reshape":
+            return (Reshaped(self.local.operands[0].shape, self.local.results[0].shape),)
+        left, order = list(range(len(read))), []
+        for w in written:
+            order.append(next(i for i in left if read[i] == w))
+            left.remove(order[-1])
+        return (Reordered(tuple(order)),)
+
+
+Anchor = tuple[str, Steps]
+"""A tensor that the work makes, and the views from it to a result of the node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOps:
+    """A node of the graph, at its place, and what the walk has made before it."""
+
+    walk: RankWalk
+    node: Any
+    path: str
+    body: Body
+
+    def run(self, pairs: Sequence[OpPair]) -> None:
+        """Its results are in the body then."""
+        before, work, after = _partitioned(pairs)
+        for pair in before:
+            self._nest(pair, iter(()))
+        if all(pair.op.kind == "view" and pair.op.name == "broadcast" for pair in work):
+            for pair in work:
+                self._nest(pair, iter(()))
+        elif self._closed(work):
+            self._at_once(work, before, self._anchors(work), {})
+        elif work and work[0].op.kind == "conv":  # and what is added to it by itself
+            first = work[0].op.writes[0].tensor
+            self._at_once(work[:1], before, [(first, ())], {"bias": None})
+            for pair in work[1:]:
+                self._nest(pair, iter(()))
+        else:
+            numbers = self._numbers
+            for pair in work:
+                self._nest(pair, numbers)
+        for pair in after:
+            self._nest(pair, iter(()))
+
+    # The op as PyTorch has it.
+
+    def _anchors(self, work: Sequence[OpPair]) -> list[Anchor | None]:
+        """Of each result of the node, what of the work it is a view of."""
+        found = self.walk.index.values[self.node]
+        made = _made(work)
+        out: list[Anchor | None] = []
+        for v in found if isinstance(found, list) else [found]:
+            chain = () if v is None else steps_from(v)
+            named = ((m.tensor.name, steps) for m, steps in chain if m.tensor is not None)
+            out.append(next((a for a in named if a[0] in made), None))
+        return out
+
+    def _closed(self, work: Sequence[OpPair]) -> bool:
+        """Does nothing move, and is nothing summed, between these ops, and is each operand read in one way?"""
+        program, own = self.walk.program, _made(work)
+        ways: dict[str, set[object]] = {}
+        for pair in work:
+            for o in pair.local.operands:
+                name = program.original(o.tensor)
+                if name not in own:
+                    ways.setdefault(name, set()).add(None if o.constant else self._way(o))
+                elif o.transfer is not None or o.summed:
+                    return False
+        partial = any(r.summed or "partial" in r.layout for pair in work for r in pair.local.results)
+        return bool(work) and all(len(w) == 1 for w in ways.values()) and (len(work) == 1 or not partial)
+
+    def _way(self, o: LocalOperand) -> object:
+        """Equal for operands that one arrival serves."""
+        if o.transfer is None:
+            return o.layout, o.summed
+        t = self.walk.program.transfers[o.transfer]
+        moves = t.forward or t.backward or t.tensor in self.walk.program.originals
+        return o.transfer if moves else (o.layout, t.backward is None)
+
+    def _at_once(
+        self,
+        work: Sequence[OpPair],
+        before: Sequence[OpPair],
+        anchors: Sequence[Anchor | None],
+        fixed: Mapping[str, Any],
+    ) -> None:
+        reads = _Reads.of(self, work, before)
+        arrays = self._computed(work, reads, anchors, fixed, gradient=False)
+        shadows = self._computed(work, reads, anchors, fixed, gradient=True) if reads.shadowed else {}
+        for pair in work:
+            for r in pair.local.results:
+                if r.tensor in arrays:
+                    x = self._settled(pair.local, r, arrays[r.tensor])
+                    self._keep(r, x, shadows.get(r.tensor))
+
+    def _computed(
+        self,
+        work: Sequence[OpPair],
+        reads: _Reads,
+        anchors: Sequence[Anchor | None],
+        fixed: Mapping[str, Any],
+        *,
+        gradient: bool,
+    ) -> dict[str, Any]:
+        """Tensor -> what the op makes of it; gradient: on what the operands' gradients go to."""
+        mesh = self.walk.program.mesh
+        results = {r.tensor: r for pair in work for r in pair.local.results}
+        outs: list[Laid | None] = []
+        for a in anchors:
+            if a is None:
+                outs.append(None)
+                continue
+            r = results[a[0]]
+            layout = laid_through(r.gradient if gradient else r.layout, a[1], mesh)
+            outs.append((_shape_through(r.shape, a[1]), layout))
+        given, laid = reads.given(outs, gradient)
+        call = RankCall(
+            target=self.node.target,
+            ops=[pair.local for pair in work],
+            given={**given, **fixed},
+            laid=laid,
+            outs=outs,
+            groups=self.walk.groups,
+            seed=self.body.constants.seed_at(self.path),
+            dtype=_first(self.node.meta["val"]).dtype,
+        )
+        try:
+            made = evaluate(self._name, call)
+        except (RuntimeError, TypeError, ValueError, IndexError) as e:
+            raise NotLowered(f"PyTorch refuses it on parts: {' '.join(str(e).split())[:300]}") from e
+        out: dict[str, Any] = {}
+        for x, a, where in zip(made, anchors, outs, strict=False):
+            if a is not None and where is not None and a[0] not in out:
+                out[a[0]] = self._checked(
+                    led(x, where[1], inverse(a[1]), mesh), results[a[0]], gradient
+                )
+        return out
+
+    def _checked(self, x: Any, r: LocalResult, gradient: bool) -> Any:
+        want = local_shape(r.shape, r.gradient if gradient else r.layout, self.walk.program.mesh)
+        if tuple(x.shape) != want:
+            raise NotLowered(f"on parts it makes {list(x.shape)} where the plan has {list(want)}")
+        return x
+
+    def _settled(self, local: LocalOp, r: LocalResult, x: Any) -> Any:
+        """Summed at once, where its own node reads it."""
+        partial = r.summed or "partial" in r.layout
+        if partial and (local.combine == "other" or (local.combine != "sum" and local.op.kind != "reduce")):
+            raise NotLowered("partial results of it are joined by no collective")
+        if not r.summed or local.combine != "sum":
+            return x  # the edge sums it; a maximum's own rule has joined it
+        return summed(x, r.summed, self.walk.groups)
+
+    def _keep(self, r: LocalResult, x: Any, shadow: Any) -> None:
+        self.body.values[r.tensor] = RankValue(
+            array=x, tensor=r.tensor, shape=r.shape, layout=r.layout, shadow=shadow, gradient=r.gradient
+        )
+
+    # The op part by part.
+
+    @property
+    def _name(self) -> str:
+        return str(self.node.target._schema.name).removeprefix("aten::")
+
+    @cached_property
+    def _arguments(self) -> dict[str, Any]:
+        return arguments(self.node.target, self.node.args, self.node.kwargs)
+
+    @property
+    def _numbers(self) -> Iterator[float]:
+        given = {k: v.meta["val"] if _is_node(v) else v for k, v in self._arguments.items()}
+        shapes = {k: tuple(v.meta["val"].shape) for k, v in self._arguments.items() if _is_node(v)}
+        return numbers_of(self._name, given, shapes)
+
+    def _nest(self, pair: OpPair, numbers: Iterator[float]) -> None:
+        """One of its ops."""
+        op, local = pair
+        if any(o.halo for o in local.operands) or len(local.results) != 1:
+            raise NotLowered(f"'{op.name}' in it is not run apart from the rest")
+        (r,) = local.results
+        ins = [
+            self._constant(o) if o.constant else self.walk.read(o, self.body)
+            for o in local.operands
+        ]
+        known = tuple(numbers) if any(v.shadow is not None for v in ins) else None
+
+        def computed(arrays: Sequence[Any], layout: Layout) -> Any:
+            shape = local_shape(r.shape, layout, self.walk.program.mesh)
+            source = numbers if known is None else iter(known)
+            x = run_nest(op, local, arrays, shape, source, self.walk.groups)
+            dtype = _dtype(self.walk.traced.graph.tensors[r.tensor].dtype)
+            return x if x.dtype == dtype else x.to(dtype)
+
+        x = self._checked(computed([v.array for v in ins], r.layout), r, False)
+        shadow = None
+        if known is not None:
+            shadow = computed([v.array if v.shadow is None else v.shadow for v in ins], r.gradient)
+        if local.combine != "sum" and (r.summed or "partial" in r.layout):
+            x = x.detach()  # only what no gradient passes is run so: a softmax's maximum
+            x = self.walk.groups.all_reduce(x, r.summed, local.combine) if r.summed else x
+        self._keep(r, self._settled(local, r, x), shadow)
+
+    def _constant(self, o: LocalOperand) -> RankValue:
+        """An operand that no data decides, by the name that one of the node's operands has, or by its elements."""
+        constants, mesh = self.body.constants, self.walk.program.mesh
+        every = [m for m in self.node.all_input_nodes if not self.walk.index.decided(m)]
+        whole = None
+        for m in every:
+            value = self.walk.index.values.get(m)
+            for made, steps in steps_from(value) if isinstance(value, Value) else ():
+                if made.tensor is not None and made.tensor.name == o.tensor:
+                    whole = led(constants.of(m), (None,) * len(mesh.names), inverse(steps), mesh)
+        if whole is None:
+            alike = [x for m in every if (x := constants.of(m)).numel() == _elements(o.shape)]
+            if len(alike) != 1:
+                raise NotLowered("a constant that it reads is not found again")
+            whole = alike[0].reshape(o.shape)
+        x = part(whole, o.shape, o.layout, self.walk.groups)
+        return RankValue(array=x, tensor=o.tensor, shape=o.shape, layout=o.layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reads:
+    """What the work of a node reads. values: by tensor; roots: of a tensor that a view before it made, what that is a
+    view of, and how; constants: operands that no data decides."""
+
+    of_node: NodeOps
+    values: dict[str, RankValue]
+    roots: dict[str, Anchor]
+    constants: list[LocalOperand]
+    pointwise: bool
+
+    @classmethod
+    def of(cls, ops: NodeOps, work: Sequence[OpPair], before: Sequence[OpPair]) -> _Reads:
+        program, own = ops.walk.program, _made(work)
+        roots: dict[str, Anchor] = {}
+        for pair in before:
+            read = pair.op.reads[0].tensor
+            root, steps = roots.get(read, (read, ()))
+            roots[pair.op.writes[0].tensor] = root, (*steps, *pair.as_steps)
+        values: dict[str, RankValue] = {}
+        constants = []
+        for pair in work:
+            for o in pair.local.operands:
+                name = program.original(o.tensor)
+                if o.constant:
+                    constants.append(o)
+                elif name not in own and name not in values:
+                    values[name] = ops.walk.read(o, ops.body)
+        kinds = {pair.op.kind for pair in work}
+        return cls(
+            of_node=ops, values=values, roots=roots, constants=constants, pointwise=kinds == {"elementwise"}
+        )
+
+    @property
+    def shadowed(self) -> bool:
+        return any(v.shadow is not None for v in self.values.values())
+
+    def given(self, outs: Sequence[Laid | None], gradient: bool) -> tuple[dict[str, Any], dict[str, Laid]]:
+        """The op's operands on this rank, and how those that are tensors are laid out."""
+        laid: dict[str, Laid] = {}
+
+        def operand(name: str, v: Any) -> Any:
+            if isinstance(v, (list, tuple)):
+                return [operand("", x) for x in v]
+            if not _is_node(v):
+                return v
+            x, laid[name] = self._one(v, outs, gradient)
+            return x
+
+        return {k: operand(k, v) for k, v in self.of_node._arguments.items()}, laid
+
+    def _one(self, m: Any, outs: Sequence[Laid | None], gradient: bool) -> tuple[Any, Laid]:
+        walk = self.of_node.walk
+        mesh, value = walk.program.mesh, walk.index.values.get(m)
+        if not isinstance(value, Value):
+            raise NotLowered(f"an operand of it is {type(value).__name__}")
+        for made, steps in steps_from(value):
+            name = made.tensor.name if made.tensor is not None else ""
+            for read, root in ((name, (name, ())), *self.roots.items()):
+                if root[0] == name and read in self.values:
+                    return self._led(self.values[read], (*inverse(root[1]), *steps), value, gradient)
+        if walk.index.decided(m):
+            return None, (value.shape, (None,) * len(mesh.names))  # of which only the shape counts
+        return self._constant(m, value, outs)
+
+    def _led(self, v: RankValue, steps: Steps, value: Value, gradient: bool) -> tuple[Any, Laid]:
+        mesh = self.of_node.walk.program.mesh
+        beside = gradient and v.shadow is not None
+        layout = v.gradient if beside else v.layout
+        x = led(v.shadow if beside else v.array, layout, steps, mesh)
+        return x, (value.shape, laid_through(layout, steps, mesh))
+
+    def _constant(self, m: Any, value: Value, outs: Sequence[Laid | None]) -> tuple[Any, Laid]:
+        """As an operand of its shape is read; beside a result made point by point, as that is laid out."""
+        walk = self.of_node.walk
+        x = self.of_node.body.constants.of(m)
+        nowhere: Layout = (None,) * len(walk.program.mesh.names)
+        read = next((o.layout for o in self.constants if o.shape == value.shape), None)
+        if read is None and self.pointwise and outs and outs[0] is not None:
+            shape, layout = outs[0]
+            lead = len(shape) - len(value.shape)
+            read = tuple(
+                (s[0] - lead, s[1])
+                if isinstance(s, tuple) and s[0] >= lead and value.shape[s[0] - lead] == shape[s[0]]
+                else None
+                for s in layout
+            )
+        if read is None:
+            return x, (value.shape, nowhere)
+        return part(x, value.shape, read, walk.groups), (value.shape, read)
+
+
+def _partitioned(pairs: Sequence[OpPair]) -> tuple[list[OpPair], list[OpPair], list[OpPair]]:
+    """Views of what comes in, the work, views of what it makes."""
+    own = _made(pairs)
+    before: list[OpPair] = []
+    for pair in pairs:
+        if not pair.is_view or {r.tensor for r in pair.op.reads} & own - _made(before):
+            break
+        before.append(pair)
+    rest = list(pairs[len(before) :])
+    after: list[OpPair] = []
+    for pair in reversed(rest):
+        readers = {r.tensor for p in rest if p is not pair and p not in after for r in p.op.reads}
+        if pair.is_view and not _made([pair]) & readers:
+            after.insert(0, pair)
+    return before, [p for p in rest if p not in after], after
+
+
+def _made(pairs: Sequence[OpPair]) -> set[str]:
+    return {w.tensor for pair in pairs for w in pair.op.writes}
+
+
+def _shape_through(shape: tuple[int, ...], steps: Steps) -> tuple[int, ...]:
+    for step in steps:
+        shape = step.new if isinstance(step, Reshaped) else tuple(shape[i] for i in step.order)
+    return shape
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n
+
+
+def _is_node(v: Any) -> bool:
+    import torch
+
+    return isinstance(v, torch.fx.Node)
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _first(x: Any) -> Any:
+    return x[0] if isinstance(x, (tuple, list)) else x

@@ -1,0 +1,415 @@
+"""One ATen op on one rank: what differs from the whole one.
+
+Most ops do on a part what they do on the whole. What depends on where the part lies has a rule here: lookups and
+scattered updates by index, slices, what is random, maxima over several ranks, attention by queries, groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_moves import part, places_of, positions
+from pase.backends.torch_values import NotLowered
+from pase.local.types import Extents, Layout, LocalOp, local_shape
+from pase.registry import Registry
+
+__all__ = ["Laid", "RankCall", "evaluate", "numbers_of", "seeded"]
+
+Laid = tuple[Extents, Layout]
+"""A whole shape, and how it is laid out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCall:
+    """A call of an op as one or several ops of the local program, of which none but the last is partial.
+
+    given: operands by the names of the op's schema, tensors as this rank has them; laid: how those are laid out. outs:
+    how the results are to be laid out, None where nothing reads one. seed: of what is drawn here. dtype: of
+    the first result.
+    """
+
+    target: Any
+    ops: Sequence[LocalOp]
+    given: Mapping[str, Any]
+    laid: Mapping[str, Laid]
+    outs: Sequence[Laid | None]
+    groups: AxisGroups
+    seed: int
+    dtype: Any
+
+    def run(self, **changes: Any) -> Any:
+        """The op as it is, with other operands."""
+        return self.target(**{**self.given, **changes})
+
+    def out(self, i: int = 0) -> Extents:
+        """The shape of a result on this rank."""
+        laid = self.outs[i]
+        if laid is None:
+            raise NotLowered(f"nothing says how its result {i} is split")
+        return local_shape(*laid, self.groups.mesh)
+
+    def split(self, name: str = "self") -> set[int]:
+        """Dims of an operand of which this rank has a part."""
+        whole = self.laid[name][0]
+        here = local_shape(*self.laid[name], self.groups.mesh)
+        return {d for d, (n, m) in enumerate(zip(here, whole, strict=True)) if n != m}
+
+    def places(self, name: str, dim: int, ids: Any) -> tuple[Any, Any]:
+        """Indices into a whole dim of an operand as those into this rank's part, and whether they lie in it."""
+        return places_of(ids, dim, *self.laid[name], self.groups)
+
+    def holders(self, name: str, dim: int) -> list[str]:
+        """The axes that split a dim of an operand."""
+        states = zip(self.groups.mesh.names, self.laid[name][1], strict=True)
+        return [axis for axis, s in states if isinstance(s, tuple) and s[0] == dim]
+
+
+Rule = Callable[[RankCall], Any]
+_RULES: Registry[Rule] = Registry("local rule for ATen op")
+"""Op -> how it runs on parts, where that is not as on the whole."""
+
+
+def evaluate(name: str, call: RankCall) -> list[Any]:
+    """The op's results on this rank; NotLowered where it cannot be run on parts."""
+    if any(o.halo for op in call.ops for o in op.operands):
+        raise NotLowered(
+            "a dim that its window moves along is split, and neighbours would have to exchange rows"
+        )
+    rule = _RULES.get(name)
+    made = call.run() if rule is None else rule(call)
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def _dim(call: RankCall, name: str = "dim", operand: str = "self") -> int:
+    return int(call.given[name]) % max(len(call.laid[operand][0]), 1)
+
+
+@_RULES.register("copy")
+def _copy(call: RankCall) -> Any:
+    """Of what is written over only the dtype counts."""
+    return call.given["src"].to(call.dtype)
+
+
+# Parts of a tensor. Dims that are split are kept whole, or all parts of them alike are.
+
+
+@_RULES.register("slice", "narrow", "select")
+def _slice(call: RankCall) -> Any:
+    x, dim = call.given["self"], _dim(call)
+    if dim not in call.split():
+        return call.run()
+    whole, here = call.laid["self"][0][dim], x.shape[dim]
+    if call.given.get("step", 1) != 1 or "index" in call.given or "length" in call.given:
+        raise NotLowered("it takes a part of a dim that is split")
+    start, stop, _ = slice(call.given["start"], call.given["end"]).indices(whole)
+    return x.narrow(dim, start * here // whole, (stop - start) * here // whole)
+
+
+@_RULES.register("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split")
+def _split(call: RankCall) -> Any:
+    x, dim = call.given["self"], _dim(call)
+    if dim not in call.split():
+        return call.run()
+    sizes = []
+    for laid in call.outs:
+        sizes.append(0 if laid is None else local_shape(*laid, call.groups.mesh)[dim])
+    if sum(sizes) != x.shape[dim]:
+        raise NotLowered("it cuts a dim that is split in unlike parts")
+    return x.split(sizes, dim)
+
+
+@_RULES.register("tril", "triu")
+def _triangle(call: RankCall) -> Any:
+    """By the positions in the last two dims."""
+    shape, layout = call.laid["self"]
+    x, rank, k = call.given["self"], len(shape), call.given.get("diagonal", 0)
+    rows, columns = (positions(d, shape, layout, call.groups, x.device) for d in (rank - 2, rank - 1))
+    ahead = columns[None, :] - rows[:, None]
+    keep = ahead <= k if "tril" in str(call.target) else ahead >= k
+    return x.where(keep, x.new_zeros(()))
+
+
+@_RULES.register("one_hot")
+def _one_hot(call: RankCall) -> Any:
+    laid = call.outs[0]
+    made = call.run()
+    return made if laid is None else _last(made, laid, call.groups)
+
+
+def _last(x: Any, laid: Laid, groups: AxisGroups) -> Any:
+    """The last dim, made whole, as it is laid out."""
+    shape, layout = laid
+    last = len(shape) - 1
+    along = tuple(s if isinstance(s, tuple) and s[0] == last else None for s in layout)
+    return part(x, (*x.shape[:-1], shape[-1]), along, groups)
+
+
+# Maxima over several ranks.
+
+
+@_RULES.register("amax", "amin")
+def _extreme(call: RankCall) -> Any:
+    """All elements that reach it share its gradient, as they do on one rank."""
+    import torch
+
+    x = call.given["self"]
+    axes = {d % x.dim() for d in call.given.get("dim") or range(x.dim())} if x.dim() else set()
+    if not call.split() & axes:
+        return call.run()
+    (result,) = call.ops[-1].results
+    over, combine, groups = result.summed, call.ops[-1].combine, call.groups
+    here = call.run()
+    if not over:  # the edge joins them; nothing says then which elements reach it
+        return here.detach()
+    top = groups.all_reduce(here.detach(), over, combine)
+    whole = top if call.given.get("keepdim") else _unsqueezed(top, sorted(axes))
+    reached = x.detach() == whole
+    shares = groups.all_reduce(reached.sum(sorted(axes), keepdim=True).to(x.dtype), over)
+    # Of this sum the value is the maximum, and the gradient reaches the elements that are it.
+    ours = torch.where(reached, x - x.detach(), x.new_zeros(())) / shares
+    return top + ours.sum(sorted(axes), keepdim=bool(call.given.get("keepdim")))
+
+
+def _unsqueezed(x: Any, axes: Sequence[int]) -> Any:
+    for a in axes:
+        x = x.unsqueeze(a)
+    return x
+
+
+# Lookups by index. Of a dim that is split each rank looks up what it has; elsewhere it takes zero, and rows are summed.
+
+
+@_RULES.register("embedding")
+def _embedding(call: RankCall) -> Any:
+    import torch
+
+    if 0 not in call.split("weight"):
+        return call.run()
+    ids, pad = call.given["indices"], call.given.get("padding_idx", -1)
+    here, mine = call.places("weight", 0, ids)
+    found = torch.nn.functional.embedding(here, call.given["weight"])
+    if pad >= 0:
+        found = torch.where((ids == pad)[..., None], found.detach(), found)
+    return torch.where(mine[..., None], found, found.new_zeros(()))
+
+
+@_RULES.register("index_select")
+def _index_select(call: RankCall) -> Any:
+    dim = _dim(call)
+    if dim not in call.split():
+        return call.run()
+    return _taken(call, dim, call.given["index"])
+
+
+def _taken(call: RankCall, dim: int, ids: Any) -> Any:
+    """x at these indices of a dim that is split: their shape stands in its place."""
+    import torch
+
+    x = call.given["self"]
+    here, mine = call.places("self", dim, _positive(ids, call.laid["self"][0][dim]))
+    found = x.index_select(dim, here.reshape(-1)).reshape(*x.shape[:dim], *ids.shape, *x.shape[dim + 1 :])
+    mask = mine.reshape(*ids.shape, *[1] * (x.dim() - dim - 1))
+    return torch.where(mask, found, found.new_zeros(()))
+
+
+def _positive(ids: Any, extent: int) -> Any:
+    return ids + extent * (ids < 0)
+
+
+@_RULES.register("index", "_unsafe_index")
+def _index(call: RankCall) -> Any:
+    given = call.given["indices"]
+    at = [i for i, v in enumerate(given) if v is not None]
+    if not set(at) & call.split():
+        return call.run()
+    if len(at) > 1:
+        raise NotLowered("it looks up several dims at once, of which one is split")
+    return _taken(call, at[0], given[at[0]])
+
+
+@_RULES.register("gather")
+def _gather(call: RankCall) -> Any:
+    import torch
+
+    dim = _dim(call)
+    if dim not in call.split():
+        return call.run()
+    here, mine = call.places("self", dim, call.given["index"])
+    found = call.given["self"].gather(dim, here)
+    return torch.where(mine, found, found.new_zeros(()))
+
+
+@_RULES.register("index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce")
+def _scatter(call: RankCall) -> Any:
+    """Where the updates are parts, what they are added to counts on the first rank alone."""
+    x = call.given["self"]
+    if "indices" in call.given:
+        at = {i for i, v in enumerate(call.given["indices"]) if v is not None}
+    else:
+        at = {_dim(call)}
+    if at & call.split():
+        raise NotLowered("it updates a dim that is split")
+    (result,) = call.ops[-1].results
+    names = call.groups.mesh.names
+    partial = [n for n, s in zip(names, result.layout, strict=True) if s == "partial"] or list(result.summed)
+    if partial and not call.groups.first(partial):
+        return call.run(self=x.new_zeros(x.shape) + 0.0 * x if x.requires_grad else x.new_zeros(x.shape))
+    return call.run()
+
+
+# Products, attention, convolutions, norms: sizes in their operands are those of parts.
+
+
+@_RULES.register("scaled_dot_product_attention")
+def _attention(call: RankCall) -> Any:
+    """A rank's batch, heads and queries; keys are whole."""
+    q, k, v = (call.given[n] for n in ("query", "key", "value"))
+    whole = call.laid["key"][0]
+    if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
+        raise NotLowered("parts of its keys or heads do not make attentions of their own")
+    changes: dict[str, Any] = {}
+    if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
+        changes["enable_gqa"] = True
+    shape, layout = call.laid["query"]
+    if call.given.get("is_causal") and q.shape[-2] != shape[-2]:
+        rows = positions(len(shape) - 2, shape, layout, call.groups, q.device)
+        columns = positions(len(whole) - 2, whole, (None,) * len(layout), call.groups, q.device)
+        changes |= {"is_causal": False, "attn_mask": columns[None, :] <= rows[:, None]}
+    if not call.given.get("dropout_p"):
+        return call.run(**changes)
+    where = sum(
+        call.groups.place[i] * 7919**i for i, s in enumerate(layout) if isinstance(s, tuple)
+    )  # parts differ, and ranks that hold the same part draw the same
+    with seeded(call.seed + where, q.device):
+        return call.run(**changes)
+
+
+@_RULES.register("conv1d", "conv2d", "conv3d", "convolution")
+def _convolution(call: RankCall) -> Any:
+    """Batch, channels and groups may be parts."""
+    if call.given.get("transposed") or call.given.get("groups", 1) == 1:
+        return call.run()
+    x, w = call.given["input"], call.given["weight"]
+    return call.run(groups=x.shape[-w.dim() + 1] // w.shape[1])
+
+
+@_RULES.register("group_norm", "native_group_norm")
+def _group_norm(call: RankCall) -> Any:
+    x, whole = call.given["input"], call.laid["input"][0]
+    name = "num_groups" if "num_groups" in call.given else "group"
+    changes = {name: call.given[name] * x.shape[1] // whole[1]}
+    if name == "group":
+        changes |= {"N": x.shape[0], "C": x.shape[1], "HxW": x[0, 0].numel()}
+    return call.run(**changes)
+
+
+# What is random: one seed for the whole, of which each rank takes its part.
+
+_DRAWING = threading.Lock()
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: Any) -> Iterator[None]:
+    """What is drawn here follows from the seed, on every rank and when it is drawn again; the program's own random
+    state is as before."""
+    import torch
+
+    devices = [device] if device.type == "cuda" else []
+    with _DRAWING, torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed % 2**63)
+        yield
+
+
+@_RULES.register("native_dropout", "dropout")
+def _dropout(call: RankCall) -> Any:
+    import torch
+
+    x = call.given["input"]
+    laid = call.outs[0] or call.laid["input"]
+    p = float(call.given["p"])
+    with seeded(call.seed, x.device):
+        keep = torch.rand(laid[0], device=x.device) >= p
+    keep = part(keep, *laid, call.groups)
+    y = x * keep / (1.0 - p) if p < 1.0 else torch.zeros_like(x)
+    return y if "train" in call.given and str(call.target) == "aten.dropout.default" else (y, keep)
+
+
+# Numbers that are part of an op, in the order in which the traced graph has no operand for them.
+
+Numbers = Callable[[Mapping[str, Any], Mapping[str, Extents]], Iterator[float]]
+_NUMBERS: Registry[Numbers] = Registry("numbers of ATen op")
+
+
+def numbers_of(name: str, given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+    """given: operands by name; shapes: of those that are tensors, whole."""
+    found = _NUMBERS.get(name)
+    return iter(() if found is None else tuple(found(given, shapes)))
+
+
+def _count(shape: Extents, dims: Any) -> int:
+    n = 1
+    for d in [dims] if isinstance(dims, int) else dims or range(len(shape)):
+        n *= shape[d]
+    return n
+
+
+@_NUMBERS.register("mean", "mse_loss", "l1_loss")
+def _mean(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+    yield _count(shapes["self"], given.get("dim"))
+
+
+@_NUMBERS.register("var", "std", "var_mean", "std_mean")
+def _variance(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+    n = _count(shapes["self"], given.get("dim"))
+    correction = given.get("correction")
+    yield n
+    yield n - (1 if correction is None else correction)
+
+
+@_NUMBERS.register("layer_norm", "native_layer_norm", "rms_norm")
+def _layer_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+    import torch
+
+    axes = given["normalized_shape"]
+    n = _count(shapes["input"], list(range(-len(axes), 0)))
+    yield n
+    if "bias" in given:
+        yield n
+    eps = given.get("eps")
+    yield torch.finfo(given["input"].dtype).eps if eps is None else eps
+
+
+@_NUMBERS.register("group_norm", "native_group_norm")
+def _of_group_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+    shape = shapes["input"]
+    n = _count(shape, list(range(1, len(shape)))) // int(given.get("num_groups") or given["group"])
+    yield from (n, n, given["eps"])
+
+
+@_NUMBERS.register("batch_norm", "_native_batch_norm_legit_functional", "native_batch_norm")
+def _batch_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+    shape, m = shapes["input"], given["momentum"]
+    n = _count(shape, [i for i in range(len(shape)) if i != 1])
+    yield from (n, n, given["eps"])
+    yield from (1 - m, m, 1 - m, m * n / max(n - 1, 1))
+
+
+@_NUMBERS.register("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward", "nll_loss2d")
+def _cross_entropy(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+    """A label that does not count adds zero."""
+    if given.get("weight") is not None or given.get("label_smoothing"):
+        raise NotLowered("it weights classes or smooths labels, and is summed over ranks")
+    yield given.get("ignore_index", -100)
+    yield 0.0
+
+
+@_NUMBERS.register("addmm", "baddbmm")
+def _addmm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+    if given.get("beta", 1) != 1:
+        raise NotLowered("it scales what is added, and is summed over ranks")
+    yield given.get("alpha", 1)

@@ -1,0 +1,139 @@
+"""Values on one rank, as a walk over an exported graph passes them on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pase.errors import PaseError
+from pase.frontends.values import Value
+from pase.local.types import Extents, Layout, local_shape
+from pase.machine import Mesh
+
+__all__ = [
+    "NotLowered",
+    "RankValue",
+    "Reordered",
+    "Reshaped",
+    "Steps",
+    "inverse",
+    "laid_through",
+    "led",
+    "steps_from",
+    "through_reshape",
+]
+
+
+class NotLowered(PaseError):
+    """Why an op cannot be run on parts; the walk adds which op, and where it stands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankValue:
+    """A tensor of the traced graph on this rank. shadow: what its gradient goes to, where that is laid out otherwise
+    (in ``gradient``, a parameter whose optimizer state is split further)."""
+
+    array: Any
+    tensor: str
+    shape: Extents
+    layout: Layout
+    shadow: Any = None
+    gradient: Layout = ()
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """The same elements in another shape."""
+
+    shape: Extents
+    new: Extents
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """The same elements, dims in another order."""
+
+    order: tuple[int, ...]
+
+
+Steps = tuple[Reshaped | Reordered, ...]
+"""How a value is made of another by views alone."""
+
+
+def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
+    """The value, and those that it is a view of, as the frontend has it; each with the way from there to the value."""
+    steps: Steps = ()
+    while True:
+        yield value, steps
+        match value.note:
+            case ("view", Value() as base):
+                steps = (Reshaped(base.shape, value.shape), *steps)
+            case ("transposed", Value() as base, order):
+                steps = (Reordered(tuple(order)), *steps)
+            case _:
+                return
+        value = base
+
+
+def led(x: Any, layout: Layout, steps: Steps, mesh: Mesh) -> Any:
+    """A rank's part through views: the part of what they make."""
+    for step in steps:
+        layout = _laid(layout, step, mesh)
+        if isinstance(step, Reordered):
+            x = x.permute(step.order)
+        else:
+            x = x.reshape(local_shape(step.new, layout, mesh))
+    return x
+
+
+def laid_through(layout: Layout, steps: Steps, mesh: Mesh) -> Layout:
+    """How what views make is laid out."""
+    for step in steps:
+        layout = _laid(layout, step, mesh)
+    return layout
+
+
+def _laid(layout: Layout, step: Reshaped | Reordered, mesh: Mesh) -> Layout:
+    if isinstance(step, Reshaped):
+        return through_reshape(layout, step.shape, step.new, mesh)
+    return tuple((step.order.index(s[0]), s[1]) if isinstance(s, tuple) else s for s in layout)
+
+
+def inverse(steps: Steps) -> Steps:
+    """From what the views make to what they are made of."""
+    out: list[Reshaped | Reordered] = []
+    for step in reversed(steps):
+        if isinstance(step, Reordered):
+            out.append(Reordered(tuple(step.order.index(i) for i in range(len(step.order)))))
+        else:
+            out.append(Reshaped(step.new, step.shape))
+    return tuple(out)
+
+
+def through_reshape(layout: Layout, shape: Extents, new: Extents, mesh: Mesh) -> Layout:
+    """A layout of a tensor as one of its reshape: a digit stays where it is in the row-major order of elements.
+
+    >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
+    >>> through_reshape(((0, 2), (2, 4)), (6, 5, 8), (30, 4, 2), mesh)
+    ((0, 2), (1, 4))
+    """
+    out: list[tuple[int, int] | str | None] = []
+    for axis, state in enumerate(layout):
+        if not isinstance(state, tuple):
+            out.append(state)
+            continue
+        dim, blocks = state
+        low = shape[dim] // blocks * math.prod(shape[dim + 1 :])
+        high = low * mesh.sizes[axis]
+        out.append(_digit(low, high, new))
+    return tuple(out)  # type: ignore[arg-type]
+
+
+def _digit(low: int, high: int, new: Sequence[int]) -> tuple[int, int]:
+    for dim, extent in enumerate(new):
+        inner = math.prod(new[dim + 1 :])
+        if low % inner == 0 and inner <= low and high <= inner * extent and inner * extent % low == 0:
+            return dim, inner * extent // low
+    raise NotLowered(f"what one mesh axis holds lies across dims of {list(new)}")
