@@ -1,5 +1,7 @@
-"""What no data decides, on one rank: masks, positions, buffers that are only read. Each rank makes it whole, and whoever
-reads a part of it takes that."""
+"""What no data decides, on one rank: masks, positions, buffers that are only read.
+
+Each rank makes it whole, and whoever reads a part of it takes that.
+"""
 
 from __future__ import annotations
 

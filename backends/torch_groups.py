@@ -1,8 +1,8 @@
 """Process groups of mesh axes, and the collectives over them, on plain local tensors.
 
-A group is of one axis of the plan's mesh, or of several that a collective goes over at once; its ranks stand in row-major
-order, as ``pase.local`` has them. What is called are PyTorch's functional collectives, which can be traced; their own
-derivatives are never used (that of an all-reduce would sum the loss of all ranks).
+A group is of one axis of the plan's mesh, or of several that a collective goes over at once; its ranks stand in
+row-major order, as ``pase.local`` has them. What is called are PyTorch's functional collectives, which can be traced;
+their own derivatives are never used (that of an all-reduce would sum the loss of all ranks).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class AxisGroups:
         return x if n == 1 else self._exchanged(x, [1] * n, [1] * n, axes)
 
     def permute(self, x: Any, axes: Sequence[str], pairs: Iterable[tuple[int, int]]) -> Any:
-        """Each rank's tensor goes to one other, pairs: (from, to) in the group. Sent as an exchange of which one part is
-        not empty, since NCCL and Gloo have no permutation."""
+        """Each rank's tensor goes to one other, pairs: (from, to) in the group. It is sent as an exchange of which one
+        part is not empty, since NCCL and Gloo have no permutation."""
         n = self.ways(axes)
         if n == 1:
             return x

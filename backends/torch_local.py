@@ -1,7 +1,8 @@
 """A local program run by PyTorch: the exported graph walked once more, each op on one rank's part of its operands.
 
-Between ops, each edge of the program is one ``autograd.Function``: forward it makes the plan's moves, backward those that
-the plan has for the gradient. All else is plain differentiation of the local computation, op by op (``torch_ops``).
+Between ops, each edge of the program is one ``autograd.Function``: forward it makes the plan's moves, backward those
+that the plan has for the gradient. All else is plain differentiation of the local computation, op by op
+(``torch_ops``).
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class RankWalk:
                     found.setdefault(op.eqn.path, []).append(OpPair(op, local))
         return found
 
-    def body(self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Any], device: Any, seed: int) -> Body:
+    def body(
+        self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Any], device: Any, seed: int
+    ) -> Body:
         """What a walk begins with. leaves: parameters and inputs by tensor; buffers: those that no data decides, by
         placeholder; seed: of what is drawn, the same on all ranks."""
 
@@ -107,9 +110,17 @@ class RankWalk:
         """Tensors that ops outside of a block read of those made in it."""
         known = self._read_outside
         if block not in known:
-            inside = {w.tensor for path, pairs in self._pairs.items() if _in(block, path) for p in pairs for w in p.op.writes}
+            inside = {
+                w.tensor
+                for path, pairs in self._pairs.items()
+                if _in(block, path)
+                for p in pairs
+                for w in p.op.writes
+            }
             readers = (op for op in self.program.ops if not block.holds(op.op.eqn))
-            read = {self.program.original(o.tensor) for op in readers if op.op.kind != "copy" for o in op.operands}
+            read = {
+                self.program.original(o.tensor) for op in readers if op.op.kind != "copy" for o in op.operands
+            }
             known[block] = frozenset(inside & read)
         return known[block]
 
@@ -204,4 +215,8 @@ class RankWalk:
 
 
 def _in(block: Block, path: str) -> bool:
-    return block.start <= int(path.partition(".")[0]) < block.stop if path.partition(".")[0].isdecimal() else False
+    return (
+        block.start <= int(path.partition(".")[0]) < block.stop
+        if path.partition(".")[0].isdecimal()
+        else False
+    )

@@ -151,5 +151,7 @@ def positions(dim: int, shape: Extents, layout: Layout, groups: AxisGroups, devi
 
     every = torch.arange(shape[dim], device=device)
     lead = (None,) * len(layout)
-    along = tuple((0, s[1]) if isinstance(s, tuple) and s[0] == dim else n for s, n in zip(layout, lead, strict=True))
+    along = tuple(
+        (0, s[1]) if isinstance(s, tuple) and s[0] == dim else n for s, n in zip(layout, lead, strict=True)
+    )
     return part(every, (shape[dim],), along, groups)

@@ -12,7 +12,6 @@ from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_moves import places_of
 from pase.backends.torch_values import NotLowered
 from pase.ir import Op
-from pase.ir.sizes import is_one
 from pase.local.types import Extents, LocalOp
 
 __all__ = ["numbers_missing", "run_nest"]
@@ -28,7 +27,10 @@ def _functions() -> dict[str, Callable[..., Any]]:
 
     return {
         **{n: getattr(torch, n) for n in ("add", "sub", "mul", "div", "ne", "eq", "gt", "lt", "ge", "le")},
-        **{n: getattr(torch, n) for n in ("neg", "exp", "log", "sqrt", "rsqrt", "square", "reciprocal", "abs")},
+        **{
+            n: getattr(torch, n)
+            for n in ("neg", "exp", "log", "sqrt", "rsqrt", "square", "reciprocal", "abs")
+        },
         **{n: getattr(torch, n) for n in ("sin", "cos", "tanh", "erf", "erfc", "sigmoid", "log1p")},
         "max": torch.maximum,
         "min": torch.minimum,
@@ -65,7 +67,9 @@ def run_nest(
         case "view" if op.name in ("reshape", "transpose", "broadcast"):
             return _view(op, ins[0], shape)
         case "gather":
-            return _picked(op, local, ins, groups)
+            return _picked(op, local, ins, shape, groups)
+        case "view" if op.name == "concatenate":
+            return _joined(op, ins)
     raise NotLowered(f"'{op.name}' in it is not run apart from the rest")
 
 
@@ -84,13 +88,19 @@ def _elementwise(op: Op, local: LocalOp, ins: Sequence[Any], numbers: Iterator[f
         number = next(numbers, None)
         if number is None:
             raise NotLowered(f"a number that '{name}' in it takes is not known")
-        given.append(given[0].new_full((), number) if given[0].is_floating_point() or name == "ne" else number)
+        given.append(
+            given[0].new_full((), number) if given[0].is_floating_point() or name == "ne" else number
+        )
     return _functions()[name](*given)
 
 
 def _reduce(op: Op, x: Any) -> Any:
     """Over the dims that the result does not walk; what is partial then, the caller sums."""
-    axes = tuple(i for i, w in enumerate(op.reads[0].map.walks) if w.dims and not set(w.dims) & set(op.writes[0].map.dims))
+    axes = tuple(
+        i
+        for i, w in enumerate(op.reads[0].map.walks)
+        if w.dims and not set(w.dims) & set(op.writes[0].map.dims)
+    )
     keep = len(op.writes[0].map.walks) == len(op.reads[0].map.walks)
     match op.function.name:
         case "reduce_sum":
@@ -146,24 +156,54 @@ def _view(op: Op, x: Any, shape: Extents) -> Any:
             order.append(at)
         return x.permute(order)
     if op.name == "broadcast":
-        at = {w.dims: i for i, w in enumerate(read) if w.dims}
-        seen = [x.shape[at[w.dims]] if w.dims in at else 1 for w in written]
+        place = {w.dims: i for i, w in enumerate(read) if w.dims}
+        seen = [x.shape[place[w.dims]] if w.dims in place else 1 for w in written]
         return x.reshape(seen).expand(shape)
     return x.reshape(shape)
 
 
-def _picked(op: Op, local: LocalOp, ins: Sequence[Any], groups: AxisGroups) -> Any:
-    """x[..., label], or rows of a table: zero where another rank has it."""
+def _joined(op: Op, ins: Sequence[Any]) -> Any:
+    """Along the dim that the result walks otherwise than its parts."""
+    import torch
+
+    read, written = op.reads[0].map.walks, op.writes[0].map.walks
+    apart = [i for i, (r, w) in enumerate(zip(read, written, strict=True)) if r != w]
+    if len(apart) != 1:
+        raise NotLowered("what it joins is not run apart from the rest")
+    return torch.cat(list(ins), apart[0])
+
+
+def _picked(op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, groups: AxisGroups) -> Any:
+    """Elements of a table at vectors of indices, in dims that the result does not have; zero where another rank has
+    them. A dim that the indices have too is taken at their own place there."""
     import torch
 
     x, ids = ins
-    (xs, of_ids), (written,) = [r.map.walks for r in op.reads], [w.map.walks for w in op.writes]
-    dim = next((i for i, w in enumerate(xs) if w.dims and not set(w.dims) & {d for v in written for d in v.dims}), None)
-    if dim is None or not is_one(ids.shape[-1]):
+    walks, of_ids = (r.map.walks for r in op.reads)
+    written = op.writes[0].map.walks
+    made = {d for w in written for d in w.dims}
+    looked_up = [i for i, w in enumerate(walks) if w.dims and not set(w.dims) & made]
+    shared = {i: k for k, v in enumerate(of_ids[:-1]) for i, w in enumerate(walks) if w.dims and w == v}
+    if len(looked_up) != ids.shape[-1]:
         raise NotLowered("a lookup in it is not run apart from the rest")
-    operand = local.operands[0]
-    here, mine = places_of(ids[..., 0], dim, operand.shape, operand.layout, groups)
-    if len(xs) == len(of_ids):  # one element at each place of the other dims
-        found = torch.gather(x, dim, here.unsqueeze(dim)).squeeze(dim)
-        return torch.where(mine, found, found.new_zeros(()))
-    raise NotLowered("a lookup in it is not run apart from the rest")
+    table, lead = local.operands[0], ids.shape[:-1]
+    index, mine = {}, torch.ones(lead, dtype=torch.bool, device=x.device)
+    for column, dim in enumerate(looked_up):
+        index[dim], here = places_of(ids[..., column], dim, table.shape, table.layout, groups)
+        mine = mine & here
+    for dim, k in shared.items():
+        along = torch.arange(x.shape[dim], device=x.device)
+        index[dim] = along.reshape([-1 if i == k else 1 for i in range(len(lead))])
+    rest = [i for i in range(x.dim()) if i not in index]
+    order = sorted(index)
+    found = x.permute(*order, *rest)[tuple(index[i] for i in order)]
+    found = torch.where(mine.reshape(*lead, *[1] * len(rest)), found, found.new_zeros(()))
+    return _ordered(found, [*of_ids[:-1], *(walks[i] for i in rest)], written).reshape(shape)
+
+
+def _ordered(x: Any, stands: Sequence[Any], wanted: Sequence[Any]) -> Any:
+    """Dims that walk something in the wanted order; those of one element are left to a reshape."""
+    kept = [i for i, w in enumerate(stands) if w.dims]
+    x = x.reshape([x.shape[i] for i in kept])
+    names = [stands[i] for i in kept]
+    return x.permute([names.index(w) for w in wanted if w.dims])

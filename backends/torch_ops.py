@@ -24,7 +24,9 @@ from pase.backends.torch_values import (
     laid_through,
     led,
     steps_from,
+    through_reshape,
 )
+from pase.errors import PaseError
 from pase.frontends.torch_values import arguments
 from pase.frontends.values import Value
 from pase.ir import Op
@@ -88,6 +90,12 @@ class NodeOps:
             self._at_once(work[:1], before, [(first, ())], {"bias": None})
             for pair in work[1:]:
                 self._nest(pair, iter(()))
+        elif len(work) > 1 and not any(r.tensor in _made(work) for pair in work for r in pair.op.reads):
+            anchors = self._anchors(work)  # several that know nothing of one another: the parts of a split
+            for pair in work:
+                self._at_once(
+                    [pair], before, [a if a and a[0] in _made([pair]) else None for a in anchors], {}
+                )
         else:
             numbers = self._numbers
             for pair in work:
@@ -175,18 +183,18 @@ class NodeOps:
             outs=outs,
             groups=self.walk.groups,
             seed=self.body.constants.seed_at(self.path),
-            dtype=_first(self.node.meta["val"]).dtype,
+            whole=_values(self.node.meta["val"]),
         )
         try:
             made = evaluate(self._name, call)
+        except PaseError:
+            raise
         except (RuntimeError, TypeError, ValueError, IndexError) as e:
             raise NotLowered(f"PyTorch refuses it on parts: {' '.join(str(e).split())[:300]}") from e
         out: dict[str, Any] = {}
         for x, a, where in zip(made, anchors, outs, strict=False):
             if a is not None and where is not None and a[0] not in out:
-                out[a[0]] = self._checked(
-                    led(x, where[1], inverse(a[1]), mesh), results[a[0]], gradient
-                )
+                out[a[0]] = self._checked(led(x, where[1], inverse(a[1]), mesh), results[a[0]], gradient)
         return out
 
     def _checked(self, x: Any, r: LocalResult, gradient: bool) -> Any:
@@ -231,10 +239,7 @@ class NodeOps:
         if any(o.halo for o in local.operands) or len(local.results) != 1:
             raise NotLowered(f"'{op.name}' in it is not run apart from the rest")
         (r,) = local.results
-        ins = [
-            self._constant(o) if o.constant else self.walk.read(o, self.body)
-            for o in local.operands
-        ]
+        ins = [self._constant(o) if o.constant else self.walk.read(o, self.body) for o in local.operands]
         known = tuple(numbers) if any(v.shadow is not None for v in ins) else None
 
         def computed(arrays: Sequence[Any], layout: Layout) -> Any:
@@ -349,8 +354,12 @@ class _Reads:
         walk = self.of_node.walk
         x = self.of_node.body.constants.of(m)
         nowhere: Layout = (None,) * len(walk.program.mesh.names)
-        read = next((o.layout for o in self.constants if o.shape == value.shape), None)
-        if read is None and self.pointwise and outs and outs[0] is not None:
+        same = (o for o in self.constants if _elements(o.shape) == _elements(value.shape))
+        operand = next(same, None)
+        read = None
+        if operand is not None:
+            read = through_reshape(operand.layout, operand.shape, value.shape, walk.program.mesh)
+        elif self.pointwise and outs and outs[0] is not None:
             shape, layout = outs[0]
             lead = len(shape) - len(value.shape)
             read = tuple(
@@ -410,5 +419,5 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def _first(x: Any) -> Any:
-    return x[0] if isinstance(x, (tuple, list)) else x
+def _values(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, (tuple, list)) else [x]

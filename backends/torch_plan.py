@@ -1,12 +1,13 @@
 """A plan run by PyTorch: ``plan.torch``.
 
-Every rank of ``torch.distributed`` runs the plan's local program (``torch_local``) on its part. Parameters are stored as
-DTensors, laid out as the plan keeps their gradients and optimizer state, so that optimizers, ``clip_grad_norm_`` and
+Every rank of ``torch.distributed`` runs the plan's local program (``torch_local``) on its part. Parameters are stored
+as DTensors, laid out as the plan keeps their gradients and optimizer state, so that optimizers, ``clip_grad_norm_`` and
 ``torch.distributed.checkpoint`` work on them; nothing is computed by DTensor.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +25,7 @@ from pase.ir import named, simplify
 from pase.ir.blocks import Block, accumulated, rematerialised
 from pase.local.lower import program_of
 from pase.local.parts import placement
-from pase.local.types import Layout, LocalMove, LocalProgram, local_shape
+from pase.local.types import Layout, LocalMove, LocalOp, LocalProgram, local_shape
 from pase.machine import Mesh
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ class TorchPlan:
         """
         return ParallelModule.of(self, module, device)
 
-    def train_step(self, module: Any, optimizer_class: Any, *, device: Any = None, **settings: Any) -> TorchStep:
+    def train_step(
+        self, module: Any, optimizer_class: Any, *, device: Any = None, **settings: Any
+    ) -> TorchStep:
         """step(*batch) -> loss, with the optimizer's update: any optimizer of PyTorch's, called as
         ``optimizer_class(module.parameters(), **settings)``. module, device: see ``parallelize``."""
         parallel = self.parallelize(module, device=device)
@@ -280,9 +283,10 @@ def _agreed_seed(device: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Storage:
-    """How a module's tensors become DTensors."""
+    """How a module's tensors become DTensors. meshes: those in another order of axes than the plan's."""
 
     parallel: ParallelModule
+    meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
     def replace(self) -> None:
         import torch
@@ -337,11 +341,12 @@ class _Storage:
             dist.broadcast(x, 0)
         local = part(x, tuple(x.shape), layout, groups).contiguous()
         states = dict(zip(mesh.names, layout, strict=True))
-        order = self._order
+        order = self._common or self._order([layout])
+        assert order is not None  # one tensor alone is split in some order
         placements = [Shard(s[0]) if isinstance(s := states[a], tuple) else Replicate() for a in order]
         return DTensor.from_local(
             local.clone() if local.data_ptr() == x.data_ptr() else local,
-            self._devices,
+            self._devices(order),
             placements,
             run_check=False,
             shape=x.shape,
@@ -349,37 +354,47 @@ class _Storage:
         )
 
     @cached_property
-    def _order(self) -> tuple[str, ...]:
-        """The axes in such an order that each stored dim is split in it, major to minor, as DTensor has it."""
-        program, mesh = self.parallel.plan.program, self.parallel.plan.mesh
+    def _common(self) -> tuple[str, ...] | None:
+        """The axes in an order in which every stored dim is split, major to minor, as DTensor has it; None: in none."""
+        stored = (r for op in self._kept for r in op.results)
+        return self._order([r.gradient for r in stored])
+
+    @property
+    def _kept(self) -> list[LocalOp]:
+        """Parameters, and buffers that the step writes."""
+        program = self.parallel.plan.program
+        return [
+            op
+            for op in program.ops
+            if op.op.kind == "parameter" or (op.op.kind == "input" and program.takers.get(op.op.eqn))
+        ]
+
+    def _order(self, layouts: Sequence[Layout]) -> tuple[str, ...] | None:
+        mesh = self.parallel.plan.mesh
         sorter: TopologicalSorter[str] = TopologicalSorter({a: () for a in mesh.names})
-        for op in program.ops:
-            if op.op.kind not in ("parameter", "input"):
-                continue
-            for r in op.results:
-                for axes in placement(r.gradient, len(r.shape), mesh) or ():
-                    for major, minor in zip(axes, axes[1:], strict=False):
-                        sorter.add(minor, major)
+        for layout in layouts:
+            rank = 1 + max((s[0] for s in layout if isinstance(s, tuple)), default=-1)
+            for axes in placement(layout, rank, mesh) or ():
+                for major, minor in itertools.pairwise(axes):
+                    sorter.add(minor, major)
         try:
             return _stable(sorter, mesh.names)
-        except CycleError as e:
-            raise PaseError(
-                "two tensors of the plan are split along the same axes in other orders, which DTensor cannot store: "
-                "compile with a mesh of fewer axes"
-            ) from e
+        except CycleError:
+            return None
 
-    @cached_property
-    def _devices(self) -> Any:
-        """PyTorch's mesh in that order."""
+    def _devices(self, order: tuple[str, ...]) -> Any:
+        """PyTorch's mesh in an order of its axes."""
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
         groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
-        if self._order == mesh.names:
+        if order == mesh.names:
             return groups.devices
-        ranks = torch.arange(mesh.devices).reshape(mesh.sizes)
-        ranks = ranks.permute([mesh.names.index(a) for a in self._order])
-        return DeviceMesh(groups.devices.device_type, ranks, mesh_dim_names=self._order)
+        if order not in self.meshes:
+            ranks = torch.arange(mesh.devices).reshape(mesh.sizes)
+            ranks = ranks.permute([mesh.names.index(a) for a in order])
+            self.meshes[order] = DeviceMesh(groups.devices.device_type, ranks, mesh_dim_names=order)
+        return self.meshes[order]
 
 
 def _stable(sorter: TopologicalSorter[str], names: Sequence[str]) -> tuple[str, ...]:

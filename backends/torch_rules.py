@@ -29,8 +29,8 @@ class RankCall:
     """A call of an op as one or several ops of the local program, of which none but the last is partial.
 
     given: operands by the names of the op's schema, tensors as this rank has them; laid: how those are laid out. outs:
-    how the results are to be laid out, None where nothing reads one. seed: of what is drawn here. dtype: of
-    the first result.
+    how the results are to be laid out, None where nothing reads one. seed: of what is drawn here. whole: the
+    results' shapes and dtypes, as fake tensors.
     """
 
     target: Any
@@ -40,7 +40,7 @@ class RankCall:
     outs: Sequence[Laid | None]
     groups: AxisGroups
     seed: int
-    dtype: Any
+    whole: Sequence[Any]
 
     def run(self, **changes: Any) -> Any:
         """The op as it is, with other operands."""
@@ -92,7 +92,7 @@ def _dim(call: RankCall, name: str = "dim", operand: str = "self") -> int:
 @_RULES.register("copy")
 def _copy(call: RankCall) -> Any:
     """Of what is written over only the dtype counts."""
-    return call.given["src"].to(call.dtype)
+    return call.given["src"].to(call.whole[0].dtype)
 
 
 # Parts of a tensor. Dims that are split are kept whole, or all parts of them alike are.
@@ -115,10 +115,9 @@ def _split(call: RankCall) -> Any:
     x, dim = call.given["self"], _dim(call)
     if dim not in call.split():
         return call.run()
-    sizes = []
-    for laid in call.outs:
-        sizes.append(0 if laid is None else local_shape(*laid, call.groups.mesh)[dim])
-    if sum(sizes) != x.shape[dim]:
+    here, whole = x.shape[dim], call.laid["self"][0][dim]
+    sizes = [t.shape[dim] * here // whole for t in call.whole]
+    if sum(sizes) != here:
         raise NotLowered("it cuts a dim that is split in unlike parts")
     return x.split(sizes, dim)
 
@@ -244,7 +243,9 @@ def _gather(call: RankCall) -> Any:
     return torch.where(mine, found, found.new_zeros(()))
 
 
-@_RULES.register("index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce")
+@_RULES.register(
+    "index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"
+)
 def _scatter(call: RankCall) -> Any:
     """Where the updates are parts, what they are added to counts on the first rank alone."""
     x = call.given["self"]
@@ -268,7 +269,7 @@ def _scatter(call: RankCall) -> Any:
 @_RULES.register("scaled_dot_product_attention")
 def _attention(call: RankCall) -> Any:
     """A rank's batch, heads and queries; keys are whole."""
-    q, k, v = (call.given[n] for n in ("query", "key", "value"))
+    q, k = call.given["query"], call.given["key"]
     whole = call.laid["key"][0]
     if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
         raise NotLowered("parts of its keys or heads do not make attentions of their own")

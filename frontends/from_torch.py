@@ -114,8 +114,10 @@ def _lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
     for node, path in program.mutated.items():
         value = low.env[by_name[node]]
         leaf = made.get(path)
-        if isinstance(value, Value) and leaf is not None and None not in (value.tensor, leaf.tensor):
-            b.thread(leaf.tensor, value.tensor)  # type: ignore[arg-type]
+        if isinstance(value, Value) and leaf is not None and leaf.tensor is not None:
+            new = _tensor(value)
+            if new is not None:
+                b.thread(leaf.tensor, new)
     for t in outs:
         b.output(t)
     found = {t.path for t in b.tensors.values() if t.role == "parameter"}
@@ -144,8 +146,16 @@ def _buffer(b: GraphBuilder, path: str, written: bool) -> Callable[[tuple[int, .
     return lambda shape, dtype: b.input(path, shape, dtype) if written else b.constant(shape, dtype)
 
 
+def _tensor(value: Value) -> Tensor | None:
+    """The value's tensor, made now if it is a view that nothing has read; None: it is no data."""
+    if value.tensor is None and value.make is not None:
+        value.tensor = value.make()
+    return value.tensor
+
+
 def _outputs(low: TorchLowering, nodes: list[Any], name: str) -> list[Tensor]:
-    outs = [v.tensor for v in (low.env[n] for n in nodes) if isinstance(v, Value) and v.tensor is not None]
+    made = (_tensor(v) for v in (low.env[n] for n in nodes) if isinstance(v, Value))
+    outs = [t for t in made if t is not None]
     if not any(low.b.tensors[t.name].needs_grad for t in outs):
         raise PaseError(
             f"{name}'s loss does not depend on any parameter that needs a gradient: there is nothing to train"

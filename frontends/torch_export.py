@@ -30,8 +30,8 @@ class TorchProgram:
     mutated: node's name -> path of the buffer whose next value it is, those of one element left out.
     counters: node's name -> path of the buffer of one element whose next value it is.
     constants: path of a tensor that the model keeps beside its buffers -> that tensor.
-    inputs: placeholder -> the user's name, one for each leaf of the batch, in order. losses: names of the nodes that the
-    step returns.
+    inputs: placeholder -> the user's name, one for each leaf of the batch, in order.
+    losses: names of the nodes that the step returns.
     order: all paths of parameters, in the module's order, each tensor once.
     """
 

@@ -18,7 +18,8 @@ from pase.baselines import Baseline, baselines, masks
 from pase.compiler.mesh_search import search_meshes
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
-from pase.frontends.from_jax import TracedJax, trace
+from pase.frontends.from_jax import trace
+from pase.frontends.registry import Traced
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.tables.layouts import configs
 
@@ -46,7 +47,7 @@ class ExpensiveCompute:
 class Case:
     """A traced model and what it may be split by."""
 
-    traced: TracedJax
+    traced: Traced
     problem: SplitProblem
     model: Any = None
 

@@ -1,9 +1,11 @@
-"""All ranks of ``torch.distributed`` as threads of one process, by PyTorch's own threaded process group."""
+"""All ranks of ``torch.distributed`` as threads of one process, by PyTorch's own threaded process group; or one of
+many, whose messages go nowhere."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -42,3 +44,16 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+@contextmanager
+def alone_among(count: int, rank: int) -> Iterator[None]:
+    """This process is one rank of so many that there are not."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,133 @@
+"""What a step sends, recorded while it runs, beside the plan's own list of collectives.
+
+The step may be one on fake tensors over a process group that sends nothing: a rank of 32 on one machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_plan import ParallelModule, TorchPlan
+from pase.local.account import program_collectives
+from pase.local.types import LocalProgram, local_shape
+
+__all__ = ["Sent", "planned", "recorded", "sent_by_one_rank"]
+
+Sent = Counter[tuple[str, tuple[str, ...], int]]
+"""(kind, mesh axes, bytes of the larger local buffer) -> how often in a step."""
+
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def planned(program: LocalProgram) -> Sent:
+    """The plan's list; axes of one way are left out, as nothing is sent along them."""
+    sizes = dict(zip(program.mesh.names, program.mesh.sizes, strict=True))
+    out: Sent = Counter()
+    for c in program_collectives(program):
+        if axes := tuple(a for a in c.axes if sizes[a] > 1):
+            out[c.kind, axes, c.nbytes] += c.times
+    return out
+
+
+@cache
+def _recorder() -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self, groups: AxisGroups) -> None:
+            super().__init__()
+            self.sent: Sent = Counter()
+            self._axes = {name: axes for axes, name in groups.names.items()}
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            name = func._schema.name.rpartition("::")[2]
+            if func.namespace == "_c10d_functional" and name in _KINDS:
+                kind, axes = _KINDS[name], self._axes[args[-1]]
+                if kind == "all_to_all" and sum(1 for n in args[1] if n) <= 1:
+                    kind = "permute"
+                nbytes = max(t.numel() * t.element_size() for t in (args[0], made))
+                self.sent[kind, axes, nbytes] += 1
+            return made
+
+    return Recorder
+
+
+def recorded(groups: AxisGroups) -> Any:
+    """A context: ``with recorded(groups) as found: …``; ``found.sent`` is then what was sent over these groups."""
+    return _recorder()(groups)
+
+
+class _Imagined(ParallelModule):
+    """A step whose parameters and buffers have shapes and no data."""
+
+    def _buffer(self, path: str) -> Any:
+        nodes = {n.name: n for n in self.plan.traced.program.graph.graph.nodes}
+        every = self.plan.traced.program.buffers.items()
+        like = next(nodes[name].meta["val"] for name, p in every if p == path)
+        local = None if path not in self.plan.traced.program.mutated.values() else self._written(path)
+        return _Stored(_fake(like.shape if local is None else local, like.dtype))
+
+    def _written(self, path: str) -> tuple[int, ...]:
+        node = next(n for n, p in self.plan.traced.program.buffers.items() if p == path)
+        r = self.plan.program.result(self.plan.leaves[node])
+        return local_shape(r.shape, r.layout, self.plan.mesh)
+
+
+class _Stored:
+    """In the place of a DTensor."""
+
+    def __init__(self, local: Any) -> None:
+        self._local = local
+
+    def to_local(self) -> Any:
+        return self._local
+
+    def to(self, device: Any) -> Any:
+        return self._local
+
+    def copy_(self, x: Any) -> None:
+        """The next value is as imagined as this one."""
+
+
+def _fake(shape: Any, dtype: Any, requires_grad: bool = False) -> Any:
+    import torch
+
+    return torch.empty(tuple(shape), dtype=dtype, requires_grad=requires_grad)
+
+
+def sent_by_one_rank(plan: TorchPlan) -> Sent:
+    """What a step sends on this rank of ``torch.distributed``, run on fake tensors; the backend may be "fake"."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    device = torch.device("cpu")
+    groups = plan.groups("cpu")
+    step = _Imagined(plan=plan, module=None, walk=plan.walk(groups), device=device, seed=0)
+    tensors = plan.traced.graph.tensors
+    dtypes = {t: getattr(torch, tensors[t].dtype) for t in plan.leaves.values()}
+    with FakeTensorMode(allow_non_fake_inputs=True), recorded(groups) as found:
+        for node in plan.traced.program.parameters:
+            if node in plan.leaves:
+                r = plan.program.result(plan.leaves[node])
+                shape = local_shape(r.shape, r.gradient, plan.mesh)
+                trained = tensors[r.tensor].needs_grad
+                step._stored[r.tensor] = _Stored(_fake(shape, dtypes[r.tensor], trained))
+        batch: list[Any] = []
+        for name in plan.traced.program.inputs:
+            if name not in plan.leaves:
+                batch.append(None)
+                continue
+            r = plan.program.result(plan.leaves[name])
+            first = r.shape[0] * plan.accumulate if r.shape else 1
+            batch.append(_fake((first, *r.shape[1:]) if r.shape else (), dtypes[r.tensor]))
+        step.backward(*batch)
+    return Sent(found.sent)
