@@ -25,7 +25,7 @@ from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_export import NO_GRADIENT
 from pase.frontends.torch_lower import TorchScope, place_of, source_of
 from pase.frontends.values import Value
-from pase.ir.blocks import Block
+from pase.ir.blocks import Block, holders
 from pase.local.types import LocalOperand, LocalProgram
 
 __all__ = ["Body", "RankWalk"]
@@ -100,33 +100,27 @@ class RankWalk:
             mine = Body(constants=body.constants, values=dict(body.values))
             for j in range(block.start, block.stop):
                 self._node(self.traced.scope, j, "", mine)
-            made[:] = [v for k, v in mine.values.items() if k not in body.values and k in self._leaves(block)]
+            made[:] = [v for k, v in mine.values.items() if k not in body.values and k in self._leave[block]]
             return tuple(v.array for v in made)
 
         arrays = checkpoint(inside, use_reentrant=False, preserve_rng_state=False)
         body.values.update({v.tensor: replace(v, array=x) for v, x in zip(made, arrays, strict=True)})
 
-    def _leaves(self, block: Block) -> frozenset[str]:
-        """Tensors that ops outside of a block read of those made in it."""
-        known = self._read_outside
-        if block not in known:
-            inside = {
-                w.tensor
-                for path, pairs in self._pairs.items()
-                if _in(block, path)
-                for p in pairs
-                for w in p.op.writes
-            }
-            readers = (op for op in self.program.ops if not block.holds(op.op.eqn))
-            read = {
-                self.program.original(o.tensor) for op in readers if op.op.kind != "copy" for o in op.operands
-            }
-            known[block] = frozenset(inside & read)
-        return known[block]
-
     @cached_property
-    def _read_outside(self) -> dict[Block, frozenset[str]]:
-        return {}
+    def _leave(self) -> dict[Block, frozenset[str]]:
+        """Block -> tensors made in it that ops outside of it read."""
+        held_by = holders(self.blocks)
+        made: dict[Block, set[str]] = {b: set() for b in self.blocks}
+        read: dict[Block, set[str]] = {b: set() for b in self.blocks}
+        for op in self.program.ops:
+            found = held_by(op.op.eqn)
+            mine = self.blocks[found[0]] if found else None
+            if mine is not None:
+                made[mine] |= {r.tensor for r in op.results}
+            for b in self.blocks if op.op.kind != "copy" else ():
+                if b != mine:
+                    read[b] |= {self.program.original(o.tensor) for o in op.operands}
+        return {b: frozenset(made[b] & read[b]) for b in self.blocks}
 
     def _node(self, scope: TorchScope, i: int, prefix: str, body: Body) -> None:
         import torch
@@ -212,11 +206,3 @@ class RankWalk:
                 got = self.read(wanted[made.tensor.name], body)
                 return led(got.array, got.layout, steps, self.program.mesh).detach()
         raise PaseError(f"the next value of a buffer of '{self.program.name}' is not laid out by its plan")
-
-
-def _in(block: Block, path: str) -> bool:
-    return (
-        block.start <= int(path.partition(".")[0]) < block.stop
-        if path.partition(".")[0].isdecimal()
-        else False
-    )

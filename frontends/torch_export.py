@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
 
-__all__ = ["NO_GRADIENT", "TorchProgram", "faked", "program_of"]
+__all__ = ["NO_GRADIENT", "TorchProgram", "faked", "of_pytorch", "program_of"]
 
 NO_GRADIENT = "pase_no_gradient"
 """Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
@@ -240,6 +241,13 @@ def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> TorchPro
     )
 
 
+def of_pytorch(file: str) -> bool:
+    """Is it a file of PyTorch's own, or code that PyTorch made?"""
+    import torch
+
+    return file.startswith((str(Path(torch.__file__).parent), "<"))
+
+
 _REASONS = {
     "GuardOnDataDependentSymNode": "its Python code asks for the value of a tensor (.item(), if tensor:, a loop over "
     "one), which does not exist before the model runs: use torch.where, or a size that is known beforehand",
@@ -258,7 +266,7 @@ def _why(name: str, e: Exception) -> str:
     import traceback
 
     told = next((_REASONS[t.__name__] for t in type(e).__mro__ if t.__name__ in _REASONS), None)
-    frames = [f for f in traceback.extract_tb(e.__traceback__) if "/torch/" not in f.filename]
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if not of_pytorch(f.filename)]
     frames = [f for f in frames if "/pase/" not in f.filename and "/frontends/torch_" not in f.filename]
     where = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     said = " ".join(str(e).split())[:400]

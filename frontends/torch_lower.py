@@ -11,7 +11,7 @@ from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.registry import Unknown, UnknownOp
-from pase.frontends.torch_export import NO_GRADIENT
+from pase.frontends.torch_export import NO_GRADIENT, of_pytorch
 from pase.frontends.torch_rules import RULES
 from pase.frontends.torch_values import TorchCall, arguments, dtype_of, specs_of
 from pase.frontends.values import Value
@@ -40,7 +40,7 @@ def live(graph: Any, wanted: Sequence[str]) -> list[Any]:
 def source_of(node: Any) -> SourceLine:
     """The user's line, and the layer that it belongs to."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [f for f in frames if "/torch/" not in f[0]] or frames
+    own = [f for f in frames if not of_pytorch(f[0])] or frames
     if not own:
         return NOWHERE
     return SourceLine(f"{own[-1][0]}:{own[-1][1]}", layer_of(node) or own[-1][2])

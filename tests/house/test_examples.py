@@ -58,5 +58,40 @@ def test_an_onnx_file_is_written(tmp_path):
     assert (tmp_path / "model.onnx").stat().st_size > 1000
 
 
+@pytest.mark.torch
+def test_torchrun_starts_processes_that_train_as_one():
+    """Two Gloo processes: the losses that PyTorch alone has, and the weights from a checkpoint."""
+    import torch
+
+    from examples import torch_train
+
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*launcher, str(ROOT / "examples" / "torch_train.py"), "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    torch.manual_seed(0)
+    module = torch_train.Classifier(width=32, hidden=256, classes=8)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    alone = []
+    for i in range(3):
+        loss = module(*torch_train.examples(i, 64, 32, 8))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        alone.append(loss.item())
+    alone.append(module.up.weight.norm().item())
+    assert [float(x.split()[-1]) for x in done.stdout.splitlines()[-4:]] == pytest.approx(alone, rel=1e-5)
+
+
 def test_every_example_has_a_test():
-    assert EXAMPLES == ["batch_stats.py", "generate.py", "make_onnx.py", "own_step.py", "train.py"]
+    assert EXAMPLES == [
+        "batch_stats.py",
+        "generate.py",
+        "make_onnx.py",
+        "own_step.py",
+        "torch_train.py",
+        "train.py",
+    ]
