@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from pase.backends.torch_rules import seeded
-from pase.backends.torch_values import NotLowered, steps_from
+from pase.backends.torch_values import NotOnParts, steps_from
 from pase.frontends.torch_lower import TorchScope
 from pase.frontends.values import Value
 
@@ -117,6 +117,6 @@ class Constants:
             return self.of(m)
         value = self.index.values.get(reader)
         if not (isinstance(value, Value) and value.note == ("filled",)):
-            raise NotLowered(f"{reader.target} is known without data, and reads some")
+            raise NotOnParts(f"{reader.target} is known without data, and reads some")
         like = m.meta["val"]
         return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)

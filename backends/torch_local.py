@@ -19,7 +19,7 @@ from pase.backends.torch_constants import Constants, NodeIndex
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_moves import moved, there_and_back
 from pase.backends.torch_ops import NodeOps, OpPair
-from pase.backends.torch_values import NotLowered, RankValue, led, steps_from
+from pase.backends.torch_values import NotOnParts, RankValue, led, steps_from
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_export import NO_GRADIENT
@@ -140,8 +140,8 @@ class RankWalk:
         with torch.no_grad() if unwatched else contextlib.nullcontext():
             try:
                 NodeOps(walk=self, node=n, path=path, body=body).run(pairs)
-            except NotLowered as e:
-                raise NotLowered(
+            except NotOnParts as e:
+                raise NotOnParts(
                     f"{place_of(n, self.program.name, source_of(n).place)} cannot be run on parts: {e}. Compile with "
                     f"another mesh or strategy"
                 ) from e

@@ -10,7 +10,7 @@ from typing import Any
 
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_moves import places_of
-from pase.backends.torch_values import NotLowered
+from pase.backends.torch_values import NotOnParts
 from pase.ir import Op
 from pase.local.types import Extents, LocalOp
 
@@ -70,7 +70,7 @@ def run_nest(
             return _picked(op, local, ins, shape, groups)
         case "view" if op.name == "concatenate":
             return _joined(op, ins)
-    raise NotLowered(f"'{op.name}' in it is not run apart from the rest")
+    raise NotOnParts(f"'{op.name}' in it is not run apart from the rest")
 
 
 def _dtype(name: str) -> Any:
@@ -82,12 +82,12 @@ def _dtype(name: str) -> Any:
 def _elementwise(op: Op, local: LocalOp, ins: Sequence[Any], numbers: Iterator[float]) -> Any:
     name = op.function.name
     if name not in _functions():
-        raise NotLowered(f"'{name}' in it is not run apart from the rest")
+        raise NotOnParts(f"'{name}' in it is not run apart from the rest")
     given = list(ins)
     for _ in range(numbers_missing(op)):
         number = next(numbers, None)
         if number is None:
-            raise NotLowered(f"a number that '{name}' in it takes is not known")
+            raise NotOnParts(f"a number that '{name}' in it takes is not known")
         given.append(
             given[0].new_full((), number) if given[0].is_floating_point() or name == "ne" else number
         )
@@ -110,7 +110,7 @@ def _reduce(op: Op, x: Any) -> Any:
         case "reduce_min":
             made = x.amin(axes, keepdim=True) if axes else x
         case other:
-            raise NotLowered(f"'{other}' in it is not run apart from the rest")
+            raise NotOnParts(f"'{other}' in it is not run apart from the rest")
     return made if keep else made.reshape(_kept(op, made))
 
 
@@ -169,7 +169,7 @@ def _joined(op: Op, ins: Sequence[Any]) -> Any:
     read, written = op.reads[0].map.walks, op.writes[0].map.walks
     apart = [i for i, (r, w) in enumerate(zip(read, written, strict=True)) if r != w]
     if len(apart) != 1:
-        raise NotLowered("what it joins is not run apart from the rest")
+        raise NotOnParts("what it joins is not run apart from the rest")
     return torch.cat(list(ins), apart[0])
 
 
@@ -185,7 +185,7 @@ def _picked(op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, groups: 
     looked_up = [i for i, w in enumerate(walks) if w.dims and not set(w.dims) & made]
     shared = {i: k for k, v in enumerate(of_ids[:-1]) for i, w in enumerate(walks) if w.dims and w == v}
     if len(looked_up) != ids.shape[-1]:
-        raise NotLowered("a lookup in it is not run apart from the rest")
+        raise NotOnParts("a lookup in it is not run apart from the rest")
     table, lead = local.operands[0], ids.shape[:-1]
     index, mine = {}, torch.ones(lead, dtype=torch.bool, device=x.device)
     for column, dim in enumerate(looked_up):

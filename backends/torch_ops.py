@@ -15,10 +15,10 @@ from pase.backends.torch_moves import part, summed
 from pase.backends.torch_nests import run_nest
 from pase.backends.torch_rules import Laid, RankCall, evaluate, numbers_of
 from pase.backends.torch_values import (
-    NotLowered,
+    NotOnParts,
     RankValue,
-    Reordered,
-    Reshaped,
+    ReorderStep,
+    ReshapeStep,
     Steps,
     inverse,
     laid_through,
@@ -54,12 +54,12 @@ class OpPair(NamedTuple):
         """Of a view: what it does."""
         read, written = self.op.reads[0].map.walks, self.op.writes[0].map.walks
         if self.op.name == "reshape":
-            return (Reshaped(self.local.operands[0].shape, self.local.results[0].shape),)
+            return (ReshapeStep(self.local.operands[0].shape, self.local.results[0].shape),)
         left, order = list(range(len(read))), []
         for w in written:
             order.append(next(i for i in left if read[i] == w))
             left.remove(order[-1])
-        return (Reordered(tuple(order)),)
+        return (ReorderStep(tuple(order)),)
 
 
 Anchor = tuple[str, Steps]
@@ -190,7 +190,7 @@ class NodeOps:
         except PaseError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as e:
-            raise NotLowered(f"PyTorch refuses it on parts: {' '.join(str(e).split())[:300]}") from e
+            raise NotOnParts(f"PyTorch refuses it on parts: {' '.join(str(e).split())[:300]}") from e
         out: dict[str, Any] = {}
         for x, a, where in zip(made, anchors, outs, strict=False):
             if a is not None and where is not None and a[0] not in out:
@@ -200,14 +200,14 @@ class NodeOps:
     def _checked(self, x: Any, r: LocalResult, gradient: bool) -> Any:
         want = local_shape(r.shape, r.gradient if gradient else r.layout, self.walk.program.mesh)
         if tuple(x.shape) != want:
-            raise NotLowered(f"on parts it makes {list(x.shape)} where the plan has {list(want)}")
+            raise NotOnParts(f"on parts it makes {list(x.shape)} where the plan has {list(want)}")
         return x
 
     def _settled(self, local: LocalOp, r: LocalResult, x: Any) -> Any:
         """Summed at once, where its own node reads it."""
         partial = r.summed or "partial" in r.layout
         if partial and (local.combine == "other" or (local.combine != "sum" and local.op.kind != "reduce")):
-            raise NotLowered("partial results of it are joined by no collective")
+            raise NotOnParts("partial results of it are joined by no collective")
         if not r.summed or local.combine != "sum":
             return x  # the edge sums it; a maximum's own rule has joined it
         return summed(x, r.summed, self.walk.groups)
@@ -237,7 +237,7 @@ class NodeOps:
         """One of its ops."""
         op, local = pair
         if any(o.halo for o in local.operands) or len(local.results) != 1:
-            raise NotLowered(f"'{op.name}' in it is not run apart from the rest")
+            raise NotOnParts(f"'{op.name}' in it is not run apart from the rest")
         (r,) = local.results
         ins = [self._constant(o) if o.constant else self.walk.read(o, self.body) for o in local.operands]
         known = tuple(numbers) if any(v.shadow is not None for v in ins) else None
@@ -271,7 +271,7 @@ class NodeOps:
         if whole is None:
             alike = [x for m in every if (x := constants.of(m)).numel() == _elements(o.shape)]
             if len(alike) != 1:
-                raise NotLowered("a constant that it reads is not found again")
+                raise NotOnParts("a constant that it reads is not found again")
             whole = alike[0].reshape(o.shape)
         x = part(whole, o.shape, o.layout, self.walk.groups)
         return RankValue(array=x, tensor=o.tensor, shape=o.shape, layout=o.layout)
@@ -332,7 +332,7 @@ class _Reads:
         walk = self.of_node.walk
         mesh, value = walk.program.mesh, walk.index.values.get(m)
         if not isinstance(value, Value):
-            raise NotLowered(f"an operand of it is {type(value).__name__}")
+            raise NotOnParts(f"an operand of it is {type(value).__name__}")
         for made, steps in steps_from(value):
             name = made.tensor.name if made.tensor is not None else ""
             for read, root in ((name, (name, ())), *self.roots.items()):
@@ -396,7 +396,7 @@ def _made(pairs: Sequence[OpPair]) -> set[str]:
 
 def _shape_through(shape: tuple[int, ...], steps: Steps) -> tuple[int, ...]:
     for step in steps:
-        shape = step.new if isinstance(step, Reshaped) else tuple(shape[i] for i in step.order)
+        shape = step.new if isinstance(step, ReshapeStep) else tuple(shape[i] for i in step.order)
     return shape
 
 

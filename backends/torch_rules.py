@@ -14,7 +14,7 @@ from typing import Any
 
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_moves import part, places_of, positions
-from pase.backends.torch_values import NotLowered
+from pase.backends.torch_values import NotOnParts
 from pase.local.types import Extents, Layout, LocalOp, local_shape
 from pase.registry import Registry
 
@@ -50,7 +50,7 @@ class RankCall:
         """The shape of a result on this rank."""
         laid = self.outs[i]
         if laid is None:
-            raise NotLowered(f"nothing says how its result {i} is split")
+            raise NotOnParts(f"nothing says how its result {i} is split")
         return local_shape(*laid, self.groups.mesh)
 
     def split(self, name: str = "self") -> set[int]:
@@ -69,15 +69,15 @@ class RankCall:
         return [axis for axis, s in states if isinstance(s, tuple) and s[0] == dim]
 
 
-Rule = Callable[[RankCall], Any]
-_RULES: Registry[Rule] = Registry("local rule for ATen op")
+RankRule = Callable[[RankCall], Any]
+_RULES: Registry[RankRule] = Registry("local rule for ATen op")
 """Op -> how it runs on parts, where that is not as on the whole."""
 
 
 def evaluate(name: str, call: RankCall) -> list[Any]:
-    """The op's results on this rank; NotLowered where it cannot be run on parts."""
+    """The op's results on this rank; NotOnParts where it cannot be run on parts."""
     if any(o.halo for op in call.ops for o in op.operands):
-        raise NotLowered(
+        raise NotOnParts(
             "a dim that its window moves along is split, and neighbours would have to exchange rows"
         )
     rule = _RULES.get(name)
@@ -105,7 +105,7 @@ def _slice(call: RankCall) -> Any:
         return call.run()
     whole, here = call.laid["self"][0][dim], x.shape[dim]
     if call.given.get("step", 1) != 1 or "index" in call.given or "length" in call.given:
-        raise NotLowered("it takes a part of a dim that is split")
+        raise NotOnParts("it takes a part of a dim that is split")
     start, stop, _ = slice(call.given["start"], call.given["end"]).indices(whole)
     return x.narrow(dim, start * here // whole, (stop - start) * here // whole)
 
@@ -118,7 +118,7 @@ def _split(call: RankCall) -> Any:
     here, whole = x.shape[dim], call.laid["self"][0][dim]
     sizes = [t.shape[dim] * here // whole for t in call.whole]
     if sum(sizes) != here:
-        raise NotLowered("it cuts a dim that is split in unlike parts")
+        raise NotOnParts("it cuts a dim that is split in unlike parts")
     return x.split(sizes, dim)
 
 
@@ -227,7 +227,7 @@ def _index(call: RankCall) -> Any:
     if not set(at) & call.split():
         return call.run()
     if len(at) > 1:
-        raise NotLowered("it looks up several dims at once, of which one is split")
+        raise NotOnParts("it looks up several dims at once, of which one is split")
     return _taken(call, at[0], given[at[0]])
 
 
@@ -254,7 +254,7 @@ def _scatter(call: RankCall) -> Any:
     else:
         at = {_dim(call)}
     if at & call.split():
-        raise NotLowered("it updates a dim that is split")
+        raise NotOnParts("it updates a dim that is split")
     (result,) = call.ops[-1].results
     names = call.groups.mesh.names
     partial = [n for n, s in zip(names, result.layout, strict=True) if s == "partial"] or list(result.summed)
@@ -272,7 +272,7 @@ def _attention(call: RankCall) -> Any:
     q, k = call.given["query"], call.given["key"]
     whole = call.laid["key"][0]
     if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
-        raise NotLowered("parts of its keys or heads do not make attentions of their own")
+        raise NotOnParts("parts of its keys or heads do not make attentions of their own")
     changes: dict[str, Any] = {}
     if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
         changes["enable_gqa"] = True
@@ -404,7 +404,7 @@ def _batch_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iter
 def _cross_entropy(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
     """A label that does not count adds zero."""
     if given.get("weight") is not None or given.get("label_smoothing"):
-        raise NotLowered("it weights classes or smooths labels, and is summed over ranks")
+        raise NotOnParts("it weights classes or smooths labels, and is summed over ranks")
     yield given.get("ignore_index", -100)
     yield 0.0
 
@@ -412,5 +412,5 @@ def _cross_entropy(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> I
 @_NUMBERS.register("addmm", "baddbmm")
 def _addmm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
     if given.get("beta", 1) != 1:
-        raise NotLowered("it scales what is added, and is summed over ranks")
+        raise NotOnParts("it scales what is added, and is summed over ranks")
     yield given.get("alpha", 1)

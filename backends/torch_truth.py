@@ -14,9 +14,9 @@ from pase.backends.torch_plan import ParallelModule, TorchPlan
 from pase.local.account import program_collectives
 from pase.local.types import LocalProgram, local_shape
 
-__all__ = ["Sent", "planned", "recorded", "sent_by_one_rank"]
+__all__ = ["SentCounts", "planned", "recorded", "sent_by_one_rank"]
 
-Sent = Counter[tuple[str, tuple[str, ...], int]]
+SentCounts = Counter[tuple[str, tuple[str, ...], int]]
 """(kind, mesh axes, bytes of the larger local buffer) -> how often in a step."""
 
 _KINDS = {
@@ -27,10 +27,10 @@ _KINDS = {
 }
 
 
-def planned(program: LocalProgram) -> Sent:
+def planned(program: LocalProgram) -> SentCounts:
     """The plan's list; axes of one way are left out, as nothing is sent along them."""
     sizes = dict(zip(program.mesh.names, program.mesh.sizes, strict=True))
-    out: Sent = Counter()
+    out: SentCounts = Counter()
     for c in program_collectives(program):
         if axes := tuple(a for a in c.axes if sizes[a] > 1):
             out[c.kind, axes, c.nbytes] += c.times
@@ -44,7 +44,7 @@ def _recorder() -> Any:
     class Recorder(TorchDispatchMode):
         def __init__(self, groups: AxisGroups) -> None:
             super().__init__()
-            self.sent: Sent = Counter()
+            self.sent: SentCounts = Counter()
             self._axes = {name: axes for axes, name in groups.names.items()}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +74,7 @@ class _Imagined(ParallelModule):
         every = self.plan.traced.program.buffers.items()
         like = next(nodes[name].meta["val"] for name, p in every if p == path)
         local = None if path not in self.plan.traced.program.mutated.values() else self._written(path)
-        return _Stored(_fake(like.shape if local is None else local, like.dtype))
+        return _ImaginedTensor(_fake(like.shape if local is None else local, like.dtype))
 
     def _written(self, path: str) -> tuple[int, ...]:
         node = next(n for n, p in self.plan.traced.program.buffers.items() if p == path)
@@ -82,7 +82,7 @@ class _Imagined(ParallelModule):
         return local_shape(r.shape, r.layout, self.plan.mesh)
 
 
-class _Stored:
+class _ImaginedTensor:
     """In the place of a DTensor."""
 
     def __init__(self, local: Any) -> None:
@@ -104,7 +104,7 @@ def _fake(shape: Any, dtype: Any, requires_grad: bool = False) -> Any:
     return torch.empty(tuple(shape), dtype=dtype, requires_grad=requires_grad)
 
 
-def sent_by_one_rank(plan: TorchPlan) -> Sent:
+def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
     """What a step sends on this rank of ``torch.distributed``, run on fake tensors; the backend may be "fake"."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -120,7 +120,7 @@ def sent_by_one_rank(plan: TorchPlan) -> Sent:
                 r = plan.program.result(plan.leaves[node])
                 shape = local_shape(r.shape, r.gradient, plan.mesh)
                 trained = tensors[r.tensor].needs_grad
-                step._stored[r.tensor] = _Stored(_fake(shape, dtypes[r.tensor], trained))
+                step._stored[r.tensor] = _ImaginedTensor(_fake(shape, dtypes[r.tensor], trained))
         batch: list[Any] = []
         for name in plan.traced.program.inputs:
             if name not in plan.leaves:
@@ -130,4 +130,4 @@ def sent_by_one_rank(plan: TorchPlan) -> Sent:
             first = r.shape[0] * plan.accumulate if r.shape else 1
             batch.append(_fake((first, *r.shape[1:]) if r.shape else (), dtypes[r.tensor]))
         step.backward(*batch)
-    return Sent(found.sent)
+    return SentCounts(found.sent)

@@ -13,10 +13,10 @@ from pase.local.types import Extents, Layout, local_shape
 from pase.machine import Mesh
 
 __all__ = [
-    "NotLowered",
+    "NotOnParts",
     "RankValue",
-    "Reordered",
-    "Reshaped",
+    "ReorderStep",
+    "ReshapeStep",
     "Steps",
     "inverse",
     "laid_through",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class NotLowered(PaseError):
+class NotOnParts(PaseError):
     """Why an op cannot be run on parts; the walk adds which op, and where it stands."""
 
 
@@ -44,7 +44,7 @@ class RankValue:
 
 
 @dataclass(frozen=True)
-class Reshaped:
+class ReshapeStep:
     """The same elements in another shape."""
 
     shape: Extents
@@ -52,13 +52,13 @@ class Reshaped:
 
 
 @dataclass(frozen=True)
-class Reordered:
+class ReorderStep:
     """The same elements, dims in another order."""
 
     order: tuple[int, ...]
 
 
-Steps = tuple[Reshaped | Reordered, ...]
+Steps = tuple[ReshapeStep | ReorderStep, ...]
 """How a value is made of another by views alone."""
 
 
@@ -69,9 +69,9 @@ def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
         yield value, steps
         match value.note:
             case ("view", Value() as base):
-                steps = (Reshaped(base.shape, value.shape), *steps)
+                steps = (ReshapeStep(base.shape, value.shape), *steps)
             case ("transposed", Value() as base, order):
-                steps = (Reordered(tuple(order)), *steps)
+                steps = (ReorderStep(tuple(order)), *steps)
             case _:
                 return
         value = base
@@ -81,7 +81,7 @@ def led(x: Any, layout: Layout, steps: Steps, mesh: Mesh) -> Any:
     """A rank's part through views: the part of what they make."""
     for step in steps:
         layout = _laid(layout, step, mesh)
-        if isinstance(step, Reordered):
+        if isinstance(step, ReorderStep):
             x = x.permute(step.order)
         else:
             x = x.reshape(local_shape(step.new, layout, mesh))
@@ -95,20 +95,20 @@ def laid_through(layout: Layout, steps: Steps, mesh: Mesh) -> Layout:
     return layout
 
 
-def _laid(layout: Layout, step: Reshaped | Reordered, mesh: Mesh) -> Layout:
-    if isinstance(step, Reshaped):
+def _laid(layout: Layout, step: ReshapeStep | ReorderStep, mesh: Mesh) -> Layout:
+    if isinstance(step, ReshapeStep):
         return through_reshape(layout, step.shape, step.new, mesh)
     return tuple((step.order.index(s[0]), s[1]) if isinstance(s, tuple) else s for s in layout)
 
 
 def inverse(steps: Steps) -> Steps:
     """From what the views make to what they are made of."""
-    out: list[Reshaped | Reordered] = []
+    out: list[ReshapeStep | ReorderStep] = []
     for step in reversed(steps):
-        if isinstance(step, Reordered):
-            out.append(Reordered(tuple(step.order.index(i) for i in range(len(step.order)))))
+        if isinstance(step, ReorderStep):
+            out.append(ReorderStep(tuple(step.order.index(i) for i in range(len(step.order)))))
         else:
-            out.append(Reshaped(step.new, step.shape))
+            out.append(ReshapeStep(step.new, step.shape))
     return tuple(out)
 
 
@@ -136,4 +136,4 @@ def _digit(low: int, high: int, new: Sequence[int]) -> tuple[int, int]:
         inner = math.prod(new[dim + 1 :])
         if low % inner == 0 and inner <= low and high <= inner * extent and inner * extent % low == 0:
             return dim, inner * extent // low
-    raise NotLowered(f"what one mesh axis holds lies across dims of {list(new)}")
+    raise NotOnParts(f"what one mesh axis holds lies across dims of {list(new)}")
