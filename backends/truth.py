@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pase.backends.jax_pipeline import in_stages
 from pase.backends.to_jax import Lowering, jax_plan
 from pase.frontends.jax_types import Tree
 from pase.hlo.collectives import HloCollective, collectives
@@ -244,6 +245,8 @@ def sharded_step(
 
     from pase.frontends.jax_leaves import arrays, trained
 
+    if plan.pipeline is not None:
+        return _staged_step(plan, optimizer, params, *batch)
     kept, jp = _keeping_gradients(optimizer), jax_plan(plan)
     mesh = jp.mesh()
     with _stderr() as said:
@@ -257,6 +260,23 @@ def sharded_step(
         parameters=trained(updated),
         compiled=compiled,
         rematerialised=tuple(line for line in said if "Involuntary full rematerialization" in line),
+    )
+
+
+def _staged_step(plan: PlanData, optimizer: GradientTransformation, params: Tree, *batch: Tree) -> StepResult:
+    """Of a pipelined plan, which is many programs."""
+    import jax
+
+    from pase.frontends.jax_leaves import trained
+
+    kept, jp = _keeping_gradients(optimizer), in_stages(plan)
+    placed, *placed_batch = jp.device_put(params, *batch)
+    state = jp.init(kept, placed)
+    updated, (grads, _), value = jp.train_step(kept)(placed, state, *placed_batch)
+    return StepResult(
+        loss=float(jax.tree.leaves(value)[0]),
+        gradients=jp.gathered(grads),
+        parameters=jp.gathered(trained(updated)),
     )
 
 

@@ -27,7 +27,7 @@ from pase.plan.layout import from_json
 from pase.questions.sensitivity import sensitivity
 from pase.tables.itemize import collectives
 
-from ..command import printed, reported
+from ..command import printed, reported, run
 
 SCANNED = "zoo:llama3_8b?layers=8&batch=32&seq=2048&vocab=2048&remat=0&attention=fused"
 WRITTEN_OUT = "zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0&scan=0"
@@ -122,6 +122,17 @@ def test_what_does_not_take_it_says_so(tmp_path):
     ):
         with pytest.raises(PaseError, match=r"is a pipeline .2 ranks.*plan.jax runs it stage by stage"):
             attempt()
+
+
+def test_its_layout_runs_in_the_reduced_size(tmp_path):
+    plan, p = staged(), staged().pipeline
+    ends = (p.stages[0], replace(p.stages[-1], rank=1))
+    simple = replace(p, schedule="1f1b", chunks=1, cuts=(4, 4), stages=ends)
+    replace(plan, pipeline=simple).save(tmp_path / "layout.json")
+    told = reported("run", tmp_path / "layout.json", "--reduced", "--devices", "2")
+    assert told["agrees"] and told["mesh"]["stage"] == 2 and told["collectives"] == []
+    code, _, said = run("run", tmp_path / "layout.json", "--reduced", "--devices", "3")
+    assert code and "cannot be run as the plan's stages are (2 ranks" in said
 
 
 def test_explain_says_the_bubble_and_what_other_schedules_would_cost(tmp_path):
