@@ -101,7 +101,7 @@ def summary(e: Explanation) -> dict[str, object]:
         "unfused": [
             {
                 "layers": list(u.layers),
-                "source": u.source,
+                "source": str(u.source),
                 "cost": u.cost,
                 "fused": u.fused,
                 "kept_bytes": u.kept,

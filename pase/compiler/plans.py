@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,7 +112,6 @@ def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]
     return {
         **versions,
         **graph.meta,
-        "command": " ".join(sys.argv[:1] and [Path(sys.argv[0]).name, *sys.argv[1:]]),
         "edges": str(len(graph.edges)),
         "search": method,
         "certificate": certificate,

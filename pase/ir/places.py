@@ -3,9 +3,12 @@ regions around it."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from pase.errors import PaseError
@@ -153,6 +156,20 @@ class SourceLine:
     def name(self) -> str:
         """The function's own name, without the class or function that it is defined in."""
         return self.function.rpartition(".")[2]
+
+    def from_root(self) -> SourceLine:
+        """The line as one may hand it on: its file from the folder that it is imported from, or that the program runs
+        in; by its name alone where it is in neither.
+
+        >>> SourceLine("/home/ada/models/tiny.py:12:4").from_root().place
+        'tiny.py:12:4'
+        """
+        at = Path(self.place)
+        if not at.is_absolute():
+            return self
+        roots = [r for r in map(Path, (os.getcwd(), *sys.path)) if r.is_absolute() and at.is_relative_to(r)]
+        nearest = max(roots, key=lambda r: len(r.parts), default=at.parent)
+        return replace(self, place=at.relative_to(nearest).as_posix())
 
     @classmethod
     def parse(cls, text: str) -> SourceLine:

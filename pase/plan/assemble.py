@@ -152,7 +152,7 @@ def _node_plans(
             sizes={d.name: number(d.size, n.name) for d in shown},
             split=split_of(n, configs[n.name], mesh),
             times=number(n.times, n.name),
-            source=str(n.source),
+            source=str(n.source.from_root()),
             cost=costs[n.name],
             reads=tuple(reads.get(n.name, ())),
             work=work[n.name],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from pase.plan.table import bytes_text, cost_text
@@ -27,23 +28,23 @@ def reasons(e: Explanation) -> list[str]:
 
 
 def _axes(plan: PlanData) -> Iterator[str]:
-    """What each axis of the mesh splits, by the products' time."""
+    """What the mesh's axes split, by the products' time; axes that split the same are named together."""
     heavy = [n for n in plan.nodes if n.op in _HEAVY]
     whole = sum(n.cost.compute for n in heavy)
-    for axis, ways in zip(plan.mesh.names, plan.mesh.sizes, strict=True):
+    alike: dict[tuple[str, str], list[str]] = {}
+    for axis in plan.mesh.names if whole else ():
         time: dict[str, float] = {}
         for n in heavy:
-            dims = [d for d, axes in n.split.items() if axis in axes]
-            dim = dims[0] if dims else ""
+            dim = next((d for d, axes in n.split.items() if axis in axes), "")
             time[dim] = time.get(dim, 0.0) + n.cost.compute
-        if not whole or not time:
-            continue
         dim, most = max(time.items(), key=lambda kv: kv[1])
-        share = f"{most / whole:.0%} of the time of products"
-        if dim:
-            yield f"Axis {axis} ({ways} ways) splits dimension {dim} in {share}."
-        else:
-            yield f"Axis {axis} ({ways} ways) splits nothing in {share}: what it would save costs more to send."
+        alike.setdefault((dim, f"{most / whole:.0%}"), []).append(axis)
+    size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    for (dim, share), axes in alike.items():
+        ways = math.prod(size[a] for a in axes)
+        named = f"{'Axes' if len(axes) > 1 else 'Axis'} {', '.join(axes)} ({ways} ways)"
+        does = f"{'split' if len(axes) > 1 else 'splits'} {f'dimension {dim}' if dim else 'nothing'}"
+        yield f"{named} {does} in products that take {share} of products' time."
 
 
 def _storage(plan: PlanData) -> Iterator[str]:
@@ -100,6 +101,8 @@ def _next_best(e: Explanation) -> Iterator[str]:
         return
     near, far = min(finite, key=lambda n: finite[n]), max(finite, key=lambda n: finite[n])
     yield (
-        f"The next best plan splits {near} otherwise and costs {max(finite[near], 0.0):.3%} more; the split that "
-        f"matters most is that of {far}: any other costs at least {finite[far]:.1%} more."
+        f"Of the {len(finite)} layers that were tried, {near} is nearest to another choice: the best plan that "
+        f"splits it otherwise costs {max(finite[near], 0.0):.3%} more."
     )
+    if len(finite) > 1:
+        yield f"The split that matters most is that of {far}: any other costs at least {finite[far]:.1%} more."

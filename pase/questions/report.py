@@ -78,7 +78,7 @@ def _lead(e: Explanation) -> str:
         ("certificate", proof, "under that cost model"),
     ]
     if speed is not None:
-        figures.insert(1, ("speed", f"{speed.mfu:.1%} MFU", escape(str(speed))))
+        figures.insert(1, ("speed", f"{speed.mfu:.1%} MFU", escape(str(speed).partition(" · ")[2])))
     misfit = misfit_text(plan)
     warning = "" if misfit is None else f"<p class='warn'>{escape(misfit)}</p>"
     remark = f"<p class='soft'>{escape(e.remark)}</p>" if e.remark else ""

@@ -59,6 +59,7 @@ ELSEWHERE = {
     "netlab/worker": "a process that netlab starts",
     "replay_hta": "needs an environment with HolisticTraceAnalysis",
     "schemas": "writes the schemas that tests/files holds equal to the types",
+    "screenshots": "needs a browser",
     "tpu_aot": "needs libtpu",
 }
 """Benches that no test starts, and why."""

@@ -144,3 +144,12 @@ def test_copies_are_said_and_in_files_of_before_known_by_their_names(plan):
     data.pop("copies", None)
     assert from_json(data).copies["t27c1"] == "t27"
     assert from_json({**data, "copies": {"t27c1": "t3"}}).copies == {"t27c1": "t3"}
+
+
+def test_a_layout_tells_nothing_of_its_maker(plan):
+    """Files from the folder that they are imported from, and no command line: layouts are handed on."""
+    text = json.dumps(to_json(plan))
+    assert "pase/zoo/attention.py:" in text
+    assert str(Path(pase.__file__).parents[1]) not in text
+    assert str(Path.home()) + "/" not in text
+    assert "command" not in plan.provenance
