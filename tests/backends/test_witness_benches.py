@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import comm_truth, tpu_aot, tpu_aot_page
+from bench import comm_truth, comm_truth_page, tpu_aot, tpu_aot_page
 
 
 def row(model: str, strategy: str, compiled: int, devices: int | None = None) -> dict:
@@ -52,7 +52,7 @@ def test_the_summary_counts_by_method_and_devices() -> None:
         row("mlp", "ours@8", 100),
     ]
     cells = [(r, k, b) for r in rows for k, b in r["collectives"].items()]
-    lines = comm_truth._summary(cells)
+    lines = comm_truth_page.summary(cells)
     assert "| FSDP | 8 | 2 | 2 | 1 | 1 | 20.0% | 20.0% | 11.11% |" in lines
     assert "| FSDP | 32 | 1 | 1 | 1 | 1 | 0.0% | 0.0% | 0.00% |" in lines
     assert not any(line.startswith("| ours |") for line in lines)
@@ -65,10 +65,10 @@ def test_every_row_that_is_off_is_explained() -> None:
         (r["model"], r["strategy"], r.get("devices", 8), kind)
         for r in rows
         for kind, b in r["collectives"].items()
-        if (b["on_cpu"] or b["compiled"]) and abs(comm_truth.error(b)) > comm_truth.NOTED
+        if (b["on_cpu"] or b["compiled"]) and abs(comm_truth_page.error(b)) > comm_truth_page.NOTED
     ]
     assert off
-    assert [o for o in off if comm_truth.reason(o[0], o[1], o[3]) == "not explained yet"] == []
+    assert [o for o in off if comm_truth_page.reason(o[0], o[1], o[3]) == "not explained yet"] == []
 
 
 @pytest.mark.parametrize(

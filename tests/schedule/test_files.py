@@ -1,4 +1,4 @@
-"""Files in and out, and the command."""
+"""Files in and out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-import pase
-import pase.replay
 from bench.cases.schedules import link, profile, random_problem, vgg19
 from pase.errors import PaseError
 from pase.machine import Mesh
@@ -19,35 +17,15 @@ from pase.plan.communication import communication_problem
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 from pase.schedule import Options, evaluate, get_policy, problem_from_times
 from pase.schedule.emit import ddp_caps_mb, pgle_text, xla_flags
-from pase.schedule.gantt import _figure
 from pase.schedule.io import plan_from_json, plan_to_json, problem_from_json, problem_to_json
-from pase.schedule.load import load_problem, parse_link
+from pase.schedule.load import parse_link
 from pase.schedule.pipedream import read_pipedream
 from pase.schedule.policies.tictac import parameter_server
 from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
 from pase.tables.itemize import Collective, NodeCost
-from tests import command
+from tests.schedule.profiles import PROFILE
 
-
-def _row(name: str, forward_ms: float, backward_ms: float, activation: str, parameters: float) -> str:
-    return (
-        f"{name} -- forward_compute_time={forward_ms:.3f}, backward_compute_time={backward_ms:.3f}, "
-        f"activation_size={activation}, parameter_size={parameters:.3f}\n"
-    )
-
-
-PROFILE = (
-    _row("node2 -- ReLU(inplace)", 1, 2, "8.0", 0)
-    + _row("node1 -- Conv2d(3, 4)", 2, 3, "[8.0; 4.0]", 4e6)
-    + _row("node3 -- Linear(4, 2)", 1.5, 1, "8.0", 8e6)
-    + "\tnode1 -- node2\n\tnode2 -- node3\n"
-)
 NET = (link("net", alpha_s=1e-4, beta=1e-9),)
-
-
-def run(*args: str) -> tuple[int, str, str]:
-    """(exit status, standard output, standard error) of `pase schedule ARGS`."""
-    return command.run("schedule", *args)
 
 
 # --- problems and plans as JSON --------------------------------------------------------------------------------
@@ -376,153 +354,3 @@ def test_emitters() -> None:
     assert lines[0].startswith('costs { name: "all-reduce-start" cost_us: 8651.0')
     assert lines[1].startswith('costs { name: "all-reduce-start.1" cost_us: 31754.0')
     assert ddp_caps_mb(problem, plan)[0] == pytest.approx(problem.tensors[5].nbytes / 2**20, abs=1e-3)
-
-
-# --- the command -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def profile_file(tmp_path: Path) -> Path:
-    path = tmp_path / "p.txt"
-    path.write_text(PROFILE)
-    return path
-
-
-def test_all_policies_as_json(profile_file: Path, tmp_path: Path) -> None:
-    out, drawing = tmp_path / "b.json", tmp_path / "g.html"
-    code, stdout, _ = run(
-        str(profile_file),
-        "--policy",
-        "all",
-        "--json",
-        "--staleness",
-        "1",
-        "-o",
-        str(out),
-        "--gantt",
-        str(drawing),
-        "--link",
-        "net:100us:1GB/s",
-    )
-    assert code == 0
-    data = json.loads(stdout)
-    rows = {r["policy"]: r for r in data["policies"]}
-    assert {
-        "fifo",
-        "ddp",
-        "horovod",
-        "mg_wfbp",
-        "bytescheduler",
-        "us_byte",
-        "tic",
-        "tac",
-        "deft",
-        "ours",
-    } <= set(rows)
-    for r in rows.values():
-        if "skipped" not in r:
-            assert {"iteration_s", "exposed_s", "bound_s", "updates_per_iteration"} <= set(r)
-    problem = load_problem(profile_file, links=(parse_link("net:100us:1GB/s"),))
-    plan = plan_from_json(json.loads(out.read_text()), problem)
-    assert evaluate(problem, plan).iteration_s == pytest.approx(rows["ours"]["iteration_s"])
-    page = drawing.read_text()
-    assert (
-        page.count("<div data-timeline=") == sum("skipped" not in r for r in rows.values())
-        and "node3" in page
-    )
-
-
-def test_one_policy_and_the_table(profile_file: Path) -> None:
-    code, stdout, _ = run(str(profile_file), "--policy", "ours", "--json")
-    assert code == 0 and json.loads(stdout)["policy"] == "ours"
-    code, stdout, _ = run(str(profile_file), "--policy", "ddp,ours")
-    assert code == 0
-    assert "gap to bound" in stdout and "no plan without staleness is shorter than" in stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "message"),
-    [
-        (["--policy", "best"], 2, "no scheduling policy 'best'"),
-        (["--policy", "deft"], 1, "allow it with --staleness"),
-        (["--gantt", "x.pdf"], 2, "write to .html or .png"),
-        (["--loss", "speed=1"], 2, "--loss: no 'speed'"),
-        (["--emit", "tpu"], 2, "--emit tpu: there are xla, pgle, ddp"),
-        (["--mode", "slow"], 2, "none of auto, fast, exact"),
-    ],
-)
-def test_bad_requests(profile_file: Path, args: list[str], code: int, message: str) -> None:
-    status, _, stderr = run(str(profile_file), *args)
-    assert status == code and message in stderr
-
-
-def test_bad_files(tmp_path: Path) -> None:
-    bad = tmp_path / "x.json"
-    for text, message in (("hello", "is not JSON at line 1, column 1"), ("{}", "schema is None")):
-        bad.write_text(text)
-        status, _, stderr = run(str(bad))
-        assert status == 2 and message in stderr and "x.json" in stderr
-    status, _, stderr = run(str(tmp_path / "absent.json"))
-    assert status == 2 and "absent.json" in stderr
-
-
-def test_a_picture_as_png(profile_file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="PNG needs matplotlib")
-    out = tmp_path / "g.png"
-    code, _, err = run(str(profile_file), "--policy", "ddp,ours", "--gantt", str(out))
-    assert code == 0, err
-    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    problem = load_problem(profile_file)
-    evaluations = [evaluate(problem, get_policy(n).make(problem, Options())) for n in ("ddp", "ours")]
-    figure = _figure(problem, evaluations)
-    assert [ax.get_title("left").partition(":")[0] for ax in figure.axes] == ["ddp", "ours"]
-    for ax, e in zip(figure.axes, evaluations, strict=True):
-        assert [x.get_text() for x in ax.get_yticklabels()] == ["compute", "net"]
-        drawn = [p.get_extents() for c in ax.collections for p in c.get_paths()]
-        assert len(drawn) == len(e.timeline)
-        assert sum(b.width for b in drawn) == pytest.approx(
-            sum(i.end_s - max(i.start_s, 0.0) for i in e.timeline) * 1e3, rel=1e-6
-        )
-
-
-# --- layouts ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def layout_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("jax", reason="a layout of a zoo model needs jax")
-    path = tmp_path_factory.mktemp("layout") / "layout.json"
-    pase.compile("zoo:alexnet?batch=256", devices=16, mesh="2x8", baselines=False).save(path)
-    return path
-
-
-def test_a_layout_keeps_its_bucket_plan(layout_file: Path, tmp_path: Path) -> None:
-    mine, step = tmp_path / "mine.json", tmp_path / "step.json"
-    mine.write_bytes(layout_file.read_bytes())
-    code, out, err = run(str(mine), "--policy", "ddp", "--write", "--json", "--timeline", str(step))
-    assert code == 0, err
-    plan = pase.load(mine)
-    assert plan.bucket_plan is not None and plan.bucket_plan.policy == "ddp"
-    assert plan.bucket_problem is not None and {x.name for x in plan.bucket_problem.links} <= {
-        "NVLink",
-        "InfiniBand",
-    }
-    predicted = json.loads(out)["iteration_s"]
-    (mark,) = pase.replay.load(step).marks
-    assert mark.end_ns - mark.start_ns == pytest.approx(predicted * 1e9, abs=1)
-    # What is kept is what `pase replay LAYOUT` shows.
-    assert plan.timeline is not None
-    assert plan.timeline.marks[0].end_ns == mark.end_ns
-
-
-def test_links_given_replace_the_machines(layout_file: Path) -> None:
-    code, out, err = run(str(layout_file), "--policy", "fifo", "--json", "--link", "slow:1ms:10MB/s")
-    assert code == 0, err
-    slow = json.loads(out)["iteration_s"]
-    code, out, _ = run(str(layout_file), "--policy", "fifo", "--json")
-    assert code == 0 and json.loads(out)["iteration_s"] < slow / 10
-
-
-def test_only_a_layout_can_keep_one(profile_file: Path) -> None:
-    code, _, err = run(str(profile_file), "--write")
-    assert code == 2 and "p.txt is not one; use --output" in err
