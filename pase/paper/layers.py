@@ -210,38 +210,38 @@ def _recurrence(
         shape = [number(s, name) for s in graph.tensors[name].shape]
         return AccessMap.of(order[shape[0]], order[shape[1]], last)
 
-    parse = AccessMap.parse
-    x, w, y = "l s b two e", "l two e g d", "l s b g d"
-    ops = (
-        Op(
-            name="enter",
-            kind="view",
-            function=functions.MOVE,
-            reads=(Access(enters, flat(enters, "e")),),
-            writes=(Access("lstm.x", parse(x)),),
-            flops_per_point=0,
-            over=(),
-        ),
-        Op(
-            name="lstm",
-            kind="matmul",
-            function=functions.MATMUL,
-            reads=(Access("lstm.x", parse(x)), Access("lstm.w", parse(w))),
-            writes=(Access("lstm.y", parse(y)),),
-            flops_per_point=2,
-        ),
-        Op(
-            name="leave",
-            kind="view",
-            function=functions.MOVE,
-            reads=(Access("lstm.y", parse(y)),),
-            writes=(Access(leaves, flat(leaves, "d")),),
-            flops_per_point=0,
-            over=(),
-        ),
-    )
+    ops = _lstm(Access(enters, flat(enters, "e")), Access(leaves, flat(leaves, "d")))
     made = Node(name="lstm", space=IterationSpace(dims), ops=ops)
-    return made, {t.name: t for t in (tensor("lstm.x", x), tensor("lstm.w", w), tensor("lstm.y", y))}
+    return made, {name: tensor(name, letters) for name, letters in _LSTM.items()}
+
+
+_LSTM = {"lstm.x": "l s b two e", "lstm.w": "l two e g d", "lstm.y": "l s b g d"}
+"""What PaSE's node reads and makes, by its dims."""
+
+
+def _lstm(entering: Access, leaving: Access) -> tuple[Op, Op, Op]:
+    x, w, y = (Access(name, AccessMap.parse(letters)) for name, letters in _LSTM.items())
+
+    def view(name: str, read: Access, write: Access) -> Op:
+        return Op(
+            name=name,
+            kind="view",
+            function=functions.MOVE,
+            reads=(read,),
+            writes=(write,),
+            flops_per_point=0,
+            over=(),
+        )
+
+    product = Op(
+        name="lstm",
+        kind="matmul",
+        function=functions.MATMUL,
+        reads=(x, w),
+        writes=(y,),
+        flops_per_point=2,
+    )
+    return view("enter", entering, x), product, view("leave", y, leaving)
 
 
 def _ends(graph: Graph, names: frozenset[str], what: str) -> tuple[str, str]:

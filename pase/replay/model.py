@@ -125,86 +125,92 @@ def estimate(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None
 
 
 def _join(m: Measured, parts: list[RankTimes], chosen: list[int], ranks: list[int]) -> DataflowGraph:
-    names: dict[str, int] = {}
-    devices: list[TaskQueue] = []
-    gangs: dict[tuple[object, ...], int] = {}
-    members: Counter[tuple[object, ...]] = Counter()
-    columns: dict[str, list[np.ndarray]] = {
-        k: [] for k in ("name", "kind", "device", "gang", "event", "release")
-    }
-    free: list[float] = []
-    keys: list[object] = []
-    edges: dict[str, list[np.ndarray]] = {k: [] for k in ("src", "dst", "lag", "kind", "carried")}
-    root: dict[int, int] = {}
-    tail: dict[int, int] = {}
-    t = m.timeline
-    for p in parts:
-        for e in p.template.event:
-            if e in m.gang_of_event:
-                members[m.gang_of_event[e]] += 1
-    skew = _skews(m, chosen, ranks)
-    base = 0
+    t, skew = m.timeline, _skews(m, chosen, ranks)
+    joined = _JoinedRanks(m, parts)
     for r, p in zip(ranks, parts, strict=True):
-        local: dict[tuple[str, str], int] = {}
-        for d in p.template.device:
-            if d not in local:
-                local[d] = len(devices)
-                devices.append(TaskQueue(rank=r, name=d[0], kind=d[1]))
-                free.append(p.free.get(d[0], 0.0) + skew[r])
-        n = len(p.template.keys)
-        gang = np.full(n, -1, dtype=np.int64)
-        for i, e in enumerate(p.template.event):
-            key = m.gang_of_event.get(e)
-            if key is not None and members[key] > 1:
-                gang[i] = gangs.setdefault(key, len(gangs))
-        columns["gang"].append(gang)
-        columns["name"].append(
-            np.array([names.setdefault(x, len(names)) for x in p.template.name], dtype=np.int32)
-        )
-        columns["kind"].append(np.array(p.template.kind, dtype=np.uint8))
-        columns["device"].append(np.array([local[d] for d in p.template.device], dtype=np.int64))
-        columns["event"].append(np.array(p.template.event, dtype=np.int64))
-        columns["release"].append(np.where(np.isfinite(p.release), p.release + skew[r], 0.0))
-        own = p.edges
-        for k, v in (("src", own.src + base), ("dst", own.dst + base), ("lag", p.lag), ("kind", own.kind)):
-            edges[k].append(v)
-        edges["carried"].append(own.carried)
-        if p.template.root >= 0:
-            root[r] = base + p.template.root
-        if p.template.tail >= 0:
-            tail[r] = base + p.template.tail
-        keys.extend(p.template.keys)
-        base += n
-    src, dst, lag, kind, carried = (np.concatenate(edges[k]) for k in edges)
-    event = np.concatenate(columns["event"])
+        joined.add(r, p, skew[r])
+    src, dst, lag, edge_kind, carried = (np.concatenate(x) for x in zip(*joined.edges, strict=True))
+    gang, name, kind, device, event, release = (np.concatenate(x) for x in zip(*joined.tasks, strict=True))
     known = event >= 0
-    nbytes = np.where(known, t["nbytes"][event], -1)
-    operation = np.where(known & (np.concatenate(columns["kind"]) == COLLECTIVE), t["operation"][event], 0)
+    operation = np.where(known & (kind == COLLECTIVE), t["operation"][event], 0)
     return DataflowGraph(
-        devices=tuple(devices),
-        names=tuple(names),
-        name=np.concatenate(columns["name"]),
-        kind=np.concatenate(columns["kind"]),
-        device=np.concatenate(columns["device"]),
+        devices=tuple(joined.devices),
+        names=tuple(joined.names),
+        name=name,
+        kind=kind,
+        device=device,
         duration_ns=np.concatenate([p.duration for p in parts]),
         src=src[~carried],
         dst=dst[~carried],
         lag_ns=lag[~carried],
-        edge_kind=kind[~carried],
-        carried=Carried(src=src[carried], dst=dst[carried], lag_ns=lag[carried], kind=kind[carried]),
-        gang=np.concatenate(columns["gang"]),
-        priority=np.zeros(base, dtype=np.int64),
-        release_ns=np.concatenate(columns["release"]),
-        nbytes=nbytes.astype(np.int64),
+        edge_kind=edge_kind[~carried],
+        carried=Carried(src=src[carried], dst=dst[carried], lag_ns=lag[carried], kind=edge_kind[carried]),
+        gang=gang,
+        priority=np.zeros(len(event), dtype=np.int64),
+        release_ns=release,
+        nbytes=np.where(known, t["nbytes"][event], -1).astype(np.int64),
         operation=operation.astype(np.uint8),
-        ways=_ways(t, event, np.concatenate(columns["gang"])),
+        ways=_ways(t, event, gang),
         event=event,
-        device_free_ns=np.array(free),
-        key=tuple(keys),
-        root=root,
-        tail=tail,
-        gangs=len(gangs),
+        device_free_ns=np.array(joined.free),
+        key=tuple(joined.keys),
+        root=joined.root,
+        tail=joined.tail,
+        gangs=len(joined.gangs),
     )
+
+
+class _JoinedRanks:
+    """The ranks' tasks in one numbering.
+
+    tasks: of each rank its gangs, names, kinds, devices, events and release times. edges: of each its sources, targets,
+    lags, kinds and which are carried over.
+    """
+
+    def __init__(self, m: Measured, parts: list[RankTimes]) -> None:
+        self.gang_of_event = m.gang_of_event
+        gangs = (m.gang_of_event[e] for p in parts for e in p.template.event if e in m.gang_of_event)
+        self.members = Counter(gangs)
+        self.names: dict[str, int] = {}
+        self.gangs: dict[tuple[object, ...], int] = {}
+        self.devices: list[TaskQueue] = []
+        self.free: list[float] = []
+        self.keys: list[object] = []
+        self.root: dict[int, int] = {}
+        self.tail: dict[int, int] = {}
+        self.tasks: list[tuple[np.ndarray, ...]] = []
+        self.edges: list[tuple[np.ndarray, ...]] = []
+
+    def add(self, r: int, p: RankTimes, skew: float) -> None:
+        """A rank's tasks. skew: how much later than the earliest it begins."""
+        own, base = p.template, len(self.keys)
+        local: dict[tuple[str, str], int] = {}
+        for d in own.device:
+            if d not in local:
+                local[d] = len(self.devices)
+                self.devices.append(TaskQueue(rank=r, name=d[0], kind=d[1]))
+                self.free.append(p.free.get(d[0], 0.0) + skew)
+        gang = np.full(len(own.keys), -1, dtype=np.int64)
+        for i, e in enumerate(own.event):
+            key = self.gang_of_event.get(e)
+            if key is not None and self.members[key] > 1:
+                gang[i] = self.gangs.setdefault(key, len(self.gangs))
+        names = [self.names.setdefault(x, len(self.names)) for x in own.name]
+        self.tasks.append(
+            (
+                gang,
+                np.array(names, dtype=np.int32),
+                np.array(own.kind, dtype=np.uint8),
+                np.array([local[d] for d in own.device], dtype=np.int64),
+                np.array(own.event, dtype=np.int64),
+                np.where(np.isfinite(p.release), p.release + skew, 0.0),
+            )
+        )
+        self.edges.append((p.edges.src + base, p.edges.dst + base, p.lag, p.edges.kind, p.edges.carried))
+        for ends, task in ((self.root, own.root), (self.tail, own.tail)):
+            if task >= 0:
+                ends[r] = base + task
+        self.keys.extend(own.keys)
 
 
 def _ways(t: Timeline, event: np.ndarray, gang: np.ndarray) -> np.ndarray:

@@ -105,7 +105,7 @@ def _usable(path: Path, a: np.ndarray, where: str) -> np.ndarray:
 
 
 def _iopddl(path: Path, problem: dict[str, Any]) -> tuple[CostTables, MemoryProfile]:
-    nodes, edges = problem.get("nodes"), problem.get("edges")
+    nodes = problem.get("nodes")
     costs = _list(path, nodes, "costs", "problem.nodes")
     usages = _list(path, nodes, "usages", "problem.nodes")
     intervals = _list(path, nodes, "intervals", "problem.nodes")
@@ -117,37 +117,48 @@ def _iopddl(path: Path, problem: dict[str, Any]) -> tuple[CostTables, MemoryProf
             f"{path}: problem.nodes has {n} costs, {len(usages)} usages, {len(intervals)} intervals; "
             "each node needs one of each"
         )
-    node_costs, held = [], []
-    for v in range(n):
-        c = _numbers(path, costs[v], f"problem.nodes.costs[{v}]")
-        u = _numbers(path, usages[v], f"problem.nodes.usages[{v}]")
-        if not c.size:
-            raise PaseError(f"{path}: problem.nodes.costs[{v}] is empty; a node needs at least one strategy")
-        if c.size != u.size:
-            raise PaseError(f"{path}: node {v} has {c.size} costs and {u.size} usages")
-        if (u < 0).any():
-            raise PaseError(f"{path}: problem.nodes.usages[{v}] holds a negative number of bytes")
-        node_costs.append(c)
-        held.append(u)
-    span = np.zeros((n, 2), np.int64)
-    for v, pair in enumerate(intervals):
-        if not (isinstance(pair, list) and len(pair) == 2 and all(type(t) is int for t in pair)):
-            raise PaseError(
-                f"{path}: problem.nodes.intervals[{v}] must be [start, stop], found {_kind(pair)}"
-            )
-        if not 0 <= pair[0] <= 1 << 40 or not 0 <= pair[1] <= 1 << 40:
-            raise PaseError(f"{path}: problem.nodes.intervals[{v}] = {pair} is out of range")
-        span[v] = pair
+    both = [_iopddl_node(path, v, costs[v], usages[v]) for v in range(n)]
+    node_costs, held = [c for c, _ in both], [u for _, u in both]
+    span = np.array([_iopddl_interval(path, v, pair) for v, pair in enumerate(intervals)], np.int64)
     limit = problem.get("usage_limit")
     if not isinstance(limit, int | float) or isinstance(limit, bool) or not float(limit) >= 0:
         raise PaseError(f"{path}: problem.usage_limit must be a number of bytes, found {_kind(limit)}")
+    edges = _iopddl_edges(path, problem.get("edges"), node_costs)
+    start, stop = _dense_points(span.reshape(n, 2))
+    profile = MemoryProfile(bytes=tuple(held), start=start, stop=stop, limit_bytes=float(limit))
+    return CostTables(node_costs=tuple(node_costs), edges=edges), profile
+
+
+def _iopddl_node(path: Path, v: int, costs: Any, usages: Any) -> tuple[np.ndarray, np.ndarray]:
+    """A node's costs and bytes, one for each of its strategies."""
+    c = _numbers(path, costs, f"problem.nodes.costs[{v}]")
+    u = _numbers(path, usages, f"problem.nodes.usages[{v}]")
+    if not c.size:
+        raise PaseError(f"{path}: problem.nodes.costs[{v}] is empty; a node needs at least one strategy")
+    if c.size != u.size:
+        raise PaseError(f"{path}: node {v} has {c.size} costs and {u.size} usages")
+    if (u < 0).any():
+        raise PaseError(f"{path}: problem.nodes.usages[{v}] holds a negative number of bytes")
+    return c, u
+
+
+def _iopddl_interval(path: Path, v: int, pair: Any) -> list[int]:
+    if not (isinstance(pair, list) and len(pair) == 2 and all(type(t) is int for t in pair)):
+        raise PaseError(f"{path}: problem.nodes.intervals[{v}] must be [start, stop], found {_kind(pair)}")
+    if not 0 <= pair[0] <= 1 << 40 or not 0 <= pair[1] <= 1 << 40:
+        raise PaseError(f"{path}: problem.nodes.intervals[{v}] = {pair} is out of range")
+    return pair
+
+
+def _iopddl_edges(path: Path, edges: Any, node_costs: list[np.ndarray]) -> tuple[EdgeTable, ...]:
+    """The edges between two nodes; what an edge from a node to itself costs is added to that node's costs."""
     pairs = _list(path, edges, "nodes", "problem.edges")
     matrices = _list(path, edges, "costs", "problem.edges")
     if len(pairs) != len(matrices):
         raise PaseError(f"{path}: problem.edges has {len(pairs)} pairs of nodes and {len(matrices)} matrices")
+    n, entries = len(node_costs), 0
     iota: dict[int, np.ndarray] = {}
     tables = []
-    entries = 0
     for i, (pair, flat) in enumerate(zip(pairs, matrices, strict=True)):
         if not (isinstance(pair, list) and len(pair) == 2 and all(type(v) is int for v in pair)):
             raise PaseError(f"{path}: problem.edges.nodes[{i}] must be a pair of nodes, found {_kind(pair)}")
@@ -168,9 +179,7 @@ def _iopddl(path: Path, problem: dict[str, Any]) -> tuple[CostTables, MemoryProf
             if k not in iota:
                 iota[k] = np.arange(k, dtype=np.int32)
         tables.append(EdgeTable(src=a, dst=b, cost=m.reshape(ka, kb), src_class=iota[ka], dst_class=iota[kb]))
-    start, stop = _dense_points(span)
-    profile = MemoryProfile(bytes=tuple(held), start=start, stop=stop, limit_bytes=float(limit))
-    return CostTables(node_costs=tuple(node_costs), edges=tuple(tables)), profile
+    return tuple(tables)
 
 
 def _dense_points(span: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

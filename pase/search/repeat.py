@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import numpy as np
 
@@ -217,6 +218,44 @@ def _block(
     return _FoldedBlock(plan, pool, view, table, len(costs), speaker)
 
 
+@dataclass(eq=False)
+class _Powers:
+    """Least costs of several blocks in a row, by halves. kernels: see ``kernels_for``."""
+
+    block: _FoldedBlock
+    kernels: ModuleType
+    tables: dict[int, np.ndarray]
+
+    def least(self, k: int) -> np.ndarray:
+        """Least cost from a class of the first speaker to a config of the kth after it."""
+        if k not in self.tables:
+            a, b = self.least(k // 2), self.least(k - k // 2)
+            classes, own = self.block.table.shape
+            # The middle speaker is seen by the second half through its classes.
+            rows = [(np.arange(own, dtype=np.int32), np.ascontiguousarray(a.T))]
+            middle = self.kernels.segment_min(np.zeros(own), self.block.view.cls, classes, rows)
+            self.tables[k] = self.kernels.min_plus(middle[:, None, :], np.ascontiguousarray(b[:, None, :]))[0]
+        return self.tables[k]
+
+    def speakers(self, k: int, start: int, end: int) -> np.ndarray:
+        """Configs of speakers 1 … k, the kth at ``end``, from class ``start``."""
+        seen: dict[tuple[int, int, int], np.ndarray] = {}
+        cls = self.block.view.cls
+
+        def between(k: int, start: int, end: int) -> np.ndarray:
+            if k == 1:
+                return np.array([end], np.int64)
+            if (k, start, end) not in seen:
+                half = k // 2
+                total = self.least(half)[start] + self.least(k - half)[cls, end]
+                middle = int(total.argmin())
+                right = between(k - half, int(cls[middle]), end)
+                seen[k, start, end] = np.concatenate([between(half, start, middle), right])
+            return seen[k, start, end]
+
+        return between(k, start, end)
+
+
 def _fold_run(
     tables: CostTables, ends: np.ndarray, run: _RepeatedBlocks, kernel: KernelName, threads: int
 ) -> Folded | None:
@@ -229,74 +268,35 @@ def _fold_run(
     work = block.plan.work + powers_work
     if work > _MOST_WORK:
         return None
-    kernels = kernels_for(kernel, powers_work)
-    powers: dict[int, np.ndarray] = {1: block.table}
-    rows = np.arange(own, dtype=np.int32)
-    nothing = np.zeros(own)
-
-    def power(k: int) -> np.ndarray:
-        """Least cost from a class of the first speaker to a config of the kth after it."""
-        if k not in powers:
-            a, b = power(k // 2), power(k - k // 2)
-            # The middle speaker is seen by the second half through its classes.
-            middle = kernels.segment_min(
-                nothing, block.view.cls, classes, [(rows, np.ascontiguousarray(a.T))]
-            )
-            powers[k] = kernels.min_plus(middle[:, None, :], np.ascontiguousarray(b[:, None, :]))[0]
-        return powers[k]
-
-    whole = power(steps)
+    powers = _Powers(block, kernels_for(kernel, powers_work), {1: block.table})
     head, tail = run.start + run.speaker, run.start + steps * run.period + run.speaker
+    first, last = run.start + run.period, run.start + run.count * run.period
     gone = np.zeros(len(tables.node_costs), bool)
-    gone[run.start + run.period : run.start + run.count * run.period] = True
+    gone[first:last] = True
     gone[tail] = False
     nodes = np.flatnonzero(~gone)
     number = np.cumsum(~gone) - 1
-    first, last = run.start + run.period, run.start + run.count * run.period
     inner = ((ends >= first) & (ends < last)).all(axis=1) | gone[ends].any(axis=1)
-    edges = [
-        EdgeTable(
-            src=int(number[e.src]),
-            dst=int(number[e.dst]),
-            cost=e.cost,
-            src_class=e.src_class,
-            dst_class=e.dst_class,
-        )
-        for e in (tables.edges[i] for i in np.flatnonzero(~inner))
-    ]
+    kept = (tables.edges[i] for i in np.flatnonzero(~inner))
+    edges = [replace(e, src=int(number[e.src]), dst=int(number[e.dst])) for e in kept]
     edges.append(
         EdgeTable(
             src=int(number[head]),
             dst=int(number[tail]),
-            cost=whole,
+            cost=powers.least(steps),
             src_class=block.view.cls,
             dst_class=np.arange(own, dtype=np.int32),
         )
     )
     costs = [tables.node_costs[v] for v in nodes]
-    costs[number[tail]] = nothing  # the power has paid it
+    costs[number[tail]] = np.zeros(own)  # the power has paid it
     names = tuple(tables.names[v] for v in nodes) if tables.names else None
     smaller = CostTables(node_costs=tuple(costs), edges=tuple(edges), names=names)
 
     def expand(choice: np.ndarray) -> np.ndarray:
         out = np.zeros(len(tables.node_costs), np.int64)
         out[nodes] = choice
-        seen: dict[tuple[int, int, int], np.ndarray] = {}
-
-        def between(k: int, start: int, end: int) -> np.ndarray:
-            """Configs of speakers 1 … k, the kth at ``end``, from class ``start``."""
-            if k == 1:
-                return np.array([end], np.int64)
-            if (k, start, end) not in seen:
-                half = k // 2
-                total = power(half)[start] + power(k - half)[block.view.cls, end]
-                middle = int(total.argmin())
-                left = between(half, start, middle)
-                right = between(k - half, int(block.view.cls[middle]), end)
-                seen[k, start, end] = np.concatenate([left, right])
-            return seen[k, start, end]
-
-        speakers = between(steps, int(block.view.cls[out[head]]), int(out[tail]))
+        speakers = powers.speakers(steps, int(block.view.cls[out[head]]), int(out[tail]))
         before = np.concatenate([[out[head]], speakers[:-1]])
         pairs, which = np.unique(np.stack([before, speakers], axis=1), axis=0, return_inverse=True)
         inside = np.stack([block.inside(int(a), int(b)) for a, b in pairs])
