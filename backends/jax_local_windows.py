@@ -28,7 +28,7 @@ WINDOWED = (
 )
 """Primitives whose operand may be split along a window."""
 
-Padding = list[tuple[int, int]]
+WindowPadding = list[tuple[int, int]]
 """Rows before and behind each dim that a window moves along; negative: so many are left out."""
 
 
@@ -76,7 +76,7 @@ def _with_neighbours(
     windows: Sequence[Window],
     padding: Sequence[tuple[int, int]],
     edge: Any,
-) -> tuple[Any, Padding]:
+) -> tuple[Any, WindowPadding]:
     """(x with the rows that its windows reach over, what is still to be padded); edge: what lies beyond the ends, None:
     zeros. Dims are extended one after the other, so that corners come along."""
     split, left = split_dims(call, [x]), [tuple(pad) for pad in padding]

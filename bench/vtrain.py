@@ -202,7 +202,7 @@ def by(found: list[tuple[MeasuredRow, StepTime]], *fields: str) -> dict[str, Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class StepProfile:
     """Measured rows of one width, tensor parallelism and micro-batch without stages, taken apart: they are sums."""
 
     layer_s: float
@@ -217,7 +217,7 @@ class Profile:
     """Whether the rows tell all of these numbers."""
 
 
-def profile(mine: list[MeasuredRow]) -> Profile:
+def profile(mine: list[MeasuredRow]) -> StepProfile:
     """Two unknowns (a layer, and all else of a micro-batch), and for each number of layers and data parallelism one for
     what a step does once; the largest deviation of a row from its sum."""
     once = sorted({(r.layers, r.data) for r in mine})
@@ -227,7 +227,7 @@ def profile(mine: list[MeasuredRow]) -> Profile:
         a[i, 2 + once.index((r.layers, r.data))] = 1
     y = np.array([r.measured_s for r in mine])
     x, _, rank, _ = np.linalg.lstsq(a, y, rcond=None)
-    return Profile(
+    return StepProfile(
         layer_s=float(x[0]),
         rest_s=float(x[1]),
         once_s=dict(zip(once, map(float, x[2:]), strict=True)),
@@ -237,7 +237,7 @@ def profile(mine: list[MeasuredRow]) -> Profile:
     )
 
 
-def profiles(found: list[MeasuredRow]) -> dict[tuple[int, int, int], Profile]:
+def profiles(found: list[MeasuredRow]) -> dict[tuple[int, int, int], StepProfile]:
     """(width, tensor parallelism, micro-batch) → profile."""
     keys = sorted({(r.d, r.tensor, r.micro_batch) for r in found})
     return {k: profile([r for r in found if (r.d, r.tensor, r.micro_batch) == k]) for k in keys}
@@ -255,7 +255,7 @@ def composed(found: list[MeasuredRow]) -> dict[str, Any]:
     }
 
 
-def from_profile(row: MeasuredRow, p: Profile, model: CostModel) -> float | None:
+def from_profile(row: MeasuredRow, p: StepProfile, model: CostModel) -> float | None:
     """Seconds of a row with stages, put together from what measured rows without stages consist of.
 
     Stages are equal; all else of a micro-batch (nearly all of it logits and loss) is the last one's; a third of a
