@@ -20,7 +20,16 @@ _WIDTH = 40
 
 
 @compile_options(
-    "machine", "cost_model", "optimizer", "unknown", "dims", "memory_limit", "accumulate", "remat", "overlap"
+    "machine",
+    "cost_model",
+    "optimizer",
+    "unknown",
+    "dims",
+    "memory_limit",
+    "accumulate",
+    "remat",
+    "precision",
+    "overlap",
 )
 def scale(
     model: ModelName,

@@ -20,7 +20,8 @@ from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.resolve import traced_model
 from pase.compiler.ties import least_stored
 from pase.compiler.variants import Variant, variants
-from pase.errors import Infeasible
+from pase.errors import Infeasible, PaseError
+from pase.ir.precision import FP8
 from pase.memory.live import is_trained
 
 if TYPE_CHECKING:
@@ -56,7 +57,11 @@ def compile_model(
         traced.graph, options.devices, options.machine, options.cost_model, options.optimizer, options.overlap
     )
     written, limit = problem, options.limit_bytes(problem.machine)
-    tries = list(variants(traced, problem.graph, options.accumulate, options.remat, limit is not None))
+    _check_precision(problem, options)
+    limited = limit is not None
+    tries = list(
+        variants(traced, problem.graph, options.accumulate, options.remat, limited, options.precision)
+    )
     if tries[0][0] != Variant():
         problem = problem.varied(traced, tries[0][0])
     traced_s = time.perf_counter() - start
@@ -107,11 +112,20 @@ def _compile_staged(
     problem = SplitProblem.of(
         traced.graph, options.devices, options.machine, options.cost_model, options.optimizer
     )
+    _check_precision(problem, options)
     seconds = {"trace": time.perf_counter() - start}
     found = search_pipelines(problem, traced, options, say)
     seconds |= found.seconds | {"total": time.perf_counter() - start}
     plan = plan_staged(problem, traced, name, found, seconds)
     return Compiled(plan=plan, problem=problem, traced=traced, given=())
+
+
+def _check_precision(problem: SplitProblem, options: CompileOptions) -> None:
+    if options.precision == "fp8" and FP8 not in problem.machine.device.peak_flops:
+        raise PaseError(
+            f"machine '{problem.machine.name}' has no rate for fp8 products ({FP8} in [device.peak_flops]): "
+            f"leave out precision='fp8' or name another machine"
+        )
 
 
 def _or_staged(

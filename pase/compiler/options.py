@@ -138,6 +138,13 @@ class CompileOptions:
         "or 'auto': what is cheapest within the memory limit.",
         "--remat",
     )
+    precision: Literal["model", "fp8"] = _option(
+        "model",
+        "Products with weights: 'model': in the types that the model gives them; 'fp8': all but the last in eight "
+        "bits, at the machine's rate, with what scaling moves. Your program has to ask for them: plan.jax runs the "
+        "model's own types.",
+        "--precision",
+    )
     overlap: Literal["none", "gradients"] = _option(
         "none",
         "'gradients': price only the part of gradient synchronisation that backward's compute cannot hide. Default "

@@ -144,7 +144,7 @@ def _candidates(
             out.unseen = len(tried) - i
             return
         say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")
-        ways = tuple(next(variants(traced, problem.graph, m, options.remat, limited)))
+        ways = tuple(next(variants(traced, problem.graph, m, options.remat, limited, options.precision)))
         least = StageMenu([tables(ways[0], mesh)], ranks, m, math.inf).least_s()
         yield _Candidate(
             ranks=ranks, micro_batches=m, mesh=mesh, least=least, tables=partial(_tables, tables, ways, mesh)

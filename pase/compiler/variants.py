@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pase.errors import PaseError
 from pase.ir.blocks import (
@@ -17,6 +17,7 @@ from pase.ir.blocks import (
     mixes_examples,
     rematerialised,
 )
+from pase.ir.precision import in_fp8
 from pase.once import once
 
 if TYPE_CHECKING:
@@ -24,15 +25,19 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
-__all__ = ["Variant", "graph_of", "recomputed", "variants"]
+__all__ = ["Precision", "Variant", "graph_of", "recomputed", "variants"]
+
+Precision = Literal["model", "fp8"]
+"""Of products with weights: as the model has it, or eight bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A way to run the model's step. blocks: computed again in backward."""
+    """A way to run the model's step. blocks: computed again in backward; precision: of products with weights."""
 
     accumulate: int = 1
     blocks: tuple[Block, ...] = ()
+    precision: Precision = "model"
 
     def __str__(self) -> str:
         parts = [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
@@ -46,7 +51,8 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
     raw = traced.graph
     if variant.accumulate > 1:
         raw = _micro_graph(traced, variant.accumulate)
-    return accumulated(named(simplify(rematerialised(raw, variant.blocks))), variant.accumulate)
+    graph = named(simplify(rematerialised(raw, variant.blocks)))
+    return accumulated(in_fp8(graph) if variant.precision == "fp8" else graph, variant.accumulate)
 
 
 @once
@@ -69,7 +75,12 @@ def _jax(traced: Traced) -> TracedJax:
 
 
 def variants(
-    traced: Traced, graph: Graph, accumulate: int | None, remat: str, limited: bool
+    traced: Traced,
+    graph: Graph,
+    accumulate: int | None,
+    remat: str,
+    limited: bool,
+    precision: Precision = "model",
 ) -> Iterator[list[Variant]]:
     """Those to try, first to last, in groups of one number of micro-batches; the first of all is what holds where
     memory does not bind. graph: the simplified one. accumulate, remat: what the user fixed (None, "auto": nothing).
@@ -95,7 +106,7 @@ def variants(
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
     for k in sizes:
-        yield [Variant(accumulate=k, blocks=b) for b in regions]
+        yield [Variant(accumulate=k, blocks=b, precision=precision) for b in regions]
 
 
 _LACKS = {"all": "", "light": " with products", "attention": " with an attention"}

@@ -13,7 +13,7 @@ One line a tensor, one a node, one an op under it. An op's line: kind, name, rea
 and its access map (``sparse`` before it where few elements are touched, ``again`` where backward reads it
 anew, ``gradient`` where its gradient is handed back), then what differs from the default: ``fn`` (the function,
 where neither kind nor name says it), ``flops`` (per point), ``over`` (dims), ``times``, ``chance``, ``scope``
-(once per enclosing loop), ``remat``, ``backward``, ``nodiff``, ``eqn``, ``source``. A size is an integer, a
+(once per enclosing loop), ``remat``, ``backward``, ``nodiff``, ``as``, ``eqn``, ``source``. A size is an integer, a
 symbol, or an expression in braces. A name with other characters than letters, digits and ``_.@:~/<>+*-`` is a
 JSON string. ``#`` starts a comment line.
 """
@@ -128,6 +128,8 @@ def _op(op: Op, sources: bool, functions: bool) -> str:
         more.append(f"chance={float(op.chance)!r}")
     more += [f"scope={_word(str(s))}" for s in op.scope]
     more += ["remat"] * op.remat + ["backward"] * op.backward + ["nodiff"] * (not op.differentiable)
+    if op.product_dtype is not None:
+        more.append(f"as={_word(op.product_dtype)}")
     if op.eqn:
         more.append(f"eqn={_word(str(op.eqn))}")
     if op.source and sources:
@@ -362,6 +364,7 @@ def _read_more(line: _Line, kind: OpKind) -> dict[str, Any]:
         "over": ("over", line.names),
         "times": ("times", line.size),
         "fn": ("function", lambda: _read_function(line)),
+        "as": ("product_dtype", lambda: line.word("a type")),
         "eqn": ("eqn", lambda: (Place if kind in LEAF else Place.parse)(line.word("a value"))),
         "source": ("source", lambda: SourceLine.parse(line.word("a value"))),
         "scope": ("scope", lambda: _read_scope(line)),
@@ -382,7 +385,7 @@ def _read_more(line: _Line, kind: OpKind) -> dict[str, Any]:
             more[field] = value
         else:
             line.fail(
-                f"expected fn=, flops=, over=, times=, chance=, scope=, eqn=, source=, remat or nodiff, "
+                f"expected fn=, flops=, over=, times=, chance=, scope=, as=, eqn=, source=, remat or nodiff, "
                 f"found '{line.text[at:][:20]}'",
                 at,
             )

@@ -221,6 +221,7 @@ class Op:
     times: how often it runs in a step (the product of the trip counts of its scope).
     chance: of the conditional branches around it to be taken, by which its time is weighted; memory is not.
     remat: its forward runs again during backward.
+    product_dtype: of a product, what its operands and its result's gradient are turned into for it; None: as they are.
     backward: it runs during backward: a derivative rule that the user wrote is made of such ops. What it reads of
     forward is kept for it. An op of kind "cotangent" hands a value on and gives the rule the value's gradient, in the
     same layout; one of kind "gradient" hands back what the rule found for an operand.
@@ -241,6 +242,7 @@ class Op:
     chance: float = 1.0
     remat: bool = False
     backward: bool = False
+    product_dtype: str | None = None
 
     @cached_property
     def dims(self) -> tuple[str, ...]:

@@ -217,7 +217,7 @@ def executed_work(
     products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv", "attention") for op in n.ops)
     apart = not (executor.fused or products or n.kind == "parameter")
     work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
-    work = [w for w in work if not (apart and w.kind == "memory")]
+    work = [w for w in work if w.casts or not (apart and w.kind == "memory")]
     return work + (list(_apart(graph, n, cfg, mesh, executor)) if apart else [])
 
 

@@ -87,7 +87,8 @@ def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:
             flops = op.flops_per_point * points * number(op.times, n.name) * op.chance
             if op.function is CAUSAL_ATTENTION:
                 flops /= 2
-            yield graph.tensors[op.reads[0].tensor].dtype, flops * (1 + _gradients(graph, op))
+            dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
+            yield dtype, flops * (1 + _gradients(graph, op))
 
 
 def _gradients(graph: Graph, op: Op) -> int:

@@ -297,11 +297,14 @@ def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, st
 
 def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     from pase.compiler.problem import SplitProblem
-    from pase.compiler.variants import Variant
+    from pase.compiler.variants import Precision, Variant
 
     problem = SplitProblem.of(traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer)
-    if plan.accumulate > 1 or plan.remat:
-        problem = problem.varied(traced, Variant(accumulate=plan.accumulate, blocks=plan.remat))
+    precision: Precision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"
+    if plan.accumulate > 1 or plan.remat or precision != "model":
+        problem = problem.varied(
+            traced, Variant(accumulate=plan.accumulate, blocks=plan.remat, precision=precision)
+        )
     return problem
 
 

@@ -19,17 +19,16 @@ from pase.ir.functions import CAUSAL_ATTENTION
 from pase.machine import CollectiveKind, CostModel, Mesh
 from pase.memory.residuals import kept
 from pase.plan.step import executed_work, launches, saved_by_kernels
-from pase.stated.program import Program, weight_products
+from pase.stated.program import Program
 from pase.stated.strategy import Strategy
 from pase.tables.build import work_price
 from pase.tables.itemize import collectives
 from pase.tables.layouts import dim_index, number, shards
-from pase.tables.work import Phase, Work
+from pase.tables.work import SCALE_PASSES, Work
 
 __all__ = ["Part", "Parts", "Sent", "Where", "parts_of"]
 
 Where = Literal["first", "block", "last"]
-FP8 = "float8_e4m3fn"
 HEAVY = ("matmul", "conv", "attention")
 OPTIMIZER = "adam"
 
@@ -158,44 +157,15 @@ def _again(graph: Graph, n: Node, s: Strategy, program: Program, heavy: bool) ->
 def _priced(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, s: Strategy, program: Program, model: CostModel
 ) -> Iterator[tuple[Work, float]]:
-    """The node's work with its price, once; products in fp8 where that is stated, with what scaling them reads."""
-    work = executed_work(graph, n, cfg, mesh, model, program.executor, OPTIMIZER)
-    eighth = (
-        s.precision == "fp8"
-        and weight_products(graph, n)
-        and any(number(op.times, n.name) > 1 for op in n.ops)
-    )
-    for w in work:
+    """The node's work with its price, once; what casts to fp8 read is the program's own."""
+    for w in executed_work(graph, n, cfg, mesh, model, program.executor, OPTIMIZER):
         if w.kind == "attention":
             yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
-        elif eighth and w.kind == "matmul":
-            w = replace(w, dtype=FP8, nbytes=w.nbytes / 2)
-            yield w, float(np.ravel(work_price(w, model))[0])
-            if w.phase == "forward":
-                yield from _scaled(w, program, model)
-        else:
-            yield w, float(np.ravel(work_price(w, model))[0])
-
-
-def _scaled(w: Work, program: Program, model: CostModel) -> Iterator[tuple[Work, float]]:
-    """Operands and the result's gradient turned into fp8: each is read, perhaps for its scale before, and written
-    twice, as it is and transposed (Transformer Engine's cast_transpose; torchao, roofline_utils.py)."""
-    assert w.mnk is not None
-    _, n, k = (float(np.ravel(x)[0]) for x in w.mnk)
-    rows = float(np.ravel(w.flops)[0]) / (2 * n * k)
-    each: tuple[tuple[float, Phase], ...] = ((rows * k + n * k, "forward"), (rows * n, "backward"))
-    for elements, phase in each:
-        cast = replace(
-            w,
-            kind="memory",
-            dtype="bfloat16",
-            flops=np.zeros(1),
-            mnk=None,
-            phase=phase,
-            padding=1.0,
-            nbytes=np.array([elements * (4 + 2 * program.fp8_passes)]),
-        )
-        yield cast, float(np.ravel(work_price(cast, model))[0])
+            continue
+        if w.casts:
+            own, had = (2 * (1 + passes) + 2 for passes in (program.fp8_passes, SCALE_PASSES))
+            w = replace(w, nbytes=w.nbytes * own / had)
+        yield w, float(np.ravel(work_price(w, model))[0])
 
 
 def _around(
@@ -363,7 +333,7 @@ def _read_again(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
             out.add(root(a.tensor))
         for op in n.ops:
             if op.kind in ("matmul", "conv"):
-                mine = by_weights if weight_products(graph, n) and number(op.times, n.name) > 1 else out
+                mine = by_weights if op.product_dtype is not None else out
                 mine |= {root(a.tensor) for a in op.reads if graph.tensors[a.tensor].needs_grad}
             elif op.kind == "attention":
                 out |= {root(a.tensor) for a in (*op.reads, *op.writes)}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pase.costmodels.analytic import Analytic
 from pase.errors import Infeasible
 from pase.ir import Graph
-from pase.machine import CostModel, Machine, Mesh
+from pase.ir.precision import in_fp8
+from pase.machine import CostModel, Mesh
 from pase.plan.throughput import StepWork, Throughput, step_work
 from pase.stated.memory import RankMemory, rank_memory
 from pase.stated.parts import parts_of
@@ -86,6 +87,8 @@ def price_strategy(
         raise Infeasible(
             f"a batch of {examples} is not whole micro-batches of {micro} on {s.ranks} data-parallel ranks"
         )
+    if s.precision == "fp8":
+        graph = in_fp8(graph)
     placed = place(graph, s, model)
     parts = parts_of(graph, placed, s, program, model, share)
     run = StatedStep(parts=parts, s=s, program=program, model=_flat(model), mesh=placed.mesh, micro_batches=m)
@@ -98,8 +101,6 @@ def price_strategy(
         examples=examples,
         tokens=None if work.tokens is None else round(work.tokens * part),
     )
-    if s.precision == "fp8":
-        work = replace(work, at_peak_s=_fp8_peak_s(graph, work, model.machine, part))
     return Priced(
         strategy=s,
         program=program.name,
@@ -119,17 +120,3 @@ def price_strategy(
 def _flat(model: CostModel) -> CostModel:
     """The same model for single calls of a collective library: frameworks make no stages of one."""
     return Analytic(model.machine, flat=True) if isinstance(model, Analytic) else model
-
-
-def _fp8_peak_s(graph: Graph, work: StepWork, machine: Machine, part: float) -> float:
-    """With the blocks' products with weights at fp8's peak."""
-    from pase.plan.throughput import model_flops
-    from pase.stated.program import weight_products
-
-    out = 0.0
-    for n in graph.nodes:
-        alone = replace(graph, nodes=(n,))
-        eighth = weight_products(graph, n) and any(op.times != 1 for op in n.ops)
-        for dtype, flops in model_flops(alone):
-            out += flops / machine.device.peak("float8_e4m3fn" if eighth else dtype)
-    return out * part

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pase.ir import Graph, Node
+from pase.ir.precision import weight_products
 from pase.plan.step import COMPILED, EAGER, Executor
 from pase.registry import Registry
 
@@ -19,7 +20,6 @@ __all__ = [
     "Selective",
     "all_but_products",
     "every_other_product",
-    "weight_products",
 ]
 
 Selective = Callable[[Graph, Node, bool], float]
@@ -102,12 +102,6 @@ class Program:
     keeps_fp8: bool = False
     reserve_bytes: float = 0.0
     source: str = ""
-
-
-def weight_products(graph: Graph, node: Node) -> bool:
-    """Is the node a product with a parameter?"""
-    kinds = {graph.producer[a.tensor].kind for _, a in node.reads if a.tensor in graph.producer}
-    return node.kind in ("matmul", "conv") and "parameter" in kinds
 
 
 def every_other_product(graph: Graph, node: Node, heavy: bool) -> float:

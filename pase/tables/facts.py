@@ -124,6 +124,7 @@ def _cost_key(graph: Graph, n: Node) -> object:
             op.chance,
             op.remat,
             op.backward,
+            op.product_dtype,
             tuple(map(access, op.reads)),
             tuple(map(access, op.writes)),
         )

@@ -8,7 +8,7 @@ backward. Everything is an array over configs; with one config it is the plan's 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from pase.tables.tiles import padding, rounded
 __all__ = [
     "BACKWARD_PRODUCTS",
     "OPTIMIZERS",
+    "SCALE_PASSES",
     "Phase",
     "Work",
     "WorkKind",
@@ -46,6 +47,7 @@ class Work:
 
     nbytes: with what the arrays are padded with; padding: of a product, work with the rows that are padded over
     ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
+    casts: it turns operands of a product into the type that the product runs in.
     """
 
     kind: WorkKind
@@ -56,6 +58,7 @@ class Work:
     phase: Phase
     times: float
     padding: np.ndarray | float = 1.0
+    casts: bool = False
 
 
 TileShape = tuple[int, int]
@@ -134,11 +137,13 @@ def node_work(
             outside = a.tensor not in internal and a.tensor in graph.producer
             if outside and (heavy or a.tensor not in seen):
                 seen.add(a.tensor)
-                nbytes = nbytes + touched(a)
+                narrow = 1 if op.product_dtype is None else graph.tensors[a.tensor].itemsize
+                nbytes = nbytes + touched(a) / narrow
         nbytes = nbytes + wrote
         grads = [a for a in op.reads if has_gradient(graph, op, a.tensor)]
         if op.kind in ("matmul", "conv"):
             yield from _products(graph, node, op, flops, nbytes, cfg, mesh, tile)
+            yield from _casts(graph, node, op, cfg, mesh)
         elif op.kind == "attention":
             yield from _attention(graph, node, op, flops, nbytes, cfg, mesh)
         elif op.kind not in WORKLESS:
@@ -186,7 +191,7 @@ def _products(
     m, n, k = extent(out - w), extent(out - x), extent(set(op.dims) - out)
     times = runs_of(op, node.name)
     kind: Literal["matmul", "conv"] = "conv" if op.kind == "conv" else "matmul"
-    dtype = graph.tensors[op.reads[0].tensor].dtype
+    dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
     runs = times * (2 if op.remat else 1)
     accesses = (*op.reads, *op.writes)
     most = np.ones(1)
@@ -210,6 +215,30 @@ def _products(
     for a, mnk in zip(op.reads, ((m, k, n), (k, n, m)), strict=True):
         if has_gradient(graph, op, a.tensor):
             yield product(mnk, "backward", times)
+
+
+SCALE_PASSES = 1
+"""How often a tensor is read for the scale with which it is turned into fp8: its own maximum (dynamic scaling)."""
+
+
+def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Iterator[Work]:
+    """Operands, and in backward the result's gradient, turned into eight bits: each is read for its scale and to be
+    cast, and written twice, as it is and transposed, since two of the three products read either (Transformer Engine's
+    cast_transpose; torchao, roofline_utils.py)."""
+    if op.product_dtype is None:
+        return
+    backward = op.writes if any(has_gradient(graph, op, a.tensor) for a in op.reads) else ()
+    times = runs_of(op, node.name)
+    cast: tuple[tuple[tuple[Access, ...], Phase, float], ...] = (
+        (op.reads, phase_of(op), times * (2 if op.remat else 1)),
+        (backward, "backward", times),
+    )
+    for accesses, phase, runs in cast:
+        for a in accesses:
+            t = graph.tensors[a.tensor]
+            read = local_bytes(node, t, a, cfg, mesh)
+            nbytes = (1 + SCALE_PASSES) * read + 2 * read / t.itemsize
+            yield replace(_traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs), casts=True)
 
 
 BACKWARD_PRODUCTS = 5 / 2
