@@ -73,7 +73,8 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     if not isinstance(plan.traced, from_onnx.TracedOnnx):
         if not from_onnx.reads(model):
             raise PaseError(
-                f"'{model}' is not an ONNX model: --to onnx annotates the model that was compiled"
+                f"'{model}' is not an ONNX model, and --to onnx annotates the ONNX file that was compiled (pase "
+                f"compile model.onnx): for other models there is --to names, dtensor or mesh-tf; see pase emit --help"
             )
         dims = json.loads(plan.provenance.get("dims", "{}"))
         plan = plan.with_model(from_onnx.trace(model, name=plan.model, dims=dims or None))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError, install_line
-from pase.frontends import tf_files, tf_live
+from pase.frontends import keras_files, tf_files, tf_live
 from pase.frontends.registry import DimSizes
-from pase.frontends.tf_sources import TfSource, is_graph_def, is_keras
+from pase.frontends.tf_sources import KERAS_SUFFIX, TfSource, is_graph_def, is_keras
 
 __all__ = ["read_source"]
 
@@ -25,6 +25,8 @@ def read_source(model: Any, args: Sequence[Any], name: str | None, dims: DimSize
     if isinstance(model, (str, Path)):
         if args:
             raise PaseError(f"'{model}' names a model: give no further arguments with it")
+        if Path(model).suffix == KERAS_SUFFIX:
+            return tf_live.from_keras(keras_files.keras_model(Path(model)), (), name or str(model), dims)
         return tf_files.from_path(Path(model), name or str(model), dims)
     if is_graph_def(model):
         return tf_files.frozen(model, name or "graph", dims)

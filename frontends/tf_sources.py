@@ -14,6 +14,7 @@ from pase.frontends.registry import DimSizes, type_names
 from pase.frontends.tf_graph import TfGraph
 
 __all__ = [
+    "KERAS_SUFFIX",
     "InputSpec",
     "TfSource",
     "Variable",
@@ -27,6 +28,7 @@ __all__ = [
     "short",
 ]
 
+KERAS_SUFFIX = ".keras"
 _KERAS = re.compile(r"(keras|tf_keras)\..*\.(Layer|Model)$")
 _FUNCTION = re.compile(
     r"tensorflow\..*\.(Function|GenericFunction|PolymorphicFunction|ConcreteFunction|AtomicFunction)$"
@@ -79,10 +81,10 @@ def _is_function(model: Any) -> bool:
 
 
 def reads(model: Any) -> bool:
-    """A Keras model, a tf.function or ConcreteFunction, a GraphDef, a SavedModel's folder, a .pb file."""
+    """A Keras model, a tf.function or ConcreteFunction, a GraphDef, a SavedModel's folder, a .pb or .keras file."""
     if isinstance(model, (str, Path)):
         path = Path(model)
-        return path.suffix == ".pb" or (path / "saved_model.pb").is_file()
+        return path.suffix in (".pb", KERAS_SUFFIX) or (path / "saved_model.pb").is_file()
     if isinstance(model, type):
         return False
     return is_keras(model) or _is_function(model) or is_graph_def(model)

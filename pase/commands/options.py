@@ -52,8 +52,8 @@ ModelName = Annotated[
     str,
     typer.Argument(
         autocompletion=_complete_model,
-        help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), a model file (.onnx, .pb, a SavedModel's "
-        "folder), or package.module:function, where the function returns (loss_fn, params, *batch) or "
+        help="zoo:NAME (with settings: 'zoo:gpt2?batch=128&seq=1024'), a model file (.onnx, .keras, .pb, a "
+        "SavedModel's folder), or package.module:function, where the function returns (loss_fn, params, *batch) or "
         "a model object of a framework; shapes are enough.",
         metavar="MODEL",
         show_default=False,

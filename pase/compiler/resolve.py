@@ -73,7 +73,7 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
     if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise PaseError(
             f"'{model}' is not a model: write zoo:NAME (see 'pase zoo'), hf:CLASS (a class of transformers), a "
-            f"model file (.onnx, .pb, a SavedModel's folder), or package.module:function"
+            f"model file (.onnx, .keras, .pb, a SavedModel's folder), or package.module:function"
         )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
