@@ -34,6 +34,8 @@ class Backend:
     emit: Emit
     needs_model: bool = False
     """Is what it writes made of the model's own ops? Then the plan must have its model."""
+    stages: bool = False
+    """Does it write what is a pipelined plan's alone?"""
 
 
 BACKENDS: Registry[Backend] = Registry("backend", package="pase.backends", prefix="to_")
@@ -41,5 +43,7 @@ BACKENDS: Registry[Backend] = Registry("backend", package="pase.backends", prefi
 
 def emit(plan: PlanData, to: str, path: str | Path, model: Any = None) -> str:
     """Write the plan for another program. PaseError where no backend has that name, or what it cannot express."""
-    plan.check_emitted()
-    return BACKENDS[to].emit(plan, Path(path), model=plan.model if model is None else model)
+    backend = BACKENDS[to]
+    if not backend.stages:
+        plan.check_emitted()
+    return backend.emit(plan, Path(path), model=plan.model if model is None else model)

@@ -53,6 +53,12 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
     }
     blocks = max(times.values(), default=1)
     if blocks > 1:
+        loops = _loops(graph, times, blocks)
+        if len(loops) > 1:
+            raise Infeasible(
+                f"'{graph.name}' has {len(loops)} loops of {blocks} turns: which of them are its layers is not known, "
+                f"and stages are cut from one loop alone"
+            )
         inside = {name for name, many in times.items() if many > 1}
         at = [i for i, n in enumerate(graph.nodes) if times[n.name] == blocks and n.kind not in _STORED]
         crossing = tuple(
@@ -88,6 +94,18 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
     for name, found in readers.items():
         parts[name] = tuple(p for p in order if p in found) or ("first",)
     return Places(parts=parts, blocks=blocks, crossing=crossing)
+
+
+def _loops(graph: Graph, times: Mapping[str, int], turns: int) -> set[str]:
+    """Paths of the loops of so many turns that stand in no other one."""
+    found = set()
+    for n in graph.nodes:
+        if times[n.name] == turns:
+            for op in n.ops:
+                around = next((s.path for s in op.scope if s.kind == "loop"), None)
+                if around is not None:
+                    found.add(around)
+    return found
 
 
 def _handed_on(graph: Graph, blocks: Sequence[Block], inside: Collection[str]) -> tuple[tuple[str, str], ...]:

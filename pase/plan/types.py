@@ -146,7 +146,8 @@ class PlanData:
         if self.pipeline is not None:
             raise PaseError(
                 f"the plan for '{self.model}' is a pipeline ({self.pipeline}): plan.jax runs it stage by stage, "
-                f"nothing else takes it yet; compile with pipeline='none' for a plan without stages"
+                f"'pase emit --to torch-schedule' writes its list of actions, nothing else takes it yet; compile with "
+                f"pipeline='none' for a plan without stages"
             )
 
     @cached_property

@@ -124,6 +124,38 @@ def test_what_does_not_take_it_says_so(tmp_path):
             attempt()
 
 
+@pytest.mark.torch
+def test_pytorch_reads_its_schedule(tmp_path):
+    """PyTorch's own check, its own sends and receives, and its own simulation take every list."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    plan, p = staged(), staged().pipeline
+    for name, chunks in [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("zb-h1", 1),
+        ("zb-v", 2),
+        ("dualpipev", 2),
+    ]:
+        stages = (p.stages * 2)[: 2 * chunks]
+        other = replace(p, schedule=name, chunks=chunks, stages=stages, cuts=(1,) * len(stages))
+        said = emit(replace(plan, pipeline=other), "torch-schedule", tmp_path / "schedule.csv")
+        lines = (tmp_path / "schedule.csv").read_text().splitlines()
+        actions = {
+            r: [torch_schedules._Action.from_str(a) for a in row.split(",")] for r, row in enumerate(lines)
+        }
+        ranks = torch_schedules._validate_schedule(actions, 2, 2 * chunks, 4)
+        assert (
+            f"{name}; ranks of stages 0 … {2 * chunks - 1}: {', '.join(str(ranks[k]) for k in sorted(ranks))}"
+            in said
+        )
+        sent = torch_schedules._add_send_recv(actions, lambda s, of=ranks: of[s], 2 * chunks)
+        torch_schedules._simulate_comms_compute(sent, lambda s, of=ranks: of[s], 2 * chunks)
+    with pytest.raises(PaseError, match="has no stages: compile it with pipeline=N"):
+        emit(replace(plan, pipeline=None), "torch-schedule", tmp_path / "none.csv")
+
+
 def test_its_layout_runs_in_the_reduced_size(tmp_path):
     plan, p = staged(), staged().pipeline
     ends = (p.stages[0], replace(p.stages[-1], rank=1))
@@ -184,6 +216,8 @@ def test_what_cannot_be_is_refused():
             pase.compile(SCANNED, devices=8, pipeline=wrong)
     with pytest.raises(PaseError, match="pipeline=3 does not divide 8 devices"):
         pase.compile(SCANNED, devices=8, pipeline=3)
+    with pytest.raises(Infeasible, match="has 2 loops of 2 turns: which of them are its layers"):
+        pase.compile("zoo:transformer?layers=2&batch=8&seq=16&vocab=64", devices=4, pipeline=2)
     with pytest.raises(Infeasible, match="8 blocks do not fill 16 stages"):
         pase.compile(SCANNED, devices=16, pipeline=16)
     with pytest.raises(PaseError, match="32 is not 5 equal micro-batches"):

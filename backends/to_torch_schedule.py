@@ -1,0 +1,42 @@
+"""A pipelined plan's schedule as PyTorch reads it: a file of actions for ``torch.distributed.pipelining``.
+
+One line a rank, its actions in order: stage, kind (F, B, or I and W), micro-batch. ``_PipelineScheduleRuntime`` loads
+it with ``_load_csv(path, format="compute_only")`` and adds the sends and receives itself. The stages' modules, cut as
+``cuts`` in layout.json says, are the program's own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pase.backends.registry import BACKENDS, Backend
+from pase.errors import PaseError
+from pase.files.atomic import write_atomically
+from pase.pipeline.registry import schedule
+from pase.plan.types import PlanData
+
+__all__ = ["emit"]
+
+
+def emit(plan: PlanData, path: Path, *, model: Any) -> str:
+    """Write the list of actions; PaseError of a plan without stages."""
+    p = plan.pipeline
+    if p is None:
+        raise PaseError(
+            f"the plan for '{plan.model}' has no stages: compile it with pipeline=N or pipeline='auto'"
+        )
+    made = schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
+    write_atomically(path, f"{made}\n")
+    ranks = ", ".join(map(str, made.rank_of))
+    return (
+        f"{path}: {p}; ranks of stages 0 … {made.stages - 1}: {ranks}; blocks: {', '.join(map(str, p.cuts))}"
+    )
+
+
+BACKENDS.add(
+    "torch-schedule",
+    Backend(
+        writes="CSV: a pipelined plan's actions, for torch.distributed.pipelining", emit=emit, stages=True
+    ),
+)
