@@ -19,13 +19,11 @@ import numpy as np
 
 from bench.arguments import parser, wanted
 from bench.provenance import save
-from pase import costmodels, machine
 from pase.frontends.from_jax import trace
 from pase.ir import named, simplify
 from pase.ir.recompute import needs
 from pase.machine import Mesh
 from pase.memory.account import Memory, memory
-from pase.tables.itemize import collectives
 from pase.tables.layouts import number
 from pase.tables.work import OPTIMIZERS
 from pase.zoo.cnn import resnet, vgg
@@ -62,8 +60,7 @@ def predict(built: Built, optimizer: str) -> Memory:
     graph = named(simplify(trace(built.loss_fn, shapes(built.params), shapes(built.batch)).graph))
     mesh = Mesh(names=("data",), sizes=(1,))
     configs = {n.name: np.full(1, -1, np.int8) for n in graph.nodes}
-    moved = collectives(graph, mesh, configs, costmodels.get("analytic", machine.load("v100x8")))
-    return memory(graph, mesh, configs, moved, optimizer)
+    return memory(graph, mesh, configs, optimizer)
 
 
 def unfused_bytes(built: Built, optimizer: str) -> float:

@@ -16,7 +16,6 @@ from pase.ir import Node
 from pase.ir.garbage import uncollected
 from pase.machine import Mesh
 from pase.memory.account import Memory
-from pase.tables.itemize import collectives
 
 __all__ = ["complete", "memory_of", "never_worse", "price_methods"]
 
@@ -50,8 +49,7 @@ def never_worse(problem: SplitProblem, found: Found, given: Sequence[Baseline]) 
 
 def memory_of(problem: SplitProblem, configs: Mapping[str, np.ndarray], mesh: Mesh) -> Memory:
     """What a strategy needs on a device: node name -> int8 [axes]."""
-    moved = collectives(problem.graph, mesh, configs, problem.model)
-    return problem.account.memory(problem.graph, mesh, configs, moved, problem.optimizer)
+    return problem.account.memory(problem.graph, mesh, configs, problem.optimizer)
 
 
 def complete(problem: SplitProblem, pinned: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, np.ndarray]:

@@ -25,7 +25,7 @@ from pase.memory.residuals import kept
 from pase.once import once
 from pase.tables.charges import node_charges
 from pase.tables.facts import facts
-from pase.tables.itemize import Collective
+from pase.tables.itemize import largest_buffer
 from pase.tables.layouts import (
     PARTIAL,
     REPLICATED,
@@ -316,7 +316,6 @@ def memory(
     graph: Graph,
     mesh: Mesh,
     configs: Mapping[str, np.ndarray],
-    moved: tuple[Collective, ...],
     optimizer: str = "adam",
 ) -> Memory:
     """Predicted peak bytes on one device; configs: node name -> int8 [axes]."""
@@ -333,7 +332,7 @@ def memory(
             else:
                 regions[region] = regions.get(region, 0.0) + nbytes
     sums["activations"] += max(regions.values(), default=0.0)
-    buffers = max((c.nbytes for c in moved), default=0.0)
+    buffers = largest_buffer(graph, mesh, configs)
     if is_trained(graph):
         buffers = max(buffers, *in_flight(graph, configs, mesh).values())
     else:

@@ -20,7 +20,6 @@ from pase.memory.live import is_trained
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
-    from pase.tables.itemize import Collective
 
 __all__ = ["Account", "Course", "KeptAndInFlight", "account_for"]
 
@@ -33,10 +32,9 @@ class Account(Protocol):
         graph: Graph,
         mesh: Mesh,
         configs: Mapping[str, np.ndarray],
-        moved: tuple[Collective, ...],
         optimizer: str,
     ) -> Memory:
-        """Peak bytes on one device; configs: node name -> int8 [axes]; moved: the strategy's collectives."""
+        """Peak bytes on one device; configs: node name -> int8 [axes]."""
         ...
 
     def profile(
@@ -69,10 +67,9 @@ class KeptAndInFlight:
         graph: Graph,
         mesh: Mesh,
         configs: Mapping[str, np.ndarray],
-        moved: tuple[Collective, ...],
         optimizer: str,
     ) -> Memory:
-        return account.memory(graph, mesh, configs, moved, optimizer)
+        return account.memory(graph, mesh, configs, optimizer)
 
     def profile(
         self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray], limit_bytes: float, optimizer: str
@@ -97,7 +94,6 @@ class Course:
         graph: Graph,
         mesh: Mesh,
         configs: Mapping[str, np.ndarray],
-        moved: tuple[Collective, ...],
         optimizer: str,
     ) -> Memory:
         return course.peak(graph, mesh, configs, optimizer, self.tile)

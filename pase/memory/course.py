@@ -20,11 +20,9 @@ import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Scope
 from pase.ir.blocks import turns_of
-from pase.machine import Machine, Mesh
-from pase.memory.account import Memory, MemoryKind, memory
-from pase.memory.live import is_trained
+from pase.machine import Mesh
+from pase.memory.account import Memory, MemoryKind
 from pase.memory.residuals import kept
-from pase.tables.itemize import Collective
 from pase.tables.layouts import dim_index, number, shards, state_index
 from pase.tables.tiles import padding
 from pase.tables.work import OPTIMIZERS
@@ -32,7 +30,7 @@ from pase.tables.work import OPTIMIZERS
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
 
-__all__ = ["HeldBytes", "course", "needs", "peak", "profile"]
+__all__ = ["HeldBytes", "course", "peak", "profile"]
 
 _ACCUMULATED = 4
 """Bytes of an element of a gradient while it is summed: float32."""
@@ -247,20 +245,6 @@ def peak(
     held = {k: round(float(v[worst])) for k, v in sums.items()}
     whole: dict[str, int] = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0)
     return Memory(**whole | held, buffers=round(float(flight[worst])))
-
-
-def needs(
-    graph: Graph,
-    mesh: Mesh,
-    configs: Mapping[str, np.ndarray],
-    moved: tuple[Collective, ...],
-    optimizer: str,
-    machine: Machine,
-) -> Memory:
-    """Predicted peak bytes on one device, by the account that holds for the machine's compiler."""
-    if machine.fuses_products and is_trained(graph):
-        return peak(graph, mesh, configs, optimizer, machine.device.memory_tile)
-    return memory(graph, mesh, configs, moved, optimizer)
 
 
 def profile(

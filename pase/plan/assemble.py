@@ -13,7 +13,7 @@ from pase.ir import Graph, Node, Role
 from pase.ir.blocks import Block
 from pase.machine import CostModel, Machine, Mesh
 from pase.memory.account import MemoryKind, held
-from pase.memory.course import needs
+from pase.memory.accounts import account_for
 from pase.plan.accesses import Reading, access_states, equation_layouts
 from pase.plan.constraints import Constraints, Placement, constraints, stages
 from pase.plan.throughput import step_work
@@ -113,7 +113,7 @@ def assemble(
         copies=c.copies,
         accesses=equation_layouts(graph, states),
         collectives=moved,
-        memory=needs(graph, mesh, configs, moved, optimizer, machine),
+        memory=account_for(machine, graph).memory(graph, mesh, configs, optimizer),
         cost=cost,
         optimal=optimal,
         bound=bound,

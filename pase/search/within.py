@@ -32,6 +32,9 @@ _MOST_SUMS = 6
 _LABELS = 1_000_000  # to make at most in each look for choices
 _MOST_TESTED = 256  # choices within the sums, of one set of labels, that are tested at every point
 _EXACT = 1e-9  # relative: an answer this close to its bound is the best
+_MOST_PLANNED = (
+    20_000  # nodes; of more, planning one order takes longer than folding their blocks at each price
+)
 _FIRST_CAP, _WIDER = 1 / 16, 4.0  # of the gap; each set of labels is looked for in a wider part of it
 
 
@@ -43,7 +46,7 @@ def fits(memory: MemoryProfile, choice: np.ndarray) -> bool:
 class Within:
     """A search for the cheapest choice that fits, and what it has found.
 
-    eliminate: for tables of repeated blocks, which it may fold; None: one order serves all prices.
+    eliminate: serves where no single order fits for all prices, or would take long to plan; None: nothing else does.
     below: what costs that much need not be found. price: of a byte, in all sums together; to begin with, and in the end
     where the bound is best. stop: asked between steps.
     choice, int64 [nodes], costs ``cost``; None: none was found. No choice that fits costs less than ``bound``.
@@ -191,19 +194,21 @@ class _Oracle:
     @cached_property
     def priced(self) -> PricedTables | None:
         s = self.search
+        if len(s.tables.node_costs) > _MOST_PLANNED:
+            return None
         return prepare(s.tables, self.sums.held, s.kernel, s.threads, s.seed)
 
     @property
     def possible(self) -> bool:
-        return self.search.eliminate is not None or self.priced is not None
+        return self.priced is not None or self.search.eliminate is not None
 
     def at(self, prices: np.ndarray) -> tuple[np.ndarray, float, float]:
         s = self.search
-        if s.eliminate is not None:
-            choice, least = s.eliminate(self.tables_at(prices))
-        else:
-            assert self.priced is not None
+        if self.priced is not None:
             choice, least, _ = self.priced.at(prices)
+        else:
+            assert s.eliminate is not None
+            choice, least = s.eliminate(self.tables_at(prices))
         return choice, cost_of(s.tables, choice), least
 
     def tables_at(self, prices: np.ndarray) -> CostTables:

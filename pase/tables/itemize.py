@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pase.files.codec import NotNegative
-from pase.ir import Graph, Node
+from pase.ir import Edge, Graph, Node
 from pase.machine import CollectiveKind, CostModel, Mesh
 from pase.tables.build import array_tile, charge_price, work_price
 from pase.tables.charges import Charge, edge_charges, node_charges
 from pase.tables.facts import facts
 from pase.tables.work import Phase, Work, WorkKind, node_work
 
-__all__ = ["Collective", "LocalWork", "NodeCost", "collectives", "local_work", "node_costs"]
+__all__ = ["Collective", "LocalWork", "NodeCost", "collectives", "largest_buffer", "local_work", "node_costs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,29 +69,70 @@ class LocalWork:
     mnk: tuple[float, float, float] | None = None
 
 
-def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Collective, ...]:
-    """What charges of one config are as collectives, of no node yet; those that move nothing are left out."""
-    found = []
+def _moving(charges: Iterable[Charge]) -> Iterator[tuple[Charge, int, float, float]]:
+    """Charges of one config that move something: (charge, bit set of axes, bytes, turns)."""
     for charge in charges:
         axes = int(np.ravel(charge.axes)[0])
         nbytes = float(np.ravel(charge.nbytes)[0])
         turns = float(np.ravel(charge.turns)[0])
-        if not axes or not nbytes or not turns:
-            continue
-        found.append(
-            Collective(
-                kind=charge.kind,
-                tensor=charge.tensor,
-                axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
-                nbytes=round(nbytes),
-                times=round(charge.times * turns),
-                phase=charge.phase,
-                node="",
-                source="",
-                cost=float(np.ravel(charge_price(charge, model, mesh))[0]),
-            )
+        if axes and nbytes and turns:
+            yield charge, axes, nbytes, turns
+
+
+def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Collective, ...]:
+    """What charges of one config are as collectives, of no node yet."""
+    return tuple(
+        Collective(
+            kind=charge.kind,
+            tensor=charge.tensor,
+            axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
+            nbytes=round(nbytes),
+            times=round(charge.times * turns),
+            phase=charge.phase,
+            node="",
+            source="",
+            cost=float(np.ravel(charge_price(charge, model, mesh))[0]),
         )
-    return tuple(found)
+        for charge, axes, nbytes, turns in _moving(charges)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _ChosenConfigs:
+    """Configs of a graph's nodes, and which of its nodes and edges have equal charges: those of repeated layers that
+    have equal configs."""
+
+    graph: Graph
+    mesh: Mesh
+    chosen: list[np.ndarray]
+    marks: list[bytes]
+
+    @classmethod
+    def of(cls, graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> _ChosenConfigs:
+        chosen = [configs[n.name] for n in graph.nodes]
+        return cls(graph=graph, mesh=mesh, chosen=chosen, marks=[c.tobytes() for c in chosen])
+
+    def edges(self) -> Iterator[tuple[Edge, int, object]]:
+        """(edge, place of its reader, equal for those that have equal charges)."""
+        for e, f in zip(self.graph.edges, facts(self.graph).edges, strict=True):
+            yield e, f.dst, (f.flows, f.write, f.read, self.marks[f.src], self.marks[f.dst])
+
+    def nodes(self) -> Iterator[tuple[Node, object]]:
+        """(node, equal for those that have equal charges)."""
+        for n, number, mark in zip(self.graph.nodes, facts(self.graph).cost, self.marks, strict=True):
+            yield n, (number, mark)
+
+    def along(self, i: int) -> Iterator[Charge]:
+        """Charges of the graph's ith edge."""
+        known = facts(self.graph)
+        f = known.edges[i]
+        have = known.rules[f.write].states(self.chosen[f.src][None, :], self.mesh)
+        want = known.rules[f.read].states(self.chosen[f.dst][None, :], self.mesh)
+        return edge_charges(self.graph, self.graph.edges[i], have, want, self.mesh)
+
+    def inside(self, v: int) -> Iterator[Charge]:
+        """Charges of the graph's vth node."""
+        return node_charges(self.graph, self.graph.nodes[v], self.chosen[v][None, :], self.mesh)
 
 
 def collectives(
@@ -100,27 +142,31 @@ def collectives(
 
     configs: node name -> int8 [axes]. Equal nodes and edges of repeated layers are priced once for each config.
     """
-    known = facts(graph)
-    chosen = [configs[n.name] for n in graph.nodes]
-    marks = [c.tobytes() for c in chosen]
+    strategy = _ChosenConfigs.of(graph, mesh, configs)
     of_edge: dict[object, tuple[Collective, ...]] = {}
     out: list[list[Collective]] = [[] for _ in graph.nodes]
-    for e, f in zip(graph.edges, known.edges, strict=True):
-        at = (f.flows, f.write, f.read, marks[f.src], marks[f.dst])
-        if at not in of_edge:
-            have = known.rules[f.write].states(chosen[f.src][None, :], mesh)
-            want = known.rules[f.read].states(chosen[f.dst][None, :], mesh)
-            of_edge[at] = _priced(edge_charges(graph, e, have, want, mesh), model, mesh)
-        out[f.dst] += [replace(c, tensor=e.tensor, node=e.dst, source=e.src) for c in of_edge[at]]
+    for i, (e, reader, like) in enumerate(strategy.edges()):
+        if like not in of_edge:
+            of_edge[like] = _priced(strategy.along(i), model, mesh)
+        out[reader] += [replace(c, tensor=e.tensor, node=e.dst, source=e.src) for c in of_edge[like]]
     of_node: dict[object, tuple[Node, tuple[Collective, ...]]] = {}
-    for n, own, number, config, mark in zip(graph.nodes, out, known.cost, chosen, marks, strict=True):
-        if (number, mark) not in of_node:
-            charges = node_charges(graph, n, config[None, :], mesh)
-            of_node[number, mark] = n, _priced(charges, model, mesh)
-        first, mine = of_node[number, mark]
+    for v, (n, like) in enumerate(strategy.nodes()):
+        if like not in of_node:
+            of_node[like] = n, _priced(strategy.inside(v), model, mesh)
+        first, mine = of_node[like]
         named = dict(zip(first.tensors, n.tensors, strict=True)) if mine else {}
-        own += [replace(c, tensor=named[c.tensor], node=n.name, source=n.name) for c in mine]
+        out[v] += [replace(c, tensor=named[c.tensor], node=n.name, source=n.name) for c in mine]
     return tuple(c for own in out for c in own)
+
+
+def largest_buffer(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> float:
+    """Bytes of the largest local buffer of the collectives of a strategy, which need no price for it."""
+    strategy = _ChosenConfigs.of(graph, mesh, configs)
+    edges = {like: i for i, (_, _, like) in enumerate(strategy.edges())}
+    nodes = {like: v for v, (_, like) in enumerate(strategy.nodes())}
+    charges = itertools.chain(map(strategy.along, edges.values()), map(strategy.inside, nodes.values()))
+    every = itertools.chain.from_iterable(charges)
+    return max((nbytes for _, _, nbytes, _ in _moving(every)), default=0.0)
 
 
 def local_work(

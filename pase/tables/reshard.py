@@ -16,7 +16,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.machine import COLLECTIVES, CollectiveKind, Mesh
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
-from pase.tables.reshard_path import canonical_collectives
+from pase.tables.reshard_path import canonical_collectives, moves
 
 __all__ = ["KNOWN_PLANS", "Plans", "ReshardStep", "compare", "reshard"]
 
@@ -62,7 +62,11 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
 
 @lru_cache(maxsize=1 << 14)
 def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tuple[ReshardStep, ...]:
-    return tuple(_reshard(np.array([src], np.int64), np.array([dst], np.int64), mesh))
+    return tuple(
+        ReshardStep(m.kind, np.array([[m.axes]]), np.array([[1.0 / mesh.ways(m.split)]]))
+        for m in moves(src, dst, mesh.sizes)
+        if m.kind != "slice"
+    )
 
 
 def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:

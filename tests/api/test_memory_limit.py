@@ -49,7 +49,7 @@ def test_the_profile_is_the_plans_own_account(free):
         choice = np.array([rng.integers(len(c)) for c in space.configs])
         configs = {n.name: c[i] for n, c, i in zip(problem.graph.nodes, space.configs, choice, strict=True)}
         moved = collectives(problem.graph, mesh, configs, problem.model)
-        account = memory(problem.graph, mesh, configs, moved)
+        account = memory(problem.graph, mesh, configs)
         assert p.usage(choice).max() == pytest.approx(account.total - account.buffers, abs=8)
         flight = [flying(problem.graph, n, configs, mesh) for n in problem.graph.nodes]
         assert list(in_flight(problem.graph, configs, mesh).values()) == pytest.approx(flight)

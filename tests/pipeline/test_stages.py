@@ -25,7 +25,6 @@ from pase.machine import Mesh
 from pase.memory.account import memory
 from pase.plan.layout import from_json
 from pase.questions.sensitivity import sensitivity
-from pase.tables.itemize import collectives
 
 from ..command import printed, reported, run
 
@@ -67,8 +66,7 @@ def test_the_bytes_of_a_stage_are_the_accounts(again):
     """Of the whole model with one micro-batch in flight: what the account of a plan without stages says."""
     t = tables_of(SCANNED, 4, "each", again)
     split = t.cheapest(ONLY, 8)
-    moved = collectives(t.graph, t.mesh, split.configs, t.model)
-    account = memory(t.graph, t.mesh, split.configs, moved)
+    account = memory(t.graph, t.mesh, split.configs)
     assert split.nbytes(8, 1) - split.buffers() + max(p.inner for p in split.parts.values()) == pytest.approx(
         account.total - account.buffers, rel=1e-3
     )
