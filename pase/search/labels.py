@@ -25,7 +25,8 @@ __all__ = ["Labels", "label_choices"]
 _CHUNK = 1 << 22
 _COMPARED = 64  # labels of a state that a label is compared with, where there are several sums
 _WIDEST = 200_000  # labels at a time
-_BEAM = 1000  # the same, once there were too many
+_BEAM, _BEAM_LABELS = 1000, 200_000  # the same, once there were too many; of all nodes together
+_NARROWEST = 100  # whatever the number of nodes
 _PRECISION = 1e-13
 """Of the cost: differences below it, a node, count as none, so that sums in another order are one label."""
 
@@ -74,6 +75,7 @@ def label_choices(
         rest[i] = rest[i + 1] + held[order[i].v].min(axis=0)
     limit = room * (1 + 1e-12) + 1e-9  # sums are rounded; who takes a choice tests it
     grain = _PRECISION * max(abs(least), cap, 1e-200)
+    beam = min(_BEAM, max(_NARROWEST, _BEAM_LABELS // len(order)))
     open_: dict[int, np.ndarray] = {}
     slack, used = np.zeros(1), np.zeros((1, room.size))
     trail, whole = [], True
@@ -85,9 +87,9 @@ def label_choices(
         cost = np.rint((slack - used @ prices)[fits] / grain)
         keep = fits[_undominated(_state(now, seen[i], fits.size), cost, used[fits])]
         work -= slack.size
-        if keep.size > (_WIDEST if work > 0 and whole else _BEAM):
+        if keep.size > (_WIDEST if work > 0 and whole else beam):
             whole = False
-            keep = keep[np.argsort(slack[keep], kind="stable")[:_BEAM]]
+            keep = keep[np.argsort(slack[keep], kind="stable")[:beam]]
         where = np.zeros(slack.size, np.int64)
         where[fits] = np.arange(fits.size)
         open_ = {u: ks[where[keep]] for u, ks in now.items()}
