@@ -25,7 +25,16 @@ from pase.frontends.jax_versions import is_literal, source_line
 from pase.ir import Place
 from pase.ir.blocks import Block
 from pase.local.lower import between
-from pase.local.types import Layout, LocalOp, LocalOperand, LocalProgram, LocalTransfer, local_shape
+from pase.local.types import (
+    Combine,
+    Layout,
+    LocalMove,
+    LocalOp,
+    LocalOperand,
+    LocalProgram,
+    LocalTransfer,
+    local_shape,
+)
 
 __all__ = ["LocalWalk"]
 
@@ -255,15 +264,20 @@ class LocalWalk:
                 f"'{t.tensor}' is made of no data, and the plan moves it: this is a defect of pase.local"
             )
 
+        def sent(x: Any, moves: Sequence[LocalMove], combine: Combine, what: str) -> Any:
+            try:
+                with jax.named_scope(what):  # a profile, or a compiled program, then says what it sends
+                    return moved(x, moves, shape, combine, mesh)
+            except PaseError as e:
+                raise NotByHand(
+                    f"{what} cannot be moved by hand: {e}. Use lowering='annotated', which leaves it to XLA"
+                ) from None
+
         def there(x: Any) -> Any:
-            with jax.named_scope(
-                f"{t.tensor} for {t.dst}"
-            ):  # a profile, or a compiled program, then says what it sends
-                return moved(x, t.forward, shape, t.combine, mesh)
+            return sent(x, t.forward, t.combine, f"{t.tensor} for {t.dst}")
 
         def back(g: Any) -> Any:
-            with jax.named_scope(f"gradient of {t.tensor} from {t.dst}"):
-                return moved(g, t.backward or (), shape, "sum", mesh)
+            return sent(g, t.backward or (), "sum", f"gradient of {t.tensor} from {t.dst}")
 
         return there_and_back(
             value.array, value.shadow, instead or there, None if t.backward is None else back

@@ -7,13 +7,15 @@ program. What the plan says of such a call are the layouts in which it reads, ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_values import Cache, DeviceValue
-from pase.frontends.from_jax import trace
-from pase.frontends.jax_versions import is_dropped, opened, pulled_back
+from pase.frontends.from_jax import INLINED, inner_jaxpr, trace
+from pase.frontends.jax_rules import RULES, Elementwise
+from pase.frontends.jax_versions import evaluate, is_dropped, is_literal, opened, pulled_back
 from pase.ir import Place
 from pase.local.follow import followed
 from pase.local.lower import local_program
@@ -134,22 +136,76 @@ def _ran(
 ) -> list[DeviceValue]:
     """A program on values as they lie; its first results in the layouts ``wants``, the others as they are made, but
     summed."""
-    import jax
-    from jax.extend.core import jaxpr_as_fun
-
-    mesh = walk.program.mesh
-    jaxpr, _ = opened(closed)
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
-    traced = trace(lambda leaves: jaxpr_as_fun(closed)(*leaves), shapes, name="rule", mode="inference")
-    names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind == "parameter"]
-    lie = [(None,) * len(mesh.names) if h.layout is None else h.layout for h in values]
-    program = local_program(
-        traced.graph, mesh, followed(traced.graph, mesh, dict(zip(names, lie, strict=True)))
-    )
-    inner = replace(walk, program=program, traced=traced, blocks=(), kept=frozenset())
-    args = [inner.leaf(h.array, n) for h, n in zip(values, names, strict=True)]
-    outs = inner.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, args, "", {})
+    mesh, jaxpr = walk.program.mesh, opened(closed)[0]
+    whole: Layout = (None,) * len(mesh.names)
+    lie = [whole if h.layout is None else h.layout for h in values]
+    pairs = zip(jaxpr.invars, lie, strict=True)
+    ways = {(tuple(v.aval.shape), layout) for v, layout in pairs if math.prod(v.aval.shape) > 1}
+    if len(ways) == 1 and _pointwise(jaxpr, next(iter(ways))[0]):
+        ((shape, layout),) = ways
+        arrays = _on_parts(closed, [h.array for h in values], local_shape(shape, layout, mesh))
+        outs = [
+            DeviceValue(array=x, layout=layout if tuple(v.aval.shape) == shape else whole)
+            for x, v in zip(arrays, jaxpr.outvars, strict=True)
+        ]
+        inner = walk
+    else:
+        inner, outs = _traced(walk, closed, values, lie)
     return [
         inner.led(h, wants[k] if k < len(wants) else None, tuple(v.aval.shape))
         for k, (h, v) in enumerate(zip(outs, jaxpr.outvars, strict=True))
     ]
+
+
+def _traced(
+    walk: LocalWalk, closed: Any, values: Sequence[DeviceValue], lie: Sequence[Layout]
+) -> tuple[LocalWalk, list[DeviceValue]]:
+    """The program as a local program of its own, and what it makes of values that lie so."""
+    import jax
+    from jax.extend.core import jaxpr_as_fun
+
+    mesh, jaxpr = walk.program.mesh, opened(closed)[0]
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    traced = trace(lambda leaves: jaxpr_as_fun(closed)(*leaves), shapes, name="rule", mode="inference")
+    names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind == "parameter"]
+    configs = followed(traced.graph, mesh, dict(zip(names, lie, strict=True)))
+    program = local_program(traced.graph, mesh, configs)
+    inner = replace(walk, program=program, traced=traced, blocks=(), kept=frozenset())
+    args = [
+        inner.led(DeviceValue(array=h.array, tensor=n, layout=have), program.result(n).layout, v.shape)
+        for h, n, have, v in zip(values, names, lie, shapes, strict=True)
+    ]
+    return inner, inner.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, args, "", {})
+
+
+def _pointwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+    """Does it compute point by point, on arrays of one shape and on numbers? Then it does not matter which points a
+    device has."""
+
+    def alike(eqn: Any) -> bool:
+        if eqn.primitive.name in INLINED:
+            return _pointwise(inner_jaxpr(eqn)[0], shape)
+        made = all(tuple(v.aval.shape) == shape or math.prod(v.aval.shape) == 1 for v in eqn.outvars)
+        spread = eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.invars[0].aval.shape) == 1
+        return made and (spread or isinstance(RULES.get(eqn.primitive.name), Elementwise))
+
+    return all(map(alike, jaxpr.eqns))
+
+
+def _on_parts(closed: Any, arrays: Sequence[Any], here: tuple[int, ...]) -> list[Any]:
+    """A pointwise program on parts of this shape."""
+    import jax
+
+    jaxpr, consts = opened(closed)
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+        if eqn.primitive.name in INLINED:
+            outs = _on_parts(eqn.params[INLINED[eqn.primitive.name]], ins, here)
+        elif eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.params["shape"]) > 1:
+            outs = [jax.numpy.broadcast_to(jax.numpy.reshape(ins[0], ()), here)]
+        else:
+            outs = evaluate(eqn, ins, info)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [v.val if is_literal(v) else env[v] for v in jaxpr.outvars]

@@ -119,22 +119,22 @@ def _by_hand(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 @LOCAL_RULES.register("reduce_max", "reduce_min")
 def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """Over several devices: all elements that reach it share its gradient, as they do on one."""
+    """Over several devices: all elements that reach it share its gradient, as they do on one. Where the edge joins it,
+    backward asks once more which elements that are."""
     import jax
     import jax.numpy as jnp
 
     (x,), axes = ins, tuple(call.eqn.params["axes"])
     (r,) = call.op.results
-    here = plain(call.eqn, ins, call.info)
     if not split_dims(call, ins) & set(axes):
-        return here
-    over, combine = r.summed, call.op.combine
-    if not over:  # the edge joins them; nothing says then which elements reach it
-        return [jax.lax.stop_gradient(here[0])]
+        return plain(call.eqn, ins, call.info)
+    later = tuple(name for name, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial")
+    over, combine = r.summed or later, call.op.combine
 
     @jax.custom_vjp
     def extreme(x: Any) -> Any:
-        return summed(plain(call.eqn, [x], call.info)[0], over, combine)
+        here = plain(call.eqn, [x], call.info)[0]
+        return here if later else summed(here, over, combine)
 
     def forward(x: Any) -> Any:
         top = extreme(x)
@@ -142,6 +142,7 @@ def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
     def backward(kept: Any, g: Any) -> Any:
         x, top = kept
+        top = summed(top, over, combine) if later else top
         reached = (x == jnp.expand_dims(top, axes)).astype(g.dtype)
         shares = summed(reached.sum(axes), over)
         return (reached * jnp.expand_dims(g / shares, axes),)

@@ -57,9 +57,7 @@ def _step(x: Any, move: LocalMove, shape: Extents, combine: Combine, mesh: Mesh)
         case "slice":
             return _sliced(x, view(move, shape, mesh), move.axes, mesh)
         case "reduce_scatter":
-            if combine != "sum":
-                raise PaseError(f"a {combine} over {', '.join(move.axes)} has no reduce-scatter")
-            return _scattered(x, view(move, shape, mesh), move.axes)
+            return _scattered(x, view(move, shape, mesh), move.axes, combine)
         case "all_gather":
             return _gathered(x, view(move, shape, mesh), move.axes)
         case "all_to_all":
@@ -111,14 +109,18 @@ def _from_front(x: Any, v: WireView) -> Any:
     return x.reshape(*v.ways, *x.shape[1:]).transpose(v.arriving).reshape(v.shape)
 
 
-def _scattered(x: Any, v: WireView, axes: Sequence[str]) -> Any:
+def _scattered(x: Any, v: WireView, axes: Sequence[str], combine: Combine) -> Any:
+    """Sums are scattered by one collective; of maxima and minima each device gets all candidates for its part, which
+    are as many bytes."""
     import jax
 
-    if v.along is not None and v.along[0] is not None:
+    if combine == "sum" and v.along is not None and v.along[0] is not None:
         return jax.lax.psum_scatter(x, tuple(axes), scatter_dimension=v.along[0], tiled=True)
-    return jax.lax.psum_scatter(_to_front(x, v), tuple(axes), scatter_dimension=0, tiled=False).reshape(
-        v.shape
-    )
+    front = _to_front(x, v)
+    if combine == "sum":
+        return jax.lax.psum_scatter(front, tuple(axes), scatter_dimension=0, tiled=False).reshape(v.shape)
+    candidates = jax.lax.all_to_all(front, tuple(axes), 0, 0, tiled=True)
+    return (candidates.max(0) if combine == "max" else candidates.min(0)).reshape(v.shape)
 
 
 def _gathered(x: Any, v: WireView, axes: Sequence[str]) -> Any:

@@ -1,12 +1,18 @@
 """What must hold of a local program: every value arrives as it is read, every partial sum is settled once and only
-once, and so is every gradient."""
+once, and so is every gradient; and every move hands on whole parts, so that no device waits for what none sends.
+
+All devices run one program, and what decides a branch or a loop's end is read whole: they meet at the same moves in the
+same order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pase.errors import PaseError
-from pase.local.types import Layout, LocalMove, LocalOp, LocalProgram, LocalTransfer
+from pase.local.parts import pairs, view
+from pase.local.types import Extents, Layout, LocalMove, LocalOp, LocalProgram, LocalTransfer
+from pase.machine import Mesh
 
 __all__ = ["verify_program"]
 
@@ -19,20 +25,25 @@ def verify_program(program: LocalProgram) -> None:
 
 def _problems(program: LocalProgram) -> Iterator[str]:
     read: dict[int, Layout] = {}
+    left: dict[int, Layout] = {}
     for op in program.ops:
         for o in op.operands:
             if o.transfer is None:
                 yield from _made_here(program, op, o.tensor, o.layout, o.constant)
             elif read.setdefault(o.transfer, o.layout) != o.layout:
                 yield f"'{o.tensor}' is read in two layouts after one transfer, at {op.node}"
+            elif left.setdefault(o.transfer, o.gradient) != o.gradient:
+                yield f"gradients of '{o.tensor}' leave {op.node} in two layouts for one transfer"
     for k, t in enumerate(program.transfers):
         if k not in read:
             yield f"nobody reads '{t.tensor}' after its transfer to {t.dst}"
             continue
         made = program.result(t.tensor)
+        for m in (*t.forward, *(t.backward or ())):
+            yield from _sendable(t, m, made.shape, program.mesh)
         yield from _way(t, t.forward, made.layout, read[k] if t.runs[0] else made.layout)
         if t.backward is not None:
-            yield from _way(t, t.backward, None, made.gradient)
+            yield from _way(t, t.backward, left[k], made.gradient)
 
 
 def _made_here(
@@ -48,16 +59,27 @@ def _made_here(
         yield f"'{tensor}' is made as {program.result(tensor).layout} and read as {layout} at {op.node}"
 
 
-def _way(t: LocalTransfer, moves: tuple[LocalMove, ...], start: Layout | None, end: Layout) -> Iterator[str]:
-    """Moves that follow each other from one layout to another; start: None where the first says it."""
-    now = moves[0].before if moves and start is None else start
+def _way(t: LocalTransfer, moves: tuple[LocalMove, ...], start: Layout, end: Layout) -> Iterator[str]:
+    """Moves that follow each other from one layout to another."""
+    now = start
     for m in moves:
         if m.before != now:
             yield f"a {m.kind} of '{t.tensor}' for {t.dst} starts from {m.before}, and there is {now}"
         yield from _step(t, m)
         now = m.after
-    if now is not None and now != end:
+    if now != end:
         yield f"'{t.tensor}' arrives at {t.dst} (or its gradient from there) as {now}, and is wanted as {end}"
+
+
+def _sendable(t: LocalTransfer, m: LocalMove, shape: Extents, mesh: Mesh) -> Iterator[str]:
+    """Who sends what to whom can be said: the digits that two layouts tell apart nest, and whole ones change hands."""
+    try:
+        if m.kind == "permute":
+            pairs(m, shape, mesh)
+        elif m.kind not in ("all_reduce", "own"):
+            view(m, shape, mesh)
+    except PaseError as e:
+        yield f"a {m.kind} of '{t.tensor}' for {t.dst}: {e}"
 
 
 def _step(t: LocalTransfer, m: LocalMove) -> Iterator[str]:

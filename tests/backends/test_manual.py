@@ -201,6 +201,23 @@ def test_derivative_rules_of_the_users_are_kept(strategy):
         assert max(unsharded_step(ruled_loss, optimizer, params, batch).differences(step).values()) < 1e-12
 
 
+def test_maxima_that_an_edge_joins_have_their_gradient():
+    """It is joined on the way to a reader that wants a part of it: each device gets all candidates for its part."""
+
+    def loss(p, x):
+        return jnp.mean((jnp.tanh(x @ p["a"]).max(1) @ p["b"]) ** 2)
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        draw = {k: jnp.asarray(rng.normal(size=s)) for k, s in {"a": (8, 16), "b": (16, 8)}.items()}
+        x, optimizer = jnp.asarray(rng.normal(size=(8, 8, 8))), optax.sgd(0.1)
+        plan = case_of(loss, draw, x).plan("random2@2x4")
+        (top,) = (op for op in plan.jax.program.ops if op.combine == "max")
+        assert "partial" in top.results[0].layout and not top.results[0].summed
+        step = sharded_step(plan, optimizer, draw, x, lowering="manual")
+        assert max(unsharded_step(loss, optimizer, draw, x).differences(step).values()) < 1e-12
+
+
 def test_stacks_that_a_loop_slices_are_moved_before_it():
     off, rows = measured("rnnlm", "random1@2x4", "manual")
     assert {k: v for k, v in off.items() if v > TOLERANCE[k]} == {}

@@ -51,9 +51,34 @@ def test_what_is_unsound_is_named():
         (replace(t, forward=(*t.forward, t.forward[-1])), "starts from"),
         (replace(t, forward=tuple(replace(m, kind="all_reduce") for m in t.forward)), "a all_reduce of"),
     ):
-        transfers = (*local.transfers[:k], broken, *local.transfers[k + 1 :])
         with pytest.raises(PaseError, match=says):
-            verify_program(replace(local, transfers=transfers))
+            verify_program(with_transfer(local, k, broken))
+    k = next(i for i, t in enumerate(local.transfers) if t.backward)
+    t = local.transfers[k]
+    for moves, says in (((), "is wanted as"), (t.backward * 2, "starts from")):
+        with pytest.raises(PaseError, match=says):
+            verify_program(with_transfer(local, k, replace(t, backward=moves)))
+
+
+def with_transfer(local, k, transfer):
+    return replace(local, transfers=(*local.transfers[:k], transfer, *local.transfers[k + 1 :]))
+
+
+def test_a_move_that_hands_on_no_whole_parts_is_named():
+    """What one axis holds of a dim is to become a part of what a wider one holds: no two devices exchange that."""
+    _, local = program("mlp", "random1@2x4")
+    k = next(i for i, t in enumerate(local.transfers) if t.forward and not t.forward[0].free)
+    t = local.transfers[k]
+    rank = len(local.result(t.tensor).shape)
+    crossed = replace(
+        t.forward[0],
+        kind="all_to_all",
+        axes=("x", "y"),
+        before=((rank - 1, 2), None),
+        after=(None, (rank - 1, 4)),
+    )
+    with pytest.raises(PaseError, match=r"all_to_all of .*: "):
+        verify_program(with_transfer(local, k, replace(t, forward=(crossed,))))
 
 
 def test_it_reads_well():
