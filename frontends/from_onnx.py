@@ -30,8 +30,8 @@ from pase.frontends.onnx_rules import RULES
 from pase.frontends.onnx_values import MOST_KNOWN, OnnxCall
 from pase.frontends.registry import DimSizes, Unknown, UnknownOp, by_nest, type_names
 from pase.frontends.values import Value
+from pase.garbage import uncollected
 from pase.ir import Place, SourceLine, Tensor
-from pase.ir.garbage import uncollected
 from pase.ir.places import NOWHERE
 from pase.ir.types import is_floating
 from pase.ops import GraphBuilder, nests

@@ -19,8 +19,8 @@ from pase.frontends.torch_export import TorchProgram, program_of
 from pase.frontends.torch_lower import TorchLowering, TorchScope, live
 from pase.frontends.torch_rules import RULES
 from pase.frontends.values import Value
+from pase.garbage import uncollected
 from pase.ir import Tensor
-from pase.ir.garbage import uncollected
 from pase.ops import GraphBuilder
 
 __all__ = ["TracedTorch", "coverage", "reads", "trace"]

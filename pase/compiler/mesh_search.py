@@ -10,7 +10,7 @@ import numpy as np
 
 from pase.compiler.problem import Progress, SplitProblem
 from pase.errors import Infeasible
-from pase.ir.garbage import uncollected
+from pase.garbage import uncollected
 from pase.machine import Mesh
 from pase.search import Solution
 from pase.tables.build import Space

@@ -12,8 +12,8 @@ from pase.baselines.settle import settle
 from pase.compiler.mesh_search import Found
 from pase.compiler.problem import SplitProblem
 from pase.errors import Infeasible
+from pase.garbage import uncollected
 from pase.ir import Node
-from pase.ir.garbage import uncollected
 from pase.machine import Mesh
 from pase.memory.account import Memory
 

@@ -56,7 +56,7 @@ class _NodeGroups:
 
     def __init__(self, graph: Graph, table: DimTable):
         self.graph, self.table = graph, table
-        self.parent = list(range(len(graph.nodes)))
+        self.root = list(range(len(graph.nodes)))
         self.producer = {t: i for i, n in enumerate(graph.nodes) for t in n.internal}
         self.readers: dict[str, list[int]] = defaultdict(list)
         for i, n in enumerate(graph.nodes):
@@ -65,7 +65,7 @@ class _NodeGroups:
             for op in n.ops:
                 for a in op.reads:
                     self.readers[a.tensor].append(i)
-        self.members: dict[int, list[int]] = {i: [i] for i in self.parent}
+        self.members: dict[int, list[int]] = {i: [i] for i in self.root}
         self.whole = {
             i
             for i, n in enumerate(graph.nodes)
@@ -76,10 +76,8 @@ class _NodeGroups:
         }
 
     def find(self, i: int) -> int:
-        while self.parent[i] != i:
-            self.parent[i] = self.parent[self.parent[i]]
-            i = self.parent[i]
-        return i
+        """The raw node that stands for the group that i is in."""
+        return self.root[i]
 
     def _walks(self, i: int, access: Access) -> list[list[tuple[int, str]]]:
         return [[(i, d) for d in w.dims] for w in access.map.walks]
@@ -132,9 +130,10 @@ class _NodeGroups:
                 return False
         first, *rest = groups
         for g in rest:
-            self.parent[g] = first
             if g in self.whole:
                 self.whole.add(first)
+            for m in self.members[g]:
+                self.root[m] = first
             self.members[first] += self.members.pop(g)
         return True
 

@@ -1,14 +1,15 @@
 """Which account of a step's memory holds for a machine: what a compiler keeps decides.
 
-``KeptAndInFlight`` (``pase.memory.account``) adds up what is kept and the most that is in flight. ``Course``
+One (``pase.memory.account``) adds up what is kept and the most that is in flight. The other
 (``pase.memory.course``) follows the step from moment to moment: it holds where light ops run inside of products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,98 +22,53 @@ from pase.memory.live import is_trained
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
 
-__all__ = ["Account", "Course", "KeptAndInFlight", "account_for"]
+__all__ = ["KEPT_AND_IN_FLIGHT", "Account", "account_for"]
 
-
-class Account(Protocol):
-    """Predicts what a strategy holds on a device, and states a limit on it for the search."""
-
-    def memory(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        configs: Mapping[str, np.ndarray],
-        optimizer: str,
-    ) -> Memory:
-        """Peak bytes on one device; configs: node name -> int8 [axes]."""
-        ...
-
-    def profile(
-        self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray], limit_bytes: float, optimizer: str
-    ) -> MemoryProfile:
-        """A lower bound on the same account, as a limit for the search: what is in flight is left out.
-
-        spaces: per node its configs, int8 [K, axes].
-        """
-        ...
-
-    def in_flight_at_least(self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What each node has in flight whatever the others do, a lower bound for each of its configs: bytes [K].
-
-        spaces: per node its configs, int8 [K, axes].
-        """
-        ...
-
-    def unseen(self, memory: Memory, seen: float) -> float:
-        """What of a strategy's memory the profile leaves out; seen: the most that the profile counts at a time."""
-        ...
+Configs = Mapping[str, np.ndarray]
+Spaces = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptAndInFlight:
-    """What is kept throughout or in a region, and the most that is in flight at once."""
+class Account:
+    """Predicts what a strategy holds on a device, and states a limit on it for the search.
 
-    def memory(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        configs: Mapping[str, np.ndarray],
-        optimizer: str,
-    ) -> Memory:
-        return account.memory(graph, mesh, configs, optimizer)
+    memory: (graph, mesh, configs, optimizer) -> peak bytes on one device; configs: node name -> int8 [axes].
+    profile: (graph, mesh, spaces, limit_bytes, optimizer) -> a lower bound on the same account, as a limit for the
+        search: what is in flight is left out. spaces: per node its configs, int8 [K, axes].
+    in_flight_at_least: (graph, mesh, spaces) -> what each node has in flight whatever the others do, a lower bound for
+        each of its configs: bytes [K].
+    unseen: (memory, seen) -> what of a strategy's memory the profile leaves out; seen: the most that the profile counts
+        at a time.
+    """
 
-    def profile(
-        self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray], limit_bytes: float, optimizer: str
-    ) -> MemoryProfile:
-        return account.profile(graph, mesh, spaces, limit_bytes, optimizer)
-
-    def in_flight_at_least(self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return account.in_flight_at_least(graph, mesh, spaces)
-
-    def unseen(self, memory: Memory, seen: float) -> float:
-        return memory.buffers
+    memory: Callable[[Graph, Mesh, Configs, str], Memory]
+    profile: Callable[[Graph, Mesh, Spaces, float, str], MemoryProfile]
+    in_flight_at_least: Callable[[Graph, Mesh, Spaces], list[np.ndarray]]
+    unseen: Callable[[Memory, float], float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Course:
+KEPT_AND_IN_FLIGHT = Account(
+    memory=account.memory,
+    profile=account.profile,
+    in_flight_at_least=account.in_flight_at_least,
+    unseen=lambda memory, seen: memory.buffers,
+)
+"""What is kept throughout or in a region, and the most that is in flight at once."""
+
+
+def _course(tile: tuple[int, ...]) -> Account:
     """The step's worst moment. tile: of the device's memory, rows and columns; empty: arrays are not padded."""
-
-    tile: tuple[int, ...]
-
-    def memory(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        configs: Mapping[str, np.ndarray],
-        optimizer: str,
-    ) -> Memory:
-        return course.peak(graph, mesh, configs, optimizer, self.tile)
-
-    def profile(
-        self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray], limit_bytes: float, optimizer: str
-    ) -> MemoryProfile:
-        return course.profile(graph, mesh, spaces, limit_bytes, optimizer, self.tile)
-
-    def in_flight_at_least(self, graph: Graph, mesh: Mesh, spaces: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """None: what is in flight is at its moment alone, so it bounds no other moment from below."""
-        return [np.zeros(len(configs)) for configs in spaces]
-
-    def unseen(self, memory: Memory, seen: float) -> float:
-        return memory.total - seen
+    return Account(
+        memory=partial(course.peak, tile=tile),
+        profile=partial(course.profile, tile=tile),
+        # What is in flight is at its moment alone: it bounds no other moment from below.
+        in_flight_at_least=lambda graph, mesh, spaces: [np.zeros(len(configs)) for configs in spaces],
+        unseen=lambda memory, seen: memory.total - seen,
+    )
 
 
 def account_for(machine: Machine, graph: Graph) -> Account:
     """The account that holds for what the machine's compiler keeps (``Machine.fuses_products``). A graph that is not
     trained has no course: nothing is kept for backward, and what is live is counted alike on all machines."""
     courses = machine.fuses_products and is_trained(graph)
-    return Course(tile=machine.device.memory_tile) if courses else KeptAndInFlight()
+    return _course(machine.device.memory_tile) if courses else KEPT_AND_IN_FLIGHT

@@ -29,9 +29,9 @@ FRAMEWORKS = {
 }
 SOLVERS = {"ortools", "highspy", "cvxpy"}
 
-# What every layer may import: errors, registries, results kept with a value, and files (written whole, sizes as people
-# write them).
-FOUNDATION = {"pase.errors", "pase.files", "pase.once", "pase.registry"}
+# What every layer may import: errors, registries, results kept with a value, the garbage collector held off, and files
+# (written whole, sizes as people write them).
+FOUNDATION = {"pase.errors", "pase.files", "pase.garbage", "pase.once", "pase.registry"}
 
 # layer -> the other layers of pase that it may import, besides the foundation and its own modules; from the bottom up.
 # Every package and module of pase has a row, and imports inside of functions count.
@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.errors": set(),
     "pase.registry": set(),
     "pase.once": set(),
+    "pase.garbage": set(),
     "pase.files": set(),
     # Pages of HTML: what they are made of, whatever they show.
     "pase.pages": set(),
