@@ -21,7 +21,7 @@ from pase.compiler.resolve import traced_model
 from pase.compiler.ties import least_stored
 from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
-from pase.ir.garbage import seldom_collected
+from pase.garbage import seldom_collected
 from pase.ir.precision import FP8
 from pase.memory.live import is_trained
 

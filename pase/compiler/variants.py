@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
-__all__ = ["Precision", "Variant", "graph_of", "recomputed", "variants"]
+__all__ = ["ProductPrecision", "Variant", "graph_of", "recomputed", "variants"]
 
-Precision = Literal["model", "fp8"]
+ProductPrecision = Literal["model", "fp8"]
 """Of products with weights: as the model has it, or eight bits."""
 
 
@@ -37,7 +37,7 @@ class Variant:
 
     accumulate: int = 1
     blocks: tuple[Block, ...] = ()
-    precision: Precision = "model"
+    precision: ProductPrecision = "model"
 
     def __str__(self) -> str:
         parts = [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
@@ -80,7 +80,7 @@ def variants(
     accumulate: int | None,
     remat: str,
     limited: bool,
-    precision: Precision = "model",
+    precision: ProductPrecision = "model",
 ) -> Iterator[list[Variant]]:
     """Those to try, first to last, in groups of one number of micro-batches; the first of all is what holds where
     memory does not bind. graph: the simplified one. accumulate, remat: what the user fixed (None, "auto": nothing).

@@ -297,10 +297,10 @@ def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, st
 
 def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     from pase.compiler.problem import SplitProblem
-    from pase.compiler.variants import Precision, Variant
+    from pase.compiler.variants import ProductPrecision, Variant
 
     problem = SplitProblem.of(traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer)
-    precision: Precision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"
+    precision: ProductPrecision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"
     if plan.accumulate > 1 or plan.remat or precision != "model":
         problem = problem.varied(
             traced, Variant(accumulate=plan.accumulate, blocks=plan.remat, precision=precision)
