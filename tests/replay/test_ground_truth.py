@@ -71,6 +71,25 @@ def test_every_dependency_is_found(tmp_path: Path, shape: dict) -> None:
         assert set(itertools.pairwise(order)) <= chain
 
 
+def test_a_thread_that_works_on_after_it_has_answered_is_still_awaited(tmp_path: Path) -> None:
+    """The autograd thread frees memory for 60 µs, and the main thread resumes after 25."""
+    run = simulate(ImaginedRun(ranks=1, **HOST_BOUND))
+    marks = sorted((e for e in run.events[0] if e["name"].startswith("ProfilerStep")), key=lambda e: e["ts"])
+    for m in marks:
+        inside = [e for e in run.events[0] if e["tid"] == 2 and m["ts"] <= e["ts"] < m["ts"] + m["dur"]]
+        end = max(e["ts"] + e["dur"] for e in inside)
+        run.events[0].append(
+            {**inside[0], "name": "free", "cat": "cpu_op", "ts": end, "dur": 60.0, "args": {}}
+        )
+    m = _measured(tmp_path, run)
+    for p in m.programs.values():
+        assert sum(EDGES[k] == "handoff" for k in p.edges.values()) == 2
+    slower = max(evaluate(apply(estimate(m, [1, 2, 3]), [("host", "", 2.0)])).values())
+    # The autograd thread begins when the main thread, now slower, has come so far.
+    truth = simulate(ImaginedRun(ranks=1, kernel_us=12.0, between_us=120.0, launch_us=12.0))
+    assert slower == pytest.approx(truth.iteration_us[0][2] * 1e3, rel=0.03)
+
+
 def test_no_wait_is_invented(tmp_path: Path) -> None:
     run = simulate(ImaginedRun(ranks=2, **COMM_BOUND))
     m = _measured(tmp_path, run)

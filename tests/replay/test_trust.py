@@ -18,6 +18,7 @@ from pase.replay.breakdown import breakdowns
 from pase.replay.clocks import align
 from pase.replay.diagnose import diagnose_run
 from pase.replay.ingest import load
+from pase.replay.iterations import Iteration, warm_up
 from pase.replay.model import Measured, measure
 from pase.replay.steady import evaluate
 from pase.replay.trust import Run
@@ -132,6 +133,36 @@ def test_a_rank_late_by_hand_is_named_and_balance_helps(tmp_path: Path, rank: in
     assert balanced < d.run.replayed_ns
     even = simulate(ImaginedRun(ranks=ranks, iterations=6, kernel_us=200.0, between_us=4.0))
     assert balanced == pytest.approx(np.median(even.iteration_us[0][1:]) * 1e3, rel=0.02)
+
+
+def test_iterations_that_are_left_out() -> None:
+    """Warm-up at the beginning, a checkpoint in the middle; one that is 7% longer is what the run is like."""
+    lengths = [1120, 1070, 1000, 1010, 1070, 1500, 990, 1000]
+    of = {
+        (0, k): Iteration(rank=0, number=k, begin_ns=10**6 * k, end_ns=10**6 * k + n, ops=9)
+        for k, n in enumerate(lengths)
+    }
+    assert list(warm_up(of)) == [0, 1, 5] and "longer than the others" in warm_up(of)[5]
+
+
+def test_time_inside_of_a_launching_call_is_the_hosts(tmp_path: Path) -> None:
+    """The driver loads a module for 8 ms inside of the second launch of each step."""
+    events: list[dict[str, Any]] = []
+    for step in range(4):
+        z = 20_000.0 * step
+        mark = {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 0, "tid": 1}
+        events.append({**mark, "ts": z, "dur": 20_000.0})
+        for k, (at, long) in enumerate(((100.0, 10.0), (1000.0, 8000.0))):
+            call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 0, "tid": 1}
+            number = 2 * step + k
+            events.append({**call, "ts": z + at, "dur": long, "args": {"correlation": number}})
+            kernel = {"ph": "X", "cat": "kernel", "name": f"gemm_{k}", "pid": 0, "tid": 7, "dur": 500.0}
+            events.append({**kernel, "ts": z + at + long + 2, "args": _args(number)})
+    path = tmp_path / "module.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    (b,) = breakdowns(measure(load(path)))
+    assert b.mean_ns("unexplained") == 0 and b.mean_ns("compute") == 1e6
+    assert b.mean_ns("launch") > 18.9e6 and sum(b.parts.values()) == b.total_ns
 
 
 def test_a_blocking_copy_is_found_and_named(tmp_path: Path) -> None:
