@@ -1,6 +1,7 @@
 """Replay on real traces: how well iterations and ranks are predicted that were not used, how clocks are recovered.
 
-    .venv/bin/python -m bench.replay_traces [--traces ../shared/data/traces]   # writes bench/results/replay_traces.json
+    .venv/bin/python -m bench.replay_traces [--traces ../shared/data/traces] [--also TRACE ...]
+    # writes bench/results/replay_traces.json
 
 held_out: each steady iteration predicted from the others. "naive" is their mean: what one would guess without any
 replay; iterations of host-bound runs differ from each other by as much. What the replay adds is that it still predicts
@@ -42,9 +43,13 @@ def main() -> None:
     """Writes bench/results/replay_traces.json: errors of prediction, and of clocks that were set wrong."""
     options = parser(__doc__, "replay_traces")
     options.add_argument("--traces", type=Path, default=SHARED / "traces")
+    options.add_argument(
+        "--also", type=Path, nargs="*", default=[], metavar="TRACE", help="other runs, named by file"
+    )
     args = options.parse_args()
     chosen = wanted(((name, name) for name in RUNS), args.only)
     out: dict[str, Any] = {"runs": {name: one_run(args.traces / RUNS[name]) for name in chosen}}
+    out["also"] = {path.name.partition(".")[0]: one_run(path) for path in args.also}
     if not args.only:
         out["alignment"] = alignment(args.traces / RUNS["pax FSDP on 4 A100 (device-bound)"])
     print(save(out, args.o).read_text())

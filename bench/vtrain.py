@@ -74,7 +74,7 @@ def rows(folder: Path = DATA) -> list[MeasuredRow]:
 
 def rows_of_many_nodes(path: Path) -> list[MeasuredRow]:
     """Those of the other table, without a pipeline and with tensor parallelism within a node."""
-    with open(path) as f:
+    with open(path, encoding="utf-8-sig") as f:
         found = _rows([r[1:] for r in csv.reader(f) if r and not r[0].startswith("Param")])
     return [r for r in found if r.pipeline == 1 and r.tensor <= 8]
 
@@ -203,50 +203,52 @@ def by(found: list[tuple[MeasuredRow, StepTime]], *fields: str) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Measured rows of one width, tensor parallelism and micro-batch without stages, taken apart: they are sums."""
+    """What measured rows of one width and tensor parallelism without stages are sums of, as far as they tell it."""
 
-    layer_s: float
-    """A layer, of one micro-batch."""
-    rest_s: float
-    """All else of one micro-batch."""
+    layer_s: dict[int, float]
+    """Micro-batch → a layer, of one micro-batch."""
+    rest_s: dict[int, float]
+    """Micro-batch → all else of one micro-batch."""
     once_s: dict[tuple[int, int], float]
     """(layers, data parallelism) → what a step does once."""
     deviation: float
+    """The largest of a row from its sum, relative."""
     rows_left_over: int
-    told: bool
-    """Whether the rows tell all of these numbers."""
+    """Rows that could contradict."""
 
 
 def profile(mine: list[MeasuredRow]) -> StepProfile:
-    """Two unknowns (a layer, and all else of a micro-batch), and for each number of layers and data parallelism one for
-    what a step does once; the largest deviation of a row from its sum."""
+    """Two unknowns for each micro-batch (a layer, and all else), and for each number of layers and data parallelism one
+    for what a step does once."""
+    micro = sorted({r.micro_batch for r in mine})
     once = sorted({(r.layers, r.data) for r in mine})
-    a = np.zeros((len(mine), 2 + len(once)))
+    a = np.zeros((len(mine), 2 * len(micro) + len(once)))
     for i, r in enumerate(mine):
-        a[i, :2] = r.micro_batches * r.layers, r.micro_batches
-        a[i, 2 + once.index((r.layers, r.data))] = 1
+        at = 2 * micro.index(r.micro_batch)
+        a[i, at : at + 2] = r.micro_batches * r.layers, r.micro_batches
+        a[i, 2 * len(micro) + once.index((r.layers, r.data))] = 1
     y = np.array([r.measured_s for r in mine])
     x, _, rank, _ = np.linalg.lstsq(a, y, rcond=None)
+    # An unknown is told where all solutions agree on it.
+    told = np.isclose(np.diag(np.linalg.pinv(a) @ a), 1.0, atol=1e-9)
+    named = dict(
+        zip([*((k, n) for n in micro for k in ("layer", "rest")), *once], range(len(x)), strict=True)
+    )
+    known = {key: float(x[i]) for key, i in named.items() if told[i]}
     return StepProfile(
-        layer_s=float(x[0]),
-        rest_s=float(x[1]),
-        once_s=dict(zip(once, map(float, x[2:]), strict=True)),
+        layer_s={n: known["layer", n] for n in micro if ("layer", n) in known},
+        rest_s={n: known["rest", n] for n in micro if ("rest", n) in known},
+        once_s={k: known[k] for k in once if k in known},
         deviation=float(np.abs(a @ x / y - 1).max()),
         rows_left_over=len(mine) - int(rank),
-        told=int(rank) == a.shape[1],
     )
 
 
-def profiles(found: list[MeasuredRow]) -> dict[tuple[int, int, int], StepProfile]:
-    """(width, tensor parallelism, micro-batch) → profile."""
-    keys = sorted({(r.d, r.tensor, r.micro_batch) for r in found})
-    return {k: profile([r for r in found if (r.d, r.tensor, r.micro_batch) == k]) for k in keys}
-
-
 def composed(found: list[MeasuredRow]) -> dict[str, Any]:
-    """Are the rows sums of a few profiles? How many rows are left over to contradict that, and by how much the worst
-    does."""
-    made = profiles(found).values()
+    """Are the rows sums of a few profiles, one for each width, tensor parallelism and micro-batch? How many rows are
+    left over to contradict that, and by how much the worst does."""
+    keys = sorted({(r.d, r.tensor, r.micro_batch) for r in found})
+    made = [profile([r for r in found if (r.d, r.tensor, r.micro_batch) == k]) for k in keys]
     return {
         "rows": len(found),
         "profiles": len(made),
@@ -262,22 +264,16 @@ def from_profile(row: MeasuredRow, p: StepProfile, model: CostModel) -> float | 
     layer is forward; what a step does once is that of a stage's layers. None where the rows do not tell all that.
     """
     of_layers = sorted((n, s) for (n, data), s in p.once_s.items() if data == row.data)
-    if not p.told or len(of_layers) < 2:
+    if row.micro_batch not in p.layer_s.keys() & p.rest_s.keys() or len(of_layers) < 2:
         return None
-    slope, base = np.polyfit(*np.array(of_layers).T, 1)
+    slope, base = np.polyfit([k for k, _ in of_layers], [s for _, s in of_layers], 1)
     n = row.layers / row.pipeline
-    stages = [n * p.layer_s] * (row.pipeline - 1) + [n * p.layer_s + p.rest_s]
+    stages = [n * p.layer_s[row.micro_batch]] * row.pipeline
+    stages[-1] += p.rest_s[row.micro_batch]
     mesh = mesh_from(f"stage={row.pipeline},inner={row.data * row.tensor}", row.gpus)
     send_s = float(model.collective("permute", mesh, 1, 2.0 * row.micro_batch * row.seq * row.d))
-    pipe = one_f_one_b(
-        [s / 3 for s in stages],
-        [2 * s / 3 for s in stages],
-        row.micro_batches,
-        1,
-        send_s,
-        "1f1b",
-        sends_beside=False,
-    )
+    forward, backward = [s / 3 for s in stages], [2 * s / 3 for s in stages]
+    pipe = one_f_one_b(forward, backward, row.micro_batches, 1, send_s, "1f1b", sends_beside=False)
     return pipe.step_s + max(float(base + slope * n), 0.0)
 
 
@@ -297,10 +293,11 @@ def staged_rows(
     staged: list[MeasuredRow], plain: list[MeasuredRow], model: CostModel
 ) -> dict[str, list[tuple[MeasuredRow, float]]]:
     """Rows with stages and what they are predicted to take: by the cost model, and from the measured rows without."""
-    known = profiles(plain)
+    keys = {(r.d, r.tensor) for r in plain}
+    known = {k: profile([r for r in plain if (r.d, r.tensor) == k]) for k in keys}
     measured = []
     for r in staged:
-        p = known.get((r.d, r.tensor, r.micro_batch))
+        p = known.get((r.d, r.tensor))
         seconds = from_profile(r, p, model) if p else None
         if seconds is not None:
             measured.append((r, seconds))
@@ -335,8 +332,8 @@ def main() -> None:
             for key, s in out[label][name].items():
                 off = f"{s['mape']:6.1%} {s['mean_error']:+7.1%}"
                 print(f"  {key:36s} {s['rows']:3d} rows  {off}  host {s['host_bound_rows']}")
-    for label, found in staged_rows(staged, measured, costmodels.get("analytic", tables)).items():
-        out[label] = pipelined([r for r, _ in found], [s for _, s in found])
+    for label, answers in staged_rows(staged, measured, costmodels.get("analytic", tables)).items():
+        out[label] = pipelined([r for r, _ in answers], [s for _, s in answers])
         for key, v in out[label].items():
             print(label, key, json.dumps(v))
     if args.multi:
