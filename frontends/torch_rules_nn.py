@@ -331,12 +331,16 @@ def _cross_entropy(c: TorchCall) -> Sequence[Value]:
     if len(x.shape) == 1:
         x, labels = c.reshape(x, (1, *x.shape)), c.reshape(labels, (1, *labels.shape))
     rank = len(x.shape)
-    x = c.transpose(x, [0, *range(2, rank), 1])
+    flat = _unflattened(x)
+    x = flat if flat is not x else c.transpose(x, [0, *range(2, rank), 1])
+    rank = len(x.shape)
+    labels = labels if "float" in labels.dtype else c.reshape(labels, x.shape[:-1])
     logp = x
     if c.op == "cross_entropy_loss":
         logp = c.value(composites.log_softmax(c.b, c.tensor(x), [rank - 1]))
     if "float" in labels.dtype:
-        return [_of_probabilities(c, logp, c.transpose(labels, [0, *range(2, rank), 1]))]
+        moved = labels if flat is x else c.transpose(labels, [0, *range(2, rank), 1])
+        return [_of_probabilities(c, logp, c.reshape(moved, x.shape))]
     losses = c.value(composites.cross_entropy(c.b, c.tensor(logp), c.tensor(labels)))
     counts = c.elementwise([labels], FUNCTIONS["ne"])
     if (weight := c.opt("weight")) is not None:
@@ -356,6 +360,15 @@ def _cross_entropy(c: TorchCall) -> Sequence[Value]:
     if how == 1:
         out = c.elementwise([out, c.value(number)], functions.DIV)
     return [out, c.value(number)]
+
+
+def _unflattened(x: Value) -> Value:
+    """[b s c] where x is the [(b s) c] made of it, as most losses are written: examples and positions stay apart, and
+    may be split as the layers before split them."""
+    if len(x.shape) != 2 or x.note[:1] != ("view",):
+        return x
+    base: Value = x.note[1]
+    return base if len(base.shape) > 2 and base.shape[-1] == x.shape[-1] else x
 
 
 def _of_probabilities(c: TorchCall, logp: Value, target: Value) -> Value:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.backends.torch_models import MODELS, TorchCase, case, optimizer
+from tests.backends.torch_models import TorchCase, case, optimizer
 from tests.backends.torch_ranks import alone_among, on_ranks
 
 pytestmark = pytest.mark.torch
@@ -70,7 +70,7 @@ def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
         torch.testing.assert_close(after, c.after, rtol=near, atol=near)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", STRATEGIES)
 def test_what_is_sent_is_the_plans_list(model: str) -> None:
     """Every collective of a step, by kind, axes and bytes: one rank of 32, on fake tensors."""
     from pase.backends.torch_truth import planned, sent_by_one_rank

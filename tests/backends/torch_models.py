@@ -40,6 +40,32 @@ def block() -> tuple[Any, tuple[Any, ...]]:
     return Block(), (torch.randint(24, (8, 8)), torch.randint(24, (8, 8)))
 
 
+def tower() -> tuple[Any, tuple[Any, ...]]:
+    """Two equal layers of the kind that tensor parallelism was made for."""
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(torch.relu(self.up(x)))
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Layer()])
+
+        def forward(self, x: Any, y: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return nn.functional.mse_loss(x, y)
+
+    return Tower(), (torch.randn(8, 4, 16), torch.randn(8, 4, 16))
+
+
 def pixels() -> tuple[Any, tuple[Any, ...]]:
     """Convolutions, the statistics of batch norm, and a pool; a tied weight, and one that is not trained."""
     import torch
@@ -91,7 +117,7 @@ def bert() -> tuple[Any, tuple[Any, ...]]:
 
 
 MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
-    f.__name__: f for f in (block, pixels, llama, gpt2, bert)
+    f.__name__: f for f in (block, tower, pixels, llama, gpt2, bert)
 }
 
 

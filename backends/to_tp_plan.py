@@ -1,0 +1,65 @@
+"""A plan that amounts to tensor parallelism as a ``tp_plan`` of transformers: {pattern of modules: style}."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.registry import BACKENDS, Backend
+from pase.backends.torch_styles import TensorStyle, data_style, tensor_style
+from pase.errors import PaseError
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
+
+__all__ = ["emit", "tensor_axis", "to_json"]
+
+
+def tensor_axis(plan: PlanData, target: str) -> str:
+    """The one axis that does not split the batch; PaseError where there are none or several."""
+    batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
+    others = [a for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True) if n > 1 and a not in batch]
+    if len(others) != 1:
+        raise PaseError(
+            f"this plan is not {target}: {len(others)} axes of its mesh "
+            f"{'×'.join(map(str, plan.mesh.sizes))} do not split the batch, and tensor parallelism has one"
+        )
+    return others[0]
+
+
+def to_json(plan: PlanData) -> dict[str, TensorStyle]:
+    """{"layers.*.self_attn.q_proj": "colwise", …}. PaseError where the plan is another way of splitting."""
+    target = "a tp_plan"
+    axis = tensor_axis(plan, target)
+    data = data_style(plan, target, beside=(axis,))
+    if data.shard:
+        raise PaseError(
+            f"this plan is more than a tp_plan: parameters or their state are split over {', '.join(data.shard)}, too; "
+            f"plan.torch runs it as it is, and emit --to torchtitan may say it"
+        )
+    out: dict[str, TensorStyle] = {}
+    for path, style in tensor_style(plan, target, axis, sequence=False).items():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+        if out.setdefault(pattern, style) != style:
+            raise PaseError(
+                f"this plan is not a tp_plan: '{path}' is {style}, and others of '{pattern}' are {out[pattern]}"
+            )
+    if not out:
+        raise PaseError(f"this plan is not a tp_plan: it splits no layer over {axis}")
+    return out
+
+
+def emit(plan: PlanData, path: Path, *, model: Any) -> str:
+    """Write the tp_plan as JSON, whole or not at all."""
+    from pase.files.atomic import write_atomically
+
+    data = to_json(plan)
+    write_atomically(path, json.dumps(data, indent=1) + "\n")
+    ways = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))[tensor_axis(plan, "a tp_plan")]
+    copies = "" if ways == plan.devices else f", each of {plan.devices // ways} parts of the batch"
+    return f"{path}: tp_plan of {len(data)} kinds of layers over {ways} devices{copies}, for from_pretrained(tp_plan=…)"
+
+
+BACKENDS.add("tp-plan", Backend(writes="a tp_plan of transformers, where the plan is that", emit=emit))

@@ -1,0 +1,197 @@
+"""What a plan amounts to in the terms of PyTorch's own ways to split a model: data parallel, sharded or not, and tensor
+parallel; or why it does not.
+
+Read off the plan alone: which axes split the batch, how parameters and their state are stored, and what is sent. A plan
+is one of these ways where nothing else is sent than that way sends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pase.errors import PaseError
+
+if TYPE_CHECKING:
+    from pase.plan.constraints import Placement
+    from pase.plan.types import NodePlan, PlanData, TensorPlan
+    from pase.tables.itemize import Collective
+
+__all__ = ["DataStyle", "TensorStyle", "data_style", "tensor_style", "units_of"]
+
+_FEW = 8
+"""Bytes of one number: a loss, or a count of labels, which every way sums."""
+_SMALL = 0.01
+"""Of all parameters' bytes: so many may be kept whole in a plan that splits the others, as norms' scales are."""
+
+TensorStyle = Literal["colwise", "colwise_gather_output", "rowwise", "embedding_rowwise"]
+"""A linear layer split by its outputs; so, its result gathered; by its inputs; an embedding by its rows. Transformers'
+names (``transformers.integrations.tensor_parallel``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStyle:
+    """The batch split over some axes, and parameters over some of these.
+
+    replicate, shard: axes over which parameters are copied, and over which they (or only their state) are split; dims:
+    path -> the dim that is split; whole: small parameters that the plan keeps whole; gathered: are they stored split,
+    and gathered for each use?
+    """
+
+    replicate: tuple[str, ...]
+    shard: tuple[str, ...]
+    dims: Mapping[str, int]
+    whole: tuple[str, ...]
+    gathered: bool
+
+    def ways(self, plan: PlanData, axes: tuple[str, ...]) -> int:
+        """Devices along these axes together."""
+        out = 1
+        for a in axes:
+            out *= plan.mesh.sizes[plan.mesh.names.index(a)]
+        return out
+
+
+def data_style(plan: PlanData, target: str, *, beside: tuple[str, ...] = ()) -> DataStyle:
+    """How the plan is data parallel. beside: axes that are another way's affair. PaseError where it is not: it names
+    the layer, and what it does."""
+    batch = _batch_axes(plan, target, beside)
+    for c in plan.collectives:
+        if _of_parameter(plan, c) or c.nbytes <= _FEW or not set(c.axes) & set(batch):
+            continue
+        raise PaseError(
+            f"this plan is not {target}: '{c.node}' sends a {c.kind} of activations over {', '.join(c.axes)}, and "
+            f"data parallelism sends parameters and gradients alone. {_INSTEAD}"
+        )
+    kept = {path: _placed(t.state or t.storage, batch) for path, t in plan.parameters.items()}
+    shard = tuple(a for a in batch if any(a in axes for axes, _ in kept.values()))
+    dims, whole = {}, []
+    for path, (axes, dim) in kept.items():
+        if not axes:
+            whole.append(path)
+        elif axes != shard or dim is None:
+            raise PaseError(
+                f"this plan is not {target}: '{path}' is split over {', '.join(axes)}, others over {', '.join(shard)}, "
+                f"or over several dims. {_INSTEAD}"
+            )
+        else:
+            dims[path] = dim
+    if shard:
+        _check_small(plan, target, whole)
+    stored = {path for path, t in plan.parameters.items() if _placed(t.storage, batch)[0]}
+    if stored and stored != set(dims):
+        raise PaseError(
+            f"this plan is not {target}: '{min(set(dims) - stored)}' is stored whole and its state split, others are "
+            f"split. {_INSTEAD}"
+        )
+    replicate = tuple(a for a in batch if a not in shard)
+    return DataStyle(replicate=replicate, shard=shard, dims=dims, whole=tuple(whole), gathered=bool(stored))
+
+
+_INSTEAD = "plan.torch runs it as it is; emit --to names writes its layouts"
+
+
+def _batch_axes(plan: PlanData, target: str, beside: tuple[str, ...]) -> tuple[str, ...]:
+    found = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
+    idle = [
+        a
+        for a, size in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+        if size > 1 and a not in found and a not in beside
+    ]
+    if idle:
+        raise PaseError(
+            f"this plan is not {target}: the axis {idle[0]} of its mesh does not split the batch. {_INSTEAD}"
+        )
+    return tuple(a for a in plan.mesh.names if a in found)
+
+
+def _placed(placement: Placement, axes: tuple[str, ...]) -> tuple[tuple[str, ...], int | None]:
+    """Those of the axes that split a tensor, and the dim that they split; None: several."""
+    split = {dim: tuple(a for a in held if a in axes) for dim, held in enumerate(placement)}
+    split = {dim: held for dim, held in split.items() if held}
+    every = tuple(a for a in axes if any(a in held for held in split.values()))
+    return every, next(iter(split)) if len(split) == 1 else None
+
+
+def _check_small(plan: PlanData, target: str, whole: list[str]) -> None:
+    sizes = {path: _elements(t) for path, t in plan.parameters.items()}
+    if whole and sum(sizes[p] for p in whole) > _SMALL * sum(sizes.values()):
+        most = max(whole, key=lambda p: sizes[p])
+        raise PaseError(
+            f"this plan is not {target}: it keeps '{most}' whole, and splits other parameters. {_INSTEAD}"
+        )
+
+
+def _elements(t: TensorPlan) -> int:
+    n = 1
+    for s in t.shape:
+        n *= s
+    return n
+
+
+def _of_parameter(plan: PlanData, c: Collective) -> bool:
+    """Does it send a parameter, or its gradient?"""
+    return c.source.partition(":copy")[0] in plan.parameters
+
+
+def tensor_style(plan: PlanData, target: str, axis: str, *, sequence: bool) -> dict[str, TensorStyle]:
+    """Path of a module -> how its weight is split over an axis; modules that are whole are left out.
+
+    sequence: are activations between layers split by positions? PaseError where the plan is not so split.
+    """
+    styles: dict[str, TensorStyle] = {}
+    for node in plan.nodes:
+        path, _, verb = node.name.partition(":")
+        if path in plan.parameters and verb and (style := _style(plan, node, path, verb, axis)) is not None:
+            styles[path.rpartition(".")[0]] = style
+    for c in plan.collectives:
+        if axis not in c.axes or c.nbytes <= _FEW:
+            continue
+        maker = c.source.partition(":")[0].rpartition(".")[0]
+        if _of_parameter(plan, c):
+            if (
+                c.kind != "all_reduce" or not sequence
+            ):  # the gradient of what works on split positions is summed
+                raise PaseError(
+                    f"this plan is not {target}: '{c.source}' is moved by a {c.kind} over {axis}. {_INSTEAD}"
+                )
+        elif c.kind == "all_gather" and styles.get(maker) == "colwise" and not sequence:
+            styles[maker] = "colwise_gather_output"
+        elif not _expected(c, styles.get(maker), sequence):
+            raise PaseError(
+                f"this plan is not {target}: '{c.node}' sends a {c.kind} over {axis} that this way of splitting does "
+                f"not have. {_INSTEAD}"
+            )
+    return styles
+
+
+def _expected(c: Collective, style: TensorStyle | None, sequence: bool) -> bool:
+    """Does tensor parallelism send this? With split positions it gathers and scatters them, without it sums."""
+    if sequence:
+        return c.kind in ("all_gather", "reduce_scatter") or style is None
+    return c.kind == "all_reduce" and (c.phase == "backward" or style in ("rowwise", "embedding_rowwise"))
+
+
+def _style(plan: PlanData, node: NodePlan, path: str, verb: str, axis: str) -> TensorStyle | None:
+    """How a layer's weight is split, by the dims of its product."""
+    split = next((d for d, axes in node.split.items() if axis in axes), None)
+    held = next((i for i, axes in enumerate(plan.parameters[path].storage) if axis in axes), None)
+    result = node.einsum.rpartition("->")[2].split()
+    if held is None or split is None:
+        return None
+    if verb.startswith("take"):
+        return "embedding_rowwise" if held == 0 else None
+    return "colwise" if any(split in walk for walk in result) else "rowwise"
+
+
+def units_of(plan: PlanData) -> tuple[str, ...]:
+    """Modules of which there are several alike, numbered: the blocks that are gathered at a time."""
+
+    def numbered() -> Iterator[str]:
+        for path in plan.parameters:
+            if m := re.match(r"(.*?\.\d+)\.", f".{path}"):
+                yield m[1].removeprefix(".")
+
+    return tuple(dict.fromkeys(numbered()))
