@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Never
 
 from pase.backends.jax_pipeline_run import RunningStages
 from pase.backends.jax_stage_arrays import is_cut, merged, registered
@@ -31,6 +31,20 @@ from pase.plan.types import PlanData
 from pase.tables.itemize import config_of
 
 __all__ = ["JaxPipeline", "StagedStep", "in_stages"]
+
+
+_OF_ONE_PROGRAM = frozenset(
+    {
+        "apply",
+        "gradient_shardings",
+        "in_shardings",
+        "lower_train_step",
+        "restore",
+        "specs",
+        "state_shardings",
+        "step",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +160,14 @@ class JaxPipeline:
             optimizer=StagedOptimizer(homes=running.homes, optimizer=optimizer),
             donate=donate,
         )
+
+    def __getattr__(self, name: str) -> Never:
+        if name in _OF_ONE_PROGRAM:
+            raise PaseError(
+                f"plan.jax.{name} is of a plan without stages, and this one is a pipeline ({self.pipeline}): it has "
+                f"device_put, init, train_step, value_and_grad, loss and gathered"
+            )
+        raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
 
     def _on(self, mesh: Any | None) -> RunningStages:
         """The stages on a mesh that ``mesh`` made, compiled once."""

@@ -15,7 +15,7 @@ from typing import Any
 from pase.backends.jax_stage_arrays import Home, joined, on_rank
 from pase.backends.jax_stage_programs import flat
 from pase.errors import PaseError
-from pase.frontends.jax_versions import is_dropped, is_literal, opened
+from pase.frontends.jax_versions import function_of, is_dropped, is_literal, opened
 
 __all__ = ["OnRanks"]
 
@@ -36,7 +36,7 @@ class OnRanks:
     donate: bool
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
-        jaxpr, _ = self._traced
+        jaxpr = self._traced
         have: dict[tuple[Any, int], Any] = {}
         for v, x, home in zip(jaxpr.invars, args, self.homes, strict=True):
             for r in home.ranks:
@@ -68,18 +68,21 @@ class OnRanks:
         return jax.device_put(source, NamedSharding(Mesh(home.grid[rank], home.names), PartitionSpec()))
 
     @cached_property
-    def _traced(self) -> tuple[Any, Sequence[Any]]:
+    def _closed(self) -> Any:
         import jax
 
         closed = flat(jax.make_jaxpr(self.fn)(*self.given))
-        jaxpr, consts = opened(closed)
-        _check_rows(jaxpr, self.parts)
-        return jaxpr, consts
+        _check_rows(opened(closed)[0], self.parts)
+        return closed
+
+    @property
+    def _traced(self) -> Any:
+        return opened(self._closed)[0]
 
     @cached_property
     def _runs(self) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
         """(equation -> the ranks that run it, equation -> how often numbers were sent before)."""
-        jaxpr, _ = self._traced
+        jaxpr = self._traced
         everywhere = frozenset(range(self.ranks))
         home: dict[Any, frozenset[int]] = {
             v: frozenset(h.ranks) for v, h in zip(jaxpr.invars, self.homes, strict=True)
@@ -126,7 +129,7 @@ class OnRanks:
     def _programs(self) -> dict[tuple[int, int], tuple[list[Any], list[Any], Any, list[bool]]]:
         """(times that numbers were sent, rank) -> (what it reads, what it makes, the jitted program, what is donated),
         in order."""
-        jaxpr, _ = self._traced
+        jaxpr = self._traced
         runs, late = self._runs
         of: dict[tuple[int, int], list[int]] = {}
         for i, ranks in sorted(runs.items()):
@@ -144,9 +147,8 @@ class OnRanks:
         self, key: tuple[int, int], equations: Sequence[int], wanted: Mapping[Any, set[Any]]
     ) -> tuple[list[Any], list[Any], Any, list[bool]]:
         import jax
-        from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-        jaxpr, consts = self._traced
+        jaxpr = self._traced
         mine = [jaxpr.eqns[i] for i in equations]
         made = {v for e in mine for v in e.outvars if not is_dropped(v)}
         outside = set(jaxpr.constvars) | made
@@ -164,9 +166,7 @@ class OnRanks:
             for v in reads
         ]
         out_home = {v: h for v, h in zip(jaxpr.outvars, self.out_homes, strict=True) if not is_literal(v)}
-        info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-        effects = frozenset().union(*(e.effects for e in mine))
-        fn = jaxpr_as_fun(ClosedJaxpr(Jaxpr(jaxpr.constvars, reads, makes, mine, effects, info), consts))
+        fn = function_of(self._closed, mine, reads, makes)
         laid = [self.laid.get(number[v]) if v in number else None for v in reads]
 
         def run(given: Sequence[Any], kept: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pase.frontends.jax_versions import evaluate, is_literal, opened
+from pase.frontends.jax_versions import evaluate, function_of, is_literal, opened
 
 __all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
@@ -218,14 +218,8 @@ class Cutting:
         return prepare, out[0], tuple(out[1:])
 
     def _function(self, makes: Sequence[Any], equations: Sequence[int], reads: Sequence[Any]) -> Any:
-        from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
-
-        jaxpr, consts = opened(self.closed)
-        mine = [jaxpr.eqns[i] for i in equations]
-        effects = frozenset().union(*(e.effects for e in mine))
-        info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-        part = Jaxpr(jaxpr.constvars, list(reads), list(makes), mine, effects, info)
-        return jaxpr_as_fun(ClosedJaxpr(part, consts))
+        eqns = opened(self.closed)[0].eqns
+        return function_of(self.closed, [eqns[i] for i in equations], reads, makes)
 
     def _program(self, makes: Sequence[Any], equations: Sequence[int], reads: Iterable[Any]) -> StageProgram:
         import jax

@@ -30,6 +30,7 @@ __all__ = [
     "evaluate",
     "flash_attention",
     "flash_attention_backward",
+    "function_of",
     "implementation",
     "is_dropped",
     "is_literal",
@@ -276,6 +277,19 @@ def implementation(eqn: Any) -> Any:
         return None
     given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     return jax.make_jaxpr(lambda *args: code(*args, **eqn.params))(*given).jaxpr
+
+
+def function_of(
+    closed: Any, eqns: Sequence[Any], reads: Sequence[Any], makes: Sequence[Any]
+) -> Callable[..., Any]:
+    """Some equations of a jaxpr as a function: from values of the variables ``reads`` to those of ``makes``."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+    jaxpr, consts = opened(closed)
+    effects = frozenset[Any]().union(*(e.effects for e in eqns))
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    part = Jaxpr(jaxpr.constvars, list(reads), list(makes), list(eqns), effects, info)
+    return jaxpr_as_fun(ClosedJaxpr(part, consts))  # type: ignore[no-any-return]
 
 
 def evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:
