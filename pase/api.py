@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -162,10 +163,36 @@ def compile(
     return plan
 
 
+class Comparison(list["tuple[str, Plan]"]):
+    """Methods with their plans, cheapest first."""
+
+    def _repr_html_(self) -> str:
+        from pase.pages.parts import in_notebook
+        from pase.plan.table import bytes_text, cost_text
+
+        least = min((p.cost for _, p in self), default=0.0)
+        rows = (
+            (
+                escape(name.replace("_", " ")),
+                cost_text(p.cost, p.unit),
+                f"×{p.cost / least:.3f}" if least else "",
+                bytes_text(p.memory.total) + ("" if p.fits else ", does not fit"),
+                escape("×".join(map(str, p.mesh.sizes))),
+            )
+            for name, p in self
+        )
+        line = (
+            f"{self[0][1].model} on {self[0][1].devices} × {self[0][1].machine}"
+            if self
+            else "nothing compared"
+        )
+        return in_notebook(line, ["strategy", "step>", "against the best>", "a device holds>", "mesh"], rows)
+
+
 @takes_options
 def compare(
     model: Any, params: Any = None, *batch: Any, options: CompileOptions, progress: Progress | None = None
-) -> list[tuple[str, Plan]]:
+) -> Comparison:
     """Every method that applies and ours ("pase"), as plans priced alike, cheapest first.
 
     model, params, batch: as for ``compile``.
@@ -175,7 +202,7 @@ def compare(
     from pase.compiler.compilation import compare_model
 
     plans = compare_model(model, params, batch, options, progress)
-    return [(name, Plan.of(plan)) for name, plan in plans]
+    return Comparison((name, Plan.of(plan)) for name, plan in plans)
 
 
 def price(

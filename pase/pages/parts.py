@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-__all__ = ["bar", "cards", "key", "table"]
+__all__ = ["bar", "cards", "in_notebook", "key", "table"]
 
 
 def bar(parts: Iterable[tuple[str, float]], whole: float) -> str:
@@ -32,6 +32,12 @@ def table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str
     for row in rows:
         out.append("<tr>" + "".join(f"<td class='{k}'>{c}" for c, k in zip(row, kinds, strict=True)))
     return "\n".join([*out, "</tbody></table></div>"])
+
+
+def in_notebook(line: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A line of plain text and a table, for a notebook, which has a style of its own."""
+    style = "<style>.pase td.n,.pase th.n{text-align:right}.pase td,.pase th{text-align:left}</style>"
+    return f"<div class='pase'>{style}<p>{escape(line)}</p>{table(line, head, rows)}</div>"
 
 
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:

@@ -7,7 +7,9 @@ iteration without the cause, where the replay is to be believed; costs of differ
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 
+from pase.pages.parts import in_notebook
 from pase.replay.breakdown import Breakdown, breakdowns
 from pase.replay.findings import LOOKS, Evidence, Finding, Scene, remarks
 from pase.replay.model import Measured
@@ -33,6 +35,20 @@ class Diagnosis:
     def iteration_ns(self) -> float:
         """The replayed iteration, which costs are differences to."""
         return self.run.replayed_ns
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the findings with what they cost."""
+        rows = (
+            (
+                escape(f.title),
+                f"{f.cost_ns / 1e6:.2f}" if f.cost_ns else "",
+                f"{f.measured_ns / 1e6:.2f}" if f.measured_ns else "",
+                escape(f.detail),
+            )
+            for f in self.findings
+        )
+        line = f"An iteration takes {self.run.measured_ns / 1e6:.2f} ms; replayed {self.iteration_ns / 1e6:.2f} ms"
+        return in_notebook(line, ["finding", "costs ms>", "of measured ms>", "what to do"], rows)
 
 
 def diagnose_run(m: Measured) -> Diagnosis:

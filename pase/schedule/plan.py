@@ -13,6 +13,10 @@ from pase.schedule.types import ScheduleProblem
 __all__ = ["BucketPlan", "Message", "Piece", "Update", "check_plan", "issue_order", "whole"]
 
 
+_SHOWN = 8
+"""Tensors of a message that are listed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """Bytes [offset, offset + nbytes) of one tensor."""
@@ -92,6 +96,23 @@ class BucketPlan:
     @property
     def updates_per_iteration(self) -> float:
         return len(self.updates) / self.period
+
+    def _repr_html_(self) -> str:
+        """For notebooks: its messages in order; what they hold is numbered as the problem's tensors are."""
+        from pase.pages.parts import in_notebook
+
+        rows = (
+            (
+                str(k),
+                str(m.link),
+                f"{m.nbytes:,}",
+                ", ".join(str(p.tensor) for p in m.pieces[:_SHOWN])
+                + (f" and {len(m.pieces) - _SHOWN} more" if len(m.pieces) > _SHOWN else ""),
+            )
+            for k, m in enumerate(self.messages)
+        )
+        line = f"Bucket plan '{self.policy}': {len(self.messages)} messages, {self.dispatch}"
+        return in_notebook(line, ["message>", "link>", "bytes>", "tensors"], rows)
 
 
 def whole(

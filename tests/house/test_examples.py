@@ -1,5 +1,6 @@
 """The examples run as they stand."""
 
+import json
 import os
 import subprocess
 import sys
@@ -86,11 +87,75 @@ def test_torchrun_starts_processes_that_train_as_one():
     assert [float(x.split()[-1]) for x in done.stdout.splitlines()[-4:]] == pytest.approx(alone, rel=1e-5)
 
 
+def test_an_onnx_file_is_planned_and_annotated(tmp_path):
+    pytest.importorskip("onnx")
+    printed = run("onnx_file.py", str(tmp_path))
+    assert "20 shardings on 32 devices" in printed and "MatMul   3 of its tensors" in printed
+
+
+@pytest.mark.minutes
+def test_a_keras_model_is_planned_and_its_shardings_written(tmp_path):
+    pytest.importorskip("tensorflow")
+    printed = run("keras_model.py", "-o", str(tmp_path / "s.json"))
+    assert "times this plan's step" in printed and printed.splitlines()[-1].startswith("7 kernels")
+
+
+@pytest.mark.minutes
+def test_a_machine_is_measured_planned_for_run_and_replayed(tmp_path):
+    printed = run("measure.py", str(tmp_path), "--budget", "1s")
+    assert [line.split()[2] for line in printed.splitlines() if line.startswith("$ pase")] == [
+        "calibrate",
+        "compile",
+        "profile",
+        "replay",
+        "diagnose",
+    ]
+    assert (tmp_path / "why.html").stat().st_size > 1000
+
+
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_runs(notebook, tmp_path):
+    """Its cells one after another, in a process of its own; what a cell ends with is shown as HTML where it can be."""
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    assert cells and not any(c["outputs"] for c in cells)
+    done = subprocess.run(
+        [sys.executable, "-c", CELLS, str(notebook)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+CELLS = """
+import ast, json, sys
+names = {}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] != "code":
+        continue
+    tree = ast.parse("".join(cell["source"]))
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "cell", "exec"), names)
+    if last is not None:
+        shown = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        print(shown._repr_html_() if hasattr(shown, "_repr_html_") else repr(shown))
+"""
+
+
 def test_every_example_has_a_test():
+    assert [p.stem for p in NOTEBOOKS] == ["first_plan", "own_model", "slow_trace"]
     assert EXAMPLES == [
         "batch_stats.py",
         "generate.py",
+        "keras_model.py",
         "make_onnx.py",
+        "measure.py",
+        "onnx_file.py",
         "own_step.py",
         "torch_train.py",
         "train.py",

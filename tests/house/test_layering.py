@@ -126,7 +126,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.schedule",
         "pase.pages",
     },
-    "pase.api": {"pase.frontends", "pase.plan", "pase.backends", "pase.compiler", "pase.stated"},
+    "pase.api": {
+        "pase.frontends",
+        "pase.plan",
+        "pase.backends",
+        "pase.compiler",
+        "pase.stated",
+        "pase.pages",
+    },
     "pase.bridges": {"pase.schedule", "pase.replay", "pase.plan", "pase.api"},
     "pase.commands": {
         "pase.machine",

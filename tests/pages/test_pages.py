@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import pase
-from pase.api import Plan
+from pase.api import Comparison, Plan
 from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import table
 from pase.pages.shell import Section, page
@@ -216,3 +216,12 @@ def test_a_layout_of_before_graphs_were_kept_has_its_page(plan: Plan, tmp_path: 
     made = (tmp_path / "page.html").read_text()
     assert made.count("compile it again") >= 2
     Elements(made)
+
+
+def test_what_python_returns_shows_itself_in_a_notebook(plan: Plan) -> None:
+    compared = Comparison([("ours", plan), ("<b>", plan)])
+    assert plan.bucket_plan is not None
+    for shown in (compared, plan.bucket_plan):
+        made = shown._repr_html_()
+        assert Elements(made).found[0][0] == "div" and "<b>" not in made
+    assert "does not fit" not in compared._repr_html_() and list(compared) == [("ours", plan), ("<b>", plan)]
