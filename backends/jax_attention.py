@@ -14,7 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pase.backends.jax_attention_kernels import AttentionFunctions, CuDNN, Flash, Reference, merged
+from pase.backends.jax_attention_kernels import (
+    Attended,
+    AttentionFunctions,
+    CuDNN,
+    Flash,
+    Reference,
+    merged,
+)
 from pase.backends.jax_equations import KEPT
 from pase.backends.jax_ring import RingAttention
 from pase.frontends.jax_attention import AttentionCall
@@ -324,9 +331,8 @@ class _DeviceShare:
         if (ring := self._ring()) is not None:
             dq, *of_keys = ring.backward(q, k, v, sums, result, gradient)
         elif self._parts() == 1:
-            dq, *of_keys = self.kernel.backward(
-                q, k, v, result, sums, gradient, causal=self.causal, scale=self.scale
-            )
+            done = Attended(q, k, v, result, sums)
+            dq, *of_keys = self.kernel.backward(done, gradient, causal=self.causal, scale=self.scale)
         else:
 
             def part(i: int) -> Callable[[], tuple[Any, Any, Any]]:
@@ -344,13 +350,12 @@ class _DeviceShare:
         import jax.numpy as jnp
 
         own = slice(i * q.shape[1], (i + 1) * q.shape[1])
-        given = (result, sums, gradient)
-        dq, dk, dv = self.kernel.backward(q, k[:, own], v[:, own], *given, causal=True, scale=self.scale)
+        done = Attended(q, k[:, own], v[:, own], result, sums)
+        dq, dk, dv = self.kernel.backward(done, gradient, causal=True, scale=self.scale)
         if i:
             before = slice(0, own.start)
-            more, *first = self.kernel.backward(
-                q, k[:, before], v[:, before], *given, causal=False, scale=self.scale
-            )
+            done = Attended(q, k[:, before], v[:, before], result, sums)
+            more, *first = self.kernel.backward(done, gradient, causal=False, scale=self.scale)
             dq = dq + more
             dk, dv = (jnp.concatenate(pair, axis=1) for pair in zip(first, (dk, dv), strict=True))
         after = ((0, 0), (0, k.shape[1] - own.stop), (0, 0), (0, 0))

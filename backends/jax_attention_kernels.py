@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pase.frontends import jax_versions
 
@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from jax import Array
 
-__all__ = ["AttentionFunctions", "CuDNN", "Flash", "Reference", "merged"]
+__all__ = ["Attended", "AttentionFunctions", "CuDNN", "Flash", "Reference", "merged"]
+
+
+class Attended(NamedTuple):
+    """What forward was given and what it made; sums: the logarithms of the queries' sums."""
+
+    q: Array
+    k: Array
+    v: Array
+    result: Array
+    sums: Array
 
 
 class AttentionFunctions(Protocol):
@@ -28,18 +38,9 @@ class AttentionFunctions(Protocol):
         ...
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        result: Array,
-        sums: Array,
-        gradient: Array,
-        *,
-        causal: bool,
-        scale: float,
+        self, done: Attended, gradient: Array, *, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
-        """Gradients of q, k and v, given ``gradient`` of the result."""
+        """Gradients of q, k and v; gradient: the result's."""
         ...
 
 
@@ -67,19 +68,11 @@ class Reference:
         return jnp.einsum("bqhgs,bshe->bqhge", weights, v), sums
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        result: Array,
-        sums: Array,
-        gradient: Array,
-        *,
-        causal: bool,
-        scale: float,
+        self, done: Attended, gradient: Array, *, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
         import jax.numpy as jnp
 
+        q, k, v, result, sums = done
         wide = sums.dtype
         weights = jnp.exp(self._scores(q, k, causal=causal, scale=scale) - sums[..., None])
         of_weights = jnp.einsum("bqhge,bshe->bqhgs", gradient, v, preferred_element_type=wide)
@@ -102,17 +95,9 @@ class CuDNN:
         return result.reshape(b, t, h, g, -1), sums.transpose(0, 2, 1).reshape(b, t, h, g)
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        result: Array,
-        sums: Array,
-        gradient: Array,
-        *,
-        causal: bool,
-        scale: float,
+        self, done: Attended, gradient: Array, *, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
+        q, k, v, result, sums = done
         b, t = q.shape[:2]
         dq, dk, dv = jax_versions.cudnn_attention_backward(
             _heads(q),
@@ -155,17 +140,9 @@ class Flash:
         )
 
     def backward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        result: Array,
-        sums: Array,
-        gradient: Array,
-        *,
-        causal: bool,
-        scale: float,
+        self, done: Attended, gradient: Array, *, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
+        q, k, v, result, sums = done
         b, t = q.shape[:2]
         q_, k_, v_, result, gradient = (_heads_first(x) for x in (q, k, v, result, gradient))
         dq, dk, dv = jax_versions.flash_attention_backward(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from pase.backends.jax_attention_kernels import AttentionFunctions, merged
+from pase.backends.jax_attention_kernels import Attended, AttentionFunctions, merged
 
 if TYPE_CHECKING:
     from jax import Array
@@ -80,9 +80,8 @@ class RingAttention:
             more, of_keys = part(t, keys)
             return self._next(keys), dq + more, jax.tree.map(jnp.add, self._next(arrived), of_keys)
 
-        dq, *of_keys = self.kernel.backward(
-            q, k, v, result, sums, gradient, causal=self.causal, scale=self.scale
-        )
+        done = Attended(q, k, v, result, sums)
+        dq, *of_keys = self.kernel.backward(done, gradient, causal=self.causal, scale=self.scale)
         dk, dv = (x.astype(wide) for x in of_keys)
         keys, dq, sums_of_keys = self._around(turn, (self._next((k, v)), dq.astype(wide), (dk, dv)))
         more, last = part(self.devices - 1, keys)
@@ -142,8 +141,9 @@ class RingAttention:
         k, v = keys
 
         def pull(given: tuple[Array, ...], k: Array, v: Array) -> Gradients:
-            q, *rest = given
-            dq, dk, dv = self.kernel.backward(q, k, v, *rest, causal=False, scale=self.scale)
+            q, result, sums, gradient = given
+            done = Attended(q, k, v, result, sums)
+            dq, dk, dv = self.kernel.backward(done, gradient, causal=False, scale=self.scale)
             return dq, (dk, dv)
 
         if not self.causal:

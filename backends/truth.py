@@ -214,7 +214,7 @@ def worst_difference(a: Tree, b: Tree) -> float:
 def unsharded_step(
     loss_fn: Callable[..., Array], optimizer: GradientTransformation, params: Tree, *batch: Tree
 ) -> StepResult:
-    """The step as anybody would write it, on one device."""
+    """The step as any user would write it, on one device."""
     import jax
 
     from pase.frontends.jax_leaves import arrays, combine, static, trained, value_and_grad

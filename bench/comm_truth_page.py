@@ -81,7 +81,8 @@ REASONS: list[tuple[str, str, str, str]] = [
         "ours@*",
         "permute",
         "The gradient of an average pool is a sum over windows of a padded array. XLA splits that array evenly for "
-        "itself (5 rows over 2 devices: 3 and 2), not as its windows lie, and sends a row (640 bytes) to mend it.",
+        "itself (5 rows over 2 devices: 3 and 2), not as its windows lie, and sends a row (640 bytes) to "
+        "make up for it.",
     ),
     (
         "*",

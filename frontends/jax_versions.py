@@ -1,7 +1,7 @@
 """The versions of JAX that pase reads, and all that differs between their jaxprs.
 
 Whatever looks into a jaxpr asks here, so that a new version of JAX is one file's work:
-run the tests with it, mend what differs below, and add it to ``KNOWN`` and to the bounds in ``pyproject.toml``.
+run the tests with it, fix what differs below, and add it to ``KNOWN`` and to the bounds in ``pyproject.toml``.
 
 - Up to 0.10 a ClosedJaxpr holds an open Jaxpr and its constants; from 0.11 on there is one class for both.
 - Up to 0.10 a scan says how many of its operands are constants and carried (num_consts, num_carry); from 0.11 on

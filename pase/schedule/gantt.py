@@ -17,7 +17,7 @@ FORWARD, BACKWARD = "#4e79a7", "#a0bbd8"
 MESSAGES = ("#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1")
 """In turn, so that neighbours differ."""
 MOST_DRAWN = 60
-"""Policies on one picture; more would be too high for a file that anybody can open."""
+"""Policies on one picture; more would be too tall for an ordinary viewer to open."""
 
 
 def _rows(

@@ -5,7 +5,7 @@
 512
 
 A model is a pure function ``loss_fn(params, batch) -> scalar`` over plain dicts, with the shapes of both;
-nothing here is known to the compiler, which traces these models as it traces anybody's.
+nothing here is known to the compiler, which traces these models as it traces any user's.
 Importing this package does not import JAX; asking for a model does.
 """
 

@@ -20,7 +20,7 @@ from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_at
 
 from bench.cases.plans import Case, case_of
 from pase.api import Plan
-from pase.backends.jax_attention_kernels import AttentionFunctions, CuDNN, Flash, Reference
+from pase.backends.jax_attention_kernels import Attended, AttentionFunctions, CuDNN, Flash, Reference
 from pase.backends.truth import compare, sharded_step
 from pase.compiler.plans import plan_of
 from pase.machine import mesh_from
@@ -194,7 +194,7 @@ def operands(dtype: Any, positions: int, width: int, group: int, heads: int = 2)
 
 def gradients(kernel: AttentionFunctions, q: Any, k: Any, v: Any, g: Any, causal: bool) -> list[Any]:
     result, sums = kernel.forward(q, k, v, causal=causal, scale=0.3)
-    return [result, *kernel.backward(q, k, v, result, sums, g, causal=causal, scale=0.3)]
+    return [result, *kernel.backward(Attended(q, k, v, result, sums), g, causal=causal, scale=0.3)]
 
 
 @pytest.mark.usefixtures("float64")

@@ -27,7 +27,7 @@ def conv(x, w):
 
 
 def test_xla_multiplies_the_filters_gradient_where_an_axis_is_idle():
-    """Why ``pase.tables.layouts.conv_places`` is there. If this fails, XLA is mended: take that rule out."""
+    """Why ``pase.tables.layouts.conv_places`` is there. If this fails, XLA is fixed: take that rule out."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     over_height = NamedSharding(mesh, PartitionSpec(None, "x"))  # y is idle
     rng = np.random.default_rng(0)
@@ -152,7 +152,7 @@ jax.jit(made, out_shardings=by_channel).lower(*shapes).compile()
 
 
 def test_xla_ends_the_process_at_a_depthwise_convolution_with_an_idle_axis():
-    """Why ``pase.tables.layouts.depthwise`` is there. If this fails, XLA is mended: take that rule out."""
+    """Why ``pase.tables.layouts.depthwise`` is there. If this fails, XLA is fixed: take that rule out."""
     done = subprocess.run(
         [sys.executable, "-c", _DEPTHWISE],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},

@@ -1,4 +1,4 @@
-"""ruff and mypy, so that one command says all: ``make test``. ``make format`` mends most of it."""
+"""ruff and mypy, so that one command says all: ``make test``. ``make format`` fixes most of it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_what_is_far_from_xlas_count_has_a_reason(name: str) -> None:
 
 
 def test_every_reason_is_needed() -> None:
-    """A mended outlier's reason goes."""
+    """A fixed outlier's reason goes."""
     used = {
         (figure, pattern)
         for name, row in DONE.items()
