@@ -191,6 +191,8 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     data = ranks if zero == 0 else _replicas(row, ranks) if kind == "hsdp" else 1
     own = batch // ranks
     micro = row.whole("micro_batch") or (1 if pp > 1 else own)
+    # Aleph Alpha's sheets with a column for sequence parallelism lie in data/seqpara: the sweeps before had none of it.
+    told_otherwise = "no" if row.source == "aal" else "yes"
     precision = (row.text("precision") or "BF16").upper()
     remat = (row.text("act_ckpt") or ("full" if counts_recomputation(row) else "none")).lower()
     expert = row.whole("ep") or 1
@@ -199,7 +201,7 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         shard=ranks // data,
         zero=zero,  # type: ignore[arg-type]
         tensor=tp,
-        sequence=tp > 1 and (row.text("sp") or "yes").lower() == "yes",
+        sequence=tp > 1 and (row.text("sp") or told_otherwise).lower() == "yes",
         context=cp,
         expert=math.gcd(ranks, expert),
         pipeline=pp,

@@ -65,7 +65,7 @@ def plan_found(
         skipped={b.name: b.reason for b in skipped},
         tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried],
         seconds=seconds,
-        provenance=provenance_of(problem.graph, s.method, s.certificate),
+        provenance=provenance_of(problem.graph, s.method, s.certificate, problem.overlap),
         traced=traced,
         graph_digest=digest(traced.graph),
         accumulate=problem.variant.accumulate,
@@ -97,7 +97,7 @@ def plan_of(
         skipped={},
         tried=[],
         seconds={},
-        provenance=provenance_of(problem.graph, "given", "none"),
+        provenance=provenance_of(problem.graph, "given", "none", problem.overlap),
         traced=traced,
         graph_digest=digest(traced.graph),
         accumulate=problem.variant.accumulate,
@@ -105,8 +105,8 @@ def plan_of(
     )
 
 
-def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]:
-    """What a plan says of how it was made."""
+def provenance_of(graph: Graph, method: str, certificate: str, overlap: str = "none") -> dict[str, str]:
+    """What a plan says of how it was made; overlap: as ``CompileOptions`` has it, said where it is not "none"."""
     versions = {"pase": pase.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
     versions |= {k: sys.modules[k].__version__ for k in ("jax", "numpy") if k in sys.modules}
     return {
@@ -115,4 +115,5 @@ def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]
         "edges": str(len(graph.edges)),
         "search": method,
         "certificate": certificate,
+        **({} if overlap == "none" else {"overlap": overlap}),
     }

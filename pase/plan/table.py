@@ -113,7 +113,8 @@ def headline(plan: PlanData) -> list[str]:
     s = plan.seconds
     times = ", ".join(f"{k} {s[k]:.2f} s" for k in ("trace", "tables", "search") if k in s)
     edges = plan.provenance.get("edges", "?")
-    under = f"under cost model '{plan.cost_model}'" + (" and the notes above" if plan.remarks else "")
+    under = f"under cost model '{plan.cost_model}', {plan.objective}"
+    under += ", and the notes above" if plan.remarks else ""
     lines.append(f"{proof} {under} · {len(plan.nodes)} nodes, {edges} edges · {times}")
     return lines
 

@@ -189,6 +189,15 @@ class PlanData:
         return tuple(self.provenance.get("remarks", "").splitlines())
 
     @property
+    def objective(self) -> str:
+        """What ``cost`` and ``bound`` are of, in words: of no other sum is the plan proven the cheapest."""
+        if self.pipeline is not None:
+            return "the schedule's simulated step"
+        if self.provenance.get("overlap") == "gradients" or self.hidden > 1e-6 * self.cost:
+            return "sums of gradients hidden behind backward's compute"
+        return "nothing hidden behind compute"
+
+    @property
     def compute(self) -> float:
         return sum(n.cost.compute + n.cost.update for n in self.nodes)
 

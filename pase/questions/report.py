@@ -355,7 +355,10 @@ def _certificate(plan: PlanData) -> str:
             f"The best found costs {cost_text(plan.cost, plan.unit)}; nothing below {cost_text(plan.bound, plan.unit)} "
             f"exists, so it is at most {_gap(plan)} above the best: proven"
         )
-    how = f"{proof}, under cost model '{escape(plan.cost_model)}', over the meshes that were searched."
+    how = (
+        f"{proof}, under cost model '{escape(plan.cost_model)}' with {escape(plan.objective)}, over the meshes that "
+        f"were searched."
+    )
     facts = {
         "machine": f"{plan.machine}, digest {plan.machine_digest}",
         "model's graph": f"digest {plan.graph_digest}",

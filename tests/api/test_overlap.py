@@ -48,7 +48,9 @@ def test_nothing_is_cheaper_than_the_bound_and_the_answer_is_near(rows, width):
         plan = plan_of(problem, chosen, mesh, "loss", traced)
         cheapest = min(cheapest, exposed(problem, plan, mesh, chosen))
     plan = pase.compile(loss, *args, devices=2, mesh="2", overlap="gradients")
+    assert "under cost model 'analytic', sums of gradients hidden behind backward's compute" in str(plan)
     additive = pase.compile(loss, *args, devices=2, mesh="2")
+    assert "under cost model 'analytic', nothing hidden behind compute" in str(additive)
     assert plan.bound <= cheapest * (1 + 1e-9)
     assert cheapest * (1 - 1e-9) <= plan.cost <= additive.cost * (1 + 1e-9)
     assert plan.cost <= cheapest * 1.02
