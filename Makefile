@@ -19,7 +19,7 @@ ARGS   ?=
 PASE_DATA ?= ../shared/data
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-corpus test-root test-data test-wheel lint format netlab screenshots clean
+.PHONY: help install demo test test-all test-corpus test-root test-data test-wheel lint format netlab docs screenshots clean
 
 help: ## list the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ format: $(STAMP) ## let ruff rewrite the code
 
 netlab: $(STAMP) ## measure strategies and bucket plans on real, slow networks (a few minutes; root, iproute2)
 	$(BIN)/python -m bench.netlab quick
+
+docs: $(STAMP) ## docs/ as a site in build/site, with search; every link is checked
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 screenshots: $(STAMP) ## every page in a browser, checked and pictured (playwright, and a Chromium of the system)
 	$(BIN)/python -m pip install -q --disable-pip-version-check playwright
