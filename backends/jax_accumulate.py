@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from pase.frontends.jax_leaves import arrays, combine, trained
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
+
     from pase.backends.to_jax import JaxPlan
 
 __all__ = ["summed"]
 
 
-def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: Any) -> Callable[..., Any]:
+def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) -> Callable[..., Any]:
     """f(params, *batch): the mean of loss and gradients over the plan's micro-batches, one at a time.
 
     graded: f(params, *batch) -> (value, gradients) of one micro-batch. kept: the gradients' shardings.
@@ -58,7 +60,7 @@ def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: Any) -> C
     return mean
 
 
-def _micro_batches(x: Any, k: int, sharding: Any, mesh: Any) -> Any:
+def _micro_batches(x: Any, k: int, sharding: Any, mesh: JaxMesh) -> Any:
     """An array of the batch as k micro-batches, stacked."""
     import jax
     import jax.numpy as jnp

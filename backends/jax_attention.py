@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_attention_kernels import (
     Attended,
@@ -28,6 +28,9 @@ from pase.frontends.jax_attention import AttentionCall
 from pase.ir import SourceLine
 from pase.plan.accesses import Digits, EquationLayouts
 from pase.tables.layouts import contiguous_axes
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
 
 __all__ = ["AttentionSplit", "kernel_for", "of_plan", "on_a_device"]
 
@@ -118,7 +121,7 @@ def of_plan(
     reads: Sequence[str | None],
     avals: Sequence[Any],
     layouts: EquationLayouts | None,
-    mesh: Any,
+    mesh: JaxMesh,
     source: SourceLine,
 ) -> Callable[..., Any] | None:
     """The attention as a function of q, k, v, split as the plan has it.
@@ -142,7 +145,7 @@ def of_plan(
 def on_a_device(
     call: AttentionCall,
     operands: Sequence[tuple[tuple[int, ...], Digits]],
-    mesh: Any,
+    mesh: JaxMesh,
     source: SourceLine,
     dtype: Any,
 ) -> Callable[..., Any] | None:
@@ -204,7 +207,7 @@ def _split(
     reads: Sequence[str | None],
     shapes: Sequence[tuple[int, ...]],
     layouts: EquationLayouts | None,
-    mesh: Any,
+    mesh: JaxMesh,
 ) -> AttentionSplit | None:
     """The plan's split, where it can be written out; not with a bias or a mask, nor of a tensor that is read twice."""
     if layouts is None or len(reads) != 3 or reads[0] in (None, *reads[1:]):
@@ -225,7 +228,7 @@ class _DeviceShare:
     split: AttentionSplit
     causal: bool
     scale: float
-    mesh: Any
+    mesh: JaxMesh
 
     def differentiable(self) -> Callable[..., Any]:
         """f(q, k, v) on whole arrays, with a derivative rule of its own: kernels know none that is split."""

@@ -9,16 +9,24 @@ read has its gradient summed over them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pase.frontends.jax_types import Eqn
 from pase.plan.accesses import Digits, EquationLayouts
 from pase.tables.layouts import contiguous_axes
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
 
 __all__ = ["of_plan"]
 
 
 def of_plan(
-    eqn: Any, reads: Sequence[str | None], makes: Sequence[str], layouts: EquationLayouts | None, mesh: Any
+    eqn: Eqn,
+    reads: Sequence[str | None],
+    makes: Sequence[str],
+    layouts: EquationLayouts | None,
+    mesh: JaxMesh,
 ) -> Callable[..., Any] | None:
     """The equation as a function of its operands, split as the plan has it.
 
@@ -58,7 +66,7 @@ def of_plan(
     return _mapped(eqn, groups // parts, specs, mesh)
 
 
-def _mapped(eqn: Any, groups: int, specs: Sequence[Any], mesh: Any) -> Callable[..., Any]:
+def _mapped(eqn: Eqn, groups: int, specs: Sequence[Any], mesh: JaxMesh) -> Callable[..., Any]:
     import jax
 
     def part(x: Any, w: Any) -> Any:

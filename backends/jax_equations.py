@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pase.frontends.jax_types import Jaxpr
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
 
@@ -13,7 +14,7 @@ KEPT = "pase_kept"
 """What results are named that backward finds kept where light work alone is computed again: the policy asks for it."""
 
 
-def boundary(jaxpr: Any, block: Block) -> tuple[list[Any], list[Any]]:
+def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Any], list[Any]]:
     """Variables that a block of equations reads from outside, and those that it makes for outside."""
     mine = jaxpr.eqns[block.start : block.stop]
     made = dict.fromkeys(v for e in mine for v in e.outvars)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_moves import part
 from pase.backends.jax_values import Cache, DeviceValue, packed, unpacked
+from pase.frontends.jax_types import ClosedJaxpr, Eqn
 from pase.frontends.jax_versions import scan_groups
 from pase.ir import Place, PlacePart
 from pase.local.types import local_shape
@@ -58,7 +59,7 @@ def _closed(
 
 
 def local_scan(
-    walk: LocalWalk, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache
+    walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
     """A scan on this device."""
     import jax
@@ -120,7 +121,7 @@ def _stacked(walk: LocalWalk, name: str, value: DeviceValue, cache: Cache) -> De
 
 
 def local_while(
-    walk: LocalWalk, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache
+    walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
     """A while loop on this device: all devices turn equally often. Under vmap (one answer for each example) as long as
     any example goes on, on any device, and those that have ended keep what they have."""
@@ -193,7 +194,7 @@ def _held(
 
 
 def local_cond(
-    walk: LocalWalk, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache
+    walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
     """A conditional on this device: every branch brings its results into the layout in which all of them return."""
     import jax
@@ -204,7 +205,7 @@ def local_cond(
     if any(m is None for m in meets):
         raise walk.refusal(eqn, "a branch returns what no data decides")
 
-    def branch(k: int, closed: Any) -> Callable[..., Any]:
+    def branch(k: int, closed: ClosedJaxpr) -> Callable[..., Any]:
         def run(*arrays: Any) -> list[Any]:
             inside: Cache = {}
             outs = walk.run(

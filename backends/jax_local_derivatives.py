@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pase.backends.jax_values import Cache, DeviceValue
 from pase.frontends.from_jax import INLINED, inner_jaxpr, trace
 from pase.frontends.jax_rules import RULES, Elementwise
+from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
 from pase.frontends.jax_versions import evaluate, is_dropped, is_literal, opened, pulled_back
 from pase.ir import Place
 from pase.local.follow import followed
@@ -28,7 +29,7 @@ __all__ = ["call_with_rule"]
 
 
 def call_with_rule(
-    walk: LocalWalk, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache
+    walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> list[DeviceValue]:
     """A ``custom_jvp`` or ``custom_vjp`` call on this device, of whose results some have a gradient."""
     import jax
@@ -70,7 +71,7 @@ class _RuledCall:
     back what it found, one for each operand that has a gradient."""
 
     walk: LocalWalk
-    eqn: Any
+    eqn: Eqn
     ins: Sequence[DeviceValue]
     trained: list[bool]
     results: list[str]
@@ -78,7 +79,7 @@ class _RuledCall:
     hands: list[LocalOperand]
 
     @classmethod
-    def of(cls, walk: LocalWalk, eqn: Any, ins: Sequence[DeviceValue], at: Place) -> _RuledCall:
+    def of(cls, walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place) -> _RuledCall:
         tensors, program = walk.traced.graph.tensors, walk.program
         ops = [op for op in program.at.get(at, ()) if op.op.kind != "copy"]
         forward = [o for op in ops if op.op.kind != "gradient" for o in op.operands]
@@ -132,7 +133,7 @@ class _RuledCall:
 
 
 def _ran(
-    walk: LocalWalk, closed: Any, values: Sequence[DeviceValue], wants: Sequence[Layout]
+    walk: LocalWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], wants: Sequence[Layout]
 ) -> list[DeviceValue]:
     """A program on values as they lie; its first results in the layouts ``wants``, the others as they are made, but
     summed."""
@@ -158,7 +159,7 @@ def _ran(
 
 
 def _traced(
-    walk: LocalWalk, closed: Any, values: Sequence[DeviceValue], lie: Sequence[Layout]
+    walk: LocalWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], lie: Sequence[Layout]
 ) -> tuple[LocalWalk, list[DeviceValue]]:
     """The program as a local program of its own, and what it makes of values that lie so."""
     import jax
@@ -178,11 +179,11 @@ def _traced(
     return inner, inner.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, args, "", {})
 
 
-def _pointwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+def _pointwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
     """Does it compute point by point, on arrays of one shape and on numbers? Then it does not matter which points a
     device has."""
 
-    def alike(eqn: Any) -> bool:
+    def alike(eqn: Eqn) -> bool:
         if eqn.primitive.name in INLINED:
             return _pointwise(inner_jaxpr(eqn)[0], shape)
         made = all(tuple(v.aval.shape) == shape or math.prod(v.aval.shape) == 1 for v in eqn.outvars)
@@ -192,7 +193,7 @@ def _pointwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
     return all(map(alike, jaxpr.eqns))
 
 
-def _on_parts(closed: Any, arrays: Sequence[Any], here: tuple[int, ...]) -> list[Any]:
+def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Any], here: tuple[int, ...]) -> list[Any]:
     """A pointwise program on parts of this shape."""
     import jax
 

@@ -15,6 +15,7 @@ from pase.backends.jax_local_windows import WINDOWED
 from pase.backends.jax_moves import first, part, places_of, summed, there_and_back
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_rules import SCATTERS
+from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import evaluate as plain
 from pase.frontends.jax_versions import source_line
 from pase.local.types import Extents, LocalResult
@@ -58,7 +59,7 @@ def _summed(call: LocalCall, x: Any, result: LocalResult) -> Any:
     return there_and_back(x, None, lambda x: summed(x, over), lambda g: g)
 
 
-def plainly(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:
+def plainly(eqn: Eqn, ins: Sequence[Any], info: Any) -> list[Any]:
     """The equation as it is, on whole arrays."""
     return plain(eqn, ins, info)
 
@@ -71,12 +72,12 @@ _SIZES: dict[str, Callable[[Any, Extents, Sequence[Extents]], dict[str, Any]]] =
 """Primitive -> those of its parameters that are sizes, as they are on a part."""
 
 
-def _resized(eqn: Any, out: Extents | None, ins: Sequence[Any]) -> Any:
+def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Any]) -> Any:
     """The equation with the sizes of parts."""
     sizes = _SIZES.get(eqn.primitive.name)
     if sizes is None or out is None:
         return eqn
-    return eqn.replace(params=eqn.params | sizes(eqn.params, out, [x.shape for x in ins]))
+    return eqn.replace(params={**eqn.params, **sizes(eqn.params, out, [x.shape for x in ins])})
 
 
 def _alike(call: LocalCall, ins: Sequence[Any]) -> list[Any]:

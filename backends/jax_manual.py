@@ -18,6 +18,8 @@ from pase.local.parts import placement, to_whole
 from pase.local.types import Layout, LocalOp, LocalProgram, local_shape
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
+
     from pase.backends.to_jax import JaxPlan
 
 __all__ = ["Manual"]
@@ -28,7 +30,7 @@ class Manual:
     """What a JAX plan gives where it is lowered by hand, on a mesh of JAX's."""
 
     plan: JaxPlan
-    mesh: Any
+    mesh: JaxMesh
 
     @property
     def program(self) -> LocalProgram:

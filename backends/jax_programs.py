@@ -13,6 +13,8 @@ from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_versions import is_literal
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
+
     from pase.backends.to_jax import JaxPlan
 
 __all__ = ["PartName", "part_of", "threaded_arguments"]
@@ -21,7 +23,7 @@ PartName = Literal["prefill", "decode"]
 _NUMBER: dict[PartName, int] = {"prefill": 0, "decode": 1}
 
 
-def part_of(plan: JaxPlan, name: PartName, mesh: Any, *, donate: bool = True) -> Stepper:
+def part_of(plan: JaxPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True) -> Stepper:
     """One of the programs of a ``Generation``, jitted under the plan; the cache is donated to decode."""
     import jax
 
@@ -48,7 +50,7 @@ def part_of(plan: JaxPlan, name: PartName, mesh: Any, *, donate: bool = True) ->
     )
 
 
-def _outs(plan: JaxPlan, number: int, args: Mapping[int, Any], mesh: Any) -> list[Any]:
+def _outs(plan: JaxPlan, number: int, args: Mapping[int, Any], mesh: JaxMesh) -> list[Any]:
     """What a program returns, constrained; args: by their place among all of the model's."""
     import jax
 

@@ -15,6 +15,7 @@ from typing import Any
 from pase.backends.jax_stage_arrays import Home, joined, on_rank
 from pase.backends.jax_stage_programs import flat
 from pase.errors import PaseError
+from pase.frontends.jax_types import Eqn, Jaxpr
 from pase.frontends.jax_versions import function_of, is_dropped, is_literal, opened
 
 __all__ = ["OnRanks"]
@@ -188,7 +189,7 @@ class OnRanks:
 _OF_ROWS = frozenset({"squeeze", "reshape", "expand_dims", "broadcast_in_dim"})
 
 
-def _check_rows(jaxpr: Any, parts: Mapping[int, tuple[str, int]]) -> None:
+def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
     """PaseError where the update of a layer depends on other layers of its stack, but by a sum over all of them: each
     stage updates its own layers."""
     rows: dict[Any, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
@@ -225,7 +226,7 @@ def _check_rows(jaxpr: Any, parts: Mapping[int, tuple[str, int]]) -> None:
                 raise _mixes(name, of)
 
 
-def _keeps_rows(eqn: Any, stacks: Sequence[Any]) -> bool:
+def _keeps_rows(eqn: Eqn, stacks: Sequence[Any]) -> bool:
     """Is each row of the results made of the same row of the stacks alone?"""
     name, out, first = eqn.primitive.name, eqn.outvars[0].aval, stacks[0].aval
     if name.startswith("reduce"):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
 from pase.frontends.jax_versions import evaluate, function_of, is_literal, opened
 
 __all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
@@ -130,7 +131,7 @@ def stage_programs(
 class Cutting:
     """A jaxpr's equations to parts. weights: variable -> its sharding, if known; batch, activations: variables."""
 
-    closed: Any
+    closed: ClosedJaxpr
     weights: Mapping[Any, Any]
     batch: set[Any]
     activations: set[Any]
@@ -158,7 +159,7 @@ class Cutting:
             elif reads & of_weights and self.once and not self._is_view(eqn, where):
                 self.prepared.update(makes)
 
-    def _is_view(self, eqn: Any, where: dict[Any, Any]) -> bool:
+    def _is_view(self, eqn: Eqn, where: dict[Any, Any]) -> bool:
         """Does it take nothing to work out again: a view, or a constraint to the layout that is there already?"""
         name, out = eqn.primitive.name, eqn.outvars[0]
         source = where.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
@@ -249,7 +250,7 @@ class Cutting:
         return StageProgram(reads=inputs, makes=tuple(makes[:others]), run=jitted)
 
 
-def _sliced_sharding(eqn: Any, source: Any) -> Any:
+def _sliced_sharding(eqn: Eqn, source: Any) -> Any:
     """The sharding of a weight's row, or of its cast; None: not known."""
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -261,11 +262,11 @@ def _sliced_sharding(eqn: Any, source: Any) -> Any:
     return None
 
 
-def flat(closed: Any) -> Any:
+def flat(closed: ClosedJaxpr) -> Any:
     """The jaxpr with calls and rematerialised regions opened, so that what is in them can be parted."""
     import jax
 
-    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pase.errors import PaseError
 from pase.frontends.from_jax import TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax_blocks import blocks_of, loops_of
+from pase.frontends.jax_types import Eqn, Jaxpr
 from pase.frontends.jax_versions import is_dropped, is_literal, scan_groups
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
@@ -142,7 +143,7 @@ class _Listing:
     def _holds_blocks(self, path: str) -> bool:
         return self.loop.startswith(f"{path}.") or any(p.startswith(f"{path}.") for p, _ in self.runs)
 
-    def _of(self, jaxpr: Any, prefix: str) -> Iterator[StagePiece]:
+    def _of(self, jaxpr: Jaxpr, prefix: str) -> Iterator[StagePiece]:
         i = 0
         while i < len(jaxpr.eqns):
             eqn, path, stop = jaxpr.eqns[i], f"{prefix}{i}", i + 1
@@ -179,7 +180,7 @@ class _Listing:
             self.names[target] = self.names[source]
         return StagePiece(reads=_variables([source]), makes=_variables([target]), block=self._here(), run=run)
 
-    def _span(self, jaxpr: Any, prefix: str, start: int, stop: int, is_block: bool) -> StagePiece:
+    def _span(self, jaxpr: Jaxpr, prefix: str, start: int, stop: int, is_block: bool) -> StagePiece:
         """Equations of one list, as one piece."""
         mine = jaxpr.eqns[start:stop]
         makes = tuple(v for e in mine for v in e.outvars if not is_dropped(v))
@@ -209,7 +210,7 @@ class _Listing:
         block = self._met if is_block else self._here()
         return StagePiece(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
 
-    def _turns(self, eqn: Any, at: Place) -> Iterator[StagePiece]:
+    def _turns(self, eqn: Eqn, at: Place) -> Iterator[StagePiece]:
         """The loop over layers: its operands as the body takes them, its turns, its results."""
         nc, nk = scan_groups(eqn)
         self.reverse = bool(eqn.params["reverse"])
@@ -253,7 +254,7 @@ class _Listing:
             reads=() if is_literal(var) else (reads,), makes=(makes,), block=self._here(), run=run
         )
 
-    def _turn(self, eqn: Any, at: Place, t: int, reads: Any, makes: Any) -> StagePiece:
+    def _turn(self, eqn: Eqn, at: Place, t: int, reads: Any, makes: Any) -> StagePiece:
         consts, carry, stacks = reads
 
         def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
@@ -283,7 +284,7 @@ _TURNS = ("turns",)
 _ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "neg", "tanh", "exp", "copy"})
 
 
-def _elementwise(eqn: Any) -> bool:
+def _elementwise(eqn: Eqn) -> bool:
     """Does each row of the result depend on the same row of the operands alone?"""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
     return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1

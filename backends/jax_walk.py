@@ -17,6 +17,7 @@ from pase.backends.jax_equations import KEPT, boundary
 from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_control import by_platform
+from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
 from pase.frontends.jax_versions import evaluate, is_literal, scan_groups, source_line
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
@@ -24,6 +25,8 @@ from pase.plan.accesses import Reading
 from pase.plan.constraints import Placement, Route
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
+
     from pase.backends.to_jax import JaxPlan
 
 __all__ = ["JaxprWalk"]
@@ -41,7 +44,7 @@ class JaxprWalk:
     """One walk over the jaxpr, with constraints applied; run under a JAX trace."""
 
     plan: JaxPlan
-    mesh: Any
+    mesh: JaxMesh
 
     def _through(self, value: Any, placements: Sequence[Placement]) -> Any:
         import jax
@@ -85,7 +88,7 @@ class JaxprWalk:
         return gathered(value)
 
     def run(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], prefix: str, copies: Copies
+        self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], prefix: str, copies: Copies
     ) -> list[Any]:
         """copies: those made so far in this loop's or rematerialised region's body."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -94,7 +97,7 @@ class JaxprWalk:
         return [_value(v, env) for v in jaxpr.outvars]
 
     def span(
-        self, jaxpr: Any, env: dict[Any, Any], start: int, stop: int, prefix: str, copies: Copies
+        self, jaxpr: Jaxpr, env: dict[Any, Any], start: int, stop: int, prefix: str, copies: Copies
     ) -> None:
         """Equations ``start`` … ``stop - 1``, their results into env (variable -> value)."""
         i = start
@@ -107,7 +110,7 @@ class JaxprWalk:
                 self._again(jaxpr, block, env)
                 i = block.stop
 
-    def _one(self, jaxpr: Any, i: int, env: dict[Any, Any], prefix: str, copies: Copies) -> None:
+    def _one(self, jaxpr: Jaxpr, i: int, env: dict[Any, Any], prefix: str, copies: Copies) -> None:
         """One equation, its results into env."""
         from jax.ad_checkpoint import checkpoint_name
 
@@ -135,7 +138,7 @@ class JaxprWalk:
                 outs = [checkpoint_name(x, KEPT) for x in outs]
         env.update(zip(eqn.outvars, outs, strict=True))
 
-    def _again(self, jaxpr: Any, block: Block, env: dict[Any, Any]) -> None:
+    def _again(self, jaxpr: Jaxpr, block: Block, env: dict[Any, Any]) -> None:
         """A block that backward computes again, its results into env."""
         import jax
 
@@ -153,7 +156,7 @@ class JaxprWalk:
         made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
         env.update(zip(makes, made, strict=True))
 
-    def _kernel(self, eqn: Any, at: Place) -> Callable[..., Any] | None:
+    def _kernel(self, eqn: Eqn, at: Place) -> Callable[..., Any] | None:
         """What XLA cannot split, an attention's kernel or a grouped convolution, split as the plan has it; None: XLA
         splits the equation."""
         call, traced = call_of(eqn), self.plan.traced
@@ -169,7 +172,7 @@ class JaxprWalk:
             source_line(eqn),
         )
 
-    def _call(self, eqn: Any, ins: Sequence[Any], prefix: str, copies: Copies) -> Sequence[Any]:
+    def _call(self, eqn: Eqn, ins: Sequence[Any], prefix: str, copies: Copies) -> Sequence[Any]:
         import jax
 
         jaxpr, consts = inner_jaxpr(eqn)
@@ -203,7 +206,7 @@ class JaxprWalk:
         value = self._read(value, at, name, copies)
         return self.defined(value, results[at][0]) if at in results else value
 
-    def _scan(self, eqn: Any, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
+    def _scan(self, eqn: Eqn, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
         import jax
 
         p, results = eqn.params, self.plan.traced.results
@@ -220,7 +223,7 @@ class JaxprWalk:
         return [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)]
 
     def turn(
-        self, eqn: Any, at: Place, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]
+        self, eqn: Eqn, at: Place, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """One turn of a scan: (carries, results that are stacked)."""
         closed, (_, nk) = eqn.params["jaxpr"], scan_groups(eqn)
@@ -230,7 +233,7 @@ class JaxprWalk:
         carried = self._settled(at, "carry", made[:nk], outs[:nk], inside)
         return carried, self._settled(at, "y", made[nk:], outs[nk:], inside)
 
-    def _while(self, eqn: Any, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
+    def _while(self, eqn: Eqn, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
         import jax
 
         p, results = eqn.params, self.plan.traced.results
@@ -275,13 +278,13 @@ class JaxprWalk:
         on = jax.lax.broadcast_in_dim(on, new.shape, range(on.ndim))
         return self.defined(jnp.where(on, new, before), traced.results[at][0])
 
-    def _cond(self, eqn: Any, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
+    def _cond(self, eqn: Eqn, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
         import jax
 
         traced = self.plan.traced
         index, *operands = ins
 
-        def branch(k: int, closed: Any) -> Callable[..., Any]:
+        def branch(k: int, closed: ClosedJaxpr) -> Callable[..., Any]:
             def run(*args: Any) -> list[Any]:
                 inside: Copies = {}
                 outs = self.run(closed.jaxpr, closed.consts, args, f"{at.path}.{k}.", inside)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pase.backends.jax_accumulate import summed
 from pase.backends.jax_manual import Manual
@@ -28,6 +28,9 @@ from pase.machine import Mesh
 from pase.plan.accesses import EquationLayouts, Reading
 from pase.plan.constraints import Constraints, Placement
 from pase.plan.types import PlanData
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
 
 __all__ = ["JaxPlan", "Lowering", "jax_plan", "traced_by_jax"]
 
@@ -90,7 +93,7 @@ class JaxPlan:
         grid = np.array(as_linked(devices)[: m.devices], dtype=object).reshape(m.sizes)
         return jax.sharding.Mesh(grid, m.names)
 
-    def sharding(self, placement: Placement, mesh: Any) -> Any:
+    def sharding(self, placement: Placement, mesh: JaxMesh) -> Any:
         from jax.sharding import NamedSharding
 
         return NamedSharding(mesh, self.spec(placement))
@@ -129,14 +132,14 @@ class JaxPlan:
         flat = [self.spec(storage.get(t, ())) for t in self.leaf_names()]
         return tuple(jax.tree.unflatten(self.traced.in_tree, flat))
 
-    def in_shardings(self, mesh: Any | None = None) -> tuple[Any, ...]:
+    def in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
         """(params, *batch) pytrees of NamedSharding: how arguments are stored, beside a function of this plan in
         jax.jit(in_shardings=…). Warns where no such function was made: the plan's other half is inside of them."""
         if not self._functions:
             warnings.warn(_STORAGE_ALONE, stacklevel=2)
         return self._in_shardings(mesh)
 
-    def _in_shardings(self, mesh: Any | None = None) -> tuple[Any, ...]:
+    def _in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -145,7 +148,7 @@ class JaxPlan:
             lambda s: NamedSharding(mesh, s), self.specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
         )
 
-    def gradient_shardings(self, mesh: Any | None = None) -> Any:
+    def gradient_shardings(self, mesh: JaxMesh | None = None) -> Any:
         """Pytree of NamedSharding like params: how gradients and optimizer state are kept; as the parameters are,
         or split further. None where a parameter is not trained."""
         import jax
@@ -160,7 +163,7 @@ class JaxPlan:
         ]
         return jax.tree.unflatten(jax.tree.structure(params), flat)
 
-    def loss(self, mesh: Any | None = None, *, lowering: Lowering = "annotated") -> Callable[..., Any]:
+    def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "annotated") -> Callable[..., Any]:
         """The user's function, constrained: loss(params, *batch) -> scalar, or (scalar, aux); of a step in
         micro-batches, on one of them. Of a model that is not trained: what it returns."""
         import jax
@@ -207,7 +210,7 @@ class JaxPlan:
                     raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
         return leaves
 
-    def _by_hand(self, lowering: Lowering, mesh: Any) -> bool:
+    def _by_hand(self, lowering: Lowering, mesh: JaxMesh) -> bool:
         """Is the plan lowered by hand? ``auto``: where all of it can be; else a warning says what cannot."""
         if lowering != "auto":
             return lowering == "manual"
@@ -219,7 +222,7 @@ class JaxPlan:
         return True
 
     def value_and_grad(
-        self, mesh: Any | None = None, *, lowering: Lowering = "annotated"
+        self, mesh: JaxMesh | None = None, *, lowering: Lowering = "annotated"
     ) -> Callable[..., Any]:
         """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) of a loss function that returns more: gradients
         of the trained leaves, laid out as ``gradient_shardings`` says. Of a step in micro-batches aux is stacked,
@@ -260,7 +263,7 @@ class JaxPlan:
         split = split_inputs(self.traced)
         return [(s[0] * self.accumulate, *s[1:]) if on else s for s, on in zip(shapes, split, strict=True)]
 
-    def state_shardings(self, optimizer: Any, mesh: Any | None = None) -> Any:
+    def state_shardings(self, optimizer: Any, mesh: JaxMesh | None = None) -> Any:
         """Shardings of the optimizer's state: what mirrors a parameter is stored as its gradient is."""
         import jax
         import optax
@@ -287,7 +290,7 @@ class JaxPlan:
             is_leaf=masked,
         )
 
-    def init(self, optimizer: Any, params: Any, mesh: Any | None = None) -> Any:
+    def init(self, optimizer: Any, params: Any, mesh: JaxMesh | None = None) -> Any:
         """The optimizer's state for the trained leaves of these parameters, laid out as the plan keeps it. (Where all
         leaves are trained, ``optimizer.init(params)`` does as well: ``train_step`` moves what lies elsewhere.)"""
         import jax
@@ -306,7 +309,7 @@ class JaxPlan:
     def train_step(
         self,
         optimizer: Any,
-        mesh: Any | None = None,
+        mesh: JaxMesh | None = None,
         *,
         donate: bool = True,
         lowering: Lowering = "annotated",
@@ -358,7 +361,7 @@ class JaxPlan:
             whole=whole,
         )
 
-    def _returned(self, mesh: Any) -> Any:
+    def _returned(self, mesh: JaxMesh) -> Any:
         """Shardings of what the function returns: the loss whole; what is handed on as it is wanted; else XLA's
         choice, None."""
         import jax
@@ -373,7 +376,7 @@ class JaxPlan:
         out = jax.tree.unflatten(self.traced.out_tree, flat)
         return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
 
-    def step(self, mesh: Any | None = None, *, donate: bool = True) -> Stepper:
+    def step(self, mesh: JaxMesh | None = None, *, donate: bool = True) -> Stepper:
         """The model itself, jitted under the plan: of mode="step", the user's own train step(params, opt_state,
         *batch); of mode="inference", f(params, *inputs). What comes back to be passed in again (a train step's state,
         what ``carry`` threads: a KV cache) is donated, and laid out as it is wanted next."""
@@ -396,7 +399,7 @@ class JaxPlan:
         return self.step(donate=False)
 
     def lower_train_step(
-        self, optimizer: Any, mesh: Any | None = None, *, lowering: Lowering = "annotated"
+        self, optimizer: Any, mesh: JaxMesh | None = None, *, lowering: Lowering = "annotated"
     ) -> Any:
         """The train step lowered on shapes alone; ``.compile()`` it to see what XLA makes of the plan."""
         import jax
@@ -406,7 +409,7 @@ class JaxPlan:
         state = jax.eval_shape(optimizer.init, trained(shapes[0]))
         return self.train_step(optimizer, mesh, lowering=lowering).lower(shapes[0], state, *shapes[1:])
 
-    def restore(self, path: Any, mesh: Any | None = None) -> Any:
+    def restore(self, path: Any, mesh: JaxMesh | None = None) -> Any:
         """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read straight into the plan's layouts:
         each device reads its part. PaseError where the checkpoint is missing, or of other parameters."""
         import jax
@@ -429,7 +432,7 @@ class JaxPlan:
             ) from e
         return combine(found, self.traced.kept[0])
 
-    def device_put(self, params: Any, *batch: Any, mesh: Any | None = None) -> tuple[Any, ...]:
+    def device_put(self, params: Any, *batch: Any, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
         """Parameters and batch laid out as the plan stores them, as global arrays (each process has all values)."""
         import jax
         import numpy as np

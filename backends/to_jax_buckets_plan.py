@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pase.backends.to_jax import jax_plan
 from pase.backends.to_jax_buckets_moves import Placement, placement_of
@@ -13,6 +13,8 @@ from pase.errors import PaseError
 from pase.frontends.jax_types import Tree
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
+
     from pase.plan.types import PlanData
 
 __all__ = ["batch_specs", "data_axes_of", "inputs_split", "local_loss"]
@@ -134,7 +136,10 @@ def local_loss(plan: PlanData, loss_fn: Callable[..., Tree], axes: tuple[str, ..
     )
 
     def loss(params: Tree, *batch: Tree) -> Tree:
-        made = inside.loss(jax.sharding.get_abstract_mesh())(params, *batch)
+        here = cast(
+            "JaxMesh", jax.sharding.get_abstract_mesh()
+        )  # axes' names and sizes are all that is asked of it
+        made = inside.loss(here)(params, *batch)
         return made[0] if aux else made
 
     return loss

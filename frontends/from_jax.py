@@ -20,6 +20,7 @@ from pase.frontends.jax_generation import Generation, programs_of
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import Elementwise
 from pase.frontends.jax_rules_outside import RULES
+from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
 from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Place, Size, Tensor, parse_size
 from pase.ir.sizes import bind_size, free_symbols
@@ -64,7 +65,7 @@ KEPT_WHOLE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_j
 class TracedJax(registry.Traced):
     """A callable's jaxpr with the names of what goes in."""
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     """jax ClosedJaxpr; its inputs are the leaves of params, then of the batch."""
     in_tree: Any
     """Treedef of (params, *batch)."""
@@ -110,13 +111,13 @@ def coverage() -> dict[str, list[str]]:
     return registry.by_nest(RULES, CONTROL) | {"call, inlined": sorted(INLINED)}
 
 
-def inlined(eqn: Any) -> bool:
+def inlined(eqn: Eqn) -> bool:
     """Is the equation a call whose body stands in the graph, op by op? (A backend walks into it, too.)"""
     name = eqn.primitive.name
     return name in INLINED and name not in KEPT_WHOLE and jax_attention.call_of(eqn) is None
 
 
-def inner_jaxpr(eqn: Any) -> Any:
+def inner_jaxpr(eqn: Eqn) -> Any:
     """The jaxpr that a call equation calls: (jaxpr, consts)."""
     return jax_versions.opened(eqn.params[INLINED[eqn.primitive.name]])
 
@@ -322,7 +323,7 @@ class _JaxLowering:
     def write(self, variables: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         self.env.update(zip(variables, tensors, strict=True))
 
-    def leaves(self, jaxpr: Any, param_paths: Sequence[str], input_paths: Sequence[str]) -> None:
+    def leaves(self, jaxpr: Jaxpr, param_paths: Sequence[str], input_paths: Sequence[str]) -> None:
         """The program's arguments and constants."""
         kinds = [*[self.b.parameter] * len(param_paths), *[self.b.input] * len(input_paths)]
         for var, leaf, path in zip(jaxpr.invars, kinds, (*param_paths, *input_paths), strict=True):
@@ -330,7 +331,7 @@ class _JaxLowering:
         for var in jaxpr.constvars:
             self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
 
-    def thread(self, jaxpr: Any, carried: Mapping[int, int], returned: Sequence[Tensor | None]) -> None:
+    def thread(self, jaxpr: Jaxpr, carried: Mapping[int, int], returned: Sequence[Tensor | None]) -> None:
         """What a call hands to the next; carried: argument -> result, both by place."""
         for into, of in carried.items():
             held = self.of(jaxpr.invars[into])
@@ -378,7 +379,7 @@ class _JaxLowering:
             self.results[Place(f"{prefix}{i}")] = tuple("" if t is None else t.name for t in made)
         self.b.saved = False
 
-    def _known(self, eqn: Any) -> bool:
+    def _known(self, eqn: Eqn) -> bool:
         """Arithmetic on symbolic sizes (a mean divides by b): where b is a number, JAX makes it a literal."""
         variables = [v for v in eqn.invars if not jax_versions.is_literal(v)]
         return (
@@ -388,11 +389,11 @@ class _JaxLowering:
             and all(self.env[v] is None for v in variables)
         )
 
-    def _primitive(self, eqn: Any) -> None:
+    def _primitive(self, eqn: Eqn) -> None:
         made = RULES[eqn.primitive.name](self.b, eqn, [self.read(v) for v in eqn.invars])
         self.write(eqn.outvars, made)
 
-    def _call(self, eqn: Any, prefix: str) -> None:
+    def _call(self, eqn: Eqn, prefix: str) -> None:
         jaxpr, _ = inner_jaxpr(eqn)
         inner = self.inner()
         inner.constants(jaxpr)
@@ -410,7 +411,7 @@ class _JaxLowering:
             inner.eqns(jaxpr.eqns, prefix)
         self._return(inner, jaxpr.outvars, eqn.outvars)
 
-    def constants(self, jaxpr: Any) -> None:
+    def constants(self, jaxpr: Jaxpr) -> None:
         """What the jaxpr brings along."""
         for var in jaxpr.constvars:
             self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
@@ -432,13 +433,13 @@ class _JaxLowering:
         tensor = self.read(var)
         return tensor if tensor is not None else self.b.constant(shape_of(var.aval), dtype_of(var.aval))
 
-    def replicate(self, eqn: Any, flops: float) -> None:
+    def replicate(self, eqn: Eqn, flops: float) -> None:
         inputs = [t for v in eqn.invars if (t := self.read(v)) is not None]
         outs = [(shape_of(v.aval), dtype_of(v.aval)) for v in eqn.outvars]
         self.write(eqn.outvars, nests.opaque(self.b, eqn.primitive.name, inputs, outs, flops=flops))
 
 
-def _saves(policy: Any, eqn: Any) -> bool:
+def _saves(policy: Any, eqn: Eqn) -> bool:
     """Does a jax.checkpoint policy save this equation's results? (It is asked as JAX asks it.)"""
     if eqn.primitive.name in INLINED or eqn.primitive.name in CONTROL:
         return False  # asked of the equations inside

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.jax_rules import _dtype, _shape, _size
+from pase.frontends.jax_types import Eqn, Jaxpr
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import Chances, Control, lowers_bodies
 from pase.ir import Place, PlacePart, Tensor, functions
@@ -45,7 +46,7 @@ class AtRunTime:
         """To price a body that is lowered later: what is in it is not counted twice."""
         return replace(self, loops=[*self.loops], conds=[*self.conds])
 
-    def turns_of(self, eqn: Any, b: GraphBuilder) -> int:
+    def turns_of(self, eqn: Eqn, b: GraphBuilder) -> int:
         """Given by the user, found in the program, or one with a remark."""
         name = f"while{len(self.loops)}"
         self.loops.append(name)
@@ -78,7 +79,7 @@ class AtRunTime:
 
 
 @lowers_bodies(CONTROL, "scan", listed="loop")
-def scan(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
+def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """The body once, times the trip count; the carry's layout is one node, so it is equal in and out."""
     b, p = lower.b, eqn.params
     jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
@@ -115,7 +116,7 @@ def scan(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
 
 
 @lowers_bodies(CONTROL, "while", listed="loop")
-def while_(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
+def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """Condition and body, times the turns. JAX has no backward of it, so nothing in it has a gradient."""
     b, p = lower.b, eqn.params
     at, source = b.eqn, b.source
@@ -145,7 +146,7 @@ def while_(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
 
 
 @lowers_bodies(CONTROL, "cond", listed="branches")
-def cond(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
+def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """Every branch is lowered, and weighted by its chance: as the user said, else the most expensive one is priced as
     taken, the others next to nothing."""
     b = lower.b
@@ -183,12 +184,12 @@ def cond(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
     lower.write(eqn.outvars, [branches.meet(b, index, same) for same in zip(*made, strict=True)])
 
 
-def by_platform(eqn: Any) -> bool:
+def by_platform(eqn: Eqn) -> bool:
     """Does the platform choose the branch (jax.lax.platform_dependent)?"""
     return eqn.params.get("branches_platforms") is not None
 
 
-def _one_platform(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
+def _one_platform(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """Of code written for each platform, the first branch that can be lowered is priced; a backend keeps it whole."""
     inner = lower.inner()
     body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.told.copy()))
@@ -200,18 +201,18 @@ def _one_platform(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
 
 
 @lowers_bodies(CONTROL, "custom_linear_solve", listed="opaque")
-def custom_linear_solve(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
+def custom_linear_solve(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """Not split; the work of its solver, which a backend keeps whole."""
     by_body(lower, eqn, eqn.params["jaxprs"].solve.jaxpr)
 
 
-def by_body(lower: _JaxLowering, eqn: Any, body: Any) -> None:
+def by_body(lower: _JaxLowering, eqn: Eqn, body: Any) -> None:
     """Not split, with the work of its body, a jaxpr; a backend keeps it whole."""
     lower.replicate(eqn, _flops(lower, body, lower.told))
 
 
 @lowers_bodies(CONTROL, "shard_map", listed="manual")
-def shard_map(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
+def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """A body for one device of the user's mesh: its specs say how tensors are split, and a backend keeps it whole."""
     b, p = lower.b, eqn.params
     axes = {name: int(size) for name, size in p["mesh"].shape.items()}
@@ -283,7 +284,7 @@ def _close(lower: _JaxLowering, outs: Sequence[Tensor | None], carried: Sequence
             lower.b.close_carry(t, tensor)
 
 
-def _flops(lower: _JaxLowering, jaxpr: Any, told: AtRunTime) -> float:
+def _flops(lower: _JaxLowering, jaxpr: Jaxpr, told: AtRunTime) -> float:
     """FLOPs of a body by itself."""
     inner = lower.alone(told)
     for var in (*jaxpr.constvars, *jaxpr.invars):
@@ -292,7 +293,7 @@ def _flops(lower: _JaxLowering, jaxpr: Any, told: AtRunTime) -> float:
     return loops.body_flops(inner.b)
 
 
-def _turns(eqn: Any) -> int | None:
+def _turns(eqn: Eqn) -> int | None:
     """The turns of ``for i in range(LOW, HIGH)`` with numbers for both, written as a while loop; else None."""
     p = eqn.params
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
@@ -317,7 +318,8 @@ def _turns(eqn: Any) -> int | None:
     counter, limit = cond.eqns[0].invars
     k = -1 if is_literal(counter) else cond.invars.index(counter) - nc
     high = before(limit)
-    if k < 0 or not is_literal(init[k]) or not is_literal(high):
+    low = init[k] if k >= 0 else None
+    if low is None or not is_literal(low) or not is_literal(high):
         return None
     step = next((e for e in body.eqns if body.outvars[k] in e.outvars), None)
     if step is None or step.primitive.name != "add" or step.invars[0] is not body.invars[nb + k]:
@@ -325,4 +327,4 @@ def _turns(eqn: Any) -> int | None:
     by = step.invars[1]
     if not is_literal(by) or by.val != 1:
         return None
-    return max(int(high.val) - int(init[k].val), 1)
+    return max(int(high.val) - int(low.val), 1)

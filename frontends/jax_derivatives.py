@@ -7,8 +7,9 @@ whole, so that all of it stands at the place of the call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import is_dropped, opened, pulled_back
 from pase.ir.types import is_floating
 from pase.ops import rules
@@ -21,7 +22,7 @@ __all__ = ["has_own_rule", "lower_with_rule"]
 _CALLS = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
-def has_own_rule(lower: _JaxLowering, eqn: Any) -> bool:
+def has_own_rule(lower: _JaxLowering, eqn: Eqn) -> bool:
     """Is this a call whose backward runs, and is the user's? Not where it stands in another one's own forward."""
     if eqn.primitive.name not in _CALLS or lower.inside or lower.b.frozen:
         return False
@@ -29,7 +30,7 @@ def has_own_rule(lower: _JaxLowering, eqn: Any) -> bool:
     return made and any((t := lower.read(v)) is not None and t.needs_grad for v in eqn.invars)
 
 
-def lower_with_rule(lower: _JaxLowering, eqn: Any, prefix: str) -> None:
+def lower_with_rule(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """The call's results, with the gradients that its rule gives them."""
     b, at, source = lower.b, lower.b.eqn, lower.b.source
     operands = [lower.of(v) for v in eqn.invars]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pase.errors import PaseError
+from pase.frontends.jax_types import ClosedJaxpr
 from pase.frontends.jax_versions import opened
 
 __all__ = ["Generation", "programs_of"]
@@ -60,7 +61,7 @@ class Generation:
         return f"{getattr(self.decode, '__name__', 'decode')}"
 
 
-def programs_of(fn: Any, jaxpr: Any) -> Mapping[str, int]:
+def programs_of(fn: Any, jaxpr: ClosedJaxpr) -> Mapping[str, int]:
     """Path of each program's equations -> how often it runs; empty where the model is one program."""
     if not isinstance(fn, Generation):
         return {}

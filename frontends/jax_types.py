@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-__all__ = ["Aval", "ClosedJaxpr", "Eqn", "Jaxpr", "Primitive", "Tree", "Var"]
+__all__ = ["Aval", "ClosedJaxpr", "Eqn", "Jaxpr", "LiteralVar", "Primitive", "Tree", "Var"]
 
 Tree: TypeAlias = Any
 """A pytree: containers, registered or not, of leaves. Python's types have no word for it."""
@@ -16,9 +16,14 @@ Tree: TypeAlias = Any
 class Aval(Protocol):
     """The shape and dtype of a value. A dim of the shape is a number, or an expression of jax.export."""
 
-    shape: tuple[object, ...]
+    shape: tuple[Any, ...]
     dtype: np.dtype
     weak_type: bool
+
+    @property
+    def ndim(self) -> int:
+        """How many dims it has."""
+        ...
 
 
 class Var(Protocol):
@@ -27,11 +32,21 @@ class Var(Protocol):
     aval: Aval
 
 
+class LiteralVar(Var, Protocol):
+    """A literal: a number that stands in the equation itself."""
+
+    val: Any
+
+
 class Primitive(Protocol):
     """What an equation applies."""
 
     name: str
     multiple_results: bool
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        """Apply it: one array, or a list of several results."""
+        ...
 
 
 class Eqn(Protocol):
@@ -44,6 +59,10 @@ class Eqn(Protocol):
     source_info: object
     effects: frozenset[object]
 
+    def replace(self, **changes: Any) -> Eqn:
+        """The equation with other fields."""
+        ...
+
 
 class Jaxpr(Protocol):
     """A list of equations."""
@@ -52,6 +71,7 @@ class Jaxpr(Protocol):
     invars: Sequence[Var]
     outvars: Sequence[Var]
     eqns: Sequence[Eqn]
+    debug_info: Any
 
 
 class ClosedJaxpr(Protocol):

@@ -16,9 +16,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from pase.errors import PaseError, install_line
+from pase.frontends.jax_types import LiteralVar, Var
 from pase.ir.places import NOWHERE, SourceLine
 
 __all__ = [
@@ -90,7 +91,7 @@ def scan_groups(eqn: Any) -> tuple[int, int]:
     return p["num_consts"], p["num_carry"]
 
 
-def is_literal(var: Any) -> bool:
+def is_literal(var: Var) -> TypeGuard[LiteralVar]:
     """A number written into the equation, not a variable."""
     from jax.extend.core import Literal
 
