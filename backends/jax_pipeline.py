@@ -6,6 +6,7 @@ which actions are called is the schedule's, transfers are copies between the ran
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -173,7 +174,15 @@ class JaxPipeline:
         """The stages on a mesh that ``mesh`` made, compiled once."""
         made = self.mesh() if mesh is None else mesh
         if made not in self._made:
-            self._made[made] = RunningStages(homes=StageHomes(plan=self, grid=made.devices))
+            homes = StageHomes(plan=self, grid=made.devices)
+            if homes.copied:
+                some = ", ".join(homes.copied[:3]) + (", …" if len(homes.copied) > 3 else "")
+                warnings.warn(
+                    f"several stages read {some}: each of their ranks holds it whole. Where these are layers, write "
+                    f"them as a loop (scan) or as leaves of their own",
+                    stacklevel=3,
+                )
+            self._made[made] = RunningStages(homes=homes)
         return self._made[made]
 
 

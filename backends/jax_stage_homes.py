@@ -59,6 +59,14 @@ class StageHomes:
         out |= {StageWeight(i): [0] for i in range(len(self.plan.traced.param_paths)) if i not in read}
         return dict(sorted(out.items(), key=lambda pair: (pair[0].leaf, pair[0].rows or (0, 0))))
 
+    @property
+    def copied(self) -> list[str]:
+        """Parameters that blocks read, and that are on several ranks: not what the ends share, a tied embedding."""
+        paths = self.plan.traced.param_paths
+        of_blocks = frozenset[int]().union(*(s.read_whole for s in self.plan.stages))
+        several = [w.leaf for w, home in self.stored.items() if len(home.ranks) > 1]
+        return [paths[leaf] for leaf in several if leaf in of_blocks]
+
     def _homes(self, kind: str) -> dict[StageWeight, Home]:
         rank_of, leaf = self.plan.schedule.rank_of, self.plan.splits[0].leaf_names()
         out = {}

@@ -60,12 +60,14 @@ class StageWeight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """pieces: in the order in which they run. enters, leaves: activations that are handed over. names: of values, the
-    tensors that they are in the traced graph. constants: values that the program brings along."""
+    """pieces: in the order in which they run. read_whole: leaves that its blocks read, not by rows. enters, leaves:
+    activations that are handed over. names: of values, the tensors that they are in the traced graph. constants: values
+    that the program brings along."""
 
     pieces: tuple[StagePiece, ...]
     weights: tuple[StageWeight, ...]
     batch: tuple[int, ...]
+    read_whole: frozenset[int]
     enters: tuple[Key, ...]
     leaves: tuple[Key, ...]
     inputs: Mapping[Key, int]
@@ -330,10 +332,14 @@ class _Cut:
             if more <= whole:
                 break
             whole |= more
-        return tuple(
-            self._stage(pieces, needs, s, inputs, enters[s], leaves[s])
-            for s, (pieces, needs) in enumerate(plans)
-        )
+        out = []
+        for s, (pieces, needs) in enumerate(plans):
+            mine = [
+                k for p, at in pinned.items() if at == s and 0 <= p.block < listing.blocks for k in p.reads
+            ]
+            _, of_blocks = self._of_stage(every, pinned, s, mine, enters[s], inputs, whole)
+            out.append(self._stage(pieces, needs, of_blocks, s, inputs, enters[s], leaves[s]))
+        return tuple(out)
 
     def _turns_of(self, stage: int) -> tuple[int, int]:
         first = sum(self.cuts[:stage])
@@ -443,6 +449,7 @@ class _Cut:
         self,
         pieces: Sequence[StagePiece],
         needs: Sequence[Key],
+        of_blocks: Sequence[Key],
         stage: int,
         inputs: Mapping[Key, int],
         enters: tuple[Key, ...],
@@ -460,6 +467,7 @@ class _Cut:
             pieces=tuple(pieces),
             weights=tuple(sorted(weights, key=lambda w: w.leaf)),
             batch=tuple(sorted(batch)),
+            read_whole=frozenset(inputs[key] for key in of_blocks if not isinstance(key, StageRows)),
             enters=enters,
             leaves=leaves,
             inputs=inputs,

@@ -191,6 +191,39 @@ def test_every_schedule_runs_its_own_list(name, chunks):
     assert abs(float(jp.loss()(w, x)[0] - loss)) < 1e-14
 
 
+def roundabout(params, x):
+    """Stacks scaled before the loop, a weight that all layers share, results of every turn, turns backwards."""
+    gate = x @ params["shared"]
+
+    def layer(h, w):
+        h = jnp.tanh(h @ w["w"] + h @ params["shared"]) * gate + w["b"]
+        return h, jnp.mean(h**2)
+
+    stacks = {"w": params["w"] * 0.5, "b": params["b"]}
+    h, norms = jax.lax.scan(layer, x, stacks, reverse=True)
+    return jnp.mean(h**2) + jnp.sum(norms * jnp.arange(1.0, 5.0))
+
+
+@pytest.mark.parametrize(("name", "chunks", "cuts"), [("1f1b", 1, (1, 3)), ("zb-v", 2, (1, 1, 1, 1))])
+def test_what_stages_share_and_hand_on(name, chunks, cuts):
+    rng = np.random.default_rng(1)
+    params = {
+        k: jnp.asarray(rng.normal(size=s)) for k, s in {"w": (4, 4, 4), "b": (4, 4), "shared": (4, 4)}.items()
+    }
+    x = jnp.asarray(rng.normal(size=(16, 4)))
+    plan = pase.compile(
+        roundabout, params, x, devices=2, machine="h100x8", pipeline=2, mesh="1", accumulate=MICRO
+    )
+    jp = staged(plan, name, chunks, cuts).jax
+    loss, grads = jax.value_and_grad(roundabout)(params, x)
+    with pytest.warns(UserWarning, match=r"several stages read shared: each of their ranks holds it whole"):
+        got, mine = jp.value_and_grad()(params, x)
+    assert abs(float(got - loss)) < 1e-12
+    assert worst_difference(grads, jp.gathered(mine)) < 1e-12
+    assert [p.shape[0] for p in mine["w"].parts] == list(cuts)[::-1]  # in the order of the layers
+    assert mine["shared"].sharding.num_devices == 2 and jp.stages[-1].enters
+
+
 def test_an_optimizer_that_mixes_the_layers_of_a_stack_is_refused():
     plan, w, x, _ = chained()
     jp = staged(plan, "1f1b", 1, (2, 2)).jax
