@@ -6,7 +6,7 @@ copies between the ranks' meshes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,16 @@ class RunningStages:
 
     @cached_property
     def programs(self) -> tuple[StagePrograms, ...]:
-        return tuple(self._programs_of(k) for k in range(len(self.plan.stages)))
+        """Of each stage; a rank's stages that do the same have them in common."""
+        made: dict[Hashable, StagePrograms] = {}
+        out = []
+        for k, (stage, plan) in enumerate(zip(self.plan.stages, self.plan.pipeline.stages, strict=True)):
+            leaves = tuple(w.leaf for w in stage.weights)
+            key = (self.plan.schedule.rank_of[k], plan.strategy, plan.weights, stage.alike, leaves)
+            if key not in made:
+                made[key] = self._programs_of(k)
+            out.append(made[key])
+        return tuple(out)
 
     def _programs_of(self, k: int) -> StagePrograms:
         import jax

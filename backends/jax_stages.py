@@ -9,8 +9,8 @@ handed on from stage to stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pase.errors import PaseError
@@ -60,14 +60,15 @@ class StageWeight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """pieces: in the order in which they run. read_whole: leaves that its blocks read, not by rows. enters, leaves:
-    activations that are handed over. names: of values, the tensors that they are in the traced graph. constants: values
-    that the program brings along."""
+    """pieces: in the order in which they run. read_whole: leaves that its blocks read, not by rows. alike: stages for
+    which it is equal do the same with other weights. enters, leaves: activations that are handed over. names: of values,
+    the tensors that they are in the traced graph. constants: values that the program brings along."""
 
     pieces: tuple[StagePiece, ...]
     weights: tuple[StageWeight, ...]
     batch: tuple[int, ...]
     read_whole: frozenset[int]
+    alike: Hashable
     enters: tuple[Key, ...]
     leaves: tuple[Key, ...]
     inputs: Mapping[Key, int]
@@ -338,8 +339,19 @@ class _Cut:
                 k for p, at in pinned.items() if at == s and 0 <= p.block < listing.blocks for k in p.reads
             ]
             _, of_blocks = self._of_stage(every, pinned, s, mine, enters[s], inputs, whole)
-            out.append(self._stage(pieces, needs, of_blocks, s, inputs, enters[s], leaves[s]))
+            made = self._stage(pieces, needs, of_blocks, s, inputs, enters[s], leaves[s])
+            turns_alone = bool(listing.loop) and 0 < s < many - 1
+            beside = tuple(p for p in pieces if pinned.get(p) != s)
+            same = (self.cuts[s], beside, *(self._counted(keys, s) for keys in (enters[s], leaves[s])))
+            out.append(replace(made, alike=same) if turns_alone else made)
         return tuple(out)
+
+    def _counted(self, keys: Sequence[Key], stage: int) -> tuple[Hashable, ...]:
+        """Values with the turns that make them counted from the stage's first."""
+        first = self._turns_of(stage)[0]
+        return tuple(
+            (*k[:2], k[2] - first, k[3]) if isinstance(k, tuple) and len(k) == 4 else k for k in keys
+        )
 
     def _turns_of(self, stage: int) -> tuple[int, int]:
         first = sum(self.cuts[:stage])
@@ -468,6 +480,7 @@ class _Cut:
             weights=tuple(sorted(weights, key=lambda w: w.leaf)),
             batch=tuple(sorted(batch)),
             read_whole=frozenset(inputs[key] for key in of_blocks if not isinstance(key, StageRows)),
+            alike=stage,
             enters=enters,
             leaves=leaves,
             inputs=inputs,
