@@ -61,8 +61,8 @@ class StageWeight:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
     """pieces: in the order in which they run. read_whole: leaves that its blocks read, not by rows. alike: stages for
-    which it is equal do the same with other weights. enters, leaves: activations that are handed over. names: of values,
-    the tensors that they are in the traced graph. constants: values that the program brings along."""
+    which it is equal do the same with other weights. enters, leaves: activations that are handed over. names: of
+    values, the tensors that they are in the traced graph. constants: values that the program brings along."""
 
     pieces: tuple[StagePiece, ...]
     weights: tuple[StageWeight, ...]
