@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,10 +25,26 @@ from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_export import NO_GRADIENT
 from pase.frontends.torch_lower import TorchScope, place_of, source_of
 from pase.frontends.values import Value
+from pase.ir import Place
 from pase.ir.blocks import Block, holders
 from pase.local.types import LocalOperand, LocalProgram
 
-__all__ = ["Body", "RankWalk"]
+__all__ = ["Body", "Keeping", "RankWalk"]
+
+
+@dataclass
+class Keeping:
+    """Is an op run now whose result is kept, in a block of which only light work is computed again?"""
+
+    now: bool = False
+
+    @contextlib.contextmanager
+    def of(self, kept: bool) -> Iterator[None]:
+        self.now = kept
+        try:
+            yield
+        finally:
+            self.now = False
 
 
 @dataclass
@@ -39,16 +55,19 @@ class Body:
     constants: Constants
     values: dict[str, RankValue] = field(default_factory=dict)
     sent: dict[int, Any] = field(default_factory=dict)
+    keeping: Keeping = field(default_factory=Keeping)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankWalk:
-    """Walks over the graph, on one rank. blocks: of nodes, that backward computes again."""
+    """Walks over the graph, on one rank. blocks: of nodes, that backward computes again; kept: those of
+    them whose results it finds kept."""
 
     program: LocalProgram
     traced: TracedTorch
     groups: AxisGroups
     blocks: tuple[Block, ...] = ()
+    kept: frozenset[Place] = frozenset()
 
     @cached_property
     def index(self) -> NodeIndex:
@@ -92,18 +111,34 @@ class RankWalk:
 
     def _again(self, block: Block, body: Body) -> None:
         """A block of nodes, rematerialised: what it makes for others leaves it, all else is made again."""
-        from torch.utils.checkpoint import checkpoint
+        from torch.utils.checkpoint import (
+            CheckpointPolicy,
+            checkpoint,
+            create_selective_checkpoint_contexts,
+            noop_context_fn,
+        )
+
+        keeping = Keeping()
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            return CheckpointPolicy.MUST_SAVE if keeping.now else CheckpointPolicy.PREFER_RECOMPUTE
 
         made: list[RankValue] = []
 
         def inside() -> tuple[Any, ...]:
-            mine = Body(constants=body.constants, values=dict(body.values))
+            mine = Body(constants=body.constants, values=dict(body.values), keeping=keeping)
             for j in range(block.start, block.stop):
                 self._node(self.traced.scope, j, "", mine)
             made[:] = [v for k, v in mine.values.items() if k not in body.values and k in self._leave[block]]
             return tuple(v.array for v in made)
 
-        arrays = checkpoint(inside, use_reentrant=False, preserve_rng_state=False)
+        light = block.again == "light"
+        arrays = checkpoint(
+            inside,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=(lambda: create_selective_checkpoint_contexts(policy)) if light else noop_context_fn,
+        )
         body.values.update({v.tensor: replace(v, array=x) for v, x in zip(made, arrays, strict=True)})
 
     @cached_property

@@ -29,7 +29,7 @@ from pase.backends.torch_values import (
 from pase.errors import PaseError
 from pase.frontends.torch_values import arguments
 from pase.frontends.values import Value
-from pase.ir import Op
+from pase.ir import Op, Place
 from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ class NodeOps:
             whole=_values(self.node.meta["val"]),
         )
         try:
-            made = evaluate(self._name, call)
+            with self.body.keeping.of(Place(self.path) in self.walk.kept):
+                made = evaluate(self._name, call)
         except PaseError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as e:
@@ -245,7 +246,8 @@ class NodeOps:
         def computed(arrays: Sequence[Any], layout: Layout) -> Any:
             shape = local_shape(r.shape, layout, self.walk.program.mesh)
             source = numbers if known is None else iter(known)
-            x = run_nest(op, local, arrays, shape, source, self.walk.groups)
+            with self.body.keeping.of(Place(self.path) in self.walk.kept):
+                x = run_nest(op, local, arrays, shape, source, self.walk.groups)
             dtype = _dtype(self.walk.traced.graph.tensors[r.tensor].dtype)
             return x if x.dtype == dtype else x.to(dtype)
 

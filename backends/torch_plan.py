@@ -20,9 +20,10 @@ from pase.backends.torch_moves import moved, part
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
+from pase.frontends.torch_blocks import micro
 from pase.frontends.values import Value
 from pase.ir import named, simplify
-from pase.ir.blocks import Block, accumulated, rematerialised
+from pase.ir.blocks import Block, accumulated, kept_results, rematerialised
 from pase.local.lower import program_of
 from pase.local.parts import placement
 from pase.local.types import Layout, LocalMove, LocalOp, LocalProgram, local_shape
@@ -45,7 +46,7 @@ class TorchPlan:
     accumulate: int = 1
     """Micro-batches of a step: gradients are summed over them, and the loss is taken to be a mean over the batch."""
     blocks: tuple[Block, ...] = ()
-    """Nodes of the exported graph that backward computes again."""
+    """Nodes of the exported graph that backward computes again, besides those that the model marks itself."""
 
     @cached_property
     def program(self) -> LocalProgram:
@@ -68,7 +69,13 @@ class TorchPlan:
         return axis_groups(self.mesh, needed, device)
 
     def walk(self, groups: AxisGroups) -> RankWalk:
-        return RankWalk(program=self.program, traced=self.traced, groups=groups, blocks=self.blocks)
+        return RankWalk(
+            program=self.program,
+            traced=self.traced,
+            groups=groups,
+            blocks=(*self.traced.marked, *self.blocks),
+            kept=kept_results(self.traced.graph, self.blocks),
+        )
 
     def parallelize(self, module: Any, *, device: Any = None) -> ParallelModule:
         """Cut a module's parameters as the plan stores them, in place, each an ``nn.Parameter`` on a DTensor under its
@@ -425,5 +432,9 @@ def torch_plan(plan: PlanData) -> TorchPlan:
             f"plan.jax runs a JAX function, and 'pase emit' writes the plan for other frameworks"
         )
     return TorchPlan(
-        traced=traced, mesh=plan.mesh, strategy=plan.strategy, accumulate=plan.accumulate, blocks=plan.remat
+        traced=micro(traced, plan.accumulate),
+        mesh=plan.mesh,
+        strategy=plan.strategy,
+        accumulate=plan.accumulate,
+        blocks=plan.remat,
     )

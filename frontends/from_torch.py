@@ -8,19 +8,21 @@ nodes on which the step depends.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from pase.errors import PaseError, install_line
 from pase.frontends import registry, torch_hf
 from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type_names
+from pase.frontends.torch_blocks import marked_blocks
 from pase.frontends.torch_export import TorchProgram, program_of
 from pase.frontends.torch_lower import TorchLowering, TorchScope, live
 from pase.frontends.torch_rules import RULES
 from pase.frontends.values import Value
 from pase.garbage import uncollected
 from pase.ir import Tensor
+from pase.ir.blocks import Block, rematerialised
 from pase.ops import GraphBuilder
 
 __all__ = ["TracedTorch", "coverage", "reads", "trace"]
@@ -32,6 +34,12 @@ class TracedTorch(registry.Traced):
 
     program: TorchProgram = field(repr=False, compare=False)
     scope: TorchScope = field(repr=False, compare=False)
+    module: Any = field(repr=False, compare=False)
+    batch: tuple[Any, ...] = field(repr=False, compare=False)
+    loss: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    unknown: Unknown = "error"
+    marked: tuple[Block, ...] = ()
+    """Nodes that the model itself computes again in backward (``torch.utils.checkpoint``)."""
 
 
 def reads(model: Any) -> bool:
@@ -80,7 +88,8 @@ def trace(
     if not batch:
         raise PaseError("give an example batch after the module: pase.compile(module, batch, devices=…)")
     with uncollected():
-        return _lowered(program_of(model, batch, loss), name, unknown)
+        made = _lowered(program_of(model, batch, loss), name, unknown)
+    return replace(made, module=model, batch=batch, loss=loss)
 
 
 def _is_tensor(x: Any) -> bool:
@@ -121,12 +130,17 @@ def _lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
     for t in outs:
         b.output(t)
     found = {t.path for t in b.tensors.values() if t.role == "parameter"}
+    marked = marked_blocks(nodes)
     return TracedTorch(
-        graph=b.finish(outs, frontend="torch"),
+        graph=rematerialised(b.finish(outs, frontend="torch"), marked),
         param_paths=tuple(p for p in program.order if p in found),
         input_paths=tuple(t.path for t in b.tensors.values() if t.role == "input"),
         program=program,
         scope=TorchScope(nodes=nodes, values=low.env, inner=low.inner, module=program.graph),
+        module=None,
+        batch=(),
+        unknown=unknown,
+        marked=marked,
     )
 
 

@@ -13,15 +13,13 @@ from pase.frontends.from_jax import INLINED, TracedJax, inlined, inner_jaxpr, tr
 from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_types import Eqn, Jaxpr
 from pase.frontends.jax_versions import is_literal
+from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
 
-__all__ = ["blocks_of", "loops_of", "micro"]
+__all__ = ["batch_size", "blocks_of", "loops_of", "micro"]
 
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _HEAVY = frozenset({"dot_general", "conv_general_dilated"})
-_FEWEST = 3
-"""So many equal runs of equations are a repeated block."""
-_LONGEST = 20_000
 
 
 def blocks_of(traced: TracedJax) -> tuple[Block, ...]:
@@ -74,27 +72,10 @@ def _holds(eqns: Sequence[Eqn], names: frozenset[str]) -> bool:
 def _runs(jaxpr: Jaxpr) -> list[tuple[int, int]]:
     """The longest stretch of equal runs of equations, as (start, stop) of each."""
     eqns = jaxpr.eqns
-    n = len(eqns)
-    if not 2 * _FEWEST <= n <= _LONGEST or not _holds(eqns, _HEAVY):
-        return []
-    numbers: dict[object, int] = {}
-    token = np.array([numbers.setdefault(_token(e), len(numbers)) for e in eqns])
-    best = (0, 0, 0)  # (equations covered, start, period)
-    for period in range(1, n // _FEWEST + 1):
-        equal = np.append(token[:-period] == token[period:], False)
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], equal.astype(np.int8), [0]])))
-        counts = (edges[1::2] - edges[::2]) // period + 1
-        for run in np.flatnonzero((counts >= _FEWEST) & (counts * period > best[0])).tolist():
-            start, covered = int(edges[2 * run]), int(counts[run]) * period
-            if covered > best[0] and _holds(eqns[start : start + period], _HEAVY):
-                best = (covered, start, period)
-    covered, start, period = best
-    if not covered or _holds(eqns[start : start + period], _REMAT | {"scan"}):
-        return []
-    alive = _crossing(jaxpr)
-    shift = min(range(period), key=lambda o: (alive[start + o], o))
-    count = covered // period - (shift > 0)
-    return [(start + shift + k * period, start + shift + (k + 1) * period) for k in range(count)]
+    runs = equal_runs(
+        [_token(e) for e in eqns], lambda a, b: _holds(eqns[a:b], _HEAVY), lambda: _crossing(jaxpr)
+    )
+    return [] if runs and _holds(eqns[slice(*runs[0])], _REMAT | {"scan"}) else runs
 
 
 def _token(eqn: Eqn) -> object:
@@ -111,13 +92,11 @@ def _crossing(jaxpr: Jaxpr) -> np.ndarray:
         made.update({v: i for v in eqn.outvars})
     n = len(jaxpr.eqns)
     last.update({v: n for v in jaxpr.outvars if not is_literal(v)})
-    out = np.zeros(n + 2, dtype=np.int64)
-    for v, i in made.items():
-        if v in last:
-            nbytes = int(np.prod(v.aval.shape, dtype=float)) * getattr(v.aval.dtype, "itemsize", 4)
-            out[i + 1] += nbytes
-            out[last[v] + 1] -= nbytes
-    return np.cumsum(out)[: n + 1]
+
+    def nbytes(v: Any) -> int:
+        return int(np.prod(v.aval.shape, dtype=float)) * getattr(v.aval.dtype, "itemsize", 4)
+
+    return crossing(made, last, nbytes, n)
 
 
 def micro(traced: TracedJax, micro_batches: int) -> TracedJax:

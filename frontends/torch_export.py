@@ -7,6 +7,7 @@ gradient costs follows from the graph.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any
 
 from pase.errors import PaseError
 
-__all__ = ["NO_GRADIENT", "TorchProgram", "faked", "of_pytorch", "program_of"]
+__all__ = ["AGAIN", "NO_GRADIENT", "TorchProgram", "faked", "of_pytorch", "program_of"]
 
 NO_GRADIENT = "pase_no_gradient"
 """Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
+AGAIN = "pase_again"
+"""Mark of what ran under ``torch.utils.checkpoint``: which call of it."""
 _INSIDE = "module."
 """What the paths of the user's module begin with: it stands inside of the module that is exported."""
 
@@ -64,7 +67,7 @@ def program_of(module: Any, batch: Sequence[Any], loss: Callable[..., Any] | Non
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
         try:
-            with _marked():
+            with _marked(module):
                 exported = torch.export.export(step, args, strict=False)
                 _by_node(exported.graph_module)
                 exported = exported.run_decompositions({})
@@ -162,9 +165,9 @@ def _scalar(out: Any, what: str) -> Any:
 
 
 @contextlib.contextmanager
-def _marked() -> Iterator[None]:
+def _marked(module: Any) -> Iterator[None]:
     """Nodes traced under ``torch.no_grad`` are marked so, which PyTorch's own decomposition of an exported graph would
-    forget: parameters would get gradients that they do not have."""
+    forget: parameters would get gradients that they do not have. So are those under ``torch.utils.checkpoint``."""
     import torch
     import torch.fx.traceback as traceback
 
@@ -181,10 +184,43 @@ def _marked() -> Iterator[None]:
 
     torch.no_grad.__enter__, torch.no_grad.__exit__ = entered, left  # type: ignore[method-assign]
     try:
-        with traceback.preserve_node_meta():
+        with traceback.preserve_node_meta(), _checkpoints_marked(module):
             yield
     finally:
         torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+_CHECKPOINT_OPTIONS = frozenset(
+    {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
+)
+
+
+@contextlib.contextmanager
+def _checkpoints_marked(module: Any) -> Iterator[None]:
+    """``torch.utils.checkpoint`` runs its function plainly, under a mark; transformers holds the function under a name
+    of its own in each layer."""
+    import torch.fx.traceback as traceback
+    import torch.utils.checkpoint
+
+    calls = itertools.count(1)
+
+    def plainly(function: Any, *args: Any, **kwargs: Any) -> Any:
+        own = {k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS}
+        with traceback.annotate({AGAIN: next(calls)}):
+            return function(*args, **own)
+
+    name = "_gradient_checkpointing_func"
+    holders = [(m.__dict__, name, m.__dict__[name]) for m in module.modules() if name in m.__dict__]
+    usual = torch.utils.checkpoint.checkpoint
+    torch.utils.checkpoint.checkpoint = plainly
+    for held, key, _ in holders:
+        held[key] = plainly
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint.checkpoint = usual
+        for held, key, before in holders:
+            held[key] = before
 
 
 def _by_node(graph_module: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pase.errors import PaseError
 from pase.ir.blocks import (
@@ -21,7 +21,6 @@ from pase.ir.precision import in_fp8
 from pase.once import once
 
 if TYPE_CHECKING:
-    from pase.frontends.from_jax import TracedJax
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
@@ -58,20 +57,30 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
 @once
 def _micro_graph(traced: Traced, micro_batches: int) -> Graph:
     """The raw graph of one of so many micro-batches."""
-    from pase.frontends.jax_blocks import micro
-
-    return micro(_jax(traced), micro_batches).graph
+    return _ways(traced).micro(traced, micro_batches).graph
 
 
-def _jax(traced: Traced) -> TracedJax:
-    from pase.frontends import from_jax
+class _BlockWays(Protocol):
+    """How a frontend finds blocks in what it traced, and traces it on a part of the batch."""
 
-    if not isinstance(traced, from_jax.TracedJax):
-        raise PaseError(
-            f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches and recomputation need a "
-            f"JAX model"
-        )
-    return traced
+    def micro(self, traced: Any, micro_batches: int, /) -> Traced: ...
+    def blocks_of(self, traced: Any, /) -> tuple[Block, ...]: ...
+    def batch_size(self, traced: Any, /) -> int: ...
+
+
+def _ways(traced: Traced) -> _BlockWays:
+    if traced.frontend == "jax":
+        from pase.frontends import jax_blocks
+
+        return jax_blocks
+    if traced.frontend == "torch":
+        from pase.frontends import torch_blocks
+
+        return torch_blocks
+    raise PaseError(
+        f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches and recomputation need a "
+        f"JAX function or a PyTorch module"
+    )
 
 
 def variants(
@@ -87,8 +96,10 @@ def variants(
     """
     trained = getattr(traced, "mode", "train") == "train"  # what is not trained keeps nothing for a backward
     if accumulate not in (None, 1) and not trained:
-        raise PaseError(f"only a loss is run in micro-batches, not a model with mode='{_jax(traced).mode}'")
-    free = limited and traced.frontend == "jax" and trained
+        raise PaseError(
+            f"only a loss is run in micro-batches, not a model with mode='{getattr(traced, 'mode', '')}'"
+        )
+    free = limited and traced.frontend in ("jax", "torch") and trained
     if remat in ("auto", "none"):
         regions = list(_regions(traced)) if remat == "auto" and free else [()]
     else:
@@ -97,7 +108,8 @@ def variants(
         if not regions[0] and not (remat == "all" and marked):
             raise PaseError(
                 f"'{graph.name}' has no repeated block{_LACKS[remat]} to compute again: no loop over layers, no three "
-                f"equal layers{', none that is not marked' if marked else ''}; mark regions with jax.checkpoint"
+                f"equal layers{', none that is not marked' if marked else ''}; mark regions with jax.checkpoint or "
+                f"torch.utils.checkpoint"
             )
     mixed = mixes_examples(graph)
     if accumulate not in (None, 1) and mixed:
@@ -117,9 +129,7 @@ _MANY = 3
 def recomputed(traced: Traced, what: str) -> tuple[Block, ...]:
     """The repeated blocks that the model does not mark itself, as backward computes them again. what: "attention", from
     the scores to the result; "light", all but results of products with weights and of fused attention; or "all"."""
-    from pase.frontends.jax_blocks import blocks_of
-
-    return _in_part(traced.graph, blocks_of(_jax(traced)), what)
+    return _in_part(traced.graph, _ways(traced).blocks_of(traced), what)
 
 
 def _in_part(raw: Graph, blocks: tuple[Block, ...], what: str) -> tuple[Block, ...]:
@@ -149,11 +159,9 @@ def _regions(traced: Traced) -> Iterator[tuple[Block, ...]]:
 
 
 def _powers(traced: Traced) -> Iterator[int]:
-    from pase.frontends.jax_blocks import batch_size
-
     yield 1
     try:
-        size = batch_size(_jax(traced))
+        size = _ways(traced).batch_size(traced)
     except PaseError:
         return
     k = 2

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.backends.torch_models import TorchCase, case, optimizer
+import pase
+from pase.errors import PaseError
+from tests.backends.torch_models import TorchCase, case, optimizer, tower_of
 from tests.backends.torch_ranks import alone_among, on_ranks
 
 pytestmark = pytest.mark.torch
@@ -89,3 +91,93 @@ def test_what_is_sent_is_the_plans_list(model: str) -> None:
         with alone_among(MANY, rank=5):
             sent = sent_by_one_rank(plan.torch)
         assert sent == planned(plan.torch.program), strategy
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+@pytest.mark.parametrize(
+    "less", [{"remat": "all"}, {"accumulate": 4, "remat": "all"}, {"accumulate": 2}], ids=str
+)
+def test_micro_batches_and_recomputation_change_nothing(less: dict[str, Any], marked: bool) -> None:
+    """Nor does a model's own torch.utils.checkpoint; collectives that run again are on the plan's list."""
+    import torch
+
+    from pase.backends.torch_truth import planned, sent_by_one_rank
+
+    torch.manual_seed(0)
+    module, batch = tower_of(3, marked=marked)
+    alone = copy.deepcopy(module)
+    loss = alone(*batch)
+    loss.backward()
+    plan = pase.compile(module, batch, devices=RANKS, mesh="2x2", memory_limit="none", **less)
+    run = plan.torch
+    assert (plan.accumulate, len(run.traced.marked) + len(run.blocks)) == (
+        less.get("accumulate", 1),
+        3 if marked or "remat" in less else 0,
+    )
+    assert run.program.ops and run.leaves
+
+    def on_rank(rank: int) -> Any:
+        mine = copy.deepcopy(module)
+        return run.parallelize(mine).backward(*batch), {k: whole(p.grad) for k, p in mine.named_parameters()}
+
+    for got, gradients in on_ranks(RANKS, on_rank):
+        torch.testing.assert_close(got, loss.detach())
+        torch.testing.assert_close(gradients, {k: p.grad for k, p in alone.named_parameters()})
+    with alone_among(RANKS, rank=1):
+        assert sent_by_one_rank(run) == planned(run.program)
+
+
+def test_what_is_random_is_one_draw() -> None:
+    """A dropout's mask does not depend on how the model is split, nor on the ranks' own random states."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.drop, self.b = nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 16)
+
+        def forward(self, x: Any) -> Any:
+            return self.b(self.drop(self.a(x))).square().mean()
+
+    torch.manual_seed(0)
+    module, x = Net(), torch.randn(8, 16)
+
+    def losses(mesh: str, ranks: int) -> list[float]:
+        run = pase.compile(module, x, devices=ranks, mesh=mesh).torch
+        assert run.program.ops and run.leaves
+
+        def on_rank(rank: int) -> list[float]:
+            step = run.parallelize(copy.deepcopy(module))
+            step.seed = 7
+            return [float(step(x)) for _ in range(2)]
+
+        first, *others = on_ranks(ranks, on_rank)
+        assert all(o == first for o in others)
+        return first
+
+    alone = losses("1", 1)
+    assert alone[0] != alone[1]
+    assert losses("2x2", 4) == pytest.approx(alone, rel=1e-5)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    import torch
+
+    c = case("tower", RANKS)
+    plan = c.case.plan("fsdp")
+    assert plan is not None
+    with pytest.raises(PaseError, match="no process group: start the program by torchrun"):
+        plan.torch.parallelize(copy.deepcopy(c.module))
+    with alone_among(2, rank=0), pytest.raises(PaseError, match="4 devices and there are 2 ranks"):
+        plan.torch.parallelize(copy.deepcopy(c.module))
+    with alone_among(RANKS, rank=0):
+        with pytest.raises(PaseError, match=r"it is not the model of the plan|has shape"):
+            plan.torch.parallelize(torch.nn.Linear(3, 3))
+        step = plan.torch.parallelize(copy.deepcopy(c.module))
+        with pytest.raises(PaseError, match=r"has shape .* the plan was compiled for"):
+            step(torch.ones(7, 4, 16).double(), c.batch[1])
+        with pytest.raises(PaseError, match="a batch of 2 tensors, got 1"):
+            step(c.batch[0])
+    with pytest.raises(PaseError, match="read by the jax frontend"):
+        _ = pase.compile("zoo:mlp", devices=2).torch

@@ -35,7 +35,7 @@ def test_fsdp2_as_written_is_the_unsharded_step(strategy: str, tmp_path: Path) -
     assert "fully_shard" in said
     written: dict[str, Any] = {}
     exec(compile(path.read_text(), str(path), "exec"), written)
-    assert written["UNITS"] == ["layers.0", "layers.1"]
+    assert written["UNITS"] == ["layers.0", "layers.1", "layers.2"]
     assert written["RESHARD_AFTER_FORWARD"] == (strategy == "fsdp")
 
     def on_rank(rank: int) -> Any:

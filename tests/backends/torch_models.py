@@ -41,8 +41,14 @@ def block() -> tuple[Any, tuple[Any, ...]]:
 
 
 def tower() -> tuple[Any, tuple[Any, ...]]:
-    """Two equal layers of the kind that tensor parallelism was made for."""
+    """Equal layers of the kind that tensor parallelism was made for."""
+    return tower_of(3, marked=False)
+
+
+def tower_of(layers: int, *, marked: bool) -> tuple[Any, tuple[Any, ...]]:
+    """marked: each layer is computed again in backward, by the model's own wish."""
     import torch
+    import torch.utils.checkpoint
     from torch import nn
 
     class Layer(nn.Module):
@@ -56,11 +62,11 @@ def tower() -> tuple[Any, tuple[Any, ...]]:
     class Tower(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([Layer(), Layer()])
+            self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
         def forward(self, x: Any, y: Any) -> Any:
             for layer in self.layers:
-                x = layer(x)
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if marked else layer(x)
             return nn.functional.mse_loss(x, y)
 
     return Tower(), (torch.randn(8, 4, 16), torch.randn(8, 4, 16))

@@ -1,0 +1,119 @@
+"""An exported PyTorch model's repeated blocks, those that it marks to be computed again, and its trace on a part of the
+batch."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from pase.errors import PaseError
+from pase.frontends.runs import crossing, equal_runs
+from pase.frontends.torch_export import AGAIN
+from pase.ir.blocks import Block
+
+if TYPE_CHECKING:
+    from pase.frontends.from_torch import TracedTorch
+
+__all__ = ["batch_size", "blocks_of", "marked_blocks", "micro"]
+
+_HEAVY = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv", "_grouped_mm")
+
+
+def blocks_of(traced: TracedTorch) -> tuple[Block, ...]:
+    """Equal runs of nodes, where the model marks none of them itself; the cut is where the fewest bytes cross."""
+    nodes = list(traced.scope.nodes)
+    runs = equal_runs(
+        [_token(i, n) for i, n in enumerate(nodes)],
+        lambda a, b: any(_heavy(n) for n in nodes[a:b]),
+        lambda: _alive(nodes),
+    )
+    found = tuple(Block(prefix="", start=a, stop=b) for a, b in runs)
+    marked = marked_blocks(nodes)
+    own = any(b.start < m.stop and m.start < b.stop for b in found for m in marked)
+    return () if own else found
+
+
+def marked_blocks(nodes: Any) -> tuple[Block, ...]:
+    """Runs of nodes that the model runs under ``torch.utils.checkpoint``."""
+    out: list[Block] = []
+    before: object = None
+    for i, n in enumerate(nodes):
+        mark = (n.meta.get("custom") or {}).get(AGAIN)
+        if mark is None and n.target is operator.getitem:
+            mark = before
+        if mark is not None and mark == before:
+            out[-1] = Block(prefix="", start=out[-1].start, stop=i + 1)
+        elif mark is not None:
+            out.append(Block(prefix="", start=i, stop=i + 1))
+        before = mark
+    return tuple(out)
+
+
+def _heavy(n: Any) -> bool:
+    name = str(getattr(n.target, "_schema", n).name).removeprefix("aten::")
+    return n.op == "call_function" and (name in _HEAVY or name.startswith(("conv", "scaled_dot")))
+
+
+def _token(i: int, n: Any) -> object:
+    if n.op != "call_function":
+        return i
+    made = n.meta.get("val")
+    every = made if isinstance(made, (tuple, list)) else [made]
+    return str(n.target), tuple((str(t.dtype), tuple(t.shape)) for t in every if hasattr(t, "dtype"))
+
+
+def _alive(nodes: list[Any]) -> Any:
+    number = {n: i for i, n in enumerate(nodes)}
+    last = {m: i for i, n in enumerate(nodes) for m in n.all_input_nodes}
+
+    def nbytes(n: Any) -> int:
+        made = n.meta.get("val")
+        every = made if isinstance(made, (tuple, list)) else [made]
+        return sum(math.prod(t.shape) * t.dtype.itemsize for t in every if hasattr(t, "dtype"))
+
+    made = {n: i for n, i in number.items() if n.op == "call_function"}
+    return crossing(made, last, nbytes, len(nodes))
+
+
+def batch_size(traced: TracedTorch) -> int:
+    """The first dim that most inputs have; PaseError where none has one."""
+    shapes = [t.shape for t in _leaves(traced) if len(t.shape)]
+    if not shapes:
+        raise PaseError(f"'{traced.graph.name}' has no batch: none of its inputs has a dim")
+    return int(Counter(s[0] for s in shapes).most_common(1)[0][0])
+
+
+def _leaves(traced: TracedTorch) -> list[Any]:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [t for t in tree_leaves(traced.batch) if isinstance(t, torch.Tensor)]
+
+
+def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
+    """The model traced on 1/micro_batches of the batch: of each input, so much of its first dim where that is the
+    batch. PaseError where it does not divide."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    from pase.frontends.from_torch import trace
+
+    if micro_batches == 1:
+        return traced
+    size = batch_size(traced)
+    if size % micro_batches:
+        raise PaseError(f"a batch of {size} does not divide in {micro_batches} micro-batches")
+
+    def part(t: Any) -> Any:
+        batched = isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == size
+        return t[: size // micro_batches] if batched else t
+
+    return trace(
+        traced.module,
+        *tree_map(part, traced.batch),
+        name=traced.graph.name,
+        unknown=traced.unknown,
+        loss=traced.loss,
+    )
