@@ -15,8 +15,7 @@ from typing import Any
 from pase.errors import PaseError, install_line
 from pase.frontends import registry, torch_hf
 from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type_names
-from pase.frontends.torch_blocks import marked_blocks
-from pase.frontends.torch_export import TorchProgram, program_of
+from pase.frontends.torch_export import TorchProgram, marked_blocks, program_of
 from pase.frontends.torch_lower import TorchLowering, TorchScope, live
 from pase.frontends.torch_rules import RULES
 from pase.frontends.values import Value

@@ -4,19 +4,17 @@ batch."""
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.runs import crossing, equal_runs
-from pase.frontends.torch_export import AGAIN
 from pase.ir.blocks import Block
 
 if TYPE_CHECKING:
     from pase.frontends.from_torch import TracedTorch
 
-__all__ = ["batch_size", "blocks_of", "marked_blocks", "micro"]
+__all__ = ["batch_size", "blocks_of", "micro"]
 
 _HEAVY = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv", "_grouped_mm")
 
@@ -30,25 +28,8 @@ def blocks_of(traced: TracedTorch) -> tuple[Block, ...]:
         lambda: _alive(nodes),
     )
     found = tuple(Block(prefix="", start=a, stop=b) for a, b in runs)
-    marked = marked_blocks(nodes)
-    own = any(b.start < m.stop and m.start < b.stop for b in found for m in marked)
+    own = any(b.start < m.stop and m.start < b.stop for b in found for m in traced.marked)
     return () if own else found
-
-
-def marked_blocks(nodes: Any) -> tuple[Block, ...]:
-    """Runs of nodes that the model runs under ``torch.utils.checkpoint``."""
-    out: list[Block] = []
-    before: object = None
-    for i, n in enumerate(nodes):
-        mark = (n.meta.get("custom") or {}).get(AGAIN)
-        if mark is None and n.target is operator.getitem:
-            mark = before
-        if mark is not None and mark == before:
-            out[-1] = Block(prefix="", start=out[-1].start, stop=i + 1)
-        elif mark is not None:
-            out.append(Block(prefix="", start=i, stop=i + 1))
-        before = mark
-    return tuple(out)
 
 
 def _heavy(n: Any) -> bool:

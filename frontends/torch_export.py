@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
+from pase.ir.blocks import Block
 
-__all__ = ["AGAIN", "NO_GRADIENT", "TorchProgram", "faked", "of_pytorch", "program_of"]
+__all__ = ["AGAIN", "NO_GRADIENT", "TorchProgram", "faked", "marked_blocks", "of_pytorch", "program_of"]
 
 NO_GRADIENT = "pase_no_gradient"
 """Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
@@ -221,6 +223,22 @@ def _checkpoints_marked(module: Any) -> Iterator[None]:
         torch.utils.checkpoint.checkpoint = usual
         for held, key, before in holders:
             held[key] = before
+
+
+def marked_blocks(nodes: Any) -> tuple[Block, ...]:
+    """Runs of nodes that the model runs under ``torch.utils.checkpoint``."""
+    out: list[Block] = []
+    before: object = None
+    for i, n in enumerate(nodes):
+        mark = (n.meta.get("custom") or {}).get(AGAIN)
+        if mark is None and n.target is operator.getitem:
+            mark = before
+        if mark is not None and mark == before:
+            out[-1] = Block(prefix="", start=out[-1].start, stop=i + 1)
+        elif mark is not None:
+            out.append(Block(prefix="", start=i, stop=i + 1))
+        before = mark
+    return tuple(out)
 
 
 def _by_node(graph_module: Any) -> None:
