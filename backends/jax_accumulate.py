@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pase.frontends.jax_leaves import arrays, combine, trained
+from pase.frontends.jax_types import Tree
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
@@ -27,16 +28,16 @@ def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) 
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
     threads = _threads(plan)
 
-    def constrained(grads: Any) -> Any:
+    def constrained(grads: Tree) -> Any:
         return jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
 
-    def mean(params: Any, *batch: Any) -> Any:
+    def mean(params: Tree, *batch: Tree) -> Any:
         leaves, tree = jax.tree.flatten(arrays(batch))
         stacked = [
             _micro_batches(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
         ]
 
-        def body(so_far: Any, mine: Any) -> Any:
+        def body(so_far: Tree, mine: Tree) -> Any:
             total, loss, states = so_far
             # Without the barrier, gathers of parameters move out of the loop, and stay gathered.
             here, mine = jax.lax.optimization_barrier((arrays(params), mine))

@@ -30,6 +30,7 @@ from pase.plan.accesses import Digits, EquationLayouts
 from pase.tables.layouts import contiguous_axes
 
 if TYPE_CHECKING:
+    from jax import Array
     from jax.sharding import Mesh as JaxMesh
 
 __all__ = ["AttentionSplit", "kernel_for", "of_plan", "on_a_device"]
@@ -169,7 +170,7 @@ def _beside(call: AttentionCall) -> Callable[..., Any]:
     """With a bias or a mask, which follow queries, keys and values."""
     import jax
 
-    def attention(q: Any, k: Any, v: Any, *beside: Any) -> Any:
+    def attention(q: Array, k: Array, v: Array, *beside: Any) -> Any:
         masks = [x for x in beside if x.dtype == bool]
         bias = next((x for x in beside if x.dtype != bool), None)
         return jax.nn.dot_product_attention(
@@ -192,7 +193,7 @@ def _ordered(call: AttentionCall, run: Callable[..., Any]) -> Callable[..., Any]
         sorted(range(4), key=lambda i: call.order[i])
     )  # where each dim of (b, q, h, d) goes back to
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
+    def attention(q: Array, k: Array, v: Array) -> Any:
         q, k, v = (x.transpose(call.order) for x in (q, k, v))
         b, t, _, d = q.shape
         kv_heads = k.shape[2]
@@ -245,10 +246,10 @@ class _DeviceShare:
         backward = mapped(self._backward, (*left, of_q, of_q), left[:3])
 
         @jax.custom_vjp
-        def attention(q: Any, k: Any, v: Any) -> Any:
+        def attention(q: Array, k: Array, v: Array) -> Any:
             return forward(q, k, v)[0]
 
-        def kept(q: Any, k: Any, v: Any) -> Any:
+        def kept(q: Array, k: Array, v: Array) -> Any:
             # Named, so that a policy that keeps the result need not run the kernel again for its sums.
             result, (q, k, v, sums) = forward(q, k, v)
             result, sums = checkpoint_name(result, KEPT), checkpoint_name(sums, KEPT)
@@ -262,14 +263,14 @@ class _DeviceShare:
         import jax
 
         @jax.custom_vjp
-        def attention(q: Any, k: Any, v: Any) -> Any:
+        def attention(q: Array, k: Array, v: Array) -> Any:
             return self._forward(q, k, v)[0]
 
-        def kept(q: Any, k: Any, v: Any) -> Any:
+        def kept(q: Array, k: Array, v: Array) -> Any:
             result, left = self._forward(q, k, v)
             return result, (*left, result)
 
-        def pulled(given: Any, gradient: Any) -> tuple[Any, Any, Any]:
+        def pulled(given: Any, gradient: Array) -> tuple[Array, Array, Array]:
             q, k, v, sums, result = given
             return self._summands(q, k, v, sums, result, gradient)
 
@@ -288,14 +289,14 @@ class _DeviceShare:
             kernel=self.kernel, axes=axes, devices=devices, causal=self.causal, scale=self.scale
         )
 
-    def _forward(self, q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _forward(self, q: Array, k: Array, v: Array) -> tuple[Any, tuple[Array, ...]]:
         """(result, what backward is given back)"""
         import jax
 
         if (ring := self._ring()) is not None:
             return ring.forward(q, k, v)
 
-        def part(i: int) -> Callable[[], tuple[Any, Any]]:
+        def part(i: int) -> Callable[[], tuple[Array, Array]]:
             return lambda: self._part_forward(i, q, k, v)
 
         if self._parts() == 1:
@@ -305,7 +306,7 @@ class _DeviceShare:
             result, sums = jax.lax.switch(here, [part(i) for i in range(self._parts())])
         return result, (q, k, v, sums)
 
-    def _part_forward(self, i: int, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def _part_forward(self, i: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """The i-th part of the queries: all keys before it, and its own under the mask."""
         own = slice(i * q.shape[1], (i + 1) * q.shape[1])
         done = self.kernel.forward(q, k[:, own], v[:, own], causal=True, scale=self.scale)
@@ -317,8 +318,8 @@ class _DeviceShare:
         )
 
     def _backward(
-        self, q: Any, k: Any, v: Any, sums: Any, result: Any, gradient: Any
-    ) -> tuple[Any, Any, Any]:
+        self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
         """Gradients of q, k and v, summed over the parts that read keys and values."""
         import jax
 
@@ -327,8 +328,8 @@ class _DeviceShare:
         return (dq, jax.lax.psum(dk, over), jax.lax.psum(dv, over)) if over else (dq, dk, dv)
 
     def _summands(
-        self, q: Any, k: Any, v: Any, sums: Any, result: Any, gradient: Any
-    ) -> tuple[Any, Any, Any]:
+        self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
         import jax
 
         if (ring := self._ring()) is not None:
@@ -338,7 +339,7 @@ class _DeviceShare:
             dq, *of_keys = self.kernel.backward(done, gradient, causal=self.causal, scale=self.scale)
         else:
 
-            def part(i: int) -> Callable[[], tuple[Any, Any, Any]]:
+            def part(i: int) -> Callable[[], tuple[Array, Array, Array]]:
                 return lambda: self._part_backward(i, q, k, v, result, sums, gradient)
 
             dq, *of_keys = jax.lax.switch(
@@ -348,8 +349,8 @@ class _DeviceShare:
         return dq, dk, dv
 
     def _part_backward(
-        self, i: int, q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any
-    ) -> tuple[Any, Any, Any]:
+        self, i: int, q: Array, k: Array, v: Array, result: Array, sums: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
         import jax.numpy as jnp
 
         own = slice(i * q.shape[1], (i + 1) * q.shape[1])

@@ -16,6 +16,7 @@ from pase.plan.accesses import Digits, EquationLayouts
 from pase.tables.layouts import contiguous_axes
 
 if TYPE_CHECKING:
+    from jax import Array
     from jax.sharding import Mesh as JaxMesh
 
 __all__ = ["of_plan"]
@@ -69,7 +70,7 @@ def of_plan(
 def _mapped(eqn: Eqn, groups: int, specs: Sequence[Any], mesh: JaxMesh) -> Callable[..., Any]:
     import jax
 
-    def part(x: Any, w: Any) -> Any:
+    def part(x: Array, w: Array) -> Any:
         return eqn.primitive.bind(x, w, **{**eqn.params, "feature_group_count": groups})
 
     return jax.shard_map(part, mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2], check_vma=False)

@@ -8,7 +8,7 @@ over several devices, attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
 from pase.backends.jax_local_windows import WINDOWED
@@ -19,6 +19,9 @@ from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import evaluate as plain
 from pase.frontends.jax_versions import source_line
 from pase.local.types import Extents, LocalResult
+
+if TYPE_CHECKING:
+    from jax import Array
 
 __all__ = ["LocalCall", "NotLowered", "evaluate", "plainly"]
 
@@ -43,7 +46,7 @@ def evaluate(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     return [x if r is None else _summed(call, x, r) for x, r in zip(outs, call.results, strict=True)]
 
 
-def _summed(call: LocalCall, x: Any, result: LocalResult) -> Any:
+def _summed(call: LocalCall, x: Array, result: LocalResult) -> Any:
     """Summed at once, where its own node reads it; its gradient is that of every summand."""
     import jax
 
@@ -133,15 +136,15 @@ def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     over, combine = r.summed or later, call.op.combine
 
     @jax.custom_vjp
-    def extreme(x: Any) -> Any:
+    def extreme(x: Array) -> Any:
         here = plain(call.eqn, [x], call.info)[0]
         return here if later else summed(here, over, combine)
 
-    def forward(x: Any) -> Any:
+    def forward(x: Array) -> Any:
         top = extreme(x)
         return top, (x, top)
 
-    def backward(kept: Any, g: Any) -> Any:
+    def backward(kept: Any, g: Array) -> Any:
         x, top = kept
         top = summed(top, over, combine) if later else top
         reached = (x == jnp.expand_dims(top, axes)).astype(g.dtype)
@@ -203,7 +206,7 @@ def _filler(dtype: Any) -> Any:
 
 
 def _local_ids(
-    call: LocalCall, ids: Any, index_map: Sequence[int], dims: Sequence[int], mode: Any
+    call: LocalCall, ids: Array, index_map: Sequence[int], dims: Sequence[int], mode: Any
 ) -> tuple[Any, Any, Any]:
     """(indices into this device's part, whether they lie in it, whether they lie in the whole; None: all do)."""
     import jax.numpy as jnp

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
 from pase.errors import PaseError
 from pase.frontends.jax_versions import evaluate as plain
 from pase.ir import Window
 from pase.local.parts import axes_of, window_border
+
+if TYPE_CHECKING:
+    from jax import Array
 
 __all__ = ["WINDOWED"]
 
@@ -71,7 +74,7 @@ def _pool(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 def _with_neighbours(
     call: LocalCall,
-    x: Any,
+    x: Array,
     dims: Sequence[int],
     windows: Sequence[Window],
     padding: Sequence[tuple[int, int]],
@@ -91,7 +94,7 @@ def _with_neighbours(
     return x, left  # type: ignore[return-value]
 
 
-def _extended(call: LocalCall, x: Any, dim: int, before: int, behind: int, edge: Any) -> Any:
+def _extended(call: LocalCall, x: Array, dim: int, before: int, behind: int, edge: Any) -> Any:
     """x with the last rows of the device before this one along a dim, and the first ones of the device behind it."""
     import jax
     import jax.numpy as jnp

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.local.parts import WireView, digits, pairs, view
 from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
 from pase.machine import Mesh
+
+if TYPE_CHECKING:
+    from jax import Array
 
 __all__ = ["first", "moved", "part", "places_of", "summed", "there_and_back"]
 
@@ -44,7 +47,7 @@ def moved(value: Any, moves: Sequence[LocalMove], shape: Extents, combine: Combi
     return reduce(lambda x, move: _step(x, move, shape, combine, mesh), moves, value)
 
 
-def _step(x: Any, move: LocalMove, shape: Extents, combine: Combine, mesh: Mesh) -> Any:
+def _step(x: Array, move: LocalMove, shape: Extents, combine: Combine, mesh: Mesh) -> Any:
     import jax
 
     match move.kind:
@@ -64,7 +67,7 @@ def _step(x: Any, move: LocalMove, shape: Extents, combine: Combine, mesh: Mesh)
             return _exchanged(x, view(move, shape, mesh), move.axes)
 
 
-def summed(x: Any, axes: tuple[str, ...], combine: Combine = "sum") -> Any:
+def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Any:
     """All-reduced over these axes."""
     import jax
 
@@ -87,7 +90,7 @@ def _wide(axes: Sequence[str], mesh: Mesh) -> list[str]:
     return [a for a in axes if mesh.sizes[mesh.names.index(a)] > 1]
 
 
-def _sliced(x: Any, v: WireView, axes: Sequence[str], mesh: Mesh) -> Any:
+def _sliced(x: Array, v: WireView, axes: Sequence[str], mesh: Mesh) -> Any:
     import jax
 
     x = x.reshape(v.seen)
@@ -96,20 +99,20 @@ def _sliced(x: Any, v: WireView, axes: Sequence[str], mesh: Mesh) -> Any:
     return x.reshape(v.shape)
 
 
-def _to_front(x: Any, v: WireView) -> Any:
+def _to_front(x: Array, v: WireView) -> Any:
     """The digits that leave as the first dim, the rest as they are."""
     rest = [i for i in range(len(v.seen)) if i not in v.leaving]
     x = x.reshape(v.seen).transpose(*v.leaving, *rest)
     return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
 
 
-def _from_front(x: Any, v: WireView) -> Any:
+def _from_front(x: Array, v: WireView) -> Any:
     """The first dim as the digits that arrive, each in its place."""
     assert v.arriving is not None
     return x.reshape(*v.ways, *x.shape[1:]).transpose(v.arriving).reshape(v.shape)
 
 
-def _scattered(x: Any, v: WireView, axes: Sequence[str], combine: Combine) -> Any:
+def _scattered(x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Any:
     """Sums are scattered by one collective; of maxima and minima each device gets all candidates for its part, which
     are as many bytes."""
     import jax
@@ -123,7 +126,7 @@ def _scattered(x: Any, v: WireView, axes: Sequence[str], combine: Combine) -> An
     return (candidates.max(0) if combine == "max" else candidates.min(0)).reshape(v.shape)
 
 
-def _gathered(x: Any, v: WireView, axes: Sequence[str]) -> Any:
+def _gathered(x: Array, v: WireView, axes: Sequence[str]) -> Any:
     import jax
 
     if v.along is not None and v.along[1] is not None:
@@ -131,7 +134,7 @@ def _gathered(x: Any, v: WireView, axes: Sequence[str]) -> Any:
     return _from_front(jax.lax.all_gather(x.reshape(v.seen), tuple(axes), axis=0, tiled=False), v)
 
 
-def _exchanged(x: Any, v: WireView, axes: Sequence[str]) -> Any:
+def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Any:
     import jax
 
     if v.along is not None and None not in v.along:
@@ -139,7 +142,7 @@ def _exchanged(x: Any, v: WireView, axes: Sequence[str]) -> Any:
     return _from_front(jax.lax.all_to_all(_to_front(x, v), tuple(axes), 0, 0, tiled=True), v)
 
 
-def part(x: Any, shape: Extents, layout: Layout, mesh: Mesh) -> Any:
+def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Any:
     """This device's part of what all devices hold whole."""
     axes = tuple(name for name, state in zip(mesh.names, layout, strict=True) if isinstance(state, tuple))
     if not axes or local_shape(shape, layout, mesh) == shape:
@@ -153,7 +156,7 @@ def part(x: Any, shape: Extents, layout: Layout, mesh: Mesh) -> Any:
     )
 
 
-def places_of(ids: Any, dim: int, shape: Extents, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
+def places_of(ids: Array, dim: int, shape: Extents, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
     """Of indices into a whole tensor dim: (the indices into this device's part of it, whether they lie in it)."""
     import jax
     import jax.numpy as jnp

@@ -10,6 +10,7 @@ from pase.backends.jax_walk import JaxprWalk
 from pase.errors import PaseError
 from pase.frontends.from_jax import inner_jaxpr
 from pase.frontends.jax_leaves import combine
+from pase.frontends.jax_types import Tree
 from pase.frontends.jax_versions import is_literal
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def part_of(plan: JaxPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True
     takes = (0, *range(1, last - 2)) if name == "prefill" else (0, last - 2, last - 1)
     state_tree = traced.out_tree.children()[number]
 
-    def run(*args: Any) -> Any:
+    def run(*args: Tree) -> Any:
         outs = _outs(plan, number, dict(zip(takes, args, strict=True)), mesh)
         return jax.tree.unflatten(state_tree, outs)
 

@@ -25,6 +25,7 @@ from pase.plan.accesses import Reading
 from pase.plan.constraints import Placement, Route
 
 if TYPE_CHECKING:
+    from jax import Array
     from jax.sharding import Mesh as JaxMesh
 
     from pase.backends.to_jax import JaxPlan
@@ -81,7 +82,7 @@ class JaxprWalk:
         import jax
 
         @jax.custom_vjp
-        def gathered(x: Any) -> Any:
+        def gathered(x: Array) -> Any:
             return self._through(x, through)
 
         gathered.defvjp(lambda x: (gathered(x), None), lambda _, g: (self._through(g, (straight,)),))

@@ -20,6 +20,7 @@ from pase.backends.jax_walk import JaxprWalk
 from pase.errors import PaseError, install_line
 from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
+from pase.frontends.jax_types import Tree
 from pase.ir import Place, named, simplify
 from pase.ir.blocks import Block, accumulated, kept_results, rematerialised
 from pase.local.lower import program_of
@@ -174,7 +175,7 @@ class JaxPlan:
             return Manual(plan=self, mesh=mesh).loss()
         closed = self.traced.jaxpr
 
-        def constrained(*args: Any) -> Any:
+        def constrained(*args: Tree) -> Any:
             leaves = self.checked(args)
             walk = JaxprWalk(plan=self, mesh=mesh)
             leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
@@ -195,7 +196,7 @@ class JaxPlan:
         """Of a ``pase.Generation``: decode(params, token, cache) -> (token, cache); the cache is donated."""
         return part_of(self, "decode", self.mesh())
 
-    def checked(self, args: Any) -> list[Any]:
+    def checked(self, args: Tree) -> list[Any]:
         """The arguments' arrays, leaf by leaf; PaseError where they are not those of the plan."""
         import jax
 
@@ -238,10 +239,10 @@ class JaxPlan:
             return by_hand if self.accumulate == 1 else summed(self, by_hand, kept, mesh)
         fn, aux = self.loss(mesh), self.traced.has_aux
 
-        def graded(params: Any, *batch: Any) -> Any:
+        def graded(params: Tree, *batch: Tree) -> Any:
             rest = untrained(arrays(params))
 
-            def of(mine: Any) -> Any:
+            def of(mine: Tree) -> Any:
                 return fn(combine(mine, rest, params), *batch)
 
             value, grads = jax.value_and_grad(of, has_aux=aux)(trained(arrays(params)))
@@ -290,7 +291,7 @@ class JaxPlan:
             is_leaf=masked,
         )
 
-    def init(self, optimizer: Any, params: Any, mesh: JaxMesh | None = None) -> Any:
+    def init(self, optimizer: Any, params: Tree, mesh: JaxMesh | None = None) -> Any:
         """The optimizer's state for the trained leaves of these parameters, laid out as the plan keeps it. (Where all
         leaves are trained, ``optimizer.init(params)`` does as well: ``train_step`` moves what lies elsewhere.)"""
         import jax
@@ -333,7 +334,7 @@ class JaxPlan:
         updated_as = self.gradient_shardings(mesh)
         graded = self.value_and_grad(mesh, lowering=lowering)
 
-        def step(params: Any, opt_state: Any, *batch: Any) -> Any:
+        def step(params: Tree, opt_state: Tree, *batch: Tree) -> Any:
             value, grads = graded(params, *batch)
             # Each device updates the part whose state it has; out_shardings then gather the parameters.
             mine = trained(params)
@@ -345,7 +346,7 @@ class JaxPlan:
 
         kept, kept_out = self.traced.kept[0], self.traced.kept_out
 
-        def whole(out: Any) -> Any:
+        def whole(out: Tree) -> Any:
             params, opt_state, value = out
             return (
                 combine(params, kept),
@@ -432,7 +433,7 @@ class JaxPlan:
             ) from e
         return combine(found, self.traced.kept[0])
 
-    def device_put(self, params: Any, *batch: Any, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
+    def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
         """Parameters and batch laid out as the plan stores them, as global arrays (each process has all values)."""
         import jax
         import numpy as np
