@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 
 if TYPE_CHECKING:
     from pase.replay.graph import DataflowGraph
@@ -36,7 +37,7 @@ class Replanned:
     """The graph under a plan, and what was done to reach it."""
 
     graph: DataflowGraph
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: JsonObject = field(default_factory=dict)
 
 
 def what_if_bucket_plan(
@@ -82,7 +83,7 @@ def by_policy(policy: str, links: Sequence[Link] = ()) -> Rewrite:
 
     get_policy(policy)
 
-    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, dict[str, Any]]:
+    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
         made = what_if_bucket_plan(t, g, policy, links)
         return made.graph, dict(made.detail)
 
@@ -267,7 +268,7 @@ def _edges(
     new: dict[str, list[Any]],
     home: dict[tuple[int, int], int],
     pieces: Sequence[Sequence[int]],
-) -> dict[str, Any]:
+) -> JsonObject:
     """All edges of the new graph, and which op's work goes behind which task."""
     from pase.replay.graph import EDGES
 

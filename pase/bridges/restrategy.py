@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 
 if TYPE_CHECKING:
     from pase.api import Plan
@@ -39,7 +40,7 @@ def by_prediction(now: Path, other: Path) -> Rewrite:
     """The step that the other layout predicts, in place of the one that ``now`` does: nothing is measured."""
     _, b = _pair(now, other)
 
-    def change(_: Timeline, __: DataflowGraph) -> tuple[DataflowGraph, dict[str, Any]]:
+    def change(_: Timeline, __: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
         from pase.replay import estimate, measure
 
         if b.timeline is None:
@@ -62,7 +63,7 @@ def by_ratio(now: Path, other: Path) -> Rewrite:
     a, b = _pair(now, other)
     ours, theirs = predicted(a), predicted(b)
 
-    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, dict[str, Any]]:
+    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
         return _scaled(g, ours, theirs, a.unit, str(now))
 
     return change
@@ -84,7 +85,7 @@ def _pair(now: Path, other: Path) -> tuple[Plan, Plan]:
 
 def _scaled(
     g: DataflowGraph, now: Mapping[str, float], other: Mapping[str, float], unit: str, where: str
-) -> tuple[DataflowGraph, dict[str, Any]]:
+) -> tuple[DataflowGraph, JsonObject]:
     from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS
 
     comm = g.kind == COLLECTIVE

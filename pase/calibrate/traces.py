@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 from pase.machine import COLLECTIVES, CollectiveCurve, Curve, Machine, level_ways
 
 __all__ = ["curves_of", "with_traces"]
@@ -30,7 +31,7 @@ def _ways(ranks: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | No
     return tuple(out) if math.prod(out) == len(ranks) > 1 else None
 
 
-def curves_of(timeline: Any, machine: Machine) -> tuple[tuple[CollectiveCurve, ...], dict[str, Any]]:
+def curves_of(timeline: Any, machine: Machine) -> tuple[tuple[CollectiveCurve, ...], JsonObject]:
     """Median seconds by kind, ways and bytes of an aligned timeline's collectives, and what was left out.
 
     A collective costs from its last rank's start to its last rank's end: waiting for a late rank is the
@@ -77,7 +78,7 @@ def curves_of(timeline: Any, machine: Machine) -> tuple[tuple[CollectiveCurve, .
     return tuple(curves), {"left_out": {k: v for k, v in left.items() if v}}
 
 
-def with_traces(machine: Machine, traces: Path, name: str) -> tuple[Machine, dict[str, Any]]:
+def with_traces(machine: Machine, traces: Path, name: str) -> tuple[Machine, JsonObject]:
     """The machine with the collectives of these traces in place of its own of the same kind and ways."""
     from pase.replay import align, load
 

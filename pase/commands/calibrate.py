@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pase.commands.options import JsonOption, print_json, progress
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def calibrate(
     """
     from pase.errors import PaseError
 
-    result: dict[str, Any] | None
+    result: JsonObject | None
     if traces is not None:
         result = _from_traces(traces, base, output, name)
     elif base is not None:
@@ -149,7 +150,7 @@ def _measured(
     fresh: bool,
     max_spread: float,
     name: str | None,
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Measures and, on the first process, writes the file; None on the others."""
     from pase.calibrate import Journal, Settings, suite
     from pase.calibrate.device import Devices
@@ -223,7 +224,7 @@ def _in_rounds(
     return outcome, fitted
 
 
-def _outcome(outcome: SessionResult, fitted: Fitted, journal: Journal) -> dict[str, Any]:
+def _outcome(outcome: SessionResult, fitted: Fitted, journal: Journal) -> JsonObject:
     spreads = sorted(s.spread for s in journal.samples.values())
     return {
         "machine": _outline(fitted.machine),
@@ -290,7 +291,7 @@ def _asides(journal: Any, budget_s: float) -> dict[str, str]:
     return out
 
 
-def _from_traces(traces: Path, base: str | None, output: Path, name: str | None) -> dict[str, Any]:
+def _from_traces(traces: Path, base: str | None, output: Path, name: str | None) -> JsonObject:
     from pase.calibrate.traces import with_traces
     from pase.errors import PaseError
     from pase.machine import dumps, load
@@ -304,7 +305,7 @@ def _from_traces(traces: Path, base: str | None, output: Path, name: str | None)
     return {"output": str(output), "machine": _outline(machine), **told}
 
 
-def _outline(machine: Any) -> dict[str, Any]:
+def _outline(machine: Any) -> JsonObject:
     device = machine.device
     return {
         "name": machine.name,
@@ -343,7 +344,7 @@ def _outline(machine: Any) -> dict[str, Any]:
     }
 
 
-def _print(r: dict[str, Any]) -> None:
+def _print(r: JsonObject) -> None:
     from rich.table import Table
 
     from pase.commands.machines import _si

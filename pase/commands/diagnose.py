@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 __all__ = ["diagnose"]
@@ -57,7 +58,7 @@ def diagnose(
         _show(report)
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show(report: JsonObject) -> None:
 
     out = console()
     out.print(report["headline"])

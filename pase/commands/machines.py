@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 __all__ = ["machines"]
@@ -22,7 +23,7 @@ def _si(value: float, unit: str) -> str:
     return f"{value:.4g} {unit}"
 
 
-def _as_json(machine: Any) -> dict[str, Any]:
+def _as_json(machine: Any) -> JsonObject:
     return {**dataclasses.asdict(machine), "digest": machine.digest}
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 __all__ = ["optimize"]
@@ -70,7 +71,7 @@ def optimize(
         _show(report)
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show(report: JsonObject) -> None:
 
     out = console()
     out.print(report["headline"])

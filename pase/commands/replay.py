@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -145,14 +146,14 @@ def _rewrites(
     return out
 
 
-def _print(report: dict[str, Any], as_json: bool, human: Any) -> None:
+def _print(report: JsonObject, as_json: bool, human: Any) -> None:
     if as_json:
         typer.echo(json.dumps(report, allow_nan=False))
     else:
         human(report)
 
 
-def _summary(report: dict[str, Any]) -> None:
+def _summary(report: JsonObject) -> None:
     from rich.table import Table
 
     out = console()
@@ -198,7 +199,7 @@ def _summary(report: dict[str, Any]) -> None:
         out.print(f"note: {p}")
 
 
-def _comparison(report: dict[str, Any]) -> None:
+def _comparison(report: JsonObject) -> None:
     from rich.table import Table
 
     out = console()

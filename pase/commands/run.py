@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pase.commands.options import JsonOption, LayoutFile, print_json, progress
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _host_devices(devices: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
+def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
     """The plan for the model and the devices at hand."""
     from pase import zoo
     from pase.compiler.methods import complete
@@ -134,9 +135,7 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> dict[str, Any]:
     }
 
 
-def step_against_unsharded(
-    plan: PlanData, model: Any, seed: int, say: Any = lambda _: None
-) -> dict[str, Any]:
+def step_against_unsharded(plan: PlanData, model: Any, seed: int, say: Any = lambda _: None) -> JsonObject:
     """One Adam step both ways: losses, the largest differences, and bytes predicted and compiled."""
     import jax
     import numpy as np
@@ -183,7 +182,7 @@ def step_against_unsharded(
     }
 
 
-def _print(r: dict[str, Any]) -> None:
+def _print(r: JsonObject) -> None:
     from pase.plan.columns import columns
     from pase.plan.table import bytes_text
 

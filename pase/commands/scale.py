@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pase.commands.options import JsonOption, ModelName, compile_options, print_json, progress
 from pase.compiler.options import CompileOptions
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def scale(
     _print(model, points)
 
 
-def _row(p: ScalePoint) -> dict[str, Any]:
+def _row(p: ScalePoint) -> JsonObject:
     from pase.commands.compile import rates
 
     if p.plan is None:

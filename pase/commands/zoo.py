@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pase.commands.options import JsonOption, print_json
+from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def zoo(
         _list(models)
 
 
-def _as_json(model: Entry) -> dict[str, Any]:
+def _as_json(model: Entry) -> JsonObject:
     return {
         "name": model.name,
         "parameters": model.published_parameters,

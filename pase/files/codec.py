@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Meta, inspect
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 
 __all__ = [
     "AtLeastOne",
@@ -146,7 +147,7 @@ def convert(tree: Any, form: type[T], where: str, *, closed: bool = False) -> T:
         raise PaseError(f"{where}: {_explain(tree, form, str(e))}") from e
 
 
-def json_schema(form: type, title: str, *, closed: bool = False) -> dict[str, Any]:
+def json_schema(form: type, title: str, *, closed: bool = False) -> JsonObject:
     """The JSON Schema of a form (draft 2020-12); closed: as ``convert`` reads it."""
     made = msgspec.json.schema(form)
     definitions = made.pop("$defs", {})

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pase.files.json_values import JsonObject
 from pase.machine.load import SCHEMA, MeasuredForm, parse, unnumbered
 from pase.machine.types import CollectiveCurve, Machine
 
@@ -41,7 +42,7 @@ def _key(key: str) -> str:
     return key if key.replace("_", "").isalnum() and key.isascii() else _scalar(key)
 
 
-def _write(table: dict[str, Any], path: str, lines: list[str]) -> None:
+def _write(table: JsonObject, path: str, lines: list[str]) -> None:
     tables = {k: v for k, v in table.items() if isinstance(v, dict)}
     arrays = {k: v for k, v in table.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
     lines += [f"{_key(k)} = {_scalar(v)}" for k, v in table.items() if k not in tables and k not in arrays]

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pase.errors import PaseError
 from pase.files.codec import AtLeastOne, convert, json_schema, refuse_control
+from pase.files.json_values import JsonObject
 from pase.machine.tables import check_attention, check_curve, check_matmul
 from pase.machine.types import AttentionCurve, CollectiveCurve, CollectiveKind, Curve, Machine
 
@@ -44,13 +45,13 @@ class MachineFile(Machine):
     sources: dict[str, str] = field(default_factory=dict)
 
 
-def made_schema() -> dict[str, Any]:
+def made_schema() -> JsonObject:
     """The JSON Schema of a machine file, made of ``MachineFile``; the committed file is equal to it."""
     return json_schema(MachineFile, "pase.machine/1: devices joined by link levels", closed=True)
 
 
 @cache
-def schema() -> dict[str, Any]:
+def schema() -> JsonObject:
     """The published JSON Schema of a machine file, for editors and for programs that write one."""
     text = resources.files("pase.machine").joinpath("machine.schema.json").read_text(encoding="utf-8")
     return json.loads(text)  # type: ignore[no-any-return]

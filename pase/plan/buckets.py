@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pase.errors import Infeasible, PaseError
+from pase.files.json_values import JsonObject
 
 if TYPE_CHECKING:
     from pase.plan.communication import CurveOf
@@ -75,7 +76,7 @@ def scheduled(
     return problem, as_sequence(problem, get_policy(policy).make(problem, options or Options()))
 
 
-def stored(problem: ScheduleProblem, buckets: BucketPlan) -> dict[str, Any]:
+def stored(problem: ScheduleProblem, buckets: BucketPlan) -> JsonObject:
     """What layout.json holds under ``bucket_plan``."""
     from pase.schedule.io import plan_to_json
     from pase.schedule.simulate import evaluate

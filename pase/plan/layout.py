@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, read_json, to_tree
+from pase.files.json_values import JsonObject
 from pase.ir import Place
 from pase.machine import Mesh
 from pase.plan.accesses import Digits, EquationLayouts, Reading, distinct
@@ -41,21 +42,21 @@ T = TypeVar("T")
 _MAX_BYTES = 512 << 20
 
 
-def made_schema() -> dict[str, Any]:
+def made_schema() -> JsonObject:
     """The JSON Schema of layout.json, made of ``LayoutForm``; the committed file is equal to it."""
     return json_schema(LayoutForm, "pase.layout/1: how every layer of a model is split over the devices")
 
 
 @cache
-def schema() -> dict[str, Any]:
+def schema() -> JsonObject:
     """The published JSON Schema of layout.json."""
     text = resources.files("pase.plan").joinpath("layout-1.json").read_text(encoding="utf-8")
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def to_json(plan: PlanData) -> dict[str, Any]:
+def to_json(plan: PlanData) -> JsonObject:
     """The plan as the JSON object that ``from_json`` reads."""
-    tree: dict[str, Any] = to_tree(_form_of(plan))
+    tree: JsonObject = to_tree(_form_of(plan))
     return tree
 
 

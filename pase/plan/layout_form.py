@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.files.codec import AtLeastOne, Count
+from pase.files.json_values import JsonObject
 from pase.ir.blocks import Block
 from pase.memory.account import Memory, MemoryKind
 from pase.plan.pipeline import PipelinePlan
@@ -197,7 +198,7 @@ class LayoutForm(Struct, kw_only=True):
     seconds: dict[str, float]
     provenance: dict[str, str]
     accesses: AccessesForm | UnsetType = UNSET
-    bucket_plan: dict[str, Any] | UnsetType = UNSET
+    bucket_plan: JsonObject | UnsetType = UNSET
     pipeline: Annotated[PipelinePlan, Meta(description="stages; the mesh is one rank's")] | UnsetType = UNSET
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
+from pase.files.json_values import JsonObject
 from pase.memory.account import MemoryKind
 from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import bar, cards, key, table
@@ -148,7 +148,7 @@ def _about_model(plan: PlanData) -> str:
     return text
 
 
-def _step(plan: PlanData) -> tuple[dict[str, Any] | None, str]:
+def _step(plan: PlanData) -> tuple[JsonObject | None, str]:
     """The step for the timeline widget, and what it shows; None where costs are no seconds, and for pipelines."""
     from pase.plan.buckets import schedule_of
     from pase.schedule.gantt import drawn_iteration

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from pase.files.json_values import JsonObject
 from pase.plan.types import NodePlan, PlanData
 from pase.questions.explain import Explanation, why
 from pase.tables.itemize import Collective
@@ -16,7 +16,7 @@ PARAMETERS = "parameters"
 """The name of the group in which a layer's parameters stand."""
 
 
-def explorer_data(e: Explanation) -> dict[str, Any]:
+def explorer_data(e: Explanation) -> JsonObject:
     """Nodes and moves by number, the order in which they are listed, and the mesh."""
     plan = e.plan
     op_of = {n.name: n.op for n in plan.nodes}
@@ -164,7 +164,7 @@ def _first_users(nodes: Sequence[NodePlan]) -> dict[str, str]:
     return users
 
 
-def priced_step(plan: PlanData) -> dict[str, Any]:
+def priced_step(plan: PlanData) -> JsonObject:
     """The step as it is priced, one piece after another, for the timeline widget: nothing runs beside anything."""
     from pase.pages.streams import StreamBox, drawn_streams
 

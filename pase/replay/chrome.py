@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError, needed
+from pase.files.json_values import JsonObject
 from pase.replay.builder import Builder, is_sound, split_devices
 from pase.replay.gloo import tie_gloo
 from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
@@ -115,15 +116,15 @@ def _whole(x: Any, default: int) -> int:
     return x if isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 1 << 31 else default
 
 
-def _header(path: Path, limits: Limits) -> dict[str, Any]:
+def _header(path: Path, limits: Limits) -> JsonObject:
     """Top-level values that stand before the events, and the ijson prefix of the events."""
     with open_stream(path, limits) as stream:
         return _read_header(stream, path)
 
 
-def _read_header(stream: BoundedReader, path: Path) -> dict[str, Any]:
+def _read_header(stream: BoundedReader, path: Path) -> JsonObject:
     ijson = needed("ijson", str(path))
-    out: dict[str, Any] = {}
+    out: JsonObject = {}
     builder: Any = None
     try:
         for prefix, event, value in ijson.parse(stream, use_float=True):
@@ -193,7 +194,7 @@ class _Feed:
         elif ph == "i" and e.get("name") == "[memory]":
             self._memory(e)
 
-    def _span(self, e: dict[str, Any]) -> None:
+    def _span(self, e: JsonObject) -> None:
         b, args = self.b, e.get("args")
         if not isinstance(args, dict):
             args = {}
@@ -242,7 +243,7 @@ class _Feed:
                     self.steps.append((start, start + duration, number))
         b.add(lane, kind, b.name(text), start, duration, correlation, nbytes, operation, group)
 
-    def _jax_kind(self, e: dict[str, Any], args: dict[str, Any]) -> tuple[int, bool]:
+    def _jax_kind(self, e: JsonObject, args: JsonObject) -> tuple[int, bool]:
         """Kind of an event without a Kineto category: XLA ops run on a device, the rest on the host."""
         process = self.process_names.get(_key(e.get("pid")), "")
         if process.startswith("/device:"):
@@ -252,7 +253,7 @@ class _Feed:
         # On the CPU backend a thunk runs on a pool thread; its device is its queue.
         return (_K["kernel"], True) if "hlo_op" in args else (_K["annotation"], False)
 
-    def _lane(self, e: dict[str, Any], args: dict[str, Any], device: bool) -> int:
+    def _lane(self, e: JsonObject, args: JsonObject, device: bool) -> int:
         """The lane of an event; found again without further ado where its ids are plain numbers."""
         pid, tid = e.get("pid"), args.get("stream") if device else e.get("tid")
         if type(pid) is not int or type(tid) is not int:
@@ -266,7 +267,7 @@ class _Feed:
                 self.places[place] = known
         return known
 
-    def _new_lane(self, e: dict[str, Any], args: dict[str, Any], device: bool) -> int:
+    def _new_lane(self, e: JsonObject, args: JsonObject, device: bool) -> int:
         if device and "stream" not in args:
             label = self.thread_names.get((_key(e.get("pid")), _key(e.get("tid"))), "")
             name, ordinal = xla_lane(
@@ -281,7 +282,7 @@ class _Feed:
         key = (e.get("pid"), e.get("tid"))
         return self.b.lane(_key(key), False, str(e.get("tid")))
 
-    def _collective(self, args: dict[str, Any]) -> tuple[int, int]:
+    def _collective(self, args: JsonObject) -> tuple[int, int]:
         sizes = [args.get(k) for k in ("In msg nelems", "Out msg nelems")]
         count = max((s for s in sizes if isinstance(s, int) and not isinstance(s, bool)), default=-1)
         width = _DTYPE_BYTES.get(str(args.get("dtype", "")).lower(), 0)
@@ -294,7 +295,7 @@ class _Feed:
             ranks = self.default_group
         return (count * width if count >= 0 and width else -1), self.b.group(name[:100], ranks)
 
-    def _metadata(self, e: dict[str, Any]) -> None:
+    def _metadata(self, e: JsonObject) -> None:
         args = e.get("args")
         label = args.get("name") if isinstance(args, dict) else None
         if not isinstance(label, str) or len(self.thread_names) > self.b.limits.lanes:
@@ -304,7 +305,7 @@ class _Feed:
         elif e.get("name") == "thread_name":
             self.thread_names[(_key(e.get("pid")), _key(e.get("tid")))] = label[:100]
 
-    def _begin_end(self, e: dict[str, Any], ph: str) -> None:
+    def _begin_end(self, e: JsonObject, ph: str) -> None:
         start = _ns(e.get("ts"))
         lane = self._lane(e, {}, False)
         if start is None or lane < 0:
@@ -320,7 +321,7 @@ class _Feed:
         else:
             self.b.left_out["ends without a begin"] += 1
 
-    def _memory(self, e: dict[str, Any]) -> None:
+    def _memory(self, e: JsonObject) -> None:
         args, start = e.get("args"), _ns(e.get("ts"))
         if isinstance(args, dict) and args.get("Device Type") == 1 and start is not None:
             total = args.get("Total Allocated")
@@ -388,13 +389,13 @@ def xla_lane(process: str, line: str, ordinal: Any) -> tuple[str, int]:
     return "", 0
 
 
-def _step_number(args: dict[str, Any]) -> int:
+def _step_number(args: JsonObject) -> int:
     """The step that jax.profiler.StepTraceAnnotation states, −1 where there is none."""
     text = args.get("step_num", args.get("_r") and args.get("step"))
     return int(text) if isinstance(text, (int, str)) and str(text).isdigit() and len(str(text)) < 12 else -1
 
 
-def _dims_bytes(args: dict[str, Any]) -> int:
+def _dims_bytes(args: JsonObject) -> int:
     """Bytes of the first operands of a collective's annotation, −1 where the trace does not say."""
     dims, types = args.get("Input Dims"), args.get("Input type")
     if not isinstance(dims, list) or not isinstance(types, list):

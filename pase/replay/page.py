@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import html
-from typing import Any
 
 import numpy as np
 
+from pase.files.json_values import JsonObject
 from pase.pages.parts import bar, table
 from pase.pages.shell import Section, page
 from pase.pages.streams import StreamBox, drawn_streams, timeline_mount
@@ -28,7 +28,7 @@ _DRAWN = [
 _COMPUTE, _COMMUNICATION, _HOST, _CRITICAL = range(4)
 
 
-def diagnosis_page(d: Diagnosis, report: dict[str, Any]) -> str:
+def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
     """The page as text. report: what ``report_diagnose`` says of the diagnosis."""
     drawn, left_out = _drawn(d)
     sections = [
@@ -61,7 +61,7 @@ def diagnosis_page(d: Diagnosis, report: dict[str, Any]) -> str:
     )
 
 
-def _finding(f: dict[str, Any]) -> str:
+def _finding(f: JsonObject) -> str:
     seen = f"{f['measured_s'] * 1e3:.2f} ms measured" if f["measured_s"] else "remark"
     cost = f"−{f['cost_s'] * 1e3:.2f} ms ({f['share']:.1%})" if f["cost_s"] else seen
     where = "; ".join(
@@ -77,7 +77,7 @@ def _finding(f: dict[str, Any]) -> str:
     )
 
 
-def _where_time_goes(r: dict[str, Any]) -> str:
+def _where_time_goes(r: JsonObject) -> str:
     most = max((p["seconds"] for p in r["parts"]), default=0.0)
     rows = (
         (
@@ -91,7 +91,7 @@ def _where_time_goes(r: dict[str, Any]) -> str:
     return f"<h3>{title}</h3>" + table(title, ["part", "ms>", "|"], rows)
 
 
-def _drawn(d: Diagnosis) -> tuple[dict[str, Any], str]:
+def _drawn(d: Diagnosis) -> tuple[JsonObject, str]:
     """The replayed iteration for the timeline widget, the critical path marked; and what is left out of it."""
     g = d.run.graph
     r = replay_graph(g)

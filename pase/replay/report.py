@@ -6,11 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 from pase.replay.analyse import to_timeline
 from pase.replay.breakdown import Breakdown, breakdowns
 from pase.replay.clocks import align as align_clocks
@@ -36,7 +36,7 @@ __all__ = [
     "use",
 ]
 
-Rewrite = Callable[[Timeline, DataflowGraph], tuple[DataflowGraph, dict[str, Any]]]
+Rewrite = Callable[[Timeline, DataflowGraph], tuple[DataflowGraph, JsonObject]]
 """A change to a run's graph: the changed graph, and what to report of it. "control" in that is a graph too: the run
 as it is, made in the same way, with which the changed one is then compared."""
 
@@ -77,7 +77,7 @@ def replay_report(
     rewrites: Mapping[str, Rewrite] | None = None,
     wire_bytes_per_s: float | None = None,
     force: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Everything that ``pase replay`` prints. Times in seconds, errors relative to the measured time.
 
     timeline: what to replay in place of what ``source`` holds: a plan, of which nothing is measured. rewrites: what
@@ -116,7 +116,7 @@ def replay_report(
     }
 
 
-def summary(run: Run, is_planned: bool = False) -> dict[str, Any]:
+def summary(run: Run, is_planned: bool = False) -> JsonObject:
     """What every report says of a run: how long an iteration takes, and how far its replay is to be believed."""
     return {
         "headline": "A plan: nothing of it is measured." if is_planned else run.headline,
@@ -131,7 +131,7 @@ def summary(run: Run, is_planned: bool = False) -> dict[str, Any]:
     }
 
 
-def _iterations(run: Run) -> list[dict[str, Any]]:
+def _iterations(run: Run) -> list[JsonObject]:
     """Steady ones first; replayed and error are of a prediction that did not see the iteration, None without one."""
     out = []
     for i in sorted(run.measured.iterations(), key=lambda i: (i in run.measured.left_out, i)):
@@ -151,7 +151,7 @@ def _iterations(run: Run) -> list[dict[str, Any]]:
     return out
 
 
-def _ranks(run: Run) -> list[dict[str, Any]]:
+def _ranks(run: Run) -> list[JsonObject]:
     """Per rank: means of the measured iterations and their parts, the replay, and the median error held out."""
     parts = {b.rank: b for b in breakdowns(run.measured)}
     out = []
@@ -176,7 +176,7 @@ def _ranks(run: Run) -> list[dict[str, Any]]:
     return out
 
 
-def use(b: Breakdown) -> dict[str, Any]:
+def use(b: Breakdown) -> JsonObject:
     """Where a rank's mean iteration went, in seconds; parts sum to its length."""
     n = len(b.iterations)
     return {
@@ -198,7 +198,7 @@ def _knob(text: str, wire_bytes_per_s: float | None) -> Rewrite:
     return lambda _, g: (apply(g, [knob], wire_bytes_per_s), {})
 
 
-def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[dict[str, Any]]:
+def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[JsonObject]:
     """Each change alone, then (joint) all together, one after the other.
 
     A change that says what the run as it is comes to by its own reckoning (control) is compared with that; added_s is
@@ -246,7 +246,7 @@ def _by_kind(run: Run) -> dict[str, float]:
 
 def compare_timelines(
     predicted: Path, traces: Path, align: str = "ends", timeline: Timeline | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """A predicted timeline and measured traces op by op, by name; mean seconds an iteration on a rank."""
     want = load_any(predicted) if timeline is None else timeline
     m = measure(align_clocks(load(traces), align))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from pase.files.json_values import JsonObject
 from pase.replay.breakdown import CAUSES
 from pase.replay.diagnose import Diagnosis
 from pase.replay.report import summary, use
@@ -11,7 +10,7 @@ from pase.replay.report import summary, use
 __all__ = ["diagnosis_report"]
 
 
-def diagnosis_report(source: str, d: Diagnosis) -> dict[str, Any]:
+def diagnosis_report(source: str, d: Diagnosis) -> JsonObject:
     """Everything that ``pase diagnose`` prints. Times in seconds, those of events since the trace began."""
     t = d.run.measured.timeline
     zero = float(t.global_start_ns().min())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from pase.files.json_values import JsonObject
 from pase.replay.optimize import OptimizeResult
 from pase.replay.report import summary
 from pase.replay.trust import Run
@@ -11,7 +10,7 @@ from pase.replay.trust import Run
 __all__ = ["optimize_report"]
 
 
-def optimize_report(source: str, run: Run, o: OptimizeResult) -> dict[str, Any]:
+def optimize_report(source: str, run: Run, o: OptimizeResult) -> JsonObject:
     """Everything that ``pase optimize`` prints: the run, what the search made of it, and how."""
     parts = dict(o.plan.parts)
     buckets = []

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from pase.errors import PaseError
 from pase.files.codec import convert, json_schema, to_builtins, to_tree
+from pase.files.json_values import JsonObject
 from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Timeline
 
 __all__ = [
@@ -96,19 +97,19 @@ class TimelineForm(Struct, kw_only=True):
     columns: ColumnsForm
 
 
-def made_schema() -> dict[str, Any]:
+def made_schema() -> JsonObject:
     """The JSON Schema of a timeline, made of ``TimelineForm``; the committed file is equal to it."""
     return json_schema(TimelineForm, "pase.timeline/1: what a run did, when")
 
 
-def schema() -> dict[str, Any]:
+def schema() -> JsonObject:
     """The published JSON Schema of the timeline file."""
     return json.loads(resources.files("pase.replay").joinpath("timeline.schema.json").read_text())
 
 
-def to_json(t: Timeline) -> dict[str, Any]:
+def to_json(t: Timeline) -> JsonObject:
     """The timeline as JSON-ready values; see timeline.schema.json."""
-    tree: dict[str, Any] = to_tree(_form_of(t))
+    tree: JsonObject = to_tree(_form_of(t))
     return tree
 
 
@@ -174,7 +175,7 @@ def save_timeline(
     path: str | Path,
     *,
     critical: Collection[int] = (),
-    findings: Collection[dict[str, Any]] = (),
+    findings: Collection[JsonObject] = (),
     chrome: bool = True,
 ) -> None:
     """Write JSON, gzipped where the name ends in .gz.
@@ -197,14 +198,14 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def chrome_trace(
-    t: Timeline, critical: Collection[int] = (), findings: Collection[dict[str, Any]] = ()
-) -> dict[str, Any]:
+    t: Timeline, critical: Collection[int] = (), findings: Collection[JsonObject] = ()
+) -> JsonObject:
     """The timeline on one clock, in the trace format that Perfetto and chrome://tracing load.
 
     critical: indices of events on the critical path; they get their own track for each rank and a
     ``critical`` argument. findings: dicts with rank, name, start_ns, duration_ns (global) to draw as a track.
     """
-    out: list[dict[str, Any]] = []
+    out: list[JsonObject] = []
     for rank in t.ranks:
         label = f"rank {rank}" + (f" on {t.hosts[rank]}" if rank in t.hosts else "")
         out.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": label}})
@@ -221,7 +222,7 @@ def chrome_trace(
     names, cols = t.names, {k: v.tolist() for k, v in t.columns.items()}
     ranks = t.rank_of.tolist()
     for i, s in enumerate(((starts - zero) / 1e3).tolist()):
-        args: dict[str, Any] = {"kind": KINDS[cols["kind"][i]]}
+        args: JsonObject = {"kind": KINDS[cols["kind"][i]]}
         for key in ("correlation", "nbytes", "iteration"):
             if cols[key][i] >= 0:
                 args[key] = cols[key][i]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pase.errors import Infeasible
+from pase.files.json_values import JsonObject
 from pase.schedule.bound import delayed_bound_s, lower_bound_s
 from pase.schedule.plan import BucketPlan
 from pase.schedule.registry import Options, Policy, all_policies, get_policy
@@ -35,7 +35,7 @@ class PolicyResult:
         """How far above the bound, as a share of it."""
         return max(0.0, self.evaluation.iteration_s / self.bound_s - 1.0) if self.evaluation else float("inf")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         e = self.evaluation
         if e is None or self.plan is None:
             return {"policy": self.policy, "skipped": self.note}

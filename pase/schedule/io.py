@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
 from pase.files.codec import AtLeastOne, Count, NotNegative, convert, json_schema, to_tree
+from pase.files.json_values import JsonObject
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan
 from pase.schedule.types import (
     BlockPhase,
@@ -150,28 +151,26 @@ class PlanForm(Closed, kw_only=True):
     period: AtLeastOne
     updates: Annotated[tuple[UpdateForm, ...], Meta(min_length=1)]
     messages: tuple[MessageForm, ...]
-    detail: dict[str, Any] = {}
-    evaluation: dict[str, Any] | UnsetType = UNSET
+    detail: JsonObject = {}
+    evaluation: JsonObject | UnsetType = UNSET
     link_costs: Annotated[tuple[LinkForm, ...], Meta(min_length=1)] | UnsetType = UNSET
 
 
-_FORMS: Mapping[str, Callable[[], dict[str, Any]]] = {
+_FORMS: Mapping[str, Callable[[], JsonObject]] = {
     "problem": lambda: json_schema(ProblemForm, f"{PROBLEM_SCHEMA}: what is to be sent, and when"),
     "bucket_plan": lambda: json_schema(PlanForm, f"{PLAN_SCHEMA}: in which messages it is sent"),
 }
 
 
-def made_schema(name: str) -> dict[str, Any]:
+def made_schema(name: str) -> JsonObject:
     """The JSON Schema called "problem" or "bucket_plan", made of its form; the committed file is equal to it."""
     return _FORMS[name]()
 
 
 @cache
-def schema(name: str) -> dict[str, Any]:
+def schema(name: str) -> JsonObject:
     """The published JSON Schema called "problem" or "bucket_plan"."""
-    loaded: dict[str, Any] = json.loads(
-        (Path(__file__).parent / "schemas" / f"{name}.schema.json").read_text()
-    )
+    loaded: JsonObject = json.loads((Path(__file__).parent / "schemas" / f"{name}.schema.json").read_text())
     return loaded
 
 
@@ -206,7 +205,7 @@ def _curve(form: CurveForm) -> SendTime:
     return SendTime.table(form.bytes_, form.seconds)
 
 
-def _link_form(link: Link) -> dict[str, Any]:
+def _link_form(link: Link) -> JsonObject:
     """As a tree: what stands at its default is left out."""
     form = LinkForm(
         name=link.name,
@@ -214,7 +213,7 @@ def _link_form(link: Link) -> dict[str, Any]:
         by_axes={k: _curve_form(c) for k, c in link.by_axes.items()},
         axes=link.axes,
     )
-    tree: dict[str, Any] = to_tree(form)
+    tree: JsonObject = to_tree(form)
     return {k: v for k, v in tree.items() if v not in (None, {})}
 
 
@@ -223,7 +222,7 @@ def _link(form: LinkForm) -> Link:
     return Link(name=form.name, curve=_curve(form.curve), by_axes=by_axes, axes=form.axes)
 
 
-def problem_to_json(p: ScheduleProblem) -> dict[str, Any]:
+def problem_to_json(p: ScheduleProblem) -> JsonObject:
     """The problem as a JSON object of schema "pase.schedule.problem/1"."""
     blocks = tuple(
         BlockForm(name=b.name, phase=b.phase, seconds=b.seconds, after=UNSET if b.after is None else b.after)
@@ -333,10 +332,10 @@ def plan_to_json(
     problem: ScheduleProblem,
     plan: BucketPlan,
     *,
-    evaluation: dict[str, Any] | None = None,
+    evaluation: JsonObject | None = None,
     starts_s: Any = None,
     link_costs: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The plan as a JSON object of schema "pase.schedule.bucket_plan/1": names, not indices.
 
     link_costs: with the links' cost curves, so that `links_from_json` finds what it was made for.

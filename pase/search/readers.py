@@ -18,6 +18,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.files.codec import parse_json
+from pase.files.json_values import JsonObject
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables, EdgeTable
 
@@ -104,7 +105,7 @@ def _usable(path: Path, a: np.ndarray, where: str) -> np.ndarray:
     return np.where(a >= FORBIDDEN, np.inf, a)
 
 
-def _iopddl(path: Path, problem: dict[str, Any]) -> tuple[CostTables, MemoryProfile]:
+def _iopddl(path: Path, problem: JsonObject) -> tuple[CostTables, MemoryProfile]:
     nodes = problem.get("nodes")
     costs = _list(path, nodes, "costs", "problem.nodes")
     usages = _list(path, nodes, "usages", "problem.nodes")
@@ -195,7 +196,7 @@ def _dense_points(span: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return start, stop
 
 
-def _indexed(path: Path, doc: dict[str, Any]) -> CostTables:
+def _indexed(path: Path, doc: JsonObject) -> CostTables:
     arrays_path = path.with_suffix(".npz")
     nodes, edges = _list(path, doc, "nodes", "index"), _list(path, doc, "edges", "index")
     wanted: dict[str, int] = {}  # array name -> dimensions

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pase.costmodels.analytic import Analytic
 from pase.errors import Infeasible
+from pase.files.json_values import JsonObject
 from pase.ir import Graph
 from pase.ir.precision import in_fp8
 from pase.machine import CostModel, Mesh
@@ -49,7 +49,7 @@ class Priced:
     def throughput(self) -> Throughput:
         return self.work.at(self.step_s, self.strategy.devices)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """As ``pase price --json`` prints it."""
         t, m, p = self.throughput, self.memory, self.pipeline
         return {
