@@ -219,12 +219,12 @@ class LocalWalk:
 
     def brought(self, value: DeviceValue, wanted: LocalOperand, cache: Cache) -> DeviceValue:
         """The value as an op reads it."""
+        if value.layout is None:  # made of no data, whole on every device
+            array = part(value.array, wanted.shape, wanted.layout, self.program.mesh)
+            return replace(value, array=array, layout=wanted.layout)
         if wanted.transfer is not None:
             array = self._transferred(value, wanted.transfer, cache)
             return replace(value, array=array, layout=wanted.layout, shadow=None)
-        if value.layout is None:
-            array = part(value.array, wanted.shape, wanted.layout, self.program.mesh)
-            return replace(value, array=array, layout=wanted.layout)
         if value.layout != wanted.layout:
             raise PaseError(
                 f"'{wanted.tensor}' is made as {value.layout} and read as {wanted.layout} within one node: this is a "
@@ -259,11 +259,6 @@ class LocalWalk:
         import jax
 
         shape, mesh = self.program.result(t.tensor).shape, self.program.mesh
-        if value.layout is None:
-            raise PaseError(
-                f"'{t.tensor}' is made of no data, and the plan moves it: this is a defect of pase.local"
-            )
-
         def sent(x: Any, moves: Sequence[LocalMove], combine: Combine, what: str) -> Any:
             try:
                 with jax.named_scope(what):  # a profile, or a compiled program, then says what it sends

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from bench.cases.plans import TOLERANCE, case_of
+from pase.backends.to_jax import Lowering
 from pase.backends.truth import sharded_step, unsharded_step
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -47,13 +48,18 @@ def ending_alone(p: Any, x: Any, turns: Any) -> Any:
     return jnp.mean((jax.vmap(one)(x) @ p["c"]) ** 2)
 
 
-@pytest.mark.parametrize("strategy", ["ours@2x4", "random1@2x2x2"])
+@pytest.mark.parametrize(
+    ("strategy", "lowering"),
+    [("ours@2x4", "annotated"), ("random1@2x2x2", "annotated"), ("random1@2x2x2", "manual")],
+)
 @pytest.mark.parametrize("fn", [branches, turning, ending_alone])
-def test_step_equals_unsharded(fn: Any, strategy: str) -> None:
+def test_step_equals_unsharded(fn: Any, strategy: str, lowering: Lowering) -> None:
     case, optimizer = case_of(fn, PARAMS, X, jnp.int32(2)), optax.adam(1e-2, eps=1e-3)
     plan = case.plan(strategy)
     assert plan is not None
     for which in (0, 2):
         args = (PARAMS, X, jnp.int32(which))
-        off = unsharded_step(fn, optimizer, *args).differences(sharded_step(plan, optimizer, *args))
+        off = unsharded_step(fn, optimizer, *args).differences(
+            sharded_step(plan, optimizer, *args, lowering=lowering)
+        )
         assert {k: v for k, v in off.items() if v > TOLERANCE[k]} == {}

@@ -13,6 +13,7 @@ import pytest
 import pase
 from bench.cases.plans import TOLERANCE, case_of
 from bench.programs.child import flops
+from pase.backends.to_jax import Lowering
 from pase.backends.truth import sharded_step, unsharded_step
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
@@ -103,10 +104,19 @@ def test_backward_is_priced_by_the_rule(name: str) -> None:
 
 @pytest.mark.parametrize("fn", [*PROGRAMS.values(), fused_loss(4)], ids=[*PROGRAMS, "chunks"])
 def test_step_equals_unsharded(fn: Callable[..., Any]) -> None:
+    check_step(fn, "annotated")
+
+
+def test_a_rule_that_loops_is_lowered_by_hand() -> None:
+    check_step(fused_loss(4), "manual")
+
+
+def check_step(fn: Callable[..., Any], lowering: Lowering) -> None:
     plan = case_of(fn, PARAMS, X, LABELS).plan("ours@2x4")
     assert plan is not None and plan.collectives
     optimizer, args = optax.adam(1e-2, eps=1e-3), (PARAMS, X, LABELS)
-    off = unsharded_step(fn, optimizer, *args).differences(sharded_step(plan, optimizer, *args))
+    step = sharded_step(plan, optimizer, *args, lowering=lowering)
+    off = unsharded_step(fn, optimizer, *args).differences(step)
     assert {k: v for k, v in off.items() if v > TOLERANCE[k]} == {}
 
 
