@@ -259,6 +259,7 @@ class LocalWalk:
         import jax
 
         shape, mesh = self.program.result(t.tensor).shape, self.program.mesh
+
         def sent(x: Any, moves: Sequence[LocalMove], combine: Combine, what: str) -> Any:
             try:
                 with jax.named_scope(what):  # a profile, or a compiled program, then says what it sends

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pase.errors import PaseError
 from pase.local.parts import pairs, view
-from pase.local.types import Extents, Layout, LocalMove
+from pase.local.types import Combine, Extents, Layout, LocalMove
 from pase.machine import Mesh
 
-__all__ = ["moved_all", "part_of", "places", "whole_of"]
+__all__ = ["DeviceParts", "moved_all", "part_of", "places", "whole_of"]
 
 DeviceParts = dict[tuple[int, ...], np.ndarray]
 """Place of a device on the mesh -> what it holds."""
@@ -54,22 +56,32 @@ def whole_of(parts: DeviceParts, shape: Extents, layout: Layout, mesh: Mesh) -> 
     return out
 
 
-def moved_all(parts: DeviceParts, moves: Sequence[LocalMove], shape: Extents, mesh: Mesh) -> DeviceParts:
-    """What all devices hold after the moves of a tensor of this whole shape, whose partial values are summed."""
+def moved_all(
+    parts: DeviceParts, moves: Sequence[LocalMove], shape: Extents, mesh: Mesh, combine: Combine = "sum"
+) -> DeviceParts:
+    """What all devices hold after the moves of a tensor of this whole shape; combine: how partial values become one."""
     for move in moves:
-        parts = _moved(parts, move, shape, mesh)
+        parts = _moved(parts, move, shape, mesh, combine)
     return parts
 
 
-def _moved(parts: DeviceParts, move: LocalMove, shape: Extents, mesh: Mesh) -> DeviceParts:
-    axes = [mesh.names.index(a) for a in move.axes]
+def _join(combine: Combine) -> Callable[[list[np.ndarray]], np.ndarray]:
+    """What makes one of partial values; PaseError where no collective does."""
+    by = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+    if combine not in by:
+        raise PaseError("no collective joins partial results but sums, maxima and minima")
+    return lambda values: functools.reduce(by[combine], values)
+
+
+def _moved(parts: DeviceParts, move: LocalMove, shape: Extents, mesh: Mesh, combine: Combine) -> DeviceParts:
+    axes, joined = [mesh.names.index(a) for a in move.axes], _join(combine)
     out: DeviceParts = {}
     for place in places(mesh):
         group = [
             tuple(dict(zip(axes, along, strict=True)).get(i, p) for i, p in enumerate(place))
             for along in itertools.product(*(range(mesh.sizes[a]) for a in axes))
         ]
-        out[place] = _on_one(parts, move, shape, mesh, place, group)
+        out[place] = _on_one(parts, move, shape, mesh, place, group, joined)
     return out
 
 
@@ -80,12 +92,13 @@ def _on_one(
     mesh: Mesh,
     place: tuple[int, ...],
     group: list[tuple[int, ...]],
+    joined: Callable[[list[np.ndarray]], np.ndarray],
 ) -> np.ndarray:
     """What one device holds after a move among the devices of its group, which are in row-major order."""
     mine = group.index(place)
     match move.kind:
         case "all_reduce":
-            return sum(parts[p] for p in group)  # type: ignore[return-value]
+            return joined([parts[p] for p in group])
         case "own":
             return parts[place] if mine == 0 else np.zeros_like(parts[place])
         case "permute":
@@ -99,6 +112,6 @@ def _on_one(
 
     if v.arriving is None:  # a slice, or a slice of the sum
         sources = [place] if move.kind == "slice" else group
-        return sum(on_wire(p)[mine] for p in sources).reshape(v.shape)  # type: ignore[union-attr]
+        return joined([on_wire(p)[mine] for p in sources]).reshape(v.shape)
     came = np.stack([on_wire(p)[mine if v.leaving else 0] for p in group])
     return came.reshape(*v.ways, *came.shape[1:]).transpose(v.arriving).reshape(v.shape)

@@ -1,0 +1,97 @@
+"""Any program under any strategy is the whole one: local programs run in numpy, all devices in one process."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.cases.plans import case_of
+from pase.errors import PaseError
+from pase.local.interpret import loss_and_gradients
+from pase.local.lower import local_program
+from pase.local.verify import verify_program
+from pase.machine import mesh_from
+from pase.tables.layouts import configs
+
+
+def attending(p, x):
+    """Products whose dims are merged and split, a softmax, a weight that is used twice."""
+    q, k = ((x @ p["square"]).reshape(8, 4, 4, 4), (jnp.tanh(x) @ p["square"]).reshape(8, 4, 4, 4))
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k)
+    scores = jnp.exp(scores - scores.max(-1, keepdims=True))
+    mixed = jnp.einsum("bhqs,bshk->bqhk", scores / scores.sum(-1, keepdims=True), q)
+    h = mixed.reshape(x.shape) @ p["up"]
+    return jnp.sum(h * h)
+
+
+def normed(p, x):
+    """Statistics over the batch, and a maximum that a product reads."""
+    h = x @ p["square"] + p["bias"]
+    h = h - h.sum((0, 1))
+    h = h / jnp.sqrt((h * h).sum((0, 1)))
+    return jnp.sum(jnp.tanh(h.max(1) @ p["up"]) * (h.sum(1) @ p["up"]))
+
+
+def branching(p, x):
+    """Values that several nodes read, transposed and not."""
+    h = jnp.exp(jnp.tanh(x @ p["square"]))
+    mixed = jnp.einsum("bsd,btd->bst", h, h + p["bias"])
+    return jnp.sum(jnp.tanh(jnp.swapaxes(mixed, 1, 2) @ h @ p["up"]) * (h @ p["up"]))
+
+
+@functools.cache
+def case(fn):
+    """(case, values by tensor, loss and gradients as JAX finds them)."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        shapes = {"square": (16, 16), "up": (16, 32), "bias": (16,)}
+        params = {k: jnp.asarray(rng.normal(size=s) / 4) for k, s in shapes.items()}
+        x = jnp.asarray(rng.normal(size=(8, 4, 16)))
+        made = case_of(fn, params, x)
+        loss, grads = jax.value_and_grad(fn)(params, x)
+    paths = {**params, "params": x}
+    values = {t.name: np.asarray(paths[t.path]) for t in made.problem.graph.parameters}
+    values |= {t.name: np.asarray(x) for t in made.problem.graph.inputs}
+    return made, values, float(loss), {k: np.asarray(g) for k, g in grads.items()}
+
+
+def ran(fn, mesh, seed):
+    made, values, *_ = case(fn)
+    graph, rng = made.problem.graph, np.random.default_rng(seed)
+    rows = {n.name: configs(n, mesh) for n in graph.nodes}
+    program = local_program(graph, mesh, {n: r[rng.integers(len(r))] for n, r in rows.items()})
+    verify_program(program)
+    return loss_and_gradients(program, graph, values, graph.outputs[0])
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from([attending, normed, branching]),
+    st.sampled_from(["1", "4x2", "2x4", "2x2x2"]),
+    st.integers(0, 2000),
+)
+def test_any_program_under_any_strategy_is_the_whole_one(fn, shape, seed):
+    made, _, loss, grads = case(fn)
+    try:
+        value, found = ran(fn, mesh_from(shape, 1 if shape == "1" else 8), seed)
+    except PaseError as e:
+        assert "goes to another axis" in str(e) or "nest" in str(e)
+        return
+    assert value == pytest.approx(loss, rel=1e-12)
+    paths = {t.name: t.path for t in made.problem.graph.parameters}
+    assert {paths[t] for t in found} == {k for k, g in grads.items() if np.any(g)}
+    for t, g in found.items():
+        np.testing.assert_allclose(g, grads[paths[t]], rtol=0, atol=1e-12 * max(1, np.abs(g).max()))
+
+
+def test_what_the_graph_does_not_determine_is_named():
+    made = case_of(lambda p, x: jnp.sum(x @ p * 2.5), jnp.ones((4, 4)), jnp.ones((4, 4)))
+    graph, mesh = made.problem.graph, mesh_from("1", 1)
+    program = local_program(graph, mesh, {n.name: configs(n, mesh)[0] for n in graph.nodes})
+    given_ = {t.name: np.ones((4, 4)) for t in (*graph.parameters, *graph.inputs)}
+    with pytest.raises(PaseError, match=r"'mul' at .* is not determined by the graph alone"):
+        loss_and_gradients(program, graph, given_, graph.outputs[0])
