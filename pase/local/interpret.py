@@ -57,7 +57,7 @@ def loss_and_gradients(
 
     PaseError where an op is not determined by the graph.
     """
-    run = _Run(program=program, graph=graph)
+    run = _NumpyRun(program=program, graph=graph)
     for op in program.ops:
         run.forward(op, given)
     r = program.result(loss)
@@ -79,7 +79,7 @@ def _settling(program: LocalProgram, tensor: str) -> Sequence[LocalMove]:
 
 
 @dataclass(kw_only=True)
-class _Run:
+class _NumpyRun:
     """values: of tensors, as they are made. gradients: of tensors, as they arrive there. moved: by transfers, there;
     arriving: gradients on transfers, as they leave their readers."""
 
@@ -196,7 +196,7 @@ class _Nest:
     sizes: Mapping[str, int]
 
     @classmethod
-    def of(cls, run: _Run, local: LocalOp, back: bool) -> _Nest:
+    def of(cls, run: _NumpyRun, local: LocalOp, back: bool) -> _Nest:
         """back: as its result's gradient lies."""
         op, space = local.op, run.graph.node[local.node].space
         if op.function.name not in _FUNCTIONS or len(_FUNCTIONS[op.function.name][1]) != len(op.reads):
