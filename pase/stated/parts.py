@@ -6,7 +6,7 @@ the graph's own work and collectives (``pase.tables``), priced by the cost model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -24,7 +24,7 @@ from pase.stated.strategy import Strategy
 from pase.tables.build import work_price
 from pase.tables.itemize import collectives
 from pase.tables.layouts import dim_index, number, shards
-from pase.tables.work import SCALE_PASSES, Work
+from pase.tables.work import SCALE_PASSES, Phase, Work
 
 __all__ = ["Part", "Parts", "Sent", "Where", "parts_of"]
 
@@ -96,13 +96,71 @@ def parts_of(
     share: of the graph's batch that the micro-batch really is (a batch of one is read as two: a dim of one is no dim).
     """
     where, blocks = _places(graph)
-    parts = {"first": Part(), "block": Part(), "last": Part()}
-    turns = {"first": 1.0, "block": float(blocks), "last": 1.0}
+    made = _PartsInTheMaking(
+        graph=graph,
+        placed=placed,
+        strategy=s,
+        program=program,
+        model=model,
+        share=share,
+        where=where,
+        blocks=blocks,
+    )
     for n in graph.nodes:
-        part, many = parts[where[n.name]], turns[where[n.name]]
-        inside = where[n.name] == "block"
-        cfg = placed.strategy[n.name][None, :]
-        for w, seconds in _priced(graph, n, cfg, placed.mesh, s, program, model):
+        made.add_work(n)
+    made.add_collectives()
+    made.add_parameters()
+    made.add_kept()
+    end = made.logits()
+    elements = made.on_device(*end) if end is not None else 0.0
+    return Parts(**made.parts, blocks=blocks, logits=elements * share)
+
+
+_PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PartsInTheMaking:
+    """A placed graph, and its parts while they are added up. where: each node's part; share: see ``parts_of``."""
+
+    graph: Graph
+    placed: Baseline
+    strategy: Strategy
+    program: Program
+    model: CostModel
+    share: float
+    where: Mapping[str, Where]
+    blocks: int
+    parts: dict[str, Part] = field(default_factory=lambda: {"first": Part(), "block": Part(), "last": Part()})
+    summed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameter's node -> the axes over which its gradient is summed."""
+
+    def turns(self, node: str) -> float:
+        """How often the part that the node is in runs."""
+        return float(self.blocks) if self.where[node] == "block" else 1.0
+
+    def again(self, n: Node, heavy: bool) -> float:
+        """The part of a node's forward work that backward repeats."""
+        s = self.strategy
+        if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none"):
+            return 0.0
+        return 1.0 if s.remat == "full" else self.program.selective(self.graph, n, heavy)
+
+    def on_device(self, n: Node, access: Access) -> float:
+        """Elements of a tensor on one device, laid out as the node accesses it."""
+        t = self.graph.tensors[access.tensor]
+        config = self.placed.strategy[n.name][None, :]
+        ways = shards(config, dim_index(n, access.map.dims), self.placed.mesh)
+        return float(number(t.elements, t.name) / ways[0])
+
+    def add_work(self, n: Node) -> None:
+        """The node's work, forward and backward, and its kernels' launches."""
+        part, many, share = self.parts[self.where[n.name]], self.turns(n.name), self.share
+        inside = self.where[n.name] == "block"
+        cfg = self.placed.strategy[n.name][None, :]
+        for w, seconds in _priced(
+            self.graph, n, cfg, self.placed.mesh, self.strategy, self.program, self.model
+        ):
             each = w.times * seconds / many
             if w.phase == "update":
                 part.update_s += each
@@ -110,21 +168,104 @@ def parts_of(
                 part.backward_s += each * share
             else:
                 part.forward_s += each * share
-                part.again_s += (
-                    each * share * (_again(graph, n, s, program, w.kind != "memory") if inside else 0.0)
-                )
+                part.again_s += each * share * (self.again(n, w.kind != "memory") if inside else 0.0)
             if w.kind == "attention":
                 f, b = part.attention_s
                 part.attention_s = (f, b + each * share) if w.phase == "backward" else (f + each * share, b)
         if n.kind == "attention":
-            _around(graph, placed, n, s, program, model, part, share)
-        for i, phase in enumerate(("forward", "backward")):
-            part.host_s[i] += launches(graph, n, program.executor)[phase] / many * program.executor.host_s[i]  # type: ignore[index]
-    _send(graph, placed, s, program, model, parts, where, turns, share)
-    _hold(graph, placed, s, program, parts, where, turns, share)
-    end = _logits(graph, where)
-    elements = _on_device(graph, placed, *end) if end is not None else 0.0
-    return Parts(**parts, blocks=blocks, logits=elements * share)
+            self.add_around(n)
+        executor = self.program.executor
+        for i, phase in enumerate(_PHASES):
+            part.host_s[i] += launches(self.graph, n, executor)[phase] / many * executor.host_s[i]
+
+    def add_around(self, n: Node) -> None:
+        """What the program does around an attention's kernel."""
+        part, program, device = self.parts[self.where[n.name]], self.program, self.model.machine.device
+        queries = next(op for op in n.ops if op.kind == "attention").reads[0]
+        rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
+        once = self.on_device(n, queries) * self.graph.tensors[queries.tensor].itemsize * self.share / rate
+        forward = program.around.forward * once + program.around.waits * program.executor.host_s[0]
+        part.forward_s += forward
+        part.again_s += forward * self.again(n, False)
+        part.backward_s += program.around.backward * once
+
+    def add_collectives(self) -> None:
+        """Collectives between products; those that sum parameters' gradients are left to ``add_parameters``."""
+        graph = self.graph
+        stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
+        for c in collectives(graph, self.placed.mesh, self.placed.strategy, self.model):
+            if c.tensor in stored and c.phase == "backward":
+                self.summed[graph.producer[c.tensor].name] = c.axes
+                continue
+            at, many = self.where[c.node], self.turns(c.node)
+            repeats = at == "block" and c.phase == "forward"
+            self.parts[at].sent.append(
+                Sent(
+                    kind=c.kind,
+                    axes=c.axes,
+                    nbytes=c.nbytes * self.share,
+                    times=c.times / many,
+                    seconds=max(c.cost, c.times * self.program.executor.collective_s) * self.share / many,
+                    backward=c.phase == "backward",
+                    runs_again=self.again(graph.node[c.node], True) if repeats else 0.0,
+                )
+            )
+
+    def add_parameters(self) -> None:
+        """The trained parameters, as the elements whose gradients are summed."""
+        for n in self.graph.nodes:
+            if n.kind == "parameter" and self.graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
+                local = self.on_device(n, n.ops[0].writes[0]) / self.turns(n.name)
+                part, axes = self.parts[self.where[n.name]], self.summed.get(n.name, ())
+                part.tensors += 1
+                part.largest = max(part.largest, local)
+                part.elements[axes] = part.elements.get(axes, 0.0) + local
+
+    def add_kept(self) -> None:
+        """What backward needs: by what a compiler keeps, or by what each kernel's own backward reads."""
+        graph, program = self.graph, self.program
+        makers = {a.tensor: n for n in graph.nodes for op in n.ops for a in op.writes}
+        eighth: set[str] = set()
+        if program.executor.fused:
+            wanted = set(kept(graph))
+        else:
+            by_weights, by_others = _read_again(graph, program)
+            wanted = by_weights | by_others
+            # What products with weights alone keep is kept as they read it.
+            if self.strategy.precision == "fp8" and program.keeps_fp8:
+                eighth = by_weights - by_others
+        end = self.logits()
+        logits = number(graph.tensors[end[1].tensor].elements, "logits") if end is not None else float("inf")
+        for t in wanted:
+            n = makers.get(t)
+            if n is None or n.kind in ("parameter", "input", "constant"):
+                continue
+            at, tensor = self.where[n.name], graph.tensors[t]
+            if at == "last" and n.kind != "carry" and number(tensor.elements, t) >= logits:
+                continue  # counted as logits
+            op, write = n.write_of(t)
+            nbytes = self.on_device(n, write) * (1 if t in eighth else tensor.itemsize) * self.share
+            part = self.parts["block" if n.kind == "carry" else at]
+            part.saved += nbytes
+            if n.kind == "carry":
+                part.entry += nbytes
+                part.kept += nbytes
+            else:
+                part.kept += nbytes * (1 - self.again(n, op.kind in HEAVY) if at == "block" else 1.0)
+
+    def logits(self) -> tuple[Node, Access] | None:
+        """The largest tensor that a product makes behind the blocks, with its node: the logits."""
+        made = [
+            (n, a)
+            for n in self.graph.nodes
+            if self.where[n.name] == "last" and n.kind == "matmul"
+            for op in n.ops
+            if op.kind == "matmul"
+            for a in op.writes
+        ]
+        return max(
+            made, key=lambda m: number(self.graph.tensors[m[1].tensor].elements, m[0].name), default=None
+        )
 
 
 def _places(graph: Graph) -> tuple[dict[str, Where], int]:
@@ -147,13 +288,6 @@ def _places(graph: Graph) -> tuple[dict[str, Where], int]:
     return where, blocks
 
 
-def _again(graph: Graph, n: Node, s: Strategy, program: Program, heavy: bool) -> float:
-    """The part of a node's forward work that backward repeats."""
-    if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none"):
-        return 0.0
-    return 1.0 if s.remat == "full" else program.selective(graph, n, heavy)
-
-
 def _priced(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, s: Strategy, program: Program, model: CostModel
 ) -> Iterator[tuple[Work, float]]:
@@ -166,27 +300,6 @@ def _priced(
             own, had = (2 * (1 + passes) + 2 for passes in (program.fp8_passes, SCALE_PASSES))
             w = replace(w, nbytes=w.nbytes * own / had)
         yield w, float(np.ravel(work_price(w, model))[0])
-
-
-def _around(
-    graph: Graph,
-    placed: Baseline,
-    n: Node,
-    s: Strategy,
-    program: Program,
-    model: CostModel,
-    part: Part,
-    share: float,
-) -> None:
-    """What the program does around the attention's kernel, added to its part."""
-    queries = next(op for op in n.ops if op.kind == "attention").reads[0]
-    device = model.machine.device
-    rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
-    once = _on_device(graph, placed, n, queries) * graph.tensors[queries.tensor].itemsize * share / rate
-    forward = program.around.forward * once + program.around.waits * program.executor.host_s[0]
-    part.forward_s += forward
-    part.again_s += forward * _again(graph, n, s, program, False)
-    part.backward_s += program.around.backward * once
 
 
 def _attention_s(
@@ -209,105 +322,6 @@ def _attention_s(
         known[name].at(np.asarray(w.mnk[1]), backward=w.phase == "backward").ravel()[0]
     )
     return float(np.ravel(w.flops)[0]) / rate + device.launch_s
-
-
-def _on_device(graph: Graph, placed: Baseline, n: Node, access: Access) -> float:
-    """Elements of a tensor on one device, laid out as the node accesses it."""
-    t = graph.tensors[access.tensor]
-    ways = shards(placed.strategy[n.name][None, :], dim_index(n, access.map.dims), placed.mesh)
-    return float(number(t.elements, t.name) / ways[0])
-
-
-def _send(
-    graph: Graph,
-    placed: Baseline,
-    s: Strategy,
-    program: Program,
-    model: CostModel,
-    parts: dict[str, Part],
-    where: dict[str, Where],
-    turns: dict[str, float],
-    share: float,
-) -> None:
-    """Collectives between products into their parts; sums of parameters' gradients as the elements that they sum."""
-    stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
-    summed: dict[str, tuple[str, ...]] = {}
-    for c in collectives(graph, placed.mesh, placed.strategy, model):
-        if c.tensor in stored and c.phase == "backward":
-            summed[graph.producer[c.tensor].name] = c.axes
-            continue
-        at = where[c.node]
-        seconds = max(c.cost, c.times * program.executor.collective_s) * share / turns[at]
-        again = (
-            _again(graph, graph.node[c.node], s, program, True)
-            if at == "block" and c.phase == "forward"
-            else 0.0
-        )
-        parts[at].sent.append(
-            Sent(
-                kind=c.kind,
-                axes=c.axes,
-                nbytes=c.nbytes * share,
-                times=c.times / turns[at],
-                seconds=seconds,
-                backward=c.phase == "backward",
-                runs_again=again,
-            )
-        )
-    for n in graph.nodes:
-        if n.kind == "parameter" and graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
-            a = n.ops[0].writes[0]
-            local = _on_device(graph, placed, n, a)
-            part = parts[where[n.name]]
-            axes = summed.get(n.name, ())
-            part.tensors += 1
-            part.largest = max(part.largest, local / turns[where[n.name]])
-            part.elements[axes] = part.elements.get(axes, 0.0) + local / turns[where[n.name]]
-
-
-def _hold(
-    graph: Graph,
-    placed: Baseline,
-    s: Strategy,
-    program: Program,
-    parts: dict[str, Part],
-    where: dict[str, Where],
-    turns: dict[str, float],
-    share: float,
-) -> None:
-    """What backward needs of each part: by what a compiler keeps, or by what each kernel's own backward reads."""
-    makers = {a.tensor: n for n in graph.nodes for op in n.ops for a in op.writes}
-    eighth: set[str] = set()
-    if program.executor.fused:
-        wanted = set(kept(graph))
-    else:
-        by_weights, by_others = _read_again(graph, program)
-        wanted = by_weights | by_others
-        # What products with weights alone keep is kept as they read it.
-        eighth = by_weights - by_others if s.precision == "fp8" and program.keeps_fp8 else set()
-    end = _logits(graph, where)
-    logits = number(graph.tensors[end[1].tensor].elements, "logits") if end is not None else float("inf")
-    for t in wanted:
-        n = makers.get(t)
-        if n is None or n.kind in ("parameter", "input", "constant"):
-            continue
-        at = where[n.name]
-        part = parts[at]
-        if n.kind == "carry":
-            part = parts["block"]
-        op, write = n.write_of(t)
-        tensor = graph.tensors[t]
-        if at == "last" and n.kind != "carry" and number(tensor.elements, t) >= logits:
-            continue  # counted as logits
-        nbytes = _on_device(graph, placed, n, write) * (1 if t in eighth else tensor.itemsize) * share
-        part.saved += nbytes
-        if n.kind == "carry":
-            part.entry += nbytes
-            part.kept += nbytes
-        else:
-            part.kept += nbytes * (
-                1 - _again(graph, n, s, program, op.kind in HEAVY) if at == "block" else 1.0
-            )
 
 
 def _read_again(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
@@ -340,16 +354,3 @@ def _read_again(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
             elif op.kind == "carry":
                 out |= {a.tensor for a in op.writes}
     return by_weights, out
-
-
-def _logits(graph: Graph, where: dict[str, Where]) -> tuple[Node, Access] | None:
-    """The largest tensor that a product makes behind the blocks, with its node: the logits."""
-    made = [
-        (n, a)
-        for n in graph.nodes
-        if where[n.name] == "last" and n.kind == "matmul"
-        for op in n.ops
-        if op.kind == "matmul"
-        for a in op.writes
-    ]
-    return max(made, key=lambda m: number(graph.tensors[m[1].tensor].elements, m[0].name), default=None)
