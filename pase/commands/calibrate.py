@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pase.commands.options import JsonOption, print_json, progress
+from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
@@ -192,7 +193,7 @@ def _measured(
         return None
     if isinstance(fitted, Exception):
         raise Infeasible(f"{fitted}\nNothing was written to {output}; the measurements are in {path}.")
-    output.write_text(dumps(fitted.machine), encoding="utf-8")
+    write_atomically(output, dumps(fitted.machine))
     return {"output": str(output), "journal": str(path), **_outcome(outcome, fitted, journal)}
 
 
@@ -301,7 +302,7 @@ def _from_traces(traces: Path, base: str | None, output: Path, name: str | None)
             "--from TRACES measures collectives alone; say with --base NAME which machine they belong to"
         )
     machine, told = with_traces(load(base), traces, name or output.stem)
-    output.write_text(dumps(machine), encoding="utf-8")
+    write_atomically(output, dumps(machine))
     return {"output": str(output), "machine": _outline(machine), **told}
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
@@ -44,7 +45,7 @@ def diagnose(
     d = diagnose_run(m)
     report = diagnosis_report(str(traces), d)
     if page is not None:
-        page.write_text(diagnosis_page(d, report))
+        write_atomically(page, diagnosis_page(d, report))
     if timeline is not None:
         g = d.run.graph
         tasks = [s.task % len(g) for s in d.run.replay.path()]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
@@ -64,7 +65,7 @@ def optimize(
     )
     report = optimize_report(str(traces), run, outcome)
     if output is not None:
-        output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        write_atomically(output, json.dumps(report, indent=1, allow_nan=False) + "\n")
     if as_json:
         typer.echo(json.dumps(report, allow_nan=False))
     else:

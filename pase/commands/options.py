@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from pase.compiler.options import CompileOptions
+from pase.files.progress import estimating
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -154,13 +155,14 @@ def _as_flag(f: Field[Any]) -> inspect.Parameter:
 
 @contextmanager
 def progress() -> Iterator[Any]:
-    """say(text): what goes on, on standard error while it is a terminal; nothing elsewhere."""
+    """say(text): what goes on, on standard error while it is a terminal, with the time so far and what may be left;
+    nothing elsewhere."""
     err = console(err=True)
     if not err.is_terminal:
         yield lambda text: None
         return
     with err.status("") as status:
-        yield status.update
+        yield estimating(status.update)
 
 
 def print_json(data: Any) -> None:

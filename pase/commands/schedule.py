@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pase.files.atomic import write_atomically
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def schedule(
     assert best.plan is not None and best.evaluation is not None
     if output is not None:
         data = plan_to_json(problem, best.plan, evaluation=best.to_json(), starts_s=best.evaluation.starts_s)
-        output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        write_atomically(output, json.dumps(data, indent=1) + "\n")
     if write:
         from dataclasses import replace
 

@@ -16,12 +16,24 @@ __all__ = ["write_atomically"]
 def write_atomically(path: str | Path, content: str | Iterable[bytes | memoryview | mmap]) -> None:
     """Write a text, or the pieces of a binary file, into a neighbour, sync it, and rename it over ``path``.
 
-    PaseError where the folder does not exist; where writing fails, the old file stays as it was.
+    PaseError where the folder does not exist; where writing fails, an OSError names the file, which stays as it was.
     """
     pieces = [content.encode("utf-8")] if isinstance(content, str) else content
     path = Path(path)
     if not path.parent.is_dir():
         raise PaseError(f"cannot write {path}: the folder {path.parent} does not exist")
+    try:
+        if (
+            path.exists() and not path.is_file()
+        ):  # a pipe, /dev/null: not to be put something else in its place
+            path.write_bytes(b"".join(pieces))
+        else:
+            _replace(path, pieces)
+    except OSError as e:  # of a full disk Python names no file, of a folder that is closed the neighbour
+        raise OSError(e.errno, e.strerror, str(path)) from e
+
+
+def _replace(path: Path, pieces: Iterable[bytes | memoryview | mmap]) -> None:
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(fd, "wb") as f:

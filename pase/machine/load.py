@@ -64,6 +64,8 @@ def parse(text: str, where: str) -> Machine:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise PaseError(f"{where}: not TOML: {e}") from e
+    except ValueError as e:  # Python refuses integers of thousands of digits
+        raise PaseError(f"{where}: not TOML that can be read: {str(e).partition(';')[0]}") from None
     if tree.get("schema") != SCHEMA:
         raise PaseError(f"{where}: schema is {tree.get('schema')!r}, this version reads '{SCHEMA}'")
     form = convert(tree, MachineFile, where, closed=True)

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from pase.errors import PaseError
+from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, to_builtins, to_tree
 from pase.files.json_values import JsonObject
 from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Timeline
@@ -187,7 +188,7 @@ def save_timeline(
         d |= chrome_trace(t, critical, findings)
     text = json.dumps(d, separators=(",", ":"), allow_nan=False).encode()
     path = Path(path)
-    path.write_bytes(gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)
+    write_atomically(path, [gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text])
 
 
 def load_timeline(path: str | Path) -> Timeline:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pase.errors import PaseError
+from pase.files.atomic import write_atomically
 from pase.schedule.simulate import Evaluation, Interval
 from pase.schedule.types import ScheduleProblem
 
@@ -122,7 +123,7 @@ def write_gantt(path: Path, problem: ScheduleProblem, evaluations: Sequence[Eval
     if not evaluations:
         raise PaseError("nothing to draw: no policy applied")
     if path.suffix == ".html":
-        path.write_text(as_html(problem, evaluations), encoding="utf-8")
+        write_atomically(path, as_html(problem, evaluations))
         return
     if path.suffix != ".png":
         raise PaseError(f"--gantt {path}: write to .html or .png")

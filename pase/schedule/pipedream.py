@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from pase.errors import PaseError
+from pase.files.terminal import printable
 from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, Transfer
 
 __all__ = ["Layer", "looks_like_pipedream", "problem_from_layers", "read_pipedream"]
@@ -45,6 +46,10 @@ def read_pipedream(
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
+        if printable(line) != line:
+            raise PaseError(
+                f"{name}, line {number}: a control character, which no layer's name holds; take it out"
+            )
         if edge := _EDGE.match(line):
             edges.append((number, edge[1], edge[2]))
             continue

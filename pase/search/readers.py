@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pase.errors import PaseError
+from pase.files.atomic import write_atomically
 from pase.files.codec import parse_json
 from pase.files.json_values import JsonObject
 from pase.search.types import MemoryProfile
@@ -25,6 +26,10 @@ from pase.tables.types import CostTables, EdgeTable
 __all__ = ["read_instance", "write_solution"]
 
 MAX_BYTES = 2 << 30  # of a file once unpacked
+_UNPACKED_BYTES, _RATIO = (
+    64 << 20,
+    200,
+)  # what any gzip may hold, and what more for each of its own bytes: else a bomb
 MAX_NODES = 10_000_000
 MAX_ENTRIES = 200_000_000  # numbers in all tables together
 FORBIDDEN = 1e18  # the contest writes "not allowed" as 10^18
@@ -50,15 +55,16 @@ def read_instance(path: Path) -> tuple[CostTables, MemoryProfile | None]:
 
 def write_solution(path: Path, choice: np.ndarray) -> None:
     """The contest's form: a JSON list with one config index per node."""
-    Path(path).write_text(json.dumps([int(k) for k in choice]) + "\n")
+    write_atomically(path, json.dumps([int(k) for k in choice]) + "\n")
 
 
 def _read_json(path: Path) -> Any:
     try:
         with open(path, "rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
+        most = min(MAX_BYTES, max(_UNPACKED_BYTES, _RATIO * path.stat().st_size)) if packed else MAX_BYTES
         with gzip.open(path, "rb") if packed else open(path, "rb") as f:
-            data = f.read(MAX_BYTES + 1)
+            data = f.read(most + 1)
     except FileNotFoundError:
         raise PaseError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -67,8 +73,9 @@ def _read_json(path: Path) -> Any:
         raise PaseError(f"{path}: the gzip data is damaged ({err}); fetch the file again") from None
     except OSError as err:
         raise PaseError(f"{path}: cannot be read ({err.strerror or err})") from None
-    if len(data) > MAX_BYTES:
-        raise PaseError(f"{path}: more than {MAX_BYTES >> 30} GiB once unpacked; refused")
+    if len(data) > most:
+        hint = "; unpack it first if you trust it" if packed else ""
+        raise PaseError(f"{path}: more than {most >> 20} MiB once unpacked; refused{hint}")
     return parse_json(data, str(path))
 
 

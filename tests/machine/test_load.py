@@ -359,3 +359,8 @@ def test_efficiency_by_dtype_and_kernels_by_name():
         parse(text.replace("matmul.float8_e5m2", "matmul.float9"), "x")
     with pytest.raises(PaseError, match="attention_kernels/0/forward"):
         parse(text.replace("forward = [0.193", "forward = [1.5, 0.193"), "x")
+
+
+def test_a_number_of_thousands_of_digits_is_refused():
+    with pytest.raises(PaseError, match="not TOML that can be read: Exceeds the limit"):
+        parse("schema = " + "9" * 5000, "here.toml")

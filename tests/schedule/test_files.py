@@ -354,3 +354,8 @@ def test_emitters() -> None:
     assert lines[0].startswith('costs { name: "all-reduce-start" cost_us: 8651.0')
     assert lines[1].startswith('costs { name: "all-reduce-start.1" cost_us: 31754.0')
     assert ddp_caps_mb(problem, plan)[0] == pytest.approx(problem.tensors[5].nbytes / 2**20, abs=1e-3)
+
+
+def test_a_profile_cannot_command_the_terminal() -> None:
+    with pytest.raises(PaseError, match=r"p, line \d+: a control character"):
+        read_pipedream(PROFILE.replace("node3", "node3\x1b[2J", 1), (), name="p")

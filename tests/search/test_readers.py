@@ -255,3 +255,11 @@ def test_kernels_are_numpys_until_numba_is_worth_its_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "['numpy', 'numpy', 'numpy', 'numba', 'numba']\n"
+
+
+def test_a_bomb_is_refused_before_it_fills_memory(tmp_path):
+    """256 MiB of blanks in 260 KB: more than 200 times its own size, and more than any small file may hold."""
+    path = tmp_path / "bomb.json"
+    path.write_bytes(gzip.compress(b" " * (1 << 20)) * 256)
+    with pytest.raises(PaseError, match="more than 64 MiB once unpacked; refused; unpack it first"):
+        read_instance(path)

@@ -1,0 +1,51 @@
+"""What goes on while people wait: lines of text, of which some say how far they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["Step", "estimating"]
+
+_QUIET_S = 2.0
+"""Nobody asks how long what takes less will take."""
+
+
+class Step(str):
+    """A line of progress: the piece of work that begins, as many being ``done`` of a ``total`` of alike ones.
+
+    >>> Step("mesh 2×4", 1, 3)
+    'mesh 2×4 (2 of 3)'
+    """
+
+    done: int
+    total: int
+
+    def __new__(cls, text: str, done: int, total: int) -> Step:
+        made = super().__new__(cls, f"{text} ({done + 1} of {total})")
+        made.done, made.total = done, total
+        return made
+
+
+def estimating(
+    say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
+) -> Callable[[str], None]:
+    """``say`` of each line with the time so far, and of a ``Step`` with about how long the rest takes: as long for each
+    piece as those did that are done."""
+    start = begun = clock()
+
+    def told(text: str) -> None:
+        nonlocal begun
+        now = clock()
+        parts = [str(text)]
+        if now - start >= _QUIET_S:
+            parts.append(f"{now - start:.0f} s")
+        if isinstance(text, Step):
+            if text.done == 0:
+                begun = now
+            elif now - begun >= _QUIET_S:
+                left = (now - begun) / text.done * (text.total - text.done)
+                parts.append(f"about {left:.0f} s left")
+        say(" · ".join(parts))
+
+    return told
