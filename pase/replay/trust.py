@@ -14,7 +14,7 @@ from pase.replay.predict import HeldOut, held_out, held_out_ranks
 from pase.replay.steady import Steady, steady
 from pase.replay.types import GPU_KINDS
 
-__all__ = ["UNEXPLAINED", "Run", "unexplained_ns"]
+__all__ = ["UNEXPLAINED", "Run", "unexplained_ns", "unexplained_share"]
 
 UNEXPLAINED = 0.1
 """Above this unexplained share of the critical path a replay of a changed run is a guess."""
@@ -104,10 +104,7 @@ class Run:
     @cached_property
     def unexplained(self) -> float:
         """Share of the replayed critical path that is delay without a known cause."""
-        lost = unexplained_ns(self.graph)
-        path = self.replay.path()
-        total = sum(min(s.lag_ns, float(lost[s.task % self.replay.tasks])) for s in path)
-        return total / self.replayed_ns if self.replayed_ns else 0.0
+        return unexplained_share(self.graph, self.replay)
 
     def _outside(self, allowed: float) -> str:
         """How the replay of the run as it is contradicts its iterations, with the cause; empty where it does not."""
@@ -181,12 +178,30 @@ class Run:
                 f"{what}: {outside}. pase diagnose says where the measured time went; --force shows the replay"
             )
 
+    def must_be_explained(self, what: str, changed: DataflowGraph, force: bool) -> float:
+        """The iteration (ns) that a change makes; Infeasible where its critical path is delay that nothing explains."""
+        s = steady(changed)
+        share = unexplained_share(changed, s)
+        if share > max(UNEXPLAINED, self.unexplained) and not force:
+            raise Infeasible(
+                f"{what}: not predicted, since {share:.0%} of the critical path would be delay that nothing in the "
+                "trace explains, and that a change might move. --force predicts anyway"
+            )
+        return s.iteration_ns
+
     def must_be_believed(self, what: str, force: bool) -> None:
         """Infeasible, with the reasons, where a prediction is asked for that is not to be believed."""
         if self.doubts and not force:
             raise Infeasible(
                 f"{what}: not predicted, since {'; and '.join(self.doubts)}. --force predicts anyway"
             )
+
+
+def unexplained_share(g: DataflowGraph, replay: Steady) -> float:
+    """Share of a replay's critical path that is delay without a known cause."""
+    lost = unexplained_ns(g)
+    total = sum(min(s.lag_ns, float(lost[s.task % replay.tasks])) for s in replay.path())
+    return total / replay.iteration_ns if replay.iteration_ns else 0.0
 
 
 def unexplained_ns(g: DataflowGraph) -> np.ndarray:
@@ -210,11 +225,10 @@ def _since_the_beginning(g: DataflowGraph) -> np.ndarray:
     """Delay since the iteration's beginning of tasks of which nothing shows what they wait for; float64 [tasks]."""
     out = np.zeros(len(g))
     waits = np.zeros(len(g), dtype=bool)
-    waits[g.dst] = True
-    for rank in g.root.keys() & g.tail.keys():
-        root = g.root[rank]
+    waits[g.dst] = waits[g.carried.dst] = True
+    for rank in g.ranks:
         mine = np.flatnonzero(~waits & (g.rank == rank))
-        mine = mine[mine != root]
-        late = g.release_ns[mine] - g.release_ns[root] - _PLAIN_NS["handoff"]
-        out[mine] = np.maximum(late, 0.0)
+        if len(mine):
+            begin = g.release_ns[g.root[rank]] if rank in g.root else g.release_ns[mine].min()
+            out[mine] = np.maximum(g.release_ns[mine] - begin - _PLAIN_NS["handoff"], 0.0)
     return out

@@ -254,8 +254,8 @@ def test_what_ifs_are_refused_where_replay_is_not_to_be_believed(tmp_path: Path)
     assert "Do not rely" in printed("replay", path, "--what-if", "op:gemm=0.5", "--force").splitlines()[0]
 
 
-def test_a_thread_that_begins_by_itself_is_unexplained(tmp_path: Path) -> None:
-    """A second thread launches 30 ms after the step began, while nothing runs: what it waited for is not seen."""
+def _by_itself(tmp_path: Path, works_us: float) -> Path:
+    """A second thread launches 30 ms after the step began, unexplained; the main thread works, then waits."""
     events: list[dict[str, Any]] = []
     for step in range(5):
         z = 40_000.0 * step
@@ -269,13 +269,29 @@ def test_a_thread_that_begins_by_itself_is_unexplained(tmp_path: Path) -> None:
             )
             kernel = {"ph": "X", "cat": "kernel", "name": f"gemm_{k}", "pid": 0, "tid": 7, "dur": 5_000.0}
             events.append({**kernel, "ts": at + 8, "args": _args(2 * step + k)})
-        wait = {**host, "tid": 1, "name": "cudaDeviceSynchronize"}
-        events.append({**wait, "ts": z + 20, "dur": 34_995.0})
+        work = {"ph": "X", "pid": 0, "cat": "cpu_op", "tid": 1, "name": "aten::work"}
+        events.append({**work, "ts": z + 20, "dur": works_us})
+        begin, end = z + 20 + works_us, z + max(35_015.0, 40 + works_us)
+        events.append({**host, "tid": 1, "name": "cudaDeviceSynchronize", "ts": begin, "dur": end - begin})
     path = tmp_path / "late.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    measured = Run(measured=measure(load(path)))
+    return path
+
+
+def test_a_thread_that_begins_by_itself_is_unexplained(tmp_path: Path) -> None:
+    measured = Run(measured=measure(load(_by_itself(tmp_path, 0.0))))
     assert measured.replayed_ns == pytest.approx(40e6, rel=1e-3)
     assert 0.5 < measured.unexplained < 0.8 and "nothing in the trace explains" in measured.headline
+
+
+def test_a_what_if_that_ends_in_unexplained_delay_is_refused(tmp_path: Path) -> None:
+    """As it is the main thread's work takes longer; half as long, what is not explained would decide."""
+    path = _by_itself(tmp_path, 39_000.0)
+    assert Run(measured=measure(load(path))).unexplained == 0
+    code, _, err = run("replay", path, "--what-if", "host=0.5")
+    assert code == 1 and "nothing in the trace explains" in " ".join(err.split())
+    assert run("replay", path, "--what-if", "host=0.5", "--force")[0] == 0
+    assert run("replay", path, "--what-if", "op:gemm=0.5")[0] == 0
 
 
 def test_a_replay_far_from_its_own_run_is_an_error(tmp_path: Path, monkeypatch: Any) -> None:
