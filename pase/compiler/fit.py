@@ -20,7 +20,7 @@ from pase.compiler.methods import memory_of
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.variants import Variant
 from pase.errors import Infeasible
-from pase.files.progress import Step
+from pase.files.progress import PieceOfWork
 from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.search import Known, MemoryProfile, Solution, price_memory, solve
@@ -157,7 +157,11 @@ def fit_limit(
     for i, mesh in enumerate(order := sorted(over, key=lambda m: proven[m])):
         if proven[mesh] >= below:
             break
-        say(Step(f"mesh {'×'.join(map(str, mesh.sizes))} within {limit / 2**30:.4g} GiB", i, len(order)))
+        say(
+            PieceOfWork(
+                f"mesh {'×'.join(map(str, mesh.sizes))} within {limit / 2**30:.4g} GiB", i, len(order)
+            )
+        )
         answer = searches[mesh].cheapest(below, price)
         proven[mesh] = max(proven[mesh], answer.bound)
         if answer.solution is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pase.compiler.problem import Progress, SplitProblem
 from pase.errors import Infeasible
-from pase.files.progress import Step
+from pase.files.progress import PieceOfWork
 from pase.garbage import uncollected
 from pase.machine import Mesh
 from pase.search import Solution
@@ -70,7 +70,7 @@ def search_meshes(
     answers = dict(so_far.answers) if so_far else {}
     spent = dict(so_far.seconds) if so_far else {}
     for i, mesh in enumerate(over):
-        say(Step(f"mesh {'×'.join(map(str, mesh.sizes))}", i, len(over)))
+        say(PieceOfWork(f"mesh {'×'.join(map(str, mesh.sizes))}", i, len(over)))
         start = time.perf_counter()
         space = pricing.space(mesh)
         built = time.perf_counter()

@@ -5,23 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Step", "estimating"]
+__all__ = ["PieceOfWork", "estimating"]
 
 _QUIET_S = 2.0
 """Nobody asks how long what takes less will take."""
 
 
-class Step(str):
+class PieceOfWork(str):
     """A line of progress: the piece of work that begins, as many being ``done`` of a ``total`` of alike ones.
 
-    >>> Step("mesh 2×4", 1, 3)
+    >>> PieceOfWork("mesh 2×4", 1, 3)
     'mesh 2×4 (2 of 3)'
     """
 
     done: int
     total: int
 
-    def __new__(cls, text: str, done: int, total: int) -> Step:
+    def __new__(cls, text: str, done: int, total: int) -> PieceOfWork:
         made = super().__new__(cls, f"{text} ({done + 1} of {total})")
         made.done, made.total = done, total
         return made
@@ -30,7 +30,7 @@ class Step(str):
 def estimating(
     say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[str], None]:
-    """``say`` of each line with the time so far, and of a ``Step`` with about how long the rest takes: as long for each
+    """``say`` of each line with the time so far, and of a ``PieceOfWork`` with about how long the rest takes: as long for each
     piece as those did that are done."""
     start = begun = clock()
 
@@ -40,7 +40,7 @@ def estimating(
         parts = [str(text)]
         if now - start >= _QUIET_S:
             parts.append(f"{now - start:.0f} s")
-        if isinstance(text, Step):
+        if isinstance(text, PieceOfWork):
             if text.done == 0:
                 begun = now
             elif now - begun >= _QUIET_S:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible, PaseError
-from pase.files.progress import Step
+from pase.files.progress import PieceOfWork
 from pase.plan.types import NodePlan, PlanData
 from pase.tables.itemize import Collective, LocalWork
 
@@ -361,7 +361,7 @@ def _next_best(
     for done, v in enumerate(nodes):
         if time.perf_counter() - start > time_limit:
             return out, len(nodes) - done
-        say(Step(f"next-best choices: {problem.graph.nodes[v].name}", done, len(nodes)))
+        say(PieceOfWork(f"next-best choices: {problem.graph.nodes[v].name}", done, len(nodes)))
         chosen = _chosen_index(plan, problem, v)
         others = [i for g in _groups(plan, problem, v).values() if chosen not in g for i in g]
         if others:
@@ -396,7 +396,7 @@ def _layer(
     alternatives = []
     groups = _groups(plan, problem, v)
     for done, (ways, members) in enumerate(groups.items()):
-        say(Step(f"alternatives of {node.name}", done, len(groups)))
+        say(PieceOfWork(f"alternatives of {node.name}", done, len(groups)))
         cost, at = _solved(plan, problem, v, members)
         is_chosen = chosen in members
         cfg = space.configs[v][chosen if is_chosen else at]

@@ -1,6 +1,6 @@
 """Lines of progress say how long it took so far, and of steps that are alike how long the rest may take."""
 
-from pase.files.progress import Step, estimating
+from pase.files.progress import PieceOfWork, estimating
 
 
 def test_an_estimate_is_the_rate_so_far_over_what_is_left():
@@ -9,7 +9,7 @@ def test_an_estimate_is_the_rate_so_far_over_what_is_left():
     say("reading")
     now[0] = 1.0
     for done in range(3):
-        say(Step("mesh", done, 4))
+        say(PieceOfWork("mesh", done, 4))
         now[0] += 10.0
     say("drawing")
     assert said == [
@@ -22,4 +22,4 @@ def test_an_estimate_is_the_rate_so_far_over_what_is_left():
 
 
 def test_a_step_is_text():
-    assert f"{Step('a', 0, 2)}" == "a (1 of 2)" and Step("a", 0, 2).total == 2
+    assert f"{PieceOfWork('a', 0, 2)}" == "a (1 of 2)" and PieceOfWork("a", 0, 2).total == 2
