@@ -30,8 +30,8 @@ class PieceOfWork(str):
 def estimating(
     say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[str], None]:
-    """``say`` of each line with the time so far, and of a ``PieceOfWork`` with about how long the rest takes: as long for each
-    piece as those did that are done."""
+    """``say`` of each line with the time so far, and of a ``PieceOfWork`` with about how long the rest takes: for each
+    piece as long as those took that are done."""
     start = begun = clock()
 
     def told(text: str) -> None:
