@@ -50,7 +50,7 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
     raw = traced.graph
     if variant.accumulate > 1:
         raw = _micro_graph(traced, variant.accumulate)
-    graph = named(simplify(rematerialised(raw, variant.blocks)))
+    graph = named(simplify(rematerialised(raw, variant.blocks), raw))
     return accumulated(in_fp8(graph) if variant.precision == "fp8" else graph, variant.accumulate)
 
 

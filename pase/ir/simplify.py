@@ -26,6 +26,7 @@ from pase.ir.dims import Conflict, DimTable
 from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
 from pase.ir.types import LEAF, Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
+from pase.once import once
 
 __all__ = ["simplify"]
 
@@ -35,17 +36,28 @@ _MOST_KEYS = 256
 _WIDE = 512  # a dim that a model axis is spent on; router and gate dims are far narrower
 
 
-def simplify(graph: Graph) -> Graph:
-    """The graph to search: about ten nodes a transformer layer, each with one config."""
-    graph = mark_recomputed(graph)
-    table = DimTable()
-    groups = _NodeGroups(graph, table)
+def simplify(graph: Graph, like: Graph | None = None) -> Graph:
+    """The graph to search: about ten nodes a transformer layer, each with one config.
+
+    like: a graph that differs from this one in rematerialised regions alone. They change nothing about which nodes
+    join, so that this is found once for all graphs that are like it.
+    """
+    groups = _joined(graph) if like is None else _joined_once(like)
+    return with_rings(with_states(with_copies(groups.finish(mark_recomputed(graph)))))
+
+
+def _joined(graph: Graph) -> _NodeGroups:
+    """Which nodes become one."""
+    groups = _NodeGroups(graph, DimTable())
     groups.join_parameters()
     groups.find_constants()
     groups.join_light()
     groups.join_operands()
     groups.join_results()
-    return with_rings(with_states(with_copies(groups.finish())))
+    return groups
+
+
+_joined_once = once(_joined)
 
 
 class _NodeGroups:
@@ -312,19 +324,21 @@ class _NodeGroups:
             ):
                 self.join(source, i, free=True)
 
-    def finish(self) -> Graph:
-        """One node a group, its dims renamed d0, d1, … (names that read well come later)."""
-        g = self.graph
+    def finish(self, g: Graph) -> Graph:
+        """One node a group, its dims renamed d0, d1, … (names that read well come later). g: the graph, or one like
+        it."""
         tensors = dict(g.tensors)
         for i in self.constant:
             for op in g.nodes[i].ops:
                 for a in op.writes:
                     tensors[a.tensor] = replace(tensors[a.tensor], role="constant", needs_grad=False)
         roots = dict.fromkeys(self.find(i) for i in range(len(g.nodes)))
-        nodes = [self._node(root, sorted(self.members[root])) for root in roots if root not in self.constant]
+        nodes = [
+            self._node(g, root, sorted(self.members[root])) for root in roots if root not in self.constant
+        ]
         return replace(g, nodes=_ordered(nodes), tensors=tensors)
 
-    def _node(self, root: int, members: list[int]) -> Node:
+    def _node(self, g: Graph, root: int, members: list[int]) -> Node:
         dims: dict[object, Dim] = {}
 
         def names(i: int, dim: str) -> tuple[str, ...]:
@@ -346,7 +360,7 @@ class _NodeGroups:
 
         ops = []
         for i in members:
-            for op in self.graph.nodes[i].ops:
+            for op in g.nodes[i].ops:
                 ops.append(
                     replace(
                         op,
@@ -355,11 +369,9 @@ class _NodeGroups:
                         over=None if op.over is None else tuple(n for d in op.over for n in names(i, d)),
                     )
                 )
-            for d in self.graph.nodes[i].space:  # a dim that no map walks (pending) stays
+            for d in g.nodes[i].space:  # a dim that no map walks (pending) stays
                 names(i, d.name)
-        return Node(
-            name=self.graph.nodes[root].name, space=IterationSpace(tuple(dims.values())), ops=tuple(ops)
-        )
+        return Node(name=g.nodes[root].name, space=IterationSpace(tuple(dims.values())), ops=tuple(ops))
 
 
 def _ordered(nodes: list[Node]) -> tuple[Node, ...]:

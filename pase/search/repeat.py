@@ -85,7 +85,7 @@ def _by_first_use(n: int, ends: np.ndarray) -> np.ndarray:
 
 def _reordered(tables: CostTables, order: np.ndarray, ends: np.ndarray) -> CostTables:
     """The tables with their nodes in this order; ends: their edges' new ones."""
-    edges = tuple(replace(e, src=int(a), dst=int(b)) for e, (a, b) in zip(tables.edges, ends, strict=True))
+    edges = tuple(e.between(a, b) for e, (a, b) in zip(tables.edges, ends.tolist(), strict=True))
     names = None if tables.names is None else tuple(tables.names[v] for v in order)
     return CostTables(node_costs=tuple(tables.node_costs[v] for v in order), edges=edges, names=names)
 
@@ -181,10 +181,7 @@ def _block(
     wanted = inside.all(axis=1) | (inside.any(axis=1) & (ends == before).any(axis=1))
     number = {before: 0} | {first + j: 1 + j for j in range(run.period)}
     edges = tuple(
-        EdgeTable(
-            src=number[e.src], dst=number[e.dst], cost=e.cost, src_class=e.src_class, dst_class=e.dst_class
-        )
-        for e in (tables.edges[i] for i in np.flatnonzero(wanted))
+        e.between(number[e.src], number[e.dst]) for e in (tables.edges[i] for i in np.flatnonzero(wanted))
     )
     free = np.zeros(tables.node_costs[before].size)
     costs = (free, *(tables.node_costs[first + j] for j in range(run.period)))
@@ -278,7 +275,7 @@ def _fold_run(
     number = np.cumsum(~gone) - 1
     inner = ((ends >= first) & (ends < last)).all(axis=1) | gone[ends].any(axis=1)
     kept = (tables.edges[i] for i in np.flatnonzero(~inner))
-    edges = [replace(e, src=int(number[e.src]), dst=int(number[e.dst])) for e in kept]
+    edges = [e.between(int(number[e.src]), int(number[e.dst])) for e in kept]
     edges.append(
         EdgeTable(
             src=int(number[head]),

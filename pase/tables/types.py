@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,6 +26,10 @@ class EdgeTable:
     cost: np.ndarray
     src_class: np.ndarray
     dst_class: np.ndarray
+
+    def between(self, src: int, dst: int) -> EdgeTable:
+        """The same costs between other nodes. (``dataclasses.replace`` takes three times as long.)"""
+        return EdgeTable(src=src, dst=dst, cost=self.cost, src_class=self.src_class, dst_class=self.dst_class)
 
     def dense(self) -> np.ndarray:
         """The full [K_src, K_dst] matrix."""
@@ -78,18 +82,25 @@ class CostTables:
     def restricted(self, keep: Mapping[int, np.ndarray]) -> CostTables:
         """The same problem with fewer configs: node -> indices of those to keep, in the order to have them in."""
         made: dict[tuple[int, bytes], np.ndarray] = {}
+        marks = {id(k): k.tobytes() for k in keep.values()}
 
         def kept(array: np.ndarray, v: int) -> np.ndarray:
             """Equal arrays of repeated layers stay one object."""
             if v not in keep:
                 return array
-            key = (id(array), keep[v].tobytes())
+            key = (id(array), marks[id(keep[v])])
             if key not in made:
                 made[key] = array[keep[v]]
             return made[key]
 
         edges = tuple(
-            replace(e, src_class=kept(e.src_class, e.src), dst_class=kept(e.dst_class, e.dst))
+            EdgeTable(
+                src=e.src,
+                dst=e.dst,
+                cost=e.cost,
+                src_class=kept(e.src_class, e.src),
+                dst_class=kept(e.dst_class, e.dst),
+            )
             for e in self.edges
         )
         costs = tuple(kept(c, v) for v, c in enumerate(self.node_costs))
