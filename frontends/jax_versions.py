@@ -35,7 +35,6 @@ __all__ = [
     "implementation",
     "is_dropped",
     "is_literal",
-    "jvp_of",
     "opened",
     "pulled_back",
     "scan_groups",
@@ -122,19 +121,6 @@ def static_arguments(eqn: Any) -> tuple[Any, ...] | None:
         if transform.__name__ == "_prepend_static_args":
             return tuple(a.val for a in args[0])
     return None
-
-
-def jvp_of(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[bool]]:
-    """The rule of a custom_jvp call where all inputs have tangents: (jaxpr of primals and tangents, its constants,
-    which results have no tangent). Its outputs are the results, and then the tangents of those that have one.
-
-    JAX keeps it once it is made, with the mesh that was in force then: so it is made under none.
-    """
-    from jax.sharding import AbstractMesh, use_abstract_mesh
-
-    with use_abstract_mesh(AbstractMesh((), ())):
-        jaxpr, consts, zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * len(eqn.invars))
-    return jaxpr, consts, zeros
 
 
 Attention = Callable[..., Any]
