@@ -4,10 +4,12 @@
     .venv/bin/python -m bench.xla_fuzz --cases 100-200        # these again
     .venv/bin/python -m bench.xla_fuzz --cases 17 --show      # one case: its program, its splits, how it ends
     .venv/bin/python -m bench.xla_fuzz --kinds conv           # with convolutions alone
+    .venv/bin/python -m bench.xla_fuzz --manual --cases 0-99  # lowered by hand; what cannot be says so
 
 A failed check inside of XLA ends the process, so cases are compiled in a child, which says what it begins; where it
-dies, the parent notes the case and goes on behind it with another child. Writes bench/results/xla_fuzz.json: how many
-cases ended how, and each case that did not compile. Gradients are compiled too. Nothing is run.
+dies, the parent notes the case and goes on behind it with another child. Writes bench/results/xla_fuzz.json (lowered by
+hand: xla_fuzz_manual.json): how many cases ended how, and each case that did not compile. Gradients are compiled too.
+Nothing is run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -28,7 +31,10 @@ from bench.provenance import RESULTS, ROOT, save
 if TYPE_CHECKING:
     import jax
 
+    from pase.backends.to_jax import Lowering
+
 FILE = RESULTS / "xla_fuzz.json"
+BY_HAND = RESULTS / "xla_fuzz_manual.json"
 CASES = 2000
 MESHES = ("2x4", "4x2", "2x2x2", "8")
 BATCH = 25
@@ -229,7 +235,7 @@ def program(case: int, kinds: list[str]) -> RandomProgram:
     )
 
 
-def compile_case(case: int, kinds: list[str], show: bool = False) -> None:
+def compile_case(case: int, kinds: list[str], show: bool = False, lowering: Lowering = "annotated") -> None:
     """Compile loss and gradients of one case for 8 host devices, as its plan lays them out."""
     import jax
 
@@ -241,26 +247,26 @@ def compile_case(case: int, kinds: list[str], show: bool = False) -> None:
     assert plan is not None
     if show:
         print(" -> ".join(p.words), plan, plan.strategy, sep="\n", file=sys.stderr)
-    graded, shardings = plan.jax.value_and_grad(), plan.jax.in_shardings()
+    graded, shardings = plan.jax.value_and_grad(lowering=lowering), plan.jax.in_shardings()
     given = jax.tree.map(
         lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), (p.params, p.batch), shardings
     )
     jax.jit(graded).lower(*given).compile()
 
 
-def child(cases: list[int], kinds: list[str], show: bool) -> None:
+def child(cases: list[int], kinds: list[str], show: bool, lowering: Lowering) -> None:
     """Compile case by case; on standard output a line before each and one behind it."""
     for case in cases:
         print(json.dumps({"case": case, "words": program(case, kinds).words}), flush=True)
         try:
-            compile_case(case, kinds, show)
+            compile_case(case, kinds, show, lowering)
             said = {"end": "compiled"}
         except Exception as e:  # what it was is what this bench is to find out
             said = {"end": type(e).__name__, "message": str(e)[:300]}
         print(json.dumps(said), flush=True)
 
 
-def rows(cases: list[int], kinds: list[str]) -> Iterator[dict[str, Any]]:
+def rows(cases: list[int], kinds: list[str], lowering: Lowering = "annotated") -> Iterator[dict[str, Any]]:
     """One row a case, in order: what it is made of and how it ends."""
     left = list(cases)
     environment = os.environ | {
@@ -269,6 +275,7 @@ def rows(cases: list[int], kinds: list[str]) -> Iterator[dict[str, Any]]:
     }
     while left:
         command = [sys.executable, "-m", "bench.xla_fuzz", "--child", "--kinds", ",".join(kinds)]
+        command += ["--manual"] * (lowering == "manual")
         with subprocess.Popen(
             [*command, "--cases", ",".join(map(str, left[:BATCH]))],
             stdout=subprocess.PIPE,
@@ -318,24 +325,28 @@ def main() -> None:
     )
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--show", action="store_true", help="print each program and its splits; keep no rows")
+    parser.add_argument(
+        "--manual", action="store_true", help="lowered by hand: bench/results/xla_fuzz_manual.json"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    kinds = given.kinds.split(",")
+    kinds, lowering = given.kinds.split(","), cast("Lowering", "manual" if given.manual else "annotated")
     if given.child or given.show:
-        child(given.cases, kinds, given.show)
+        child(given.cases, kinds, given.show, lowering)
         return
-    known = json.loads(FILE.read_text())["cases"] if FILE.exists() else {}
+    file = BY_HAND if given.manual else FILE
+    known = json.loads(file.read_text())["cases"] if file.exists() else {}
     of = "mixed" if kinds == list(KINDS) else "+".join(kinds)
     wanted = given.cases or [c for c in range(CASES) if f"{of} {c}" not in known]
-    for done, row in enumerate(rows(wanted, kinds), 1):
+    for done, row in enumerate(rows(wanted, kinds, lowering), 1):
         known[f"{of} {row.pop('case')}"] = "compiled" if row["end"] == "compiled" else row
         if row["end"] != "compiled":
             print(row, flush=True)
         if done % 25 == 0 or done == len(wanted):
-            _save(known)
+            _save(known, file)
 
 
-def _save(known: dict[str, Any]) -> None:
+def _save(known: dict[str, Any], file: Path) -> None:
     """known: "KINDS CASE" -> how it ended; the programs of a case differ by kinds."""
 
     def place(item: tuple[str, Any]) -> tuple[str, int]:
@@ -346,7 +357,7 @@ def _save(known: dict[str, Any]) -> None:
     for row in known.values():
         end = row if isinstance(row, str) else row["end"]
         ends[end] = ends.get(end, 0) + 1
-    save({"of": len(known), "ends": ends, "cases": dict(sorted(known.items(), key=place))}, FILE)
+    save({"of": len(known), "ends": ends, "cases": dict(sorted(known.items(), key=place))}, file)
 
 
 if __name__ == "__main__":
