@@ -208,7 +208,12 @@ def custom_linear_solve(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 
 def by_body(lower: _JaxLowering, eqn: Eqn, body: Any) -> None:
     """Not split, with the work of its body, a jaxpr; a backend keeps it whole."""
-    lower.replicate(eqn, _flops(lower, body, lower.told))
+    flops = _flops(lower, body, lower.told)
+    lower.b.remarks.append(
+        f"the {eqn.primitive.name} at {lower.b.source or 'an unknown line'} is not split: every device does all of its "
+        f"{flops:.3g} FLOPs"
+    )
+    lower.replicate(eqn, flops)
 
 
 @lowers_bodies(CONTROL, "shard_map", listed="manual")

@@ -77,7 +77,8 @@ def _solved(a: Any, b: Any) -> Any:
 
 
 def test_a_primitive_of_a_library_costs_what_its_own_code_costs() -> None:
-    """Lineax and Equinox define primitives by JAX code, which JAX inlines where it compiles them."""
+    """Lineax and Equinox define primitives by JAX code, which JAX inlines where it compiles them. It is not split, and
+    the plan says so."""
     solve = jax.extend.core.Primitive("solved_by_a_library")
     solve.multiple_results = True
     solve.def_impl(_solved)
@@ -86,6 +87,7 @@ def test_a_primitive_of_a_library_costs_what_its_own_code_costs() -> None:
 
     def flops(fn: Any) -> float:
         graph = trace(fn, square, right, mode="inference").graph
+        assert "solved_by_a_library at" in graph.meta["remarks"] and "is not split" in graph.meta["remarks"]
         ops = [op for n in graph.nodes for op in n.ops if op.kind not in ("parameter", "input")]
         return sum(op.flops_per_point for op in ops if op.name == "solved_by_a_library")
 
