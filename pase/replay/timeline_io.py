@@ -18,6 +18,7 @@ from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, to_builtins, to_tree
 from pase.files.json_values import JsonObject
+from pase.replay.perfetto import counters, flows
 from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Timeline
 
 __all__ = [
@@ -198,13 +199,18 @@ def load_timeline(path: str | Path) -> Timeline:
     return from_json(read_small_json(Path(path)), str(path))
 
 
+_FIRST_LANE = 10
+"""Tracks of a rank before its lanes: critical path, findings, iterations."""
+
+
 def chrome_trace(
     t: Timeline, critical: Collection[int] = (), findings: Collection[JsonObject] = ()
 ) -> JsonObject:
     """The timeline on one clock, in the trace format that Perfetto and chrome://tracing load.
 
     critical: indices of events on the critical path; they get their own track for each rank and a
-    ``critical`` argument. findings: dicts with rank, name, start_ns, duration_ns (global) to draw as a track.
+    ``critical`` argument. Arrows lead from the rank that came last to a collective to those that waited; counters show
+    what is being sent. findings: dicts with rank, name, start_ns, duration_ns (global) to draw as a track.
     """
     out: list[JsonObject] = []
     for rank in t.ranks:
@@ -215,7 +221,13 @@ def chrome_trace(
     for i, lane in enumerate(t.lanes):
         label = ("stream " if lane.device else "thread ") + lane.name
         out.append(
-            {"ph": "M", "name": "thread_name", "pid": lane.rank, "tid": i + 10, "args": {"name": label}}
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": lane.rank,
+                "tid": i + _FIRST_LANE,
+                "args": {"name": label},
+            }
         )
     starts = t.global_start_ns()
     zero = float(starts.min()) if len(t) else 0.0
@@ -230,7 +242,12 @@ def chrome_trace(
         if cols["group"][i] >= 0:
             args["group"] = t.groups[cols["group"][i]].name
         e = {"ph": "X", "name": names[cols["name"][i]], "cat": args["kind"], "ts": s}
-        e |= {"dur": cols["duration_ns"][i] / 1e3, "pid": ranks[i], "tid": cols["lane"][i] + 10, "args": args}
+        e |= {
+            "dur": cols["duration_ns"][i] / 1e3,
+            "pid": ranks[i],
+            "tid": cols["lane"][i] + _FIRST_LANE,
+            "args": args,
+        }
         if i in marked:
             args["critical"] = True
             out.append({**e, "tid": 0, "cat": "critical"})
@@ -244,4 +261,5 @@ def chrome_trace(
         out.append(
             {**e, "dur": f["duration_ns"] / 1e3, "pid": f["rank"], "tid": 1, "args": f.get("args", {})}
         )
+    out += [*flows(t, zero, _FIRST_LANE), *counters(t, zero)]
     return {"displayTimeUnit": "ms", "traceEvents": out, "otherData": {"writer": "pase"}}
