@@ -254,26 +254,29 @@ class LocalWalk:
         assert copy.transfer is not None
         return replace(value, array=self._transferred(value, copy.transfer, cache), shadow=None)
 
-    def _sent(self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Any], Any] | None = None) -> Any:
-        """instead: what is made of the value on its way there, if it is not moved."""
+    def _moved(
+        self, x: Any, moves: Sequence[LocalMove], shape: tuple[int, ...], combine: Combine, what: str
+    ) -> Any:
         import jax
 
-        shape, mesh = self.program.result(t.tensor).shape, self.program.mesh
+        try:
+            with jax.named_scope(what):  # a profile, or a compiled program, then says what it sends
+                return moved(x, moves, shape, combine, self.program.mesh)
+        except PaseError as e:
+            raise NotByHand(
+                f"{what} cannot be moved by hand: {e}. Use lowering='annotated', which leaves it to XLA"
+            ) from None
 
-        def sent(x: Any, moves: Sequence[LocalMove], combine: Combine, what: str) -> Any:
-            try:
-                with jax.named_scope(what):  # a profile, or a compiled program, then says what it sends
-                    return moved(x, moves, shape, combine, mesh)
-            except PaseError as e:
-                raise NotByHand(
-                    f"{what} cannot be moved by hand: {e}. Use lowering='annotated', which leaves it to XLA"
-                ) from None
+    def _sent(self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Any], Any] | None = None) -> Any:
+        """instead: what is made of the value on its way there, if it is not moved."""
+        shape = self.program.result(t.tensor).shape
 
         def there(x: Any) -> Any:
-            return sent(x, t.forward, t.combine, f"{t.tensor} for {t.dst}")
+            return self._moved(x, t.forward, shape, t.combine, f"{t.tensor} for {t.dst}")
 
         def back(g: Any) -> Any:
-            return sent(g, t.backward or (), "sum", f"gradient of {t.tensor} from {t.dst}")
+            what = f"gradient of {t.tensor} from {t.dst}"
+            return self._moved(g, t.backward or (), shape, "sum", what)
 
         return there_and_back(
             value.array, value.shadow, instead or there, None if t.backward is None else back
@@ -301,9 +304,9 @@ class LocalWalk:
         if want is None:
             want = tuple(None if s == "partial" else s for s in have)
         op = self.program.maker.get(value.tensor or "")
-        array = moved(
-            value.array, between(have, want, mesh), shape, "sum" if op is None else op.combine, mesh
-        )
+        combine: Combine = "sum" if op is None else op.combine
+        what = f"{value.tensor or 'a value'} of a derivative rule"
+        array = self._moved(value.array, between(have, want, mesh), shape, combine, what)
         return replace(value, array=array, layout=want, shadow=None)
 
     def _local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
