@@ -67,20 +67,30 @@ class Plan(PlanData):
 
     def bind(
         self,
-        fn: Callable[..., Any],
+        fn: Any,
         params: Any,
         *batch: Any,
         mode: Literal["train", "inference", "step"] = "train",
         carry: Mapping[int, Any] | None = None,
         dims: Mapping[str, int] | None = None,
         chances: Mapping[str, Sequence[float]] | None = None,
+        loss: Callable[..., Any] | None = None,
     ) -> Plan:
-        """Give a loaded plan its model again, traced again with the mode, carry, dims and chances that it was compiled
-        with; PaseError where it is not the model of the plan."""
-        from pase.frontends.from_jax import trace
+        """Give a loaded plan its model again, traced again with the mode, carry, dims, chances and loss that it was
+        compiled with: ``plan.bind(loss_fn, params, *batch)``, or a PyTorch module and its batch. PaseError where it is
+        not the model of the plan."""
+        from pase.frontends import registry
 
-        traced = trace(
-            fn, params, *batch, name=self.model, mode=mode, carry=carry, dims=dims, chances=chances
+        traced = registry.trace(
+            fn,
+            params,
+            *batch,
+            name=self.model,
+            mode=mode,
+            carry=carry,
+            dims=dims,
+            chances=chances,
+            loss=loss,
         )
         return self.with_model(traced)
 

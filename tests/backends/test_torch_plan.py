@@ -4,6 +4,7 @@ the plan's list, exactly."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,24 @@ def test_what_is_random_is_one_draw() -> None:
     alone = losses("1", 1)
     assert alone[0] != alone[1]
     assert losses("2x2", 4) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_saved_plan_finds_its_module_again(tmp_path: Path) -> None:
+    import torch
+
+    c = case("tower", RANKS)
+
+    def loss(module: Any, x: Any, y: Any) -> Any:
+        return 2.0 * module(x, y)
+
+    made = pase.compile(c.module, *c.batch, devices=RANKS, loss=loss)
+    made.save(tmp_path / "layout.json")
+    loaded = pase.load(tmp_path / "layout.json")
+    with pytest.raises(PaseError, match=r"loaded without its model: call plan.bind\(module"):
+        _ = loaded.torch
+    with pytest.raises(PaseError, match="not the model"):
+        loaded.bind(torch.nn.Linear(3, 3), torch.ones(3, 3), loss=lambda m, x: m(x).sum())
+    assert loaded.bind(c.module, *c.batch, loss=loss).torch.program == made.torch.program
 
 
 def test_what_does_not_fit_is_said() -> None:
