@@ -90,9 +90,7 @@ class AxisGroups:
         n = self.ways(axes)
         if n == 1:
             return x
-        mine = 0
-        for a in axes:
-            mine = mine * self.ways([a]) + self.index(a)
+        mine = self.number(axes)
         to, come = [0] * n, [0] * n
         for src, dst in pairs:
             if src == mine:
@@ -100,6 +98,24 @@ class AxisGroups:
             if dst == mine:
                 come[src] = 1
         return self._exchanged(x[None], come, to, axes)[0]
+
+    def number(self, axes: Sequence[str]) -> int:
+        """Of this rank in the group of these axes."""
+        at = 0
+        for a in axes:
+            at = at * self.ways([a]) + self.index(a)
+        return at
+
+    def shift(self, x: Any, axes: Sequence[str], by: int) -> Any:
+        """What the rank ``by`` places before this one has; zeros where there is none."""
+        n, mine = self.ways(axes), self.number(axes)
+        to, come = [0] * n, [0] * n
+        if 0 <= mine + by < n:
+            to[mine + by] = 1
+        if 0 <= mine - by < n:
+            come[mine - by] = 1
+        came = self._exchanged(x[None][: sum(to)], come, to, axes)
+        return came[0] if sum(come) else x.new_zeros(x.shape)
 
     def _exchanged(self, x: Any, come: list[int], go: list[int], axes: Sequence[str]) -> Any:
         group = self._group(axes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pase.backends import torch_windows  # noqa: F401, the rules of convolutions and pools
 from pase.backends.torch_moves import part, summed
 from pase.backends.torch_nests import run_nest
 from pase.backends.torch_rules import Laid, RankCall, evaluate, numbers_of

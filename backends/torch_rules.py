@@ -18,7 +18,7 @@ from pase.backends.torch_values import NotOnParts
 from pase.local.types import Extents, Layout, LocalOp, local_shape
 from pase.registry import Registry
 
-__all__ = ["Laid", "RankCall", "evaluate", "numbers_of", "seeded"]
+__all__ = ["RANK_RULES", "Laid", "RankCall", "evaluate", "numbers_of", "seeded"]
 
 Laid = tuple[Extents, Layout]
 """A whole shape, and how it is laid out."""
@@ -70,17 +70,15 @@ class RankCall:
 
 
 RankRule = Callable[[RankCall], Any]
-_RULES: Registry[RankRule] = Registry("local rule for ATen op")
+RANK_RULES: Registry[RankRule] = Registry("local rule for ATen op")
 """Op -> how it runs on parts, where that is not as on the whole."""
 
 
 def evaluate(name: str, call: RankCall) -> list[Any]:
     """The op's results on this rank; NotOnParts where it cannot be run on parts."""
-    if any(o.halo for op in call.ops for o in op.operands):
-        raise NotOnParts(
-            "a dim that its window moves along is split, and neighbours would have to exchange rows"
-        )
-    rule = _RULES.get(name)
+    rule = RANK_RULES.get(name)
+    if rule is None and any(o.halo for op in call.ops for o in op.operands):
+        raise NotOnParts("a dim that its window moves along is split")
     made = call.run() if rule is None else rule(call)
     return list(made) if isinstance(made, (tuple, list)) else [made]
 
@@ -89,7 +87,7 @@ def _dim(call: RankCall, name: str = "dim", operand: str = "self") -> int:
     return int(call.given[name]) % max(len(call.laid[operand][0]), 1)
 
 
-@_RULES.register("copy")
+@RANK_RULES.register("copy")
 def _copy(call: RankCall) -> Any:
     """Of what is written over only the dtype counts."""
     return call.given["src"].to(call.whole[0].dtype)
@@ -98,7 +96,7 @@ def _copy(call: RankCall) -> Any:
 # Parts of a tensor. Dims that are split are kept whole, or all parts of them alike are.
 
 
-@_RULES.register("slice", "narrow", "select")
+@RANK_RULES.register("slice", "narrow", "select")
 def _slice(call: RankCall) -> Any:
     x, dim = call.given["self"], _dim(call)
     if dim not in call.split():
@@ -110,7 +108,7 @@ def _slice(call: RankCall) -> Any:
     return x.narrow(dim, start * here // whole, (stop - start) * here // whole)
 
 
-@_RULES.register("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split")
+@RANK_RULES.register("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split")
 def _split(call: RankCall) -> Any:
     x, dim = call.given["self"], _dim(call)
     if dim not in call.split():
@@ -122,7 +120,7 @@ def _split(call: RankCall) -> Any:
     return x.split(sizes, dim)
 
 
-@_RULES.register("tril", "triu")
+@RANK_RULES.register("tril", "triu")
 def _triangle(call: RankCall) -> Any:
     """By the positions in the last two dims."""
     shape, layout = call.laid["self"]
@@ -133,7 +131,7 @@ def _triangle(call: RankCall) -> Any:
     return x.where(keep, x.new_zeros(()))
 
 
-@_RULES.register("one_hot")
+@RANK_RULES.register("one_hot")
 def _one_hot(call: RankCall) -> Any:
     laid = call.outs[0]
     made = call.run()
@@ -151,7 +149,7 @@ def _last(x: Any, laid: Laid, groups: AxisGroups) -> Any:
 # Maxima over several ranks.
 
 
-@_RULES.register("amax", "amin")
+@RANK_RULES.register("amax", "amin")
 def _extreme(call: RankCall) -> Any:
     """All elements that reach it share its gradient, as they do on one rank."""
     import torch
@@ -166,6 +164,8 @@ def _extreme(call: RankCall) -> Any:
     if not over:  # the edge joins them; nothing says then which elements reach it
         return here.detach()
     top = groups.all_reduce(here.detach(), over, combine)
+    if not x.requires_grad:
+        return top
     whole = top if call.given.get("keepdim") else _unsqueezed(top, sorted(axes))
     reached = x.detach() == whole
     shares = groups.all_reduce(reached.sum(sorted(axes), keepdim=True).to(x.dtype), over)
@@ -183,7 +183,7 @@ def _unsqueezed(x: Any, axes: Sequence[int]) -> Any:
 # Lookups by index. Of a dim that is split each rank looks up what it has; elsewhere it takes zero, and rows are summed.
 
 
-@_RULES.register("embedding")
+@RANK_RULES.register("embedding")
 def _embedding(call: RankCall) -> Any:
     import torch
 
@@ -197,7 +197,7 @@ def _embedding(call: RankCall) -> Any:
     return torch.where(mine[..., None], found, found.new_zeros(()))
 
 
-@_RULES.register("index_select")
+@RANK_RULES.register("index_select")
 def _index_select(call: RankCall) -> Any:
     dim = _dim(call)
     if dim not in call.split():
@@ -220,7 +220,7 @@ def _positive(ids: Any, extent: int) -> Any:
     return ids + extent * (ids < 0)
 
 
-@_RULES.register("index", "_unsafe_index")
+@RANK_RULES.register("index", "_unsafe_index")
 def _index(call: RankCall) -> Any:
     given = call.given["indices"]
     at = [i for i, v in enumerate(given) if v is not None]
@@ -231,7 +231,7 @@ def _index(call: RankCall) -> Any:
     return _taken(call, at[0], given[at[0]])
 
 
-@_RULES.register("gather")
+@RANK_RULES.register("gather")
 def _gather(call: RankCall) -> Any:
     import torch
 
@@ -243,7 +243,7 @@ def _gather(call: RankCall) -> Any:
     return torch.where(mine, found, found.new_zeros(()))
 
 
-@_RULES.register(
+@RANK_RULES.register(
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"
 )
 def _scatter(call: RankCall) -> Any:
@@ -263,10 +263,10 @@ def _scatter(call: RankCall) -> Any:
     return call.run()
 
 
-# Products, attention, convolutions, norms: sizes in their operands are those of parts.
+# Attention, norms: sizes in their operands are those of parts.
 
 
-@_RULES.register("scaled_dot_product_attention")
+@RANK_RULES.register("scaled_dot_product_attention")
 def _attention(call: RankCall) -> Any:
     """A rank's batch, heads and queries; keys are whole."""
     q, k = call.given["query"], call.given["key"]
@@ -290,16 +290,7 @@ def _attention(call: RankCall) -> Any:
         return call.run(**changes)
 
 
-@_RULES.register("conv1d", "conv2d", "conv3d", "convolution")
-def _convolution(call: RankCall) -> Any:
-    """Batch, channels and groups may be parts."""
-    if call.given.get("transposed") or call.given.get("groups", 1) == 1:
-        return call.run()
-    x, w = call.given["input"], call.given["weight"]
-    return call.run(groups=x.shape[-w.dim() + 1] // w.shape[1])
-
-
-@_RULES.register("group_norm", "native_group_norm")
+@RANK_RULES.register("group_norm", "native_group_norm")
 def _group_norm(call: RankCall) -> Any:
     x, whole = call.given["input"], call.laid["input"][0]
     name = "num_groups" if "num_groups" in call.given else "group"
@@ -326,7 +317,7 @@ def seeded(seed: int, device: Any) -> Iterator[None]:
         yield
 
 
-@_RULES.register("native_dropout", "dropout")
+@RANK_RULES.register("native_dropout", "dropout")
 def _dropout(call: RankCall) -> Any:
     import torch
 

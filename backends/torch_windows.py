@@ -1,0 +1,127 @@
+"""Convolutions and pools on one rank: rows of neighbours along split dims, then the window over what is here.
+
+A window that moves along a split dim reads over the border of this rank's part. The rows behind the border come from
+the next rank; beyond the ends of the whole stands what the op pads with. The rows' gradients go home the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pase.backends.torch_moves import there_and_back
+from pase.backends.torch_rules import RANK_RULES, RankCall
+from pase.backends.torch_values import NotOnParts
+from pase.errors import PaseError
+from pase.ir import Window
+from pase.local.parts import axes_of, window_border
+
+__all__: list[str] = []
+
+_POOLS = (
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "max_pool2d_with_indices",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+)
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
+
+
+@RANK_RULES.register(*_CONVOLUTIONS)
+def _convolution(call: RankCall) -> Any:
+    """Batch, channels, groups and space may be parts."""
+    x, w = call.given["input"], call.given["weight"]
+    if call.given.get("transposed"):
+        return _unsplit(call, "input")
+    n, groups = w.dim() - 2, call.given.get("groups", 1)
+    changes = {} if groups == 1 else {"groups": x.shape[-w.dim() + 1] // w.shape[1]}
+    if not call.split("input") & set(range(x.dim() - n, x.dim())):
+        return call.run(**changes)
+    if isinstance(call.given["padding"], str):
+        raise NotOnParts("its padding is a word, and a dim that its window moves along is split")
+    stride, padding, dilation = (_each(call.given[k], n) for k in ("stride", "padding", "dilation"))
+    windows = [
+        Window(extent=(k - 1) * d + 1, stride=s)
+        for k, d, s in zip(w.shape[2:], dilation, stride, strict=True)
+    ]
+    x, left = _with_neighbours(call, "input", windows, padding, 0.0)
+    return call.run(input=x, padding=left, **changes)
+
+
+@RANK_RULES.register(*_POOLS)
+def _pool(call: RankCall) -> Any:
+    n, largest = int(str(call.target).partition("_pool")[2][0]), "max_pool" in str(call.target)
+    x = call.given["self"]
+    if not call.split("self") & set(range(x.dim() - n, x.dim())):
+        return call.run()
+    kernel = _each(call.given["kernel_size"], n)
+    stride = _each(call.given.get("stride") or kernel, n)
+    padding, dilation = _each(call.given.get("padding", 0), n), _each(call.given.get("dilation", 1), n)
+    if call.given.get("ceil_mode") or (any(padding) and not call.given.get("count_include_pad", True)):
+        raise NotOnParts("its windows at the ends are not as others, and a dim that they move along is split")
+    windows = [
+        Window(extent=(k - 1) * d + 1, stride=s) for k, d, s in zip(kernel, dilation, stride, strict=True)
+    ]
+    x, left = _with_neighbours(call, "self", windows, padding, float("-inf") if largest else 0.0)
+    return call.run(self=x, padding=left)
+
+
+def _unsplit(call: RankCall, name: str) -> Any:
+    if any(o.halo for op in call.ops for o in op.operands):
+        raise NotOnParts("a dim that its window moves along is split, and it is transposed")
+    return call.run()
+
+
+def _each(given: Any, n: int) -> list[int]:
+    found = [given] if isinstance(given, int) else list(given)
+    return found * n if len(found) == 1 else found
+
+
+def _with_neighbours(
+    call: RankCall, name: str, windows: Sequence[Window], padding: Sequence[int], edge: float
+) -> tuple[Any, list[int]]:
+    """(the operand with the rows that its windows reach over, what is still to be padded); edge: what lies beyond the
+    ends. Dims are extended one after the other, so that corners come along."""
+    x, left = call.given[name], list(padding)
+    first = x.dim() - len(windows)
+    for k, window in enumerate(windows):
+        dim = first + k
+        if dim not in call.split(name) or (window.extent, window.stride) == (1, 1):
+            continue
+        try:
+            before, behind = window_border(window, padding[k])
+        except PaseError as e:
+            raise NotOnParts(str(e)) from None
+        x = _extended(call, name, x, dim, before, max(behind, 0), edge)
+        if behind < 0:
+            x = x.narrow(dim, 0, x.shape[dim] + behind)
+        left[k] = 0
+    return x, left
+
+
+def _extended(call: RankCall, name: str, x: Any, dim: int, before: int, behind: int, edge: float) -> Any:
+    """x with the last rows of the rank before this one along a dim, and the first ones of the rank behind it."""
+    import torch
+
+    groups = call.groups
+    axes = groups.wide(axes_of(call.laid[name][1], dim, groups.mesh))
+    if list(axes) != sorted(axes, key=groups.mesh.names.index):
+        raise NotOnParts("a dim that its window moves along is split in another order than the mesh's")
+    at, last = groups.number(axes), groups.ways(axes) - 1
+
+    def from_neighbour(start: int, count: int, by: int) -> Any:
+        rows = x.narrow(dim, start, count)
+        came = there_and_back(
+            rows, None, lambda r: groups.shift(r, axes, by), lambda g: groups.shift(g, axes, -by)
+        )
+        return came if edge == 0.0 or at != (0 if by > 0 else last) else torch.full_like(came, edge)
+
+    parts = [x]
+    if before:
+        parts.insert(0, from_neighbour(x.shape[dim] - before, before, 1))
+    if behind:
+        parts.append(from_neighbour(0, behind, -1))
+    return torch.cat(parts, dim) if len(parts) > 1 else x
