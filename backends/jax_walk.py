@@ -17,7 +17,7 @@ from pase.backends.jax_equations import KEPT, boundary
 from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_control import by_platform
-from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
+from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import evaluate, is_literal, scan_groups, source_line
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
@@ -36,7 +36,7 @@ Copies = dict[str, Any]
 """Copy -> its value."""
 
 
-def _value(var: Any, env: dict[Any, Any]) -> Any:
+def _value(var: Any, env: dict[Var, Array]) -> Any:
     return var.val if is_literal(var) else env[var]
 
 
@@ -89,16 +89,16 @@ class JaxprWalk:
         return gathered(value)
 
     def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], prefix: str, copies: Copies
-    ) -> list[Any]:
+        self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], prefix: str, copies: Copies
+    ) -> list[Array]:
         """copies: those made so far in this loop's or rematerialised region's body."""
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         self.span(jaxpr, env, 0, len(jaxpr.eqns), prefix, copies)
         return [_value(v, env) for v in jaxpr.outvars]
 
     def span(
-        self, jaxpr: Jaxpr, env: dict[Any, Any], start: int, stop: int, prefix: str, copies: Copies
+        self, jaxpr: Jaxpr, env: dict[Var, Array], start: int, stop: int, prefix: str, copies: Copies
     ) -> None:
         """Equations ``start`` … ``stop - 1``, their results into env (variable -> value)."""
         i = start
@@ -111,7 +111,7 @@ class JaxprWalk:
                 self._again(jaxpr, block, env)
                 i = block.stop
 
-    def _one(self, jaxpr: Jaxpr, i: int, env: dict[Any, Any], prefix: str, copies: Copies) -> None:
+    def _one(self, jaxpr: Jaxpr, i: int, env: dict[Var, Array], prefix: str, copies: Copies) -> None:
         """One equation, its results into env."""
         from jax.ad_checkpoint import checkpoint_name
 
@@ -139,13 +139,13 @@ class JaxprWalk:
                 outs = [checkpoint_name(x, KEPT) for x in outs]
         env.update(zip(eqn.outvars, outs, strict=True))
 
-    def _again(self, jaxpr: Jaxpr, block: Block, env: dict[Any, Any]) -> None:
+    def _again(self, jaxpr: Jaxpr, block: Block, env: dict[Var, Array]) -> None:
         """A block that backward computes again, its results into env."""
         import jax
 
         reads, makes = boundary(jaxpr, block)
 
-        def body(*args: Any) -> list[Any]:
+        def body(*args: Any) -> list[Array]:
             inside, mine = Copies(), dict(env) | dict(zip(reads, args, strict=True))
             for j in range(block.start, block.stop):
                 self._one(jaxpr, j, mine, block.prefix, inside)
@@ -173,14 +173,14 @@ class JaxprWalk:
             source_line(eqn),
         )
 
-    def _call(self, eqn: Eqn, ins: Sequence[Any], prefix: str, copies: Copies) -> Sequence[Any]:
+    def _call(self, eqn: Eqn, ins: Sequence[Array], prefix: str, copies: Copies) -> Sequence[Array]:
         import jax
 
         jaxpr, consts = inner_jaxpr(eqn)
         if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
             return self.run(jaxpr, consts, ins, prefix, copies)
 
-        def body(*args: Any) -> list[Any]:
+        def body(*args: Any) -> list[Array]:
             return self.run(jaxpr, consts, args, prefix, {})
 
         p = eqn.params
@@ -190,11 +190,11 @@ class JaxprWalk:
         self,
         at: Place,
         part: PlacePart,
-        values: Sequence[Any],
+        values: Sequence[Array],
         names: Sequence[str | None],
         copies: Copies,
         *which: int,
-    ) -> list[Any]:
+    ) -> list[Array]:
         """Values brought into the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
         return [
             self.settled(at.its(part, *which, k), x, name, copies)
@@ -207,7 +207,7 @@ class JaxprWalk:
         value = self._read(value, at, name, copies)
         return self.defined(value, results[at][0]) if at in results else value
 
-    def _scan(self, eqn: Eqn, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
+    def _scan(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
         import jax
 
         p, results = eqn.params, self.plan.traced.results
@@ -217,15 +217,15 @@ class JaxprWalk:
         init = self._settled(at, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
         xs = self._settled(at, "xs", ins[nc + nk :], names[nc + nk :], copies)
 
-        def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def body(carry: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             return self.turn(eqn, at, consts, carry, x)
 
         carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
         return [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)]
 
     def turn(
-        self, eqn: Eqn, at: Place, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self, eqn: Eqn, at: Place, consts: Sequence[Array], carry: Sequence[Array], x: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
         """One turn of a scan: (carries, results that are stacked)."""
         closed, (_, nk) = eqn.params["jaxpr"], scan_groups(eqn)
         outs, inside = self.plan.traced.results[at.its("outs")], Copies()
@@ -234,7 +234,7 @@ class JaxprWalk:
         carried = self._settled(at, "carry", made[:nk], outs[:nk], inside)
         return carried, self._settled(at, "y", made[nk:], outs[nk:], inside)
 
-    def _while(self, eqn: Eqn, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
+    def _while(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
         import jax
 
         p, results = eqn.params, self.plan.traced.results
@@ -247,13 +247,13 @@ class JaxprWalk:
 
         each = bool(cond.out_avals[0].shape)  # under vmap: one answer for each example
 
-        def asked(carry: Sequence[Any]) -> Any:
+        def asked(carry: Sequence[Array]) -> Any:
             return self.run(cond.jaxpr, cond.consts, [*asks, *carry], f"{at.path}.c.", {})[0]
 
-        def goes_on(carry: Sequence[Any]) -> Any:
+        def goes_on(carry: Sequence[Array]) -> Any:
             return asked(carry).any() if each else asked(carry)
 
-        def turn(carry: Sequence[Any]) -> list[Any]:
+        def turn(carry: Sequence[Array]) -> list[Array]:
             inside: Copies = {}
             carry = self._settled(at, "carry", carry, [None] * len(carry), inside)
             made = self.run(body.jaxpr, body.consts, [*consts, *carry], f"{at.path}.b.", inside)
@@ -279,14 +279,14 @@ class JaxprWalk:
         on = jax.lax.broadcast_in_dim(on, new.shape, range(on.ndim))
         return self.defined(jnp.where(on, new, before), traced.results[at][0])
 
-    def _cond(self, eqn: Eqn, ins: Sequence[Any], at: Place, copies: Copies) -> Sequence[Any]:
+    def _cond(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
         import jax
 
         traced = self.plan.traced
         index, *operands = ins
 
         def branch(k: int, closed: ClosedJaxpr) -> Callable[..., Any]:
-            def run(*args: Any) -> list[Any]:
+            def run(*args: Any) -> list[Array]:
                 inside: Copies = {}
                 outs = self.run(closed.jaxpr, closed.consts, args, f"{at.path}.{k}.", inside)
                 keys = [at.its("out", k, j) for j in range(len(outs))]

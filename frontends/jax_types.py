@@ -56,7 +56,7 @@ class Eqn(Protocol):
     invars: Sequence[Var]
     outvars: Sequence[Var]
     params: Mapping[str, Any]
-    source_info: object
+    source_info: Any
     effects: frozenset[object]
 
     def replace(self, **changes: Any) -> Eqn:

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, TypeGuard
 
 from pase.errors import PaseError, install_line
-from pase.frontends.jax_types import LiteralVar, Var
+from pase.frontends.jax_types import Eqn, LiteralVar, Var
 from pase.ir.places import NOWHERE, SourceLine
 
 __all__ = [
@@ -81,7 +81,7 @@ def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
 
 
-def scan_groups(eqn: Any) -> tuple[int, int]:
+def scan_groups(eqn: Eqn) -> tuple[int, int]:
     """(constants, carried values): a scan's operands are these, in this order, and then what it slices."""
     p = eqn.params
     if "ft_in" in p:
@@ -102,7 +102,7 @@ def is_dropped(var: Any) -> bool:
     return type(var).__name__ == "DropVar"
 
 
-def source_line(eqn: Any) -> SourceLine:
+def source_line(eqn: Eqn) -> SourceLine:
     """The user's line; none where JAX has lost it, as in a cached inner jaxpr."""
     from jax.extend import source_info_util
 
@@ -112,7 +112,7 @@ def source_line(eqn: Any) -> SourceLine:
         return NOWHERE
 
 
-def static_arguments(eqn: Any) -> tuple[Any, ...] | None:
+def static_arguments(eqn: Eqn) -> tuple[Any, ...] | None:
     """What a function with a derivative rule of its own was called with besides arrays (``nondiff_argnums``), in order.
 
     It stands with the rule for backward, which is given it first; None where that is not found.
@@ -203,7 +203,7 @@ def flash_attention_backward(
     return dq, dk, dv
 
 
-def pulled_back(eqn: Any, wrt: Sequence[bool]) -> tuple[Any, Any, list[bool]]:
+def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[Any, Any, list[bool]]:
     """A call with a derivative rule of its own, as jax.vjp runs it: (forward, backward, which results have a gradient).
 
     wrt: of each operand, whether it has a gradient. forward: jaxpr from the operands to the call's results and what it
@@ -248,13 +248,13 @@ def _without_dead_code(closed: Any) -> Any:
     return ClosedJaxpr(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0], consts)
 
 
-def _debug_info_inside(eqn: Any) -> Any:
+def _debug_info_inside(eqn: Eqn) -> Any:
     """That of the jaxpr which a call calls, to run the call by itself."""
     jaxpr = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
     return opened(jaxpr)[0].debug_info._replace(arg_names=None, result_paths=None)
 
 
-def implementation(eqn: Any) -> Any:
+def implementation(eqn: Eqn) -> Any:
     """The jaxpr of a primitive that a library defines by JAX code of its own; None: it is one of JAX's."""
     import jax
 
