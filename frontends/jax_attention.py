@@ -13,10 +13,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import attention_by, static_arguments
+
+if TYPE_CHECKING:
+    from jax import Array
 
 __all__ = ["Asked", "AttentionCall", "call_of", "named"]
 
@@ -102,7 +105,9 @@ class _Named:
     plain: Callable[..., Any]
     thread: int
 
-    def __call__(self, q: Any, k: Any, v: Any, bias: Any, mask: Any, *lengths: Any, **settings: Any) -> Any:
+    def __call__(
+        self, q: Array, k: Array, v: Array, bias: Any, mask: Any, *lengths: Any, **settings: Any
+    ) -> Any:
         special = settings.get("return_residual") or settings.get("dropout_rate")
         if threading.get_ident() != self.thread or special:
             return self.theirs(q, k, v, bias, mask, *lengths, **settings)

@@ -12,6 +12,8 @@ import numpy as np
 from pase.calibrate.types import BLOCK_SHAPES, Task
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from pase.calibrate.here import Here
 
 __all__ = ["Devices", "block_loss", "local_program"]
@@ -38,7 +40,7 @@ def _matmul(task: Task) -> OpProgram:
     contract = ((d,) if form == "tn" else (d + 1,), (d + 1,) if form == "nt" else (d,))
     batched = tuple(range(d))
 
-    def product(x: Any, y: Any) -> Any:
+    def product(x: Array, y: Array) -> Any:
         return lax.dot_general(x, y, (contract, (batched, batched)))
 
     return [((*b, *left), task.dtype), ((*b, *right), task.dtype)], product, 1
@@ -52,7 +54,7 @@ def _convolution(task: Task) -> OpProgram:
     x_shape, w_shape = (images, side, side, c_in), (window, window, c_in, c_out)
     y_shape = (images, side, side, c_out)
 
-    def conv(x: Any, w: Any) -> Any:
+    def conv(x: Array, w: Array) -> Any:
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     if task.op == "conv.forward":
@@ -60,7 +62,7 @@ def _convolution(task: Task) -> OpProgram:
     which = 0 if task.op == "conv.input" else 1
     other = (w_shape, x_shape)[which]
 
-    def gradient(y: Any, operand: Any) -> Any:
+    def gradient(y: Array, operand: Array) -> Any:
         given = jax.ShapeDtypeStruct((x_shape, w_shape)[which], task.dtype)
         f = (lambda x: conv(x, operand)) if which == 0 else (lambda w: conv(operand, w))
         return jax.linear_transpose(f, given)(y)[0]
@@ -84,7 +86,7 @@ def local_program(task: Task) -> OpProgram:
         return [((elements // width, width), "float32")], lambda x: jnp.sum(x, axis=1), 1
     if task.op == "vector":
 
-        def deep(x: Any) -> Any:
+        def deep(x: Array) -> Any:
             for i in range(_VECTOR_DEPTH):
                 x = x * 0.999 + 0.001 * (i + 1)
             return x
@@ -95,7 +97,7 @@ def local_program(task: Task) -> OpProgram:
         return [(shape, "float32") for shape in BLOCK_SHAPES], _block_gradients, 1
     if task.op == "launch":
 
-        def chain(x: Any, w: Any) -> Any:
+        def chain(x: Array, w: Array) -> Any:
             for _ in range(_LAUNCHES):
                 x = x @ w
             return x
@@ -129,7 +131,7 @@ def _in_turns(op: Callable[..., Any]) -> Callable[..., Any]:
     return local
 
 
-def block_loss(x: Any, up: Any, down: Any, out: Any) -> Any:
+def block_loss(x: Array, up: Array, down: Array, out: Array) -> Any:
     """A transformer's feed-forward part on a batch, behind a norm, and the cross entropy of what it reads out."""
     import jax
     import jax.numpy as jnp
@@ -158,7 +160,7 @@ def _collective_program(
     n = task.nbytes // 4
     local = (n // total if task.op == "all_gather" else n,)
 
-    def run(x: Any) -> Any:
+    def run(x: Array) -> Any:
         match task.op:
             case "all_reduce":
                 return lax.psum(x, axes)
@@ -222,7 +224,7 @@ class Devices:
         else:
             x = jax.device_put(np.zeros(8, np.float32), mine[0])
 
-            def program(x: Any) -> Any:
+            def program(x: Array) -> Any:
                 return jnp.add(x, x)
 
         def run(inner: int) -> float:

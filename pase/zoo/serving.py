@@ -52,7 +52,7 @@ class Decoder:
         x, cache = self._run(params, tokens, cache, None, self.attend)
         return self._next(params, x), cache | {"filled": jnp.int32(tokens.shape[1])}
 
-    def decode(self, params: Any, token: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def decode(self, params: Any, token: jax.Array, cache: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
         """(the token [b] that follows, the cache with one position more) of the last token [b]."""
         at = cache["filled"]
         seen = jnp.arange(cache["keys"].shape[2]) <= at
@@ -61,7 +61,13 @@ class Decoder:
         return self._next(params, x), stacks | {"filled": at + 1}
 
     def _run(
-        self, params: Any, tokens: jax.Array, cache: Any, start: Any, attend: Attend, seen: Any = None
+        self,
+        params: Any,
+        tokens: jax.Array,
+        cache: dict[str, jax.Array],
+        start: Any,
+        attend: Attend,
+        seen: Any = None,
     ) -> tuple[jax.Array, Any]:
         block = self.block_at(tokens.shape[1], start)
         x = self.embed(params, tokens, start)
