@@ -29,7 +29,7 @@ from pase.memory.account import Memory
 from pase.pipeline.simulate import peak_bytes
 from pase.plan.assemble import assemble, axes_by_use
 from pase.plan.pipeline import PipelinePlan, StagePlan
-from pase.plan.types import PlanData, Tried
+from pase.plan.types import NodePlan, PlanData, Tried
 from pase.tables.itemize import NodeCost, split_of
 
 if TYPE_CHECKING:
@@ -255,22 +255,24 @@ def plan_staged(
         accumulate=s.micro_batches,
         remat=middle.variant.blocks,
     )
-    part = 1 / s.schedule.ranks  # nodes' costs: of one rank, on average
-
-    def shared(c: NodeCost) -> NodeCost:
-        return NodeCost(
-            compute=c.compute * part, communication=c.communication * part, update=c.update * part
-        )
-
     memory = _memory(s)
     return replace(
         plan,
         devices=problem.devices,
         memory=max(memory, key=lambda m: m.total),
         memory_limit=None if math.isinf(menu.limit) else int(menu.limit),
-        nodes=tuple(replace(n, cost=shared(n.cost)) for n in plan.nodes),
+        nodes=tuple(_shared(n, 1 / s.schedule.ranks) for n in plan.nodes),
         pipeline=_pipeline(s, menu, mesh, memory, found),
     )
+
+
+def _shared(n: NodePlan, part: float) -> NodePlan:
+    """A node's costs and work as those of one rank, on average; what a device keeps, each stage says for itself."""
+    cost = NodeCost(
+        compute=n.cost.compute * part, communication=n.cost.communication * part, update=n.cost.update * part
+    )
+    work = tuple(replace(w, times=w.times * part, cost=w.cost * part) for w in n.work)
+    return replace(n, cost=cost, work=work, keeps={}, kept_again=0)
 
 
 def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], found: Pipelines) -> PipelinePlan:

@@ -225,3 +225,11 @@ def test_what_python_returns_shows_itself_in_a_notebook(plan: Plan) -> None:
         made = shown._repr_html_()
         assert Elements(made).found[0][0] == "div" and "<b>" not in made
     assert "does not fit" not in compared._repr_html_() and list(compared) == [("ours", plan), ("<b>", plan)]
+
+
+def test_a_pipelines_page_shows_a_ranks_work() -> None:
+    p = pase.compile("zoo:gpt2?layers=4&batch=16", devices=4, pipeline="2", baselines=False)
+    for n in p.nodes:
+        assert sum(w.cost for w in n.work) == pytest.approx(n.cost.compute + n.cost.update, rel=1e-9)
+    assert step_memory(p) is None
+    Elements(report_page(explain(p)))
