@@ -23,6 +23,7 @@ __all__ = [
     "Control",
     "DimSizes",
     "Frontend",
+    "NotInParts",
     "Traced",
     "Unknown",
     "UnknownOp",
@@ -44,6 +45,10 @@ Chances = Mapping[str, Sequence[float]]
 
 class UnknownOp(PaseError):
     """An op for which no rule exists; the message names it and the user's line."""
+
+
+class NotInParts(PaseError):
+    """A model that cannot be traced on a part of its batch, whose size its code has in it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
+from pase.frontends.registry import NotInParts
 from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
 
@@ -75,7 +76,7 @@ def _leaves(traced: TracedTorch) -> list[Any]:
 
 def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
     """The model traced on 1/micro_batches of the batch: of each input, so much of its first dim where that is the
-    batch. PaseError where it does not divide."""
+    batch. PaseError where it does not divide, NotInParts where the model cannot be traced so."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -91,10 +92,16 @@ def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
         batched = isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == size
         return t[: size // micro_batches] if batched else t
 
-    return trace(
-        traced.module,
-        *tree_map(part, traced.batch),
-        name=traced.graph.name,
-        unknown=traced.unknown,
-        loss=traced.loss,
-    )
+    try:
+        return trace(
+            traced.module,
+            *tree_map(part, traced.batch),
+            name=traced.graph.name,
+            unknown=traced.unknown,
+            loss=traced.loss,
+        )
+    except PaseError as e:
+        raise NotInParts(
+            f"'{traced.graph.name}' cannot be run in {micro_batches} micro-batches: does its code have the batch's "
+            f"size in it? {e}"
+        ) from e

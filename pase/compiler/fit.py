@@ -21,6 +21,7 @@ from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.variants import Variant
 from pase.errors import Infeasible
 from pase.files.progress import PieceOfWork
+from pase.frontends.registry import NotInParts
 from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.search import Known, MemoryProfile, Solution, price_memory, solve
@@ -58,9 +59,13 @@ def fit_variants(
     spent = dict(free.seconds)
     for group in tries:
         promising = False
-        for variant in group:
+        try:
+            ways = [(v, problem if v == tries[0][0] else problem.varied(traced, v)) for v in group]
+        except NotInParts as e:
+            say(str(e))
+            break
+        for variant, p in ways:
             first = variant == tries[0][0]
-            p = problem if first else problem.varied(traced, variant)
             below = float("inf") if best is None else best[1].solution.cost
             needs = {m: least_memory(p, m) for m in over}
             where = min(over, key=needs.__getitem__)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pase
-from pase.errors import PaseError
+from pase.errors import Infeasible, PaseError
 from tests.backends.torch_models import TorchCase, case, optimizer, tower_of
 from tests.backends.torch_ranks import alone_among, on_ranks
 
@@ -143,6 +143,30 @@ def test_micro_batches_and_recomputation_change_nothing(less: dict[str, Any], ma
         torch.testing.assert_close(gradients, {k: p.grad for k, p in alone.named_parameters()})
     with alone_among(RANKS, rank=1):
         assert sent_by_one_rank(run) == planned(run.program)
+
+
+def test_a_batch_written_into_the_code_is_not_cut() -> None:
+    """Asked for micro-batches, it is said; under a memory limit, other ways are tried."""
+    import torch
+    from torch import nn
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            return self.one(x.view(8, 4, 16)).square().mean()
+
+    module, x = Fixed(), torch.randn(8, 64)
+    with pytest.raises(
+        PaseError, match="cannot be run in 2 micro-batches: does its code have the batch's size"
+    ):
+        pase.compile(module, x, devices=2, accumulate=2)
+    said: list[str] = []
+    with pytest.raises(Infeasible):
+        pase.compile(module, x, devices=2, memory_limit="1KiB", progress=said.append)
+    assert any("cannot be run in 2 micro-batches" in line for line in said)
 
 
 def test_what_is_random_is_one_draw() -> None:
