@@ -77,7 +77,7 @@ def _rank(
 ) -> RankMemory:
     """Of a rank with so many blocks and these ends."""
     p, b = program, program.bytes
-    ends = [parts.first] * first + [parts.last] * last
+    ends = [parts.first] * first + [parts.last] * last + [parts.tied] * (last and not first)
     block = parts.block
     elements = blocks * block.parameters + sum(e.parameters for e in ends)
     apart = blocks * _apart(block, s, mesh) + sum(_apart(e, s, mesh) for e in ends)

@@ -6,13 +6,13 @@ the graph's own work and collectives (``pase.tables``), priced by the cost model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 
 from pase.baselines import Baseline
+from pase.compiler.stage_places import Places, places_of
 from pase.errors import Infeasible
 from pase.ir import Access, Graph, Node
 from pase.ir.functions import CAUSAL_ATTENTION
@@ -26,9 +26,8 @@ from pase.tables.itemize import collectives
 from pase.tables.layouts import dim_index, number, shards
 from pase.tables.work import SCALE_PASSES, Phase, Work
 
-__all__ = ["Part", "Parts", "Sent", "Where", "parts_of"]
+__all__ = ["Part", "Parts", "Sent", "parts_of"]
 
-Where = Literal["first", "block", "last"]
 HEAVY = ("matmul", "conv", "attention")
 OPTIMIZER = "adam"
 
@@ -79,11 +78,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """All of a model. blocks: how many there are. logits: elements of the logits on a device."""
+    """All of a model. blocks: how many there are. tied: parameters of the first part that the last one reads too, of
+    which a last stage has a copy. logits: elements of the logits on a device."""
 
     first: Part
     block: Part
     last: Part
+    tied: Part
     blocks: int
     logits: float
 
@@ -95,7 +96,7 @@ def parts_of(
 
     share: of the graph's batch that the micro-batch really is (a batch of one is read as two: a dim of one is no dim).
     """
-    where, blocks = _places(graph)
+    places = _places(graph)
     made = _PartsInTheMaking(
         graph=graph,
         placed=placed,
@@ -103,8 +104,7 @@ def parts_of(
         program=program,
         model=model,
         share=share,
-        where=where,
-        blocks=blocks,
+        places=places,
     )
     for n in graph.nodes:
         made.add_work(n)
@@ -113,7 +113,7 @@ def parts_of(
     made.add_kept()
     end = made.logits()
     elements = made.on_device(*end) if end is not None else 0.0
-    return Parts(**made.parts, blocks=blocks, logits=elements * share)
+    return Parts(**made.parts, blocks=places.blocks, logits=elements * share)
 
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -121,7 +121,7 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class _PartsInTheMaking:
-    """A placed graph, and its parts while they are added up. where: each node's part; share: see ``parts_of``."""
+    """A placed graph, and its parts while they are added up. share: see ``parts_of``."""
 
     graph: Graph
     placed: Baseline
@@ -129,15 +129,16 @@ class _PartsInTheMaking:
     program: Program
     model: CostModel
     share: float
-    where: Mapping[str, Where]
-    blocks: int
-    parts: dict[str, Part] = field(default_factory=lambda: {"first": Part(), "block": Part(), "last": Part()})
+    places: Places
+    parts: dict[str, Part] = field(
+        default_factory=lambda: {name: Part() for name in ("first", "block", "last", "tied")}
+    )
     summed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Parameter's node -> the axes over which its gradient is summed."""
 
     def turns(self, node: str) -> float:
         """How often the part that the node is in runs."""
-        return float(self.blocks) if self.where[node] == "block" else 1.0
+        return float(self.places.blocks) if self.places.of(node) == "block" else 1.0
 
     def again(self, n: Node, heavy: bool) -> float:
         """The part of a node's forward work that backward repeats."""
@@ -155,8 +156,8 @@ class _PartsInTheMaking:
 
     def add_work(self, n: Node) -> None:
         """The node's work, forward and backward, and its kernels' launches."""
-        part, many, share = self.parts[self.where[n.name]], self.turns(n.name), self.share
-        inside = self.where[n.name] == "block"
+        part, many, share = self.parts[self.places.of(n.name)], self.turns(n.name), self.share
+        inside = self.places.of(n.name) == "block"
         cfg = self.placed.strategy[n.name][None, :]
         for w, seconds in _priced(
             self.graph, n, cfg, self.placed.mesh, self.strategy, self.program, self.model
@@ -180,7 +181,7 @@ class _PartsInTheMaking:
 
     def add_around(self, n: Node) -> None:
         """What the program does around an attention's kernel."""
-        part, program, device = self.parts[self.where[n.name]], self.program, self.model.machine.device
+        part, program, device = self.parts[self.places.of(n.name)], self.program, self.model.machine.device
         queries = next(op for op in n.ops if op.kind == "attention").reads[0]
         rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
         once = self.on_device(n, queries) * self.graph.tensors[queries.tensor].itemsize * self.share / rate
@@ -197,7 +198,7 @@ class _PartsInTheMaking:
             if c.tensor in stored and c.phase == "backward":
                 self.summed[graph.producer[c.tensor].name] = c.axes
                 continue
-            at, many = self.where[c.node], self.turns(c.node)
+            at, many = self.places.of(c.node), self.turns(c.node)
             repeats = at == "block" and c.phase == "forward"
             self.parts[at].sent.append(
                 Sent(
@@ -216,10 +217,12 @@ class _PartsInTheMaking:
         for n in self.graph.nodes:
             if n.kind == "parameter" and self.graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
                 local = self.on_device(n, n.ops[0].writes[0]) / self.turns(n.name)
-                part, axes = self.parts[self.where[n.name]], self.summed.get(n.name, ())
-                part.tensors += 1
-                part.largest = max(part.largest, local)
-                part.elements[axes] = part.elements.get(axes, 0.0) + local
+                axes = self.summed.get(n.name, ())
+                for name in (self.places.of(n.name), *["tied"] * (n.name in self.places.tied)):
+                    part = self.parts[name]
+                    part.tensors += 1
+                    part.largest = max(part.largest, local)
+                    part.elements[axes] = part.elements.get(axes, 0.0) + local
 
     def add_kept(self) -> None:
         """What backward needs: by what a compiler keeps, or by what each kernel's own backward reads."""
@@ -240,7 +243,7 @@ class _PartsInTheMaking:
             n = makers.get(t)
             if n is None or n.kind in ("parameter", "input", "constant"):
                 continue
-            at, tensor = self.where[n.name], graph.tensors[t]
+            at, tensor = self.places.of(n.name), graph.tensors[t]
             if at == "last" and n.kind != "carry" and number(tensor.elements, t) >= logits:
                 continue  # counted as logits
             op, write = n.write_of(t)
@@ -258,7 +261,7 @@ class _PartsInTheMaking:
         made = [
             (n, a)
             for n in self.graph.nodes
-            if self.where[n.name] == "last" and n.kind == "matmul"
+            if self.places.of(n.name) == "last" and n.kind == "matmul"
             for op in n.ops
             if op.kind == "matmul"
             for a in op.writes
@@ -268,24 +271,15 @@ class _PartsInTheMaking:
         )
 
 
-def _places(graph: Graph) -> tuple[dict[str, Where], int]:
-    """Where each node is, and how often the block is repeated: the loop over layers with most turns."""
-    times = {n.name: max(int(number(op.times, n.name)) for op in n.ops) for n in graph.nodes}
-    blocks = max(times.values())
-    if blocks == 1:
+def _places(graph: Graph) -> Places:
+    """Where each node is: before, in or behind the loop over layers with most turns."""
+    try:
+        return places_of(graph)
+    except Infeasible as e:
         raise Infeasible(
             f"'{graph.name}' has no loop over equal blocks, by which a stated strategy is priced: write its layers as "
             f"a scan (of the zoo's models: scan=1)"
-        )
-    inside = [i for i, n in enumerate(graph.nodes) if times[n.name] == blocks]
-    where: dict[str, Where] = {}
-    for i, n in enumerate(graph.nodes):
-        where[n.name] = "block" if times[n.name] > 1 else "first" if i < inside[0] else "last"
-    for n in graph.nodes:
-        if n.kind in ("parameter", "input", "constant"):
-            readers = [where[e.dst] for e in graph.edges if e.src == n.name] or ["first"]
-            where[n.name] = "block" if "block" in readers else readers[0]
-    return where, blocks
+        ) from e
 
 
 def _priced(

@@ -218,7 +218,7 @@ class StatedStep:
         slowest = max(f + b for f, b in zip(forward, backward, strict=True))
         sums = n * self.sum_s(self.parts.block) + self.sum_s(self.parts.first)
         window = backward[0] if p.sums_beside else 0.0
-        sums = max(sums - window, self.sum_s(self.parts.block))
+        sums = max(sums - window, self.sum_s(self.parts.block)) + self.tied_s()
         gathers = n * self.gather_s(self.parts.block)
         gathers = max(gathers - forward[0], self.gather_s(self.parts.block)) if p.prefetches[0] else gathers
         sent = m * n * sum(self.sent_s(self.parts.block, back) for back in (False, True))
@@ -236,6 +236,13 @@ class StatedStep:
         split = s.tensor if self.program.sends_parts and not s.sequence else 1
         mesh = mesh_from(f"stage={s.pipeline},inner={self.mesh.devices}", s.pipeline * self.mesh.devices)
         return float(self.model.collective("permute", mesh, 1, self.parts.block.entry / split))
+
+    def tied_s(self) -> float:
+        """The sum of tied parameters' gradients between the first and the last stage, behind both of theirs."""
+        nbytes = self.parts.tied.parameters * self.program.bytes.summed
+        total = self.s.pipeline * self.mesh.devices
+        two = mesh_from(f"ends=2,rest={total // 2}", total)
+        return float(self.model.collective("all_reduce", two, 1, nbytes)) if nbytes else 0.0
 
     def moved(self) -> dict[str, float]:
         """Seconds of every collective of a step, hidden or not, by what it is for."""
@@ -257,4 +264,6 @@ class StatedStep:
             ):
                 if seconds:
                     out[name] = out.get(name, 0.0) + k * seconds
+        if self.s.pipeline > 1 and (tied := self.tied_s()):
+            out["sums of tied gradients"] = tied
         return out
