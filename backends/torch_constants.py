@@ -94,6 +94,10 @@ class Constants:
         if n.op == "placeholder":
             if n in self.index.outer:
                 return self.of(self.index.outer[n])
+            if n.name not in self.buffers:
+                raise NotOnParts(
+                    f"its operand '{n.name}' is none of the plan's op, so the plan lays it out nowhere"
+                )
             return self.buffers[n.name]
         if n.op == "get_attr":
             return getattr(self.index.modules[n.graph], n.target).to(self.device)

@@ -266,6 +266,11 @@ def _scatter(call: RankCall) -> Any:
 # Attention, norms: sizes in their operands are those of parts.
 
 
+@RANK_RULES.register("_grouped_mm", "transformers::grouped_mm_fallback")
+def _grouped(call: RankCall) -> Any:
+    raise NotOnParts("where its groups begin is no operand of the plan's op, so the plan lays it out nowhere")
+
+
 @RANK_RULES.register("scaled_dot_product_attention")
 def _attention(call: RankCall) -> Any:
     """A rank's batch, heads and queries; keys are whole."""

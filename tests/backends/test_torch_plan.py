@@ -221,6 +221,29 @@ def test_a_saved_plan_finds_its_module_again(tmp_path: Path) -> None:
     assert loaded.bind(c.module, *c.batch, loss=loss).torch.program == made.torch.program
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_product_by_groups_is_refused_by_name(given: bool) -> None:
+    import torch
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.ones(4, 16, 16, dtype=torch.bfloat16))
+
+        def forward(self, x: Any, ends: Any) -> Any:
+            ends = ends if given else ends.cumsum(0).to(torch.int32)
+            return torch.nn.functional.grouped_mm(x, self.up, offs=ends).float().mean()
+
+    batch = (torch.ones(32, 16, dtype=torch.bfloat16), torch.full((4,), 8, dtype=torch.int32))
+    run = pase.compile(Experts(), *batch, devices=2).torch
+    with alone_among(2, rank=0):
+        step = run.parallelize(Experts())
+        with pytest.raises(
+            PaseError, match=r"_grouped_mm.* cannot be run on parts: .* the plan lays it out nowhere"
+        ):
+            step(*batch)
+
+
 def test_what_does_not_fit_is_said() -> None:
     import torch
 
