@@ -1,4 +1,4 @@
-"""pase: how to split every layer of a model over the devices, proven best under its cost model."""
+"""pase finds how to split every layer of a model over the devices, and proves the split best under its cost model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when first asked for: ``import pase`` stays quick."""
+    """Import a public name when it is first used, so that ``import pase`` is fast."""
     if name in _WHERE:
         import importlib
 

@@ -1,4 +1,4 @@
-"""compile, compare, load, and the Plan that they return: what people call."""
+"""The public functions compile, compare, price and load, and the Plan that they return."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Plan(PlanData):
 
     @classmethod
     def of(cls, data: PlanData) -> Plan:
-        """The plan with this data."""
+        """Make a Plan from its data."""
         return cls(**{f.name: getattr(data, f.name) for f in fields(PlanData)})
 
     def __str__(self) -> str:
@@ -54,13 +54,13 @@ class Plan(PlanData):
         return as_html(self)
 
     def save(self, path: str | Path) -> None:
-        """Write layout.json, whole or not at all."""
+        """Write layout.json. An interrupted write leaves no partial file."""
         from pase.plan.layout import save
 
         save(self, path)
 
     def diff(self, other: PlanData) -> list[str]:
-        """What differs, one line each; empty where both lay everything out alike."""
+        """List the differences, one line each. The list is empty when both plans have the same layouts."""
         from pase.plan.layout import diff
 
         return diff(self, other)
@@ -76,9 +76,11 @@ class Plan(PlanData):
         chances: Mapping[str, Sequence[float]] | None = None,
         loss: Callable[..., Any] | None = None,
     ) -> Plan:
-        """Give a loaded plan its model again, traced again with the mode, carry, dims, chances and loss that it was
-        compiled with: ``plan.bind(loss_fn, params, *batch)``, or a PyTorch module and its batch. PaseError where it is
-        not the model of the plan."""
+        """Attach the model to a loaded plan: ``plan.bind(loss_fn, params, *batch)``, or a PyTorch module and its batch.
+
+        The model is traced again. Pass the same mode, carry, dims, chances and loss that it was compiled with. Raises
+        PaseError if it is not the model of the plan.
+        """
         from pase.frontends import registry
 
         traced = registry.trace(
@@ -96,20 +98,21 @@ class Plan(PlanData):
 
     @cached_property
     def bucket_plan(self) -> BucketPlan | None:
-        """Which of a step's collectives travel together, in which order, on which link; None where nothing moves.
+        """Which collectives of a step are sent together, in which order and on which link. None if nothing is sent.
 
-        The one that ``scheduled`` chose or the layout holds, else ours with plain updates.
+        This is the bucket plan that ``scheduled`` chose or that the layout holds. Otherwise it is ours, with plain
+        updates.
         """
         return None if self._schedule is None else self._schedule[1]
 
     @cached_property
     def bucket_problem(self) -> ScheduleProblem | None:
-        """What ``bucket_plan`` solves: the step's blocks of compute, its tensors to send, and its links."""
+        """The problem that ``bucket_plan`` solves: the step's blocks of compute, the tensors to send, and the links."""
         return None if self._schedule is None else self._schedule[0]
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The predicted step under the bucket plan, as `pase replay` reads it; None where nothing moves."""
+        """The predicted step under the bucket plan, as `pase replay` reads it. None if nothing is sent."""
         from pase.plan.buckets import timeline_of
 
         return None if self._schedule is None else timeline_of(*self._schedule)
@@ -121,8 +124,10 @@ class Plan(PlanData):
         return schedule_of(self)
 
     def scheduled(self, policy: str = "ours", options: Options | None = None) -> Plan:
-        """This plan with the policy's bucket plan in it, for ``save`` and ``bucket_plan``; as it is where nothing
-        moves. ``options`` allow delayed updates, and more: `pase.schedule.Options`.
+        """Return this plan with the policy's bucket plan in it, for ``save`` and ``bucket_plan``.
+
+        If nothing is sent, the plan is returned unchanged. ``options`` allow delayed updates and more; see
+        `pase.schedule.Options`.
         """
         from pase.plan.buckets import with_buckets
 
@@ -130,8 +135,11 @@ class Plan(PlanData):
 
     @cached_property
     def jax(self) -> JaxPlan | JaxPipeline:
-        """Shardings, the constrained loss and a train step in JAX; of a pipelined plan the step that runs its stages.
-        A loaded plan of a zoo model finds its model by itself; others need ``plan.bind(fn, params, batch)`` first."""
+        """The plan in JAX: shardings, the constrained loss and a train step. A pipelined plan has a step that runs its
+        stages.
+
+        A loaded plan of a zoo model finds its model by itself; other plans need ``plan.bind(fn, params, batch)`` first.
+        """
         from pase.backends.jax_pipeline import in_stages
         from pase.backends.to_jax import jax_plan
 
@@ -141,7 +149,7 @@ class Plan(PlanData):
 
     @cached_property
     def torch(self) -> TorchPlan:
-        """The plan of a PyTorch module, run by PyTorch on the ranks of ``torch.distributed``."""
+        """The plan of a PyTorch module. PyTorch runs it on the ranks of ``torch.distributed``."""
         from pase.backends.torch_plan import torch_plan
 
         self.check_emitted()
@@ -152,17 +160,17 @@ class Plan(PlanData):
 def compile(
     model: Any, params: Any = None, *batch: Any, options: CompileOptions, progress: Progress | None = None
 ) -> Plan:
-    """Find the best split of every layer over ``devices``, over all meshes, and say what follows from it.
+    """Find the best split of every layer over ``devices``, over all meshes, and predict its time and memory.
 
     model: "zoo:NAME?batch=…", "package.module:function" (which returns loss_fn, params, *batch), a JAX
-        callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes suffice), a
-        torch.nn.Module followed by an example batch, "hf:CLASS?setting=…" of transformers, or what another
-        frontend reads: "model.onnx", an onnx.ModelProto, …
+        callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes are enough), a
+        torch.nn.Module followed by an example batch, "hf:CLASS?setting=…" for a model of transformers, or anything
+        that another frontend reads: "model.onnx", an onnx.ModelProto, …
     {options}
-    progress: called with a line of text at each step of the way.
+    progress: a function that is called with a line of text at each step of the compilation.
 
-    Raises PaseError for bad input; Infeasible where no strategy exists, or none fits a memory limit that is stated as
-    a size. Warns where none fits the machine, which is the default limit.
+    Raises PaseError for bad input. Raises Infeasible if no strategy exists, or if none fits a memory limit that is
+    given as a size. Warns if none fits the machine's memory, which is the default limit.
     """
     from pase.compiler.compilation import compile_model
     from pase.plan.table import misfit_text
@@ -174,7 +182,7 @@ def compile(
 
 
 class Comparison(list["tuple[str, Plan]"]):
-    """Methods with their plans, cheapest first."""
+    """Names of methods with their plans, cheapest first."""
 
     def _repr_html_(self) -> str:
         from pase.pages.parts import in_notebook
@@ -203,11 +211,11 @@ class Comparison(list["tuple[str, Plan]"]):
 def compare(
     model: Any, params: Any = None, *batch: Any, options: CompileOptions, progress: Progress | None = None
 ) -> Comparison:
-    """Every method that applies and ours ("pase"), as plans priced alike, cheapest first.
+    """Return the plan of every method that applies and ours ("pase"), priced in the same way, cheapest first.
 
     model, params, batch: as for ``compile``.
     {options}
-    progress: called with a line of text at each step of the way.
+    progress: a function that is called with a line of text at each step of the compilation.
     """
     from pase.compiler.compilation import compare_model
 
@@ -226,12 +234,13 @@ def price(
     unknown: Literal["error", "replicate"] = "error",
     dims: Mapping[str, int] | None = None,
 ) -> Priced:
-    """What a stated strategy takes as it stands: seconds by cause, memory on the fullest rank, collectives.
+    """Price a given strategy without a search: seconds by cause, memory on the fullest rank, collectives.
 
-    model, params, batch: as for ``compile``; a JAX model. strategy: ``"fsdp=32,tp=8,sp,remat=full"``, as
-    ``pase price --help`` lists it. executor: how the program runs, one of ``pase.stated.program.PROGRAMS``.
+    model, params, batch: as for ``compile``; the model must be a JAX model. strategy: for example
+    ``"fsdp=32,tp=8,sp,remat=full"``; ``pase price --help`` lists the terms. executor: how the program runs, one of
+    ``pase.stated.program.PROGRAMS``.
 
-    Raises PaseError for bad input; Infeasible where the model cannot be split so, with the reason.
+    Raises PaseError for bad input, and Infeasible, with the reason, if the model cannot be split in this way.
     """
     from pase.compiler.problem import SplitProblem
     from pase.compiler.resolve import traced_model
@@ -248,7 +257,7 @@ def price(
 
 
 def load(path: str | Path) -> Plan:
-    """Read a layout.json. PaseError where it is corrupt, cut off, or of another version."""
+    """Read a layout.json. Raises PaseError if it is corrupt, truncated, or of another version."""
     from pase.plan.layout import load as load_layout
 
     return Plan.of(load_layout(path))

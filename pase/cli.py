@@ -36,16 +36,16 @@ HELP = """How to split every layer of a model over the devices, proven best unde
 
 EPILOG = """Examples:
 
-  pase zoo                                     which models there are to try
-  pase compile zoo:gpt2 --devices 32           the best strategy, beside data parallelism
+  pase zoo                                     the models that you can try
+  pase compile zoo:gpt2 --devices 32           the best strategy, next to data parallelism
   pase compile mymodel:step --devices 8 --machine a100x8 -o layout.json
-  pase compare zoo:gpt2 --devices 32           every known strategy, priced alike
+  pase compare zoo:gpt2 --devices 32           known strategies, priced by one cost model
   pase run layout.json --reduced --devices 8   one step of it here, on host devices
 
 MODEL is zoo:NAME (with ?batch=128&seq=1024), a file, or package.module:function.
 With --json, a command prints one JSON object on standard output and nothing else there.
 Exit status: 0 done, 1 the request cannot be met, 2 bad usage or input.
-pase COMMAND --help says more."""
+Use pase COMMAND --help for details."""
 
 
 def _names(package: str) -> list[str]:

@@ -36,12 +36,15 @@ def calibrate(
         typer.Option("-o", "--output", help="The machine file to write; --machine takes it.", metavar="FILE"),
     ] = Path("machine.toml"),
     budget: Annotated[
-        str, typer.Option(help="Time to measure in: 60s, 5m, 1h. Coarse tables come first, finer ones after.")
+        str,
+        typer.Option(
+            help="Time for the measurements: 60s, 5m, 1h. Coarse tables come first, finer ones later."
+        ),
     ] = "5m",
     dtypes: Annotated[
         str | None,
         typer.Option(
-            help="Of matmuls, most important first. Default: float32,bfloat16 on CPUs, else reversed."
+            help="Dtypes of the matmuls, most important first. Default: float32,bfloat16 on CPUs, else reversed."
         ),
     ] = None,
     levels: Annotated[
@@ -51,20 +54,25 @@ def calibrate(
         ),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", "-n", help="CPU: so many host devices a process.", min=1)
+        int | None,
+        typer.Option("--devices", "-n", help="CPU: the number of host devices per process.", min=1),
     ] = None,
     coordinator: Annotated[
         str | None, typer.Option(help="Several processes: HOST:PORT of process 0.", metavar="HOST:PORT")
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="Several processes: how many.", min=1)] = None,
-    process_id: Annotated[
-        int | None, typer.Option(help="Several processes: which this is, from 0.", min=0)
+    processes: Annotated[
+        int | None, typer.Option(help="Several processes: the number of processes.", min=1)
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what the journal holds.")] = False,
+    process_id: Annotated[
+        int | None, typer.Option(help="Several processes: the number of this one, from 0.", min=0)
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Ignore the existing journal and start again.")
+    ] = False,
     max_spread: Annotated[
         float,
         typer.Option(
-            help="Refuse measurements whose middle half is wider, as a part of the median.", min=0.0
+            help="Refuse measurements whose interquartile range exceeds this fraction of the median.", min=0.0
         ),
     ] = 0.5,
     name: Annotated[str | None, typer.Option(help="The machine's name. Default: the file's.")] = None,
@@ -72,36 +80,37 @@ def calibrate(
         Path | None,
         typer.Option(
             "--from",
-            help="Measure nothing: collectives from a run's traces, put into --base.",
+            help="Measure nothing: take collectives from a run's traces and put them into --base.",
             metavar="TRACES",
         ),
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="With --from: the machine that gets them, a name or a .toml file.")
+        str | None, typer.Option(help="With --from: the machine that receives them, a name or a .toml file.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Measure this machine and write a machine file.
 
-        Measured: matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and
-        collectives by size; launch overhead; convolutions. All devices work at once, as they do in training, so what
-    they share is part of the figures. Every sample is a median of repeats with its spread. Each is written to
-        FILE.journal as it is measured: after a stop (Ctrl-C), the same command continues from there, and a larger
-        --budget refines what has been measured. A machine file is written only if the measurements make sense: a sample
-        that varies too much, a table that is not monotone or a rate that is physically impossible is refused by name.
+    Measured are: matmuls by m, n, k and dtype, in the three forms that training needs; memory-bound ops and
+    collectives by size; launch overhead; convolutions. All devices work at the same time, as in training, so the
+    figures include contention for shared resources. Every sample is a median of repeats with its spread. Each sample
+    is written to FILE.journal as soon as it is measured. After a stop (Ctrl-C), the same command continues from there,
+    and a larger --budget refines the existing measurements. A machine file is written only if the measurements make
+    sense. A sample that varies too much, a table that is not monotone, or a physically impossible rate is refused,
+    and the message names it.
 
-        \b
-        Examples:
-          pase calibrate -o machine.toml                     the GPUs, TPUs or the CPU of this process
-          pase calibrate -o cpu.toml -n 4 --budget 60s       four host devices on a CPU
-          pase calibrate -o pair.toml --coordinator a:1234 --processes 2 --process-id 0
-                                                             on host a; the same with --process-id 1 on b
-          pase calibrate -o net.toml --levels host=2,rack=2 --coordinator ...
-          pase calibrate --from traces/ --base h100x8 -o ours.toml
-          pase compile zoo:gpt2 --devices 4 --machine machine.toml
+    \b
+    Examples:
+      pase calibrate -o machine.toml                     the GPUs, TPUs or the CPU of this process
+      pase calibrate -o cpu.toml -n 4 --budget 60s       four host devices on a CPU
+      pase calibrate -o pair.toml --coordinator a:1234 --processes 2 --process-id 0
+                                                         on host a; the same with --process-id 1 on b
+      pase calibrate -o net.toml --levels host=2,rack=2 --coordinator ...
+      pase calibrate --from traces/ --base h100x8 -o ours.toml
+      pase compile zoo:gpt2 --devices 4 --machine machine.toml
 
-        \b
-        Exit status: 0 written; 1 the measurements make no sense, nothing was written; 2 bad usage; 130 stopped.
+    \b
+    Exit status: 0 written; 1 the measurements make no sense, nothing was written; 2 bad usage; 130 stopped.
     """
     from pase.errors import PaseError
 
@@ -152,7 +161,7 @@ def _measured(
     max_spread: float,
     name: str | None,
 ) -> JsonObject | None:
-    """Measures and, on the first process, writes the file; None on the others."""
+    """Measure and, on the first process, write the file. Returns None on the other processes."""
     from pase.calibrate import Journal, Settings, suite
     from pase.calibrate.device import Devices
     from pase.calibrate.here import find
@@ -206,8 +215,10 @@ def _in_rounds(
     name: str,
     told: Callable[[str, int, int], None],
 ) -> tuple[SessionResult, Fitted | Refused | None]:
-    """Measures, fits, and measures again what the fit doubts; the last fit or why there is none, None on processes but
-    the first."""
+    """Measure, fit, and measure again the samples that the fit doubts.
+
+    Returns the last fit, or the reason why there is none. Returns None on every process but the first.
+    """
     from pase.calibrate import Refused, session
     from pase.calibrate.session import again
 
@@ -272,7 +283,9 @@ def _dtypes(text: str | None) -> tuple[str, ...]:
 
 @contextmanager
 def _quiet_output() -> Iterator[None]:
-    """What libraries print on standard output (gloo does) goes to standard error: ours is the result alone."""
+    """Redirect what libraries such as gloo print on standard output to standard error, so that it holds only our
+    result.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -284,7 +297,7 @@ def _quiet_output() -> Iterator[None]:
 
 
 def _asides(journal: Any, budget_s: float) -> dict[str, str]:
-    """What is worth recording and has no place in a machine's tables."""
+    """Measurements that are worth recording but have no place in a machine's tables."""
     out = {"budget": f"{budget_s:g} s"}
     dispatch = next((s for s in journal.samples.values() if s.key.startswith("dispatch")), None)
     if dispatch is not None:

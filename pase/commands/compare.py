@@ -1,4 +1,4 @@
-"""``pase compare``: what people do by hand, and ours, priced alike."""
+"""``pase compare``: strategies that people write by hand and ours, priced by the same cost model."""
 
 from __future__ import annotations
 
@@ -50,16 +50,17 @@ def compare(
 ) -> None:
     """Compare data parallelism, expert strategies and ours.
 
-    Compares data parallelism, FSDP, one weird trick, Megatron at every degree, and ours.
+    Compares data parallelism, FSDP, one weird trick, Megatron at every degree, and our own strategy.
 
-    It takes every option of 'pase compile': ours is the best that fits the memory limit, and methods that do not
-    fit are listed as such.
+    It takes every option of 'pase compile'. Ours is the best strategy that fits the memory limit. Methods that do not
+    fit are listed and marked.
 
-    Each is a strategy on the same graph, tuned by the same exact search as far as its method allows, and priced
-    by the same cost model. Predictions, not measurements. Ours is never worse than any of them that fits.
+    Each method is a strategy on the same graph. The same exact search tunes it as far as the method allows, and the
+    same cost model prices it. The figures are predictions, not measurements. Ours is never worse than any other that
+    fits.
 
     \b
-    Example:
+    Examples:
       pase compare zoo:gpt2 --devices 32
       pase compare zoo:gpt2 --devices 32 --vary bandwidth=0.5..2
     """
@@ -87,12 +88,12 @@ def compare(
 
 
 def _moved(p: PlanData) -> float:
-    """Bytes that a device moves in a step."""
+    """Bytes that a device sends in a step."""
     return sum(c.nbytes * c.times for c in p.collectives)
 
 
 def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
-    """What --json prints."""
+    """The object that --json prints."""
     strategies = [
         {
             "name": name,
@@ -153,7 +154,7 @@ def _print(ours: PlanData, rows: Rows) -> None:
 
 
 def _varied(points: list[Point], model: str, options: CompileOptions) -> dict[str, object]:
-    """What --json prints of --vary."""
+    """The object that --json prints for --vary."""
     rows = [
         {
             "factors": dict(p.factors),
@@ -177,7 +178,7 @@ def _varied(points: list[Point], model: str, options: CompileOptions) -> dict[st
 
 
 def _print_varied(points: list[Point], model: str, options: CompileOptions) -> None:
-    """What holds at each factor, as a table."""
+    """Print what holds at each factor, as a table."""
     from pase.plan.columns import columns
     from pase.plan.table import cost_text
 

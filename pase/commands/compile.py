@@ -50,12 +50,12 @@ def compile(
 
     Finds the best split of every layer of MODEL over the devices, over every mesh that fits the machine.
 
-    Prints the chosen strategy next to data parallelism and expert strategies, all priced by the same cost model:
-    predictions, not measurements. The output says whether the answer is proven optimal under that model.
+    Prints the chosen strategy next to data parallelism and expert strategies, all priced by the same cost model. The
+    figures are predictions, not measurements. The output says whether the answer is proven optimal under that model.
 
-    The plan fits a device's memory: it is the cheapest that does, with micro-batches and recomputation where they are
-    needed. Where nothing fits, the best without a limit is printed with a warning that says what would
-    (--strict: exit status 1).
+    The plan fits a device's memory: it is the cheapest plan that does, with micro-batches and recomputation if they are
+    needed. If no plan fits, the best plan without a limit is printed with a warning that says what would fit (with
+    --strict, the exit status is 1).
 
     \b
     Examples:
@@ -94,13 +94,15 @@ def compile(
 
 
 def rates(plan: PlanData) -> dict[str, float | None]:
-    """The step's speed on one device, as JSON has it; null where costs are no seconds or the batch has no tokens."""
+    """The step's speed on one device, for the JSON output. Fields are null if costs are not in seconds or the batch has
+    no tokens.
+    """
     names = ("mfu", "tflops_per_device", "tokens_per_s_per_device", "examples_per_s_per_device")
     return {name: getattr(plan.throughput, name, None) for name in names}
 
 
 def summary(plan: PlanData) -> dict[str, object]:
-    """What --json prints."""
+    """The object that --json prints."""
     return {
         "model": plan.model,
         "devices": plan.devices,

@@ -28,7 +28,7 @@ def diagnose(
 ) -> None:
     """Why a traced run is slow.
 
-    Gives each reason in plain words, with what it costs.
+    Lists each reason in plain words, with the time that it costs.
     """
     from pase.errors import PaseError
     from pase.replay.clocks import align as align_clocks

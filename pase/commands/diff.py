@@ -15,12 +15,12 @@ __all__ = ["diff"]
 
 def diff(
     old: Annotated[Path, typer.Argument(help="A layout.json.", metavar="OLD.json")],
-    new: Annotated[Path, typer.Argument(help="Another.", metavar="NEW.json")],
+    new: Annotated[Path, typer.Argument(help="The layout.json to compare it with.", metavar="NEW.json")],
     json: JsonOption = False,
 ) -> None:
     """What differs between two layouts, in words.
 
-    A line for each difference, then what the step and the memory become.
+    Prints a line for each difference, then the change in step time and memory.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""``pase emit``: a layout, written for another program."""
+"""``pase emit``: write a layout for another program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["emit"]
 
 def emit(
     layout: LayoutFile,
-    to: Annotated[str, typer.Option("--to", help="For what: see the list above.", show_default=False)],
+    to: Annotated[
+        str, typer.Option("--to", help="The target format: see the list above.", show_default=False)
+    ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file to write.", metavar="FILE", show_default=False)
     ],

@@ -1,4 +1,4 @@
-"""``pase explain``: where every second and byte of a layout comes from, and what else it could have been."""
+"""``pase explain``: where every second and byte of a layout comes from, and what the alternatives would cost."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def explain(
 
     Also shows how close the alternatives are.
 
-    Without --layer: every cause of time (products, gathers of parameters, sums of gradients, ...) and, for each
-    layer, what the best strategy that splits this layer differently would cost. With --layer: the layer's
-    work on one device, each collective with its reason, what it keeps, and every other way to split it, each with
-    the cost of the best complete strategy around it: exact, not an estimate from this layer alone.
+    Without --layer, it prints every cause of time (products, gathers of parameters, sums of gradients, ...) and, for
+    each layer, the cost of the best strategy that splits this layer differently. With --layer, it prints the layer's
+    work on one device, each collective with its reason, the bytes that it keeps, and every other way to split it. Each
+    alternative has the cost of the best complete strategy around it. This cost is exact, not an estimate from this
+    layer alone.
 
     \b
     Examples:
@@ -74,7 +75,7 @@ def explain(
 
 
 def summary(e: Explanation) -> dict[str, object]:
-    """What --json prints."""
+    """The object that --json prints."""
     out: dict[str, object] = {
         "model": e.plan.model,
         "cost": e.plan.cost,
@@ -215,7 +216,7 @@ def _overview(e: Explanation, c: Any) -> None:
 
 
 def _fusable(e: Explanation) -> str:
-    """What a fused kernel would save where attention is written out, and how to ask for one."""
+    """How much a fused kernel would save for attention that is written out as products, and how to ask for one."""
     from pase.plan.table import bytes_text, cost_text
 
     saved, kept = sum(u.cost - u.fused for u in e.unfused), sum(u.kept for u in e.unfused)

@@ -1,4 +1,4 @@
-"""``pase machines``: what machines are known, and where each of their numbers is from."""
+"""``pase machines``: the known machines, and the source of each of their numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _table(all_machines: list[Any]) -> Any:
 
 
 def _details(m: Any) -> Any:
-    """Tables of one machine's numbers, and of their sources."""
+    """Tables of one machine's numbers and of their sources."""
     from rich.console import Group
     from rich.table import Table
 
@@ -104,9 +104,9 @@ def machines(
 ) -> None:
     """The machines that come with pase, each number with its source.
 
-    Lists all of them; or shows one of them, or a file of your own, with every source.
+    Lists all machines. With a name or a file of your own, shows that machine with every source.
 
-    Pass --machine FILE to use an edited copy of a machine file, or one that pase calibrate wrote.
+    Pass --machine FILE to other commands to use an edited copy of a machine file, or one that pase calibrate wrote.
     """
     from pase.machine import load, names
 

@@ -1,4 +1,4 @@
-"""``pase ops``: the framework ops that can be read, generated from the frontends' own rules."""
+"""``pase ops``: the framework ops that pase can read, listed from the frontends' own rules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def ops(json: JsonOption = False) -> None:
 
     Also says which loop nest each op becomes.
 
-    An op that is not listed raises an error that names it and its place in your model; with --unknown replicate it is
-    accepted, and not split.
+    An op that is not listed raises an error that names it and its place in your model. With --unknown replicate it is
+    accepted, but it is not split.
     """
     from pase.frontends.registry import coverage
 

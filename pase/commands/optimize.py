@@ -17,7 +17,7 @@ __all__ = ["optimize"]
 
 def optimize(
     traces: Annotated[Path, typer.Argument(help="A folder of traces, or one trace.")],
-    budget: Annotated[float, typer.Option(help="Seconds to search.")] = 10.0,
+    budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 10.0,
     passes: Annotated[str, typer.Option(help="Comma-separated passes; all by default.")] = "",
     scheme: Annotated[
         str, typer.Option(help="How tensors are synchronised: ring, or ps (parameter servers).")

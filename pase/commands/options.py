@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they report."""
+"""Options that several commands share, and functions that report progress and problems."""
 
 from __future__ import annotations
 
@@ -80,23 +80,24 @@ LayoutMachine = Annotated[
     ),
 ]
 ChoicesTimeLimit = Annotated[
-    float, typer.Option("--time-limit", help="Seconds for the next-best choices of all layers.", min=0.0)
+    float,
+    typer.Option("--time-limit", help="Seconds for finding the next-best choices of all layers.", min=0.0),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
 ]
 
-StrictOption = Annotated[bool, typer.Option("--strict", help="Exit status 1 where the plan does not fit.")]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Exit with status 1 if the plan does not fit.")]
 
 
 def strictly(fits: bool, strict: bool) -> None:
-    """End with exit status 1 where a plan does not fit and the user asked for that."""
+    """Exit with status 1 if the plan does not fit and the user passed --strict."""
     if strict and not fits:
         raise typer.Exit(1)
 
 
 def warn_misfit(plan: PlanData) -> None:
-    """Say on standard error that a plan does not fit, where standard output is for programs."""
+    """Warn on standard error that a plan does not fit, for commands whose standard output is for programs."""
     from pase.plan.table import misfit_text
 
     if (warning := misfit_text(plan)) is not None:
@@ -104,8 +105,11 @@ def warn_misfit(plan: PlanData) -> None:
 
 
 def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes ``options: CompileOptions`` these of its fields as flags (none named: all that have
-    one), between the command's arguments and its own flags."""
+    """Add fields of CompileOptions as flags to a command that takes ``options: CompileOptions``.
+
+    With no names given, all fields that have a flag are added. They come between the command's arguments and its own
+    flags.
+    """
 
     def taken(command: Callable[..., None]) -> Callable[..., None]:
         chosen = [
@@ -135,7 +139,9 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
 
 
 def _as_flag(f: Field[Any]) -> inspect.Parameter:
-    """The typer parameter of an option: whole numbers are read as such, all else as text that the options read."""
+    """The typer parameter of an option. Whole numbers are parsed here; everything else is text that the options
+    parse.
+    """
     flag = f.metadata["flag"]
     whole = int in (f.type, *get_args(f.type)) and str not in get_args(f.type)
     plain: Any = list[str] if flag.pairs else int if whole else str
@@ -155,8 +161,10 @@ def _as_flag(f: Field[Any]) -> inspect.Parameter:
 
 @contextmanager
 def progress() -> Iterator[Any]:
-    """say(text): what goes on, on standard error while it is a terminal, with the time so far and what may be left;
-    nothing elsewhere."""
+    """say(text): report progress on standard error, with the elapsed time and an estimate of the remaining time.
+
+    If standard error is not a terminal, nothing is printed.
+    """
     err = console(err=True)
     if not err.is_terminal:
         yield lambda text: None

@@ -1,4 +1,4 @@
-"""``pase price``: what a stated strategy takes, as it stands."""
+"""``pase price``: the time and memory of a given strategy, without a search."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def price(
         str,
         typer.Option(
             "--as",
-            help="The strategy: degrees dp, fsdp, tp, cp, ep, pp, vp (chunks a stage), micro (examples a micro-batch), "
-            "as fsdp=32,tp=8; zero=0..3; sp, async; remat=none|selective|full; schedule=gpipe|1f1b|interleaved; "
-            "precision=bf16|fp8. What is left of the devices is data parallel.",
+            help="The strategy, for example fsdp=32,tp=8. Degrees: dp, fsdp, tp, cp, ep, pp, vp (chunks per stage), "
+            "micro (examples per micro-batch). Others: zero=0..3, sp, async, remat=none|selective|full, "
+            "schedule=gpipe|1f1b|interleaved, precision=bf16|fp8. The remaining factor of the devices is data parallel.",
             metavar="STRATEGY",
         ),
     ] = "",
@@ -46,8 +46,8 @@ def price(
 ) -> None:
     """What a strategy that you state takes: step, memory, sends.
 
-    Nothing is searched: the strategy is placed on the model's own graph and priced as a framework runs it, with its
-    gathers and sums beside compute, its recomputation, its pipeline's bubble, its memory on the fullest rank.
+    Nothing is searched. The strategy is placed on the model's own graph and priced as a framework runs it: with gathers
+    and sums that overlap compute, recomputation, the pipeline bubble, and the memory on the fullest rank.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``pase profile``: run a program and collect what replay needs."""
+"""``pase profile``: run a program and collect the traces that replay needs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ def profile(
         list[str], typer.Argument(help="The program, after --: pase profile -- python train.py")
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the traces.")] = Path("traces"),
-    seconds: Annotated[float, typer.Option(help="Stop tracing after so long; 0 traces to the end.")] = 0.0,
-    skip: Annotated[int, typer.Option(min=1, help="PyTorch: optimizer steps to let pass first.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="PyTorch: optimizer steps to trace then.")] = 10,
+    seconds: Annotated[
+        float, typer.Option(help="Stop tracing after this many seconds; 0 traces to the end.")
+    ] = 0.0,
+    skip: Annotated[int, typer.Option(min=1, help="PyTorch: optimizer steps to skip first.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="PyTorch: optimizer steps to trace after those.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run a program and collect what replay needs.
 
-    PROGRAM uses JAX or PyTorch; all processes that it starts are profiled.
+    PROGRAM uses JAX or PyTorch. All processes that it starts are profiled.
     """
     from pase.errors import PaseError
     from pase.replay.autostart import environment
@@ -59,5 +61,5 @@ def profile(
 
 
 def _traces(folder: Path) -> list[Path]:
-    """What JAX's and PyTorch's profilers have written there."""
+    """The traces that JAX's and PyTorch's profilers have written there."""
     return [*folder.rglob("*.xplane.pb"), *folder.rglob("rank*/trace.json.gz")] if folder.exists() else []

@@ -24,11 +24,11 @@ def replay(
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", help="Write the aligned timeline, critical path marked; Perfetto loads it."
+            "-o", "--output", help="Write the aligned timeline, with the critical path marked, for Perfetto."
         ),
     ] = None,
     predicted: Annotated[
-        Path | None, typer.Option(help="Write the replayed iteration as a timeline of its own.")
+        Path | None, typer.Option(help="Write the replayed iteration as a separate timeline.")
     ] = None,
     align: Annotated[str, typer.Option(help="How clocks are aligned: ends, dpro or none.")] = "ends",
     what_if: Annotated[
@@ -40,7 +40,7 @@ def replay(
         ),
     ] = None,
     layout: Annotated[
-        Path | None, typer.Option(help="The layout that the traced run had, for --what-if strategy=.")
+        Path | None, typer.Option(help="The layout of the traced run, for --what-if strategy=.")
     ] = None,
     link: Annotated[
         list[str] | None,
@@ -51,8 +51,8 @@ def replay(
     wire: Annotated[
         str | None,
         typer.Option(
-            help="For --what-if bandwidth= and ranks=: what a rank's link carries each way, as 25MB/s; it tells bytes "
-            "from startups where the trace cannot."
+            help="For --what-if bandwidth= and ranks=: the bandwidth of a rank's link each way, such as 25MB/s. "
+            "It separates bytes from startups if the trace cannot."
         ),
     ] = None,
     against: Annotated[
@@ -105,7 +105,7 @@ def _rate(wire: str | None) -> float | None:
 
 
 def _planned(path: Path) -> Timeline | None:
-    """The step that a layout predicts, under its bucket plan or ours; None where it is no layout."""
+    """The step that a layout predicts, under its own bucket plan or ours. None if the file is not a layout."""
     from pase.replay.reader import read_small_json
     from pase.replay.report import is_layout
 
@@ -125,7 +125,7 @@ def _planned(path: Path) -> Timeline | None:
 def _rewrites(
     what_if: list[str], layout: Path | None, is_planned: bool, link: list[str]
 ) -> dict[str, Rewrite]:
-    """What those changes do that the replay itself knows nothing of: bucket plans, strategies."""
+    """The changes that replay cannot make by itself: bucket plans and strategies."""
     out: dict[str, Rewrite] = {}
     for text in what_if:
         name, _, value = text.partition("=")

@@ -24,7 +24,7 @@ __all__ = ["report"]
 def report(
     layout: LayoutFile,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Write the page here.", metavar="FILE")
+        Path, typer.Option("--output", "-o", help="Write the page to this file.", metavar="FILE")
     ] = Path("report.html"),
     model: LayoutModel = None,
     machine: LayoutMachine = None,
@@ -33,8 +33,9 @@ def report(
 ) -> None:
     """A layout as one page of HTML.
 
-    One file that needs no network: the model as a graph that unfolds, which device holds what, the step as a
-    timeline, roofline, memory, costs by cause and by layer, the strategies compared, how sure the choice is.
+    The page is one file that needs no network. It shows the model as a graph that unfolds, which device holds what, the
+    step as a timeline, the roofline, memory, costs by cause and by layer, a comparison of strategies, and how certain
+    the choice is.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""``pase reshard``: what moves between two layouts of one model."""
+"""``pase reshard``: the parameters that move between two layouts of one model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ __all__ = ["reshard"]
 
 def reshard(
     old: Annotated[
-        Path, typer.Argument(help="The layout.json that the parameters are in now.", metavar="OLD.json")
+        Path,
+        typer.Argument(
+            help="The layout.json that describes where the parameters are now.", metavar="OLD.json"
+        ),
     ],
     new: Annotated[Path, typer.Argument(help="The layout.json that they move to.", metavar="NEW.json")],
     machine: Annotated[
@@ -28,11 +31,11 @@ def reshard(
 ) -> None:
     """Which parameters move between two layouts, and how long.
 
-    Shows over which links they are sent and how long that takes.
+    Shows the links that carry them and how long the transfer takes.
 
-    Counts only the parameters; optimizer state with their shapes moves in the same way. Devices have the same
-    numbers in both layouts. What a device already has, or can get from a nearer one, is not sent
-    again. Predicted, not measured.
+    Counts only the parameters. Optimizer state of the same shapes moves in the same way. Devices have the same numbers
+    in both layouts. Data that a device already has, or can get from a nearer device, is not sent again. The figures are
+    predicted, not measured.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""``pase run``: one training step of a layout, on devices here, against the same step unsharded."""
+"""``pase run``: one training step of a layout on the devices here, compared with the same step unsharded."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def run(
 ) -> None:
     """Run one sharded training step of a layout on devices here.
 
-    On a machine without accelerators the devices are JAX host devices. Compares the loss, every gradient and
-    every updated parameter, and the bytes that the compiled program moves with those predicted (of a pipelined
-    plan, which is many programs, the numbers alone). Exits with 1
-    where the numbers do not agree.
+    On a machine without accelerators, the devices are JAX host devices. The command compares the loss, every gradient
+    and every updated parameter with those of the unsharded step. It also compares the bytes that the compiled program
+    sends with the predicted bytes, except for a pipelined plan, which consists of many programs. The exit status is 1
+    if the numbers do not agree.
 
     \b
     Example:
@@ -74,7 +74,7 @@ def run(
 
 
 def _host_devices(devices: int) -> None:
-    """Ask for enough host devices, before JAX starts; real accelerators are used where there are enough."""
+    """Request enough host devices before JAX starts. Real accelerators are used if there are enough."""
     flag = "--xla_force_host_platform_device_count"
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={devices}".strip()
@@ -85,7 +85,7 @@ def _host_devices(devices: int) -> None:
 
 
 def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
-    """The plan for the model and the devices at hand."""
+    """The plan for the model and the available devices."""
     from pase import zoo
     from pase.compiler.methods import complete
     from pase.compiler.plans import plan_of
@@ -136,7 +136,9 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
 
 
 def step_against_unsharded(plan: PlanData, model: Any, seed: int, say: Any = lambda _: None) -> JsonObject:
-    """One Adam step both ways: losses, the largest differences, and bytes predicted and compiled."""
+    """Run one Adam step both ways. Returns the losses, the largest differences, and the predicted and compiled
+    bytes.
+    """
     import jax
     import numpy as np
     import optax

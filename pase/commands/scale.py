@@ -1,4 +1,4 @@
-"""``pase scale``: how many devices?"""
+"""``pase scale``: how many devices to use."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def scale(
 ) -> None:
     """Step, MFU, memory and cost against the number of devices.
 
-    The best plan for each number of devices, of the same model and the same whole batch: one table, one chart. Cost is
-    what all devices together take: device-seconds a step, and device-hours a billion tokens.
+    Finds the best plan for each number of devices, for the same model and the same global batch, and prints one table
+    and one chart. Cost is what all devices together take: device-seconds per step, and device-hours per billion tokens.
 
     \b
     Examples:

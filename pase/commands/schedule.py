@@ -1,4 +1,4 @@
-"""pase schedule: bucket plans for a layout, a profile or traces, policies side by side."""
+"""``pase schedule``: bucket plans for a layout, a profile or traces, with a comparison of policies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def schedule(
     policy: Annotated[
         str,
         typer.Option(
-            help="A policy's name, several with commas, or all.",
+            help="The name of a policy, several names separated by commas, or all.",
             autocompletion=lambda incomplete: _policies(incomplete),
         ),
     ] = "ours",
@@ -53,10 +53,10 @@ def schedule(
         Path | None,
         typer.Option(help="Write the predicted step as a timeline; pase replay and Perfetto load it."),
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="Traces: whose iteration to schedule.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Traces: the rank whose iteration is scheduled.")] = None,
     link: Annotated[
         list[str] | None,
-        typer.Option(help="NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) or NAME:FILE.csv; may be given again."),
+        typer.Option(help="NAME:STARTUP:BANDWIDTH (nccl:50us:5GB/s) or NAME:FILE.csv; may be repeated."),
     ] = None,
     staleness: Annotated[
         int,
@@ -65,20 +65,24 @@ def schedule(
     loss: Annotated[
         str | None,
         typer.Option(
-            help="The Preserver's walk: loss=,lowest=,lr=,mean=,spread=,batch=,lr_scaling= with commas."
+            help="The Preserver's walk: loss=,lowest=,lr=,mean=,spread=,batch=,lr_scaling=, separated by commas."
         ),
     ] = None,
-    mode: Annotated[str, typer.Option(help="Of ours: fast, exact, or auto (exact where small).")] = "auto",
+    mode: Annotated[
+        str, typer.Option(help="Policy ours: fast, exact, or auto (exact for small problems).")
+    ] = "auto",
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=0.1, help="Seconds for exact mode.")
     ] = 10.0,
     dataflow: Annotated[
         bool,
-        typer.Option(help="Profiles: compute runs any layer whose inputs are there, as TensorFlow does."),
+        typer.Option(help="Profiles: compute runs any layer whose inputs are ready, as TensorFlow does."),
     ] = False,
     seed: Annotated[
         int,
-        typer.Option(help="Random seed. The same seed gives the same plan, unless a time limit intervenes."),
+        typer.Option(
+            help="Random seed. The same seed gives the same plan, unless a time limit stops the search."
+        ),
     ] = 0,
     emit: Annotated[
         str | None, typer.Option(help="Print settings for another program: xla, pgle or ddp.")
@@ -87,7 +91,7 @@ def schedule(
 ) -> None:
     """Order, fuse and split a step's communication.
 
-    Decides which tensors travel together, in which order, on which link, and what the iteration then takes.
+    Decides which tensors are sent together, in which order and on which link, and predicts the time of an iteration.
     """
     from pase.errors import PaseError
     from pase.schedule.compare import compare_policies
@@ -134,7 +138,7 @@ def schedule(
 
 
 def _policies(given: str) -> list[str]:
-    """What may follow what was typed of --policy."""
+    """Completions for a partly typed --policy."""
     from pase.schedule.registry import POLICIES
 
     before, comma, last = given.rpartition(",")
@@ -144,7 +148,7 @@ def _policies(given: str) -> list[str]:
 def _problem(
     source: Path, links: tuple[Link, ...], dataflow: bool, rank: int | None
 ) -> tuple[Plan | None, ScheduleProblem]:
-    """(the plan, where the file is a layout; the problem)."""
+    """(the plan, if the file is a layout; the problem)."""
     from pase.bridges.trace_profile import is_trace, problem_from_traces
     from pase.replay.report import is_layout
     from pase.schedule.load import load_problem
@@ -161,7 +165,7 @@ def _problem(
 
 
 def _settings(program: str, problem: ScheduleProblem, plan: BucketPlan) -> str:
-    """The plan as settings of another program."""
+    """The plan as settings for another program."""
     from pase.errors import PaseError
     from pase.schedule import emit
 
@@ -176,7 +180,7 @@ def _settings(program: str, problem: ScheduleProblem, plan: BucketPlan) -> str:
 
 
 def _walk(text: str | None) -> TrainingState | None:
-    """The Preserver's state from "loss=0.2,lr=0.1"; None for its default."""
+    """Parse the Preserver's state from text such as "loss=0.2,lr=0.1". None selects its default."""
     if text is None:
         return None
     from dataclasses import fields

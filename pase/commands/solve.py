@@ -1,4 +1,4 @@
-"""pase solve: the search engine alone, on an instance file."""
+"""``pase solve``: run the search engine alone, on an instance file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _END_SHARE = 0.1  # of the time that reading took
 def solve(
     instance: Annotated[
         Path,
-        typer.Argument(help="IOPDDL .json or .json.gz, or an index .json with its .npz beside it."),
+        typer.Argument(help="IOPDDL .json or .json.gz, or an index .json with its .npz in the same folder."),
     ],
     time_limit: Annotated[
         float | None,
@@ -44,7 +44,7 @@ def solve(
     seed: Annotated[
         int,
         typer.Option(
-            help="Random seed. The same seed gives the same answer, unless a time limit intervenes."
+            help="Random seed. The same seed gives the same answer, unless a time limit stops the search."
         ),
     ] = 0,
     method: Annotated[str, typer.Option("--search", help="auto, bounded, paper or brute_force.")] = "auto",
@@ -55,8 +55,8 @@ def solve(
 
     Minimises node costs + edge costs, under the instance's memory limit if it has one.
 
-    Exact where an elimination order fits in memory; otherwise the best found within the time limit,
-    with a lower bound. Ctrl-C returns the best found so far.
+    The search is exact if an elimination order fits in memory. Otherwise it returns the best solution found within the
+    time limit, with a lower bound. Ctrl-C returns the best solution found so far.
     """
     began = time.perf_counter() - _since_start()
     from pase.errors import Infeasible, PaseError
@@ -104,7 +104,7 @@ def solve(
 
 
 def _answer(found: Solution, counts: dict[str, int]) -> dict[str, object]:
-    """What --json prints."""
+    """The object that --json prints."""
     return {
         "cost": _number(found.cost),
         "bound": _number(found.bound),
@@ -128,7 +128,9 @@ def _verdict(found: Solution) -> str:
 
 @contextmanager
 def _progress(what: str) -> Iterator[SearchProgress | None]:
-    """A line on the terminal that says how far the search is; None where standard error is none (rich stays away)."""
+    """A line on the terminal that shows how far the search is. None if standard error is not a terminal (rich is then
+    not imported).
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -142,7 +144,7 @@ def _progress(what: str) -> Iterator[SearchProgress | None]:
 
 
 def _since_start() -> float:
-    """Seconds since this program began: what the system says, else the CPU time that it has used."""
+    """Seconds since this program began, from the operating system if it knows, else the CPU time used."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
@@ -152,7 +154,7 @@ def _since_start() -> float:
 
 
 def _number(x: float) -> float | int | None:
-    """JSON has no infinity; whole numbers print whole."""
+    """Format a number for JSON, which has no infinity. Whole numbers are written without a fraction."""
     if x != x or x in (float("inf"), float("-inf")):
         return None
     return int(x) if x == int(x) and abs(x) < 2**63 else x

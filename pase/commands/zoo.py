@@ -1,4 +1,4 @@
-"""pase zoo: the models that come with pase."""
+"""``pase zoo``: the models that come with pase."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ __all__ = ["zoo"]
 def zoo(
     name: Annotated[
         str | None,
-        typer.Argument(help="A model to show in full: settings, source.", metavar="NAME", show_default=False),
+        typer.Argument(
+            help="A model to show in full, with its settings and source.", metavar="NAME", show_default=False
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """The models that come with pase.
 
-    A line for each; with a NAME, that model's settings with their defaults, and where its figures are from.
+    Prints a line for each model. With a NAME, prints that model's settings, their defaults and the source of its
+    figures.
 
-    Use one as zoo:NAME, with settings as in zoo:gpt2?batch=32&seq=512.
+    Pass a model as zoo:NAME, with settings as in zoo:gpt2?batch=32&seq=512.
 
     \b
     Examples:
