@@ -1,1 +1,1 @@
-"""From a model and its options to the cheapest plan; ``compilation`` is the way through."""
+"""From a model and its options to the cheapest plan. ``compilation`` holds the overall flow."""

@@ -1,4 +1,4 @@
-"""The batch that gives the most throughput: as large as memory allows, tried in powers of two."""
+"""Find the batch size with the highest throughput: as large as memory allows, tried in powers of two."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ Compile = Callable[[Any, Any, Sequence[Any], CompileOptions, "Progress | None"],
 def most_throughput(
     compile_: Compile, model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, say: Progress
 ) -> Compiled:
-    """The plan of the batch size whose step serves the most examples a second, within the memory limit (default: the
-    machine's). PaseError where the model leaves no batch size open, or its costs are no seconds."""
+    """The plan for the batch size that processes the most examples per second within the memory limit.
+
+    The default limit is the machine's. Raises PaseError if the model leaves no batch size open, or if its costs are not
+    in seconds.
+    """
     with_batch = _batches(model, params, batch, options)
     baselines = options.baselines
     options = replace(options, objective="latency", baselines=False)
@@ -58,7 +61,7 @@ def most_throughput(
 def _batches(
     model: Any, params: Any, batch: Sequence[Any], options: CompileOptions
 ) -> Callable[[int, CompileOptions], tuple[Any, CompileOptions]]:
-    """f(size, options) -> the model and the options with this batch size."""
+    """Return f(size, options) -> the model and the options with this batch size."""
     if options.cost_model != "analytic":
         raise PaseError("objective='throughput' is about seconds: use cost_model='analytic'")
     if isinstance(model, str) and model.startswith("zoo:"):

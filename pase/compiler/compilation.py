@@ -1,4 +1,4 @@
-"""The way through: a model, traced and searched, becomes a plan."""
+"""The overall flow: a model is traced and searched, and becomes a plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["Compiled", "compare_model", "compile_model"]
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A plan, and what it was made of. given: the strategies people write by hand, on the same problem."""
+    """A plan and what it was made from. given: the strategies that people write by hand, on the same problem."""
 
     plan: PlanData
     problem: SplitProblem
@@ -46,7 +46,7 @@ class Compiled:
 def compile_model(
     model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, progress: Progress | None = None
 ) -> Compiled:
-    """What ``pase.compile`` does."""
+    """The implementation of ``pase.compile``."""
     if options.ranks is not None:
         return _compile_staged(model, params, batch, options, progress or (lambda _: None))
     say = progress or (lambda _: None)
@@ -107,7 +107,7 @@ def compile_model(
 def _compile_staged(
     model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, say: Progress
 ) -> Compiled:
-    """A pipeline of the number of ranks that was asked for."""
+    """Compile a pipeline with the requested number of ranks."""
     say("tracing the model")
     start = time.perf_counter()
     traced, name = traced_model(model, params, batch, options)
@@ -133,7 +133,7 @@ def _check_precision(problem: SplitProblem, options: CompileOptions) -> None:
 def _or_staged(
     plan: PlanData, problem: SplitProblem, traced: Traced, name: str, options: CompileOptions, say: Progress
 ) -> PlanData:
-    """The plan, or a pipeline where that takes less; the bound is then the lower one of both."""
+    """Return the plan, or a pipeline if that takes less time. The bound is then the lower of the two."""
     below = (
         plan.cost if plan.misfit is None else math.inf
     )  # what does not fit is beaten by anything that does
@@ -157,7 +157,7 @@ def _or_staged(
 def compare_model(
     model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, progress: Progress | None = None
 ) -> list[tuple[str, PlanData]]:
-    """What ``pase.compare`` does."""
+    """The implementation of ``pase.compare``."""
     c = compile_model(model, params, batch, options, progress)
     given = c.given or price_methods(c.problem)[0]
     plans = [("pase", c.plan)]

@@ -1,7 +1,7 @@
-"""The cheapest strategy within a memory limit, over the variants of a step that need less memory.
+"""The cheapest strategy within a memory limit, over variants of a step that need less memory.
 
-Variants are searched as an outer loop, cheapest first. A variant whose unconstrained optimum is no better than what has
-been found within the limit cannot help and is not searched further.
+Variants are searched in an outer loop, cheapest first. If the unconstrained optimum of a variant is no better than the
+best answer found within the limit, the variant cannot help and is not searched further.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def fit_variants(
 ) -> tuple[SplitProblem, Found]:
     """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
 
-    free: the unconstrained answer to the first variant, which is ``problem``: where it fits, it is the answer. The
-    search ends with the first number of micro-batches none of whose variants could be cheaper than what fits by then;
-    the bound is over those tried. The strategy's ``seconds`` are those of all the searches.
+    free: the unconstrained answer to the first variant, which is ``problem``. If it fits, it is the answer.
+
+    The search ends with the first number of micro-batches for which no variant can be cheaper than the best answer that
+    fits. The bound covers the variants that were tried. The strategy's ``seconds`` are the sum over all searches.
     """
     if memory_of(problem, free.configs, free.mesh).total <= limit:
         return problem, free
@@ -107,7 +108,9 @@ def fit_more(
     time_limit: float,
     say: Progress,
 ) -> Found:
-    """The answer, or what is cheaper on further meshes and fits too; limit None: all does."""
+    """The answer, or a cheaper one that also fits, found on further meshes. limit: None means that every strategy
+    fits.
+    """
     wider = search_meshes(problem, more, say, found if limit is None else None)
     if limit is None:
         return wider
@@ -122,7 +125,7 @@ def fit_more(
 
 
 class _Footprint(NamedTuple):
-    """What a variant needs at least: bytes on a device, on the mesh where it needs the least."""
+    """The least that a variant needs: bytes on a device, on the mesh where it needs the least."""
 
     nbytes: float
     mesh: Mesh
@@ -138,12 +141,14 @@ def fit_limit(
     say: Progress,
     below: float = np.inf,
 ) -> tuple[Found | None, float]:
-    """The best strategy found whose predicted memory is at most ``limit`` bytes a device, and a lower bound on all.
+    """The best strategy found whose predicted memory is at most ``limit`` bytes per device, and a lower bound on all of
+    them.
 
-    below: of a strategy that is known; what costs as much need not be found. A mesh's unconstrained optimum bounds what
-    it can give, and so does one elimination at a price per byte, which the first mesh finds: meshes are searched from
-    the lowest bound on, until that is no better than what has been found. Ends after ``time_limit`` seconds with what
-    it has.
+    below: the cost of a known strategy; strategies that cost as much or more need not be found.
+
+    Two lower bounds hold for a mesh: its unconstrained optimum, and one elimination at a price per byte, which the
+    search of the first mesh finds. Meshes are searched in order of their bound, lowest first, until the bound is no
+    better than the best answer. After ``time_limit`` seconds the search returns the best answer so far.
     """
     end = time.perf_counter() + time_limit
     best: Found | None = None
@@ -177,8 +182,11 @@ def fit_limit(
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """The cheapest strategy found that fits and costs less than was asked for; a lower bound on all that fit; and what
-    a byte is worth at it, 0 where that is not known."""
+    """The cheapest strategy found that fits and is below the requested cost, and a lower bound on all strategies that
+    fit.
+
+    It also holds the price of a byte at that strategy, 0 if it is not known.
+    """
 
     solution: Solution | None
     bound: float
@@ -189,8 +197,8 @@ class _Answer:
 class _Attempt:
     """A strategy found with some bytes set aside.
 
-    unseen: what of its memory the search's limit does not count. alone: the most that one of its nodes has in flight
-    whatever the others do.
+    unseen: the part of its memory that the search's limit does not count. alone: the most that one of its nodes has in
+    flight, whatever the other nodes do.
     """
 
     solution: Solution
@@ -201,9 +209,10 @@ class _Attempt:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class _Region:
-    """Strategies that have at least ``low`` bytes in flight, and of which no node alone has more than ``high``.
+    """Strategies that have at least ``low`` bytes in flight, and in which no single node has more than ``high``.
 
-    bound: none of them that fits costs less. guess: its strategies are others' too, so that it proves nothing.
+    bound: no strategy of the region that fits costs less. guess: other regions contain its strategies too, so it proves
+    nothing.
     """
 
     guess: bool
@@ -220,13 +229,14 @@ _ENOUGH = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class _LimitedSearch:
-    """The search of one mesh under a memory limit. end: of ``perf_counter``, when to stop. free: the mesh's answer
-    without the limit, if it is known.
+    """The search of one mesh under a memory limit.
 
-    What is in flight is no sum over nodes but a maximum, so the search's limit leaves it out, and bytes are set aside
-    for it instead: with the least set aside that any strategy has in flight, the search gives a bound. Where its answer
-    has more in flight, strategies are parted into those with less than that and those with at least as much. Where no
-    node alone decides what is in flight, parts of it are set aside as guesses.
+    end: when to stop, as a ``perf_counter`` time. free: the mesh's answer without the limit, if it is known.
+
+    The bytes in flight are a maximum over nodes, not a sum. The search's limit therefore leaves them out, and bytes are
+    set aside for them instead. Setting aside the least that any strategy has in flight gives a bound. If the answer has
+    more in flight, the strategies are divided into those with less than that and those with at least as much. If no
+    single node determines what is in flight, parts of it are set aside as guesses.
     """
 
     problem: SplitProblem
@@ -236,9 +246,9 @@ class _LimitedSearch:
     free: Solution | None
 
     def priced(self, price: float) -> tuple[float, float]:
-        """(a lower bound on every strategy that fits, what a byte is worth at it); price: of a byte, 0 to look for it.
+        """(a lower bound on every strategy that fits, the price of a byte at it). price: of a byte; 0 searches for it.
 
-        (-inf, 0) where there is no such bound without a search.
+        Returns (-inf, 0) if there is no such bound without a search.
         """
         p = self.problem
         if self.free is None or not p.pricing.exact:
@@ -249,7 +259,7 @@ class _LimitedSearch:
             return np.inf, 0.0
 
     def cheapest(self, below: float, price: float) -> _Answer:
-        """Search for what fits and costs less than ``below``; price: of a byte, to begin with."""
+        """Search for a strategy that fits and costs less than ``below``. price: the initial price of a byte."""
         best: Solution | None = None
         left = np.inf  # a lower bound on what has been left without proof
         queue = [_Region(guess=False, bound=-np.inf, low=self._least, high=np.inf)]
@@ -286,7 +296,7 @@ class _LimitedSearch:
 
     @cached_property
     def _in_flight(self) -> list[np.ndarray]:
-        """Per node, what each of its configs has in flight at least: bytes [K]."""
+        """For each node, the least bytes that each of its configs has in flight: bytes [K]."""
         p = self.problem
         return p.account.in_flight_at_least(p.graph, self.mesh, p.pricing.space(self.mesh).configs)
 
@@ -295,14 +305,14 @@ class _LimitedSearch:
         return max((float(f.min()) for f in self._in_flight), default=0.0)
 
     def _profile(self, aside: float) -> MemoryProfile:
-        """The limit, with bytes set aside; Infeasible where none is left."""
+        """The limit, minus the bytes set aside. Raises Infeasible if nothing is left."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
         if aside > self.limit:
             raise Infeasible(f"{aside:,.0f} bytes are in flight at least, more than the limit")
         return p.account.profile(p.graph, self.mesh, space.configs, self.limit - aside, p.optimizer)
 
     def _attempt(self, region: _Region, below: float, price: float) -> _Attempt | None:
-        """Search a region. None where nothing is left of the limit, or of a node's configs, or nothing fits."""
+        """Search a region. Returns None if nothing is left of the limit or of a node's configs, or if nothing fits."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
         seconds = max(self.end - time.perf_counter(), 0.1) / 2  # the rest is for other attempts
         known = Known(below=below, byte_price=price, free=self.free if p.pricing.exact else None)
@@ -334,7 +344,7 @@ class _LimitedSearch:
 
 
 def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> CostTables:
-    """The tables with configs forbidden that alone have more in flight; equal vectors stay one array."""
+    """Forbid the configs that alone have more bytes in flight. Equal vectors remain one array."""
     if not any((f > most).any() for f in flight):
         return tables
     same: dict[tuple[int, bytes], np.ndarray] = {}
@@ -347,7 +357,7 @@ def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> Co
 
 
 def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
-    """A lower bound on what any strategy on this mesh needs, what is in flight left out: bytes on a device."""
+    """A lower bound on the bytes per device that any strategy on this mesh needs, without bytes in flight."""
     numbers = facts(problem.graph).space  # equal nodes of repeated layers have the same configs
     of_number = {
         number: configs(n, mesh) for number, n in dict(zip(numbers, problem.graph.nodes, strict=True)).items()
@@ -366,7 +376,7 @@ def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
 def _needs_on_more(
     problem: SplitProblem, traced: Traced, least: Sequence[_Footprint], limit: float
 ) -> Iterator[tuple[int, float]]:
-    """(devices, bytes at least) of the least variant on 2, 4, … 64 times the devices, until it fits."""
+    """(devices, least bytes) of the smallest variant on 2, 4, … 64 times the devices, until it fits."""
     p = problem.varied(traced, min(least, key=lambda n: n.nbytes).variant)
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(p, devices=factor * p.devices)
@@ -379,7 +389,7 @@ def _needs_on_more(
 def _infeasible(
     least: Sequence[_Footprint], limit: float, devices: int, more: Sequence[tuple[int, float]]
 ) -> Infeasible:
-    """The error that says what would fit. more: (devices, bytes at least) of the least variant on more devices."""
+    """The error that says what would fit. more: (devices, least bytes) of the smallest variant on more devices."""
     nbytes, mesh, variant = min(least, key=lambda n: n.nbytes)
     enough = next((n for n, b in more if b <= limit), None)
     if enough is not None:

@@ -1,4 +1,4 @@
-"""The best strategy over many meshes: each is searched exactly, and bounds what it could give."""
+"""The best strategy over many meshes. Each mesh is searched exactly, and each gives a lower bound."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Found", "add_seconds", "search_meshes"]
 class Found:
     """The best strategy over the meshes that were searched.
 
-    bounds: what is proven of each mesh, by its axes' sizes; answers: the cheapest strategy of each, alike.
-    seconds: what was spent, on "tables" and on "search".
+    bounds: the proven lower bound of each mesh, by the sizes of its axes. answers: the cheapest strategy of each mesh,
+    by the same key. seconds: the time spent on "tables" and on "search".
     """
 
     mesh: Mesh
@@ -58,9 +58,9 @@ def add_seconds(*spent: Mapping[str, float]) -> dict[str, float]:
 def search_meshes(
     problem: SplitProblem, over: Sequence[Mesh], say: Progress = lambda _: None, so_far: Found | None = None
 ) -> Found:
-    """The best strategy over these meshes (and over those that ``so_far`` is the best of).
+    """The best strategy over these meshes, and over those that ``so_far`` covers.
 
-    Raises Infeasible where there is no mesh.
+    Raises Infeasible if there is no mesh.
     """
     pricing = problem.pricing
     best = so_far

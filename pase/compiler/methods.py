@@ -1,4 +1,4 @@
-"""Strategies that were not searched for: those people write by hand, and those of which a part is given."""
+"""Strategies that were not searched for: those that people write by hand, and those of which a part is given."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["complete", "memory_of", "never_worse", "price_methods"]
 
 @uncollected()
 def price_methods(problem: SplitProblem) -> tuple[list[Baseline], list[Skipped]]:
-    """What people do by hand, on this problem, and what does not apply to it."""
+    """The strategies that people write by hand, priced on this problem, and the methods that do not apply to it."""
     made = baselines(problem.graph, problem.devices, problem.machine, problem.model, tables_of=problem.tables)
     price = problem.pricing.cost
     given = [replace(b, cost=price(b.mesh, b.strategy, b.cost)) for b in made if isinstance(b, Baseline)]
@@ -30,8 +30,10 @@ def price_methods(problem: SplitProblem) -> tuple[list[Baseline], list[Skipped]]
 
 
 def never_worse(problem: SplitProblem, found: Found, given: Sequence[Baseline]) -> Found:
-    """The answer, or a method's own strategy where that is cheaper: which only a search with a gap leaves, or one of
-    other meshes. given: those that fit."""
+    """The answer, or the strategy of a method if that is cheaper. given: the methods that fit.
+
+    A method can only be cheaper if the search left a gap, or if the method uses other meshes.
+    """
     best = min(given, key=lambda b: b.cost, default=None)
     if best is None or best.cost >= found.solution.cost * (1 - 1e-9):
         return found
@@ -48,14 +50,14 @@ def never_worse(problem: SplitProblem, found: Found, given: Sequence[Baseline]) 
 
 
 def memory_of(problem: SplitProblem, configs: Mapping[str, np.ndarray], mesh: Mesh) -> Memory:
-    """What a strategy needs on a device: node name -> int8 [axes]."""
+    """The memory that a strategy needs on a device. configs: node name -> int8 [axes]."""
     return problem.account.memory(problem.graph, mesh, configs, problem.optimizer)
 
 
 def complete(problem: SplitProblem, pinned: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, np.ndarray]:
-    """The cheapest strategy that gives these nodes these configs: node name -> int8 [axes].
+    """The cheapest strategy in which these nodes have these configs: node name -> int8 [axes].
 
-    Raises Infeasible where there is none.
+    Raises Infeasible if there is none.
     """
 
     def allow(node: Node, cfg: np.ndarray, _: Mesh) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What may be asked of a compilation: each option stated once, for the API's signature and help and for the program."""
+"""The options of a compilation. Each is stated once, for the API's signature and help and for the command line."""
 
 # Annotations are evaluated here: the options' types are read. Nothing heavy is imported, so that help comes at once.
 
@@ -24,9 +24,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How the program takes an option. names: its flags; none: the API alone has it.
+    """How the command line takes an option. names: its flags; if there are none, only the API has the option.
 
-    minimum: of a number. pairs: it may be given several times, NAME=VALUE each, which this reads.
+    minimum: of a number. pairs: a parser of NAME=VALUE texts, for an option that may be given several times.
     """
 
     names: tuple[str, ...] = ()
@@ -36,13 +36,13 @@ class Flag:
 
 
 def _option(default: Any, says: str, *names: str, **flag: Any) -> Any:
-    """A field of ``CompileOptions``; says: its help, one sentence or several."""
+    """A field of ``CompileOptions``. says: its help, in one sentence or several."""
     return field(default=default, metadata={"help": says, "flag": Flag(names=names, **flag)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """What ``pase.compile`` takes beside the model. Made from what the user wrote; PaseError where it is unsound."""
+    """The options of ``pase.compile``, made from user input. Raises PaseError for invalid values."""
 
     devices: int = _option(MISSING, "How many devices to split the model over.", "--devices", "-n", minimum=1)
     mesh: str | None = _option(
@@ -65,12 +65,12 @@ class CompileOptions:
     )
     unknown: Literal["error", "replicate"] = _option(
         "error",
-        "What to do at an op without a rule: 'error', or 'replicate' (the op is not split).",
+        "What to do with an op that has no rule: 'error', or 'replicate' (the op is not split).",
         "--unknown",
     )
     dims: Mapping[str, int] | None = _option(
         None,
-        "Bind a symbolic size of the model, batch=64, or set how often a while loop runs, while0=100.",
+        "Bind a symbolic size of the model (batch=64), or set how often a while loop runs (while0=100).",
         "--dim",
         "--trips",
         metavar="NAME=SIZE",
@@ -78,50 +78,50 @@ class CompileOptions:
     )
     mode: Literal["train", "inference", "step"] = _option(
         "train",
-        "'train': a loss, whose gradient and update are priced with it. 'inference': a function that returns anything; "
-        "nothing is trained. 'step': step(params, opt_state, *batch) -> (params, opt_state, …), a train step as the "
-        "model.",
+        "'train': the model is a loss; its gradient and update are priced with it. 'inference': the model is any "
+        "function; nothing is trained. 'step': the model is a whole train step, step(params, opt_state, *batch) -> "
+        "(params, opt_state, …).",
         "--mode",
     )
     objective: Literal["latency", "throughput"] = _option(
         "latency",
-        "'latency': the fewest seconds of one call. 'throughput': the most examples a second and a device, where the "
-        "batch may be as large as memory allows: the batch size is left open (a zoo model without batch=, or one "
-        "symbolic size) and found in powers of two.",
+        "'latency': the fewest seconds for one call. 'throughput': the most examples per second and device, with a "
+        "batch as large as memory allows. The batch size must be left open (a zoo model without batch=, or one "
+        "symbolic size); powers of two are tried.",
         "--objective",
     )
     carry: Mapping[int, Any] | None = _option(
         None,
         "What one call passes to the next, such as batch statistics or a KV cache: batch argument -> the position of "
-        "its next value in the function's result, {1: 1} or {1: (1, 'batch_stats')}, on the command line 1=1 or "
-        "1=1.batch_stats; both get the same layout.",
+        "its next value in the function's result. For example {1: 1} or {1: (1, 'batch_stats')}; on the command line "
+        "1=1 or 1=1.batch_stats. Both values get the same layout.",
         "--carry",
         metavar="ARGUMENT=PLACE",
         pairs=parse_places,
     )
     chances: Mapping[str, Sequence[float]] | None = _option(
         None,
-        "How likely each branch of a conditional is, {'cond0': (0.9, 0.1)}, on the command line cond0=0.9,0.1: cond0 "
-        "is the program's first, its first branch is taken where the condition is false. Default: the most expensive "
-        "branch is taken every time.",
+        "How likely each branch of a conditional is: {'cond0': (0.9, 0.1)}; on the command line cond0=0.9,0.1. cond0 "
+        "is the first conditional of the program, and its first branch is taken if the condition is false. Default: "
+        "the most expensive branch is always taken.",
         "--chance",
         metavar="NAME=CHANCES",
         pairs=parse_chances,
     )
     loss: Callable[..., Any] | None = _option(  # noqa: RUF009 it is a field
         None,
-        "Of a PyTorch module that does not return its loss: loss(module, *batch) -> scalar.",
+        "For a PyTorch module that does not return its loss: loss(module, *batch) -> scalar.",
     )
     max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1)
     baselines: bool = _option(
         True,
-        "Also price data parallelism, FSDP, Megatron, …; the answer is never worse than any of them.",
+        "Also price data parallelism, FSDP, Megatron, …. The answer is never worse than any of them.",
     )
     memory_limit: float | str | None = _option(
         "machine",
-        "What a device may hold: bytes, 80GiB or 16e9; 'machine': its memory less what the machine file reserves; "
-        "'none': no limit. Finds the cheapest strategy whose predicted memory fits. Under 'machine', the best without "
-        "a limit where none fits, with a warning; a stated size is an error then.",
+        "How much a device may hold: a number of bytes, such as 80GiB or 16e9; 'machine': its memory minus what the "
+        "machine file reserves; 'none': no limit. Finds the cheapest strategy whose predicted memory fits. If none "
+        "fits, 'machine' gives the best strategy without a limit and a warning; a given size raises an error.",
         "--memory-limit",
     )
     accumulate: int | None = _option(
@@ -133,16 +133,16 @@ class CompileOptions:
     )
     remat: Literal["auto", "none", "attention", "light", "all"] = _option(
         "auto",
-        "What backward computes again of repeated blocks (a loop's body, equal layers) that the model does not mark "
-        "itself: 'none', their 'attention', 'light' work (all but products with weights and fused attention), 'all', "
-        "or 'auto': what is cheapest within the memory limit.",
+        "What backward recomputes in repeated blocks (a loop's body, equal layers) that the model does not mark "
+        "itself: 'none'; 'attention'; 'light' work (everything but products with weights and fused attention); 'all'; "
+        "or 'auto', the cheapest within the memory limit.",
         "--remat",
     )
     precision: Literal["model", "fp8"] = _option(
         "model",
-        "Products with weights: 'model': in the types that the model gives them; 'fp8': all but the last in eight "
-        "bits, at the machine's rate, with what scaling moves. Your program has to ask for them: plan.jax runs the "
-        "model's own types.",
+        "Precision of products with weights. 'model': the model's own types. 'fp8': all but the last in eight bits, at "
+        "the machine's rate, including the traffic of scaling. Your program has to request fp8 itself: plan.jax runs "
+        "the model's own types.",
         "--precision",
     )
     overlap: Literal["none", "gradients"] = _option(
@@ -153,13 +153,14 @@ class CompileOptions:
     )
     pipeline: int | str = _option(
         "none",
-        "Cut the model into stages on groups of devices: 'none', 'auto' (where that is cheaper) or the number of "
-        "groups; mesh is then one group's. It runs in JAX, stage by stage.",
+        "Cut the model into stages on groups of devices: 'none', 'auto' (if that is cheaper) or the number of groups. "
+        "The mesh is then that of one group. The plan runs in JAX, stage by stage.",
         "--pipeline",
         metavar="none|auto|N",
     )
     time_limit: float = _option(
-        60.0, "Seconds for the searches under a memory limit, which may then be inexact; the plan says so."
+        60.0,
+        "Seconds for the searches under a memory limit. A search that is stopped may be inexact; the plan says so.",
     )
 
     def __post_init__(self) -> None:
@@ -182,12 +183,14 @@ class CompileOptions:
 
     @property
     def ranks(self) -> int | None:
-        """The number of groups of devices that stages lie on, where one is given."""
+        """The number of groups of devices for the stages, if one is given."""
         text = str(self.pipeline)
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 1 else None
 
     def limit_bytes(self, machine: "Machine") -> float | None:
-        """The memory limit in bytes, on this machine; None: there is none. PaseError where it is no size."""
+        """The memory limit on this machine in bytes, or None if there is no limit. Raises PaseError if it is not a
+        size.
+        """
         if self.memory_limit is None or self.memory_limit == "none":
             return None
         if self.memory_limit == "machine":
@@ -202,14 +205,14 @@ def _whole(n: object) -> bool:
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The options with a closed set of words."""
+    """The options that accept a fixed set of words."""
     return {f.name: get_args(f.type) for f in fields(CompileOptions) if get_origin(f.type) is Literal}
 
 
 def takes_options(function: Callable[..., R]) -> Callable[..., R]:
-    """Let the function, which takes ``options: CompileOptions``, be called with each option as a keyword instead.
+    """Let callers pass each option as a keyword to a function that takes ``options: CompileOptions``.
 
-    Its signature and its docstring (at the line ``{options}``) then list them.
+    The signature of the function, and its docstring at the line ``{options}``, then list the options.
     """
     taken = fields(CompileOptions)
     given = inspect.signature(function)

@@ -1,17 +1,18 @@
-"""Gradient synchronisation that hides behind backward: a step's cost is then C + max(0, S - V).
+"""Gradient synchronisation that overlaps with backward: a step then costs C + max(0, S - V).
 
-C: all that is on the way (forward, backward, update, collectives that an op waits for). S: what synchronising the
-gradients takes. V: backward's compute, behind which it runs. The search's tables add up, and a maximum does not; but
+C: everything that cannot be hidden (forward, backward, update, collectives that an op waits for). S: the time to
+synchronise the gradients. V: the compute of backward, which hides it. The search's tables are additive and a maximum is
+not, but
 
     max(0, S - V) = max over w in [0, 1] of w (S - V),   so   min over strategies  >=  min of C + w (S - V),  every w.
 
-Tables at weight w are those at 0 and at 1, mixed. Their exact optima are bounds; priced truly, their answers are
-candidates; and the next weight is where the lines of the two that enclose the maximum meet. It ends where a bound
-meets a candidate, or says what gap is left. This is the dual of "S - V may not be above 0, at its price", and exact
-for its relaxation.
+The tables at weight w are a mix of those at 0 and at 1. Their exact optima are bounds, and their solutions, priced
+exactly, are candidates. The next weight is where the lines of the two that enclose the maximum meet. The search ends
+when a bound meets a candidate, or it reports the gap that is left. This is the Lagrangian dual of the constraint that S
+- V is at most 0, with a price for its violation, and it is exact for its relaxation.
 
-A price of the whole, not a timeline: it assumes that all of backward may hide any gradient. ``pase.schedule`` has the
-order in which gradients become ready, and finds a little more exposed.
+This prices the whole step and is not a timeline: it assumes that all of backward may hide any gradient.
+``pase.schedule`` knows the order in which gradients become ready, and finds slightly more exposed time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Hiding:
         return max(cost_of(self.free, choice), cost_of(self.charged, choice))
 
     def at(self, weight: float) -> CostTables:
-        """The tables at a weight; what is one array in both ends is one array here."""
+        """The tables at a weight. Nodes that share an array at both ends share one here too."""
         same: dict[tuple[int, int], np.ndarray] = {}
 
         def mixed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -76,10 +77,10 @@ def solve_hiding(
     candidates: Sequence[np.ndarray] = (),
     one: Callable[[CostTables], Solution] = solve,
 ) -> Solution:
-    """The best strategy found, and the proven bound. candidates: choices to price besides.
+    """The best strategy found, and the proven bound. candidates: further choices to price.
 
-    one: solves the tables at a weight; under a memory limit, which forbids the same strategies at every weight, its
-    bounds need not be met. Where it finds none that is feasible, its answer is returned as it is.
+    one: solves the tables at a weight. Under a memory limit, which forbids the same strategies at every weight, its
+    bounds need not be met. If it finds no feasible strategy, its answer is returned unchanged.
     """
     best: Solution | None = None
     lines: list[tuple[float, float]] = []  # (cost at weight 0, at weight 1) of each answer
@@ -117,7 +118,7 @@ def solve_hiding(
 
 
 def _crossing(lines: Sequence[tuple[float, float]], bound: float) -> list[float]:
-    """Where the lower envelope of the lines is highest; none where that is proven already."""
+    """The weight at which the lower envelope of the lines is highest, or None if the maximum is already proven."""
     weights = {0.0, 1.0}
     for i, (a, b) in enumerate(lines):
         for c, d in lines[:i]:

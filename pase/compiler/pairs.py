@@ -1,4 +1,4 @@
-"""NAME=VALUE as people type it: sizes, where a value is returned, how likely branches are."""
+"""Parsers for NAME=VALUE input: sizes, places where a value is returned, chances of branches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parse_sizes(given: Sequence[str] | None) -> dict[str, int]:
 
 
 def parse_places(given: Sequence[str] | None) -> dict[int, Any]:
-    """Batch argument -> where its next value is returned: numbers and keys on the way down, dots between them.
+    """Batch argument -> the place of its next value: numbers and keys from the outside in, separated by dots.
 
     >>> parse_places(["0=1", "2=1.batch_stats"])
     {0: (1,), 2: (1, 'batch_stats')}

@@ -1,7 +1,8 @@
-"""Pipelines in the search: the number of ranks and of micro-batches, a mesh of each rank's devices, a schedule, cuts.
+"""The search over pipelines: number of ranks, number of micro-batches, mesh of each rank's devices, schedule and cuts.
 
-Ranks, micro-batches and meshes are an outer loop, from the least that any pipeline of theirs can take on (its ranks'
-mean work, which no schedule, no cuts and no splits undercut); it ends where that is no less than what has been found.
+Ranks, micro-batches and meshes form an outer loop. It starts with the candidate that has the lowest bound. The bound is
+the mean work of the ranks, which no schedule, cuts or splits can undercut. The loop ends when the next bound is no
+lower than the best pipeline found.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ _MICRO_BATCHES = (1, 2, 4)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Candidate:
-    """A number of ranks, of micro-batches and a mesh. least: seconds that none of its pipelines beats; tables: of each
-    way to run the step, made when they are asked for."""
+    """A number of ranks, a number of micro-batches and a mesh.
+
+    least: seconds that none of its pipelines beats. tables: for each way to run the step, made on demand.
+    """
 
     ranks: int
     micro_batches: int
@@ -56,8 +59,11 @@ class _Candidate:
 
 @dataclass(kw_only=True)
 class Pipelines:
-    """What the search found. tried: candidates; left: of them those that the time did not suffice for, but for their
-    bound; unseen: those for which it did not suffice at all."""
+    """The result of the search. tried: candidates that were searched.
+
+    left: those among them that were only bounded, because time ran out. unseen: candidates that were not reached at
+    all.
+    """
 
     best: Staged | None = None
     menu: StageMenu | None = None
@@ -71,8 +77,10 @@ class Pipelines:
 def search_pipelines(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, below: float = math.inf
 ) -> Pipelines:
-    """The cheapest pipeline, if it takes less than ``below`` seconds. Infeasible where the model cannot be cut, or
-    nothing fits."""
+    """The cheapest pipeline, if it takes less than ``below`` seconds.
+
+    Raises Infeasible if the model cannot be cut, or if nothing fits.
+    """
     began = time.perf_counter()
     limit = options.limit_bytes(problem.machine) or math.inf
     out = Pipelines()
@@ -108,7 +116,7 @@ def search_pipelines(
 def _candidates(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, out: Pipelines, end: float
 ) -> Iterator[_Candidate]:
-    """Fewest micro-batches a rank first; until ``end``."""
+    """Fewest micro-batches per rank first, until ``end``."""
     from pase.frontends.jax_blocks import batch_size, blocks_of
 
     if problem.model.unit != "s":
@@ -181,9 +189,10 @@ def _micro_batches(options: CompileOptions, ranks: int, examples: int) -> Iterat
 
 
 def _stage_meshes(problem: SplitProblem, options: CompileOptions, ranks: int) -> list[Mesh]:
-    """Of a rank's devices: the one that is given, or all devices as one axis, or one axis within a node and one across.
+    """Meshes of one rank's devices: the given one; or all devices as one axis, or one axis within a node and one across
+    nodes.
 
-    Ranks of a pipeline are the outermost axis, so that transfers between them cross the slowest link.
+    The ranks of a pipeline are the outermost axis, so that transfers between them cross the slowest link.
     """
     devices = problem.devices // ranks
     if options.mesh is not None:
@@ -196,8 +205,10 @@ def _stage_meshes(problem: SplitProblem, options: CompileOptions, ranks: int) ->
 def _search(
     c: _Candidate, options: CompileOptions, limit: float, below: float
 ) -> tuple[Staged | None, StageMenu | None]:
-    """The candidate's best pipeline that takes less than ``below``. Gathers and sums at each micro-batch take longer
-    and hold less: they are tried where nothing fits without them."""
+    """The candidate's best pipeline that takes less than ``below``.
+
+    Gathers and sums at each micro-batch take longer but need less memory. They are tried if nothing fits without them.
+    """
     once = c.tables()
     for each in (False, True):
         tables = [
@@ -223,7 +234,9 @@ def _search(
 def plan_staged(
     problem: SplitProblem, traced: Traced, name: str, found: Pipelines, seconds: dict[str, float]
 ) -> PlanData:
-    """The plan of what the search found: the mesh, nodes, storage of a middle stage, with the ends' own splits."""
+    """The plan of what the search found: the mesh, the nodes and storage of a middle stage, with the splits of both
+    ends.
+    """
     s, menu = found.best, found.menu
     assert s is not None and menu is not None and s.cuts.simulated is not None and s.cuts.counts is not None
     middle = s.splits[len(s.splits) // 2]
@@ -267,7 +280,7 @@ def plan_staged(
 
 
 def _shared(n: NodePlan, part: float) -> NodePlan:
-    """A node's costs and work as those of one rank, on average; what a device keeps, each stage says for itself."""
+    """A node's costs and work as the average per rank. Each stage lists its own memory."""
     cost = NodeCost(
         compute=n.cost.compute * part, communication=n.cost.communication * part, update=n.cost.update * part
     )
@@ -333,7 +346,7 @@ def _scope(found: Pipelines) -> str:
 
 
 def _memory(s: Staged) -> list[Memory]:
-    """On a device of each rank."""
+    """Memory on a device of each rank."""
     counts = np.array(s.cuts.counts)
     p = s.problem
     f, e = p.bytes_fixed, p.bytes_each

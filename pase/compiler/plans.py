@@ -1,4 +1,4 @@
-"""From a strategy of a problem to its plan."""
+"""Make a plan from a strategy of a problem."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ __all__ = ["NO_LIMIT", "Fit", "plan_found", "plan_of", "provenance_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The memory limit of a plan: bytes a device, None: none. misfit: why nothing fits, and what would; None: something
-    does. methods: method -> bytes that its strategy needs on a device."""
+    """The memory limit of a plan in bytes per device; None means no limit.
+
+    misfit: why nothing fits, and what would; None if something does. methods: method -> bytes that its strategy needs
+    on a device.
+    """
 
     limit: int | None = None
     misfit: str | None = None
@@ -48,7 +51,7 @@ def plan_found(
     skipped: Sequence[Skipped] = (),
     fit: Fit = NO_LIMIT,
 ) -> PlanData:
-    """The plan of what the search found. fit: the memory limit that it was found under."""
+    """The plan of the strategy that the search found. fit: the memory limit of that search."""
     s = found.solution
     plan = assemble(
         problem.graph,
@@ -77,7 +80,7 @@ def plan_found(
 def plan_of(
     problem: SplitProblem, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced
 ) -> PlanData:
-    """The plan of a strategy that was not searched for (a baseline, a transferred one), priced alike."""
+    """The plan of a strategy that was not searched for (a baseline, or a transferred one), priced in the same way."""
     moved = collectives(problem.graph, mesh, configs, problem.model)
     work = local_work(problem.graph, mesh, configs, problem.model, problem.optimizer)
     costs = node_costs(work, moved)
@@ -106,7 +109,7 @@ def plan_of(
 
 
 def provenance_of(graph: Graph, method: str, certificate: str, overlap: str = "none") -> dict[str, str]:
-    """What a plan says of how it was made; overlap: as ``CompileOptions`` has it, said where it is not "none"."""
+    """How a plan was made, as the plan records it. overlap: as in ``CompileOptions``; recorded unless it is "none"."""
     versions = {"pase": pase.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
     versions |= {k: sys.modules[k].__version__ for k in ("jax", "numpy") if k in sys.modules}
     return {

@@ -1,7 +1,7 @@
-"""How a strategy's seconds add up, and how the cheapest strategy on a mesh is found under that.
+"""How a strategy's seconds add up, and how the cheapest strategy on a mesh is found under that pricing.
 
-``Summed``: everything is on the way. ``HiddenGradients``: the synchronisation of gradients hides behind backward's
-compute. A further mode is a class with these members, registered in ``PRICINGS``.
+``Summed``: nothing overlaps. ``HiddenGradients``: gradient synchronisation overlaps with backward's compute. A new mode
+is a class with these members, registered in ``PRICINGS``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Summed:
         self._tables: dict[tuple[int, ...], tuple[CostTables, Space]] = {}
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
-        """Cost tables of a mesh in which all adds up: they depend on the sizes of its axes, not on their names."""
+        """The additive cost tables of a mesh. They depend on the sizes of its axes, not on their names."""
         if mesh.sizes not in self._tables:
             self._tables[mesh.sizes] = build(self.graph, mesh, self.model, self.optimizer)
         return self._tables[mesh.sizes]
@@ -58,13 +58,13 @@ class Summed:
         return solver(self.tables(mesh)[0], 1.0)
 
     def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float) -> float:
-        """What a strategy costs: node name -> int8 [axes]; summed: where everything is on the way."""
+        """The cost of a strategy: node name -> int8 [axes]. summed: its cost if nothing overlaps."""
         return summed
 
 
 @PRICINGS.register("gradients")
 class HiddenGradients(Summed):
-    """Of the gradients' synchronisation only what backward cannot hide is priced (``pase.compiler.overlap``)."""
+    """Only the part of gradient synchronisation that backward cannot hide is priced (``pase.compiler.overlap``)."""
 
     exact = False
 

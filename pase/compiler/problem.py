@@ -1,4 +1,4 @@
-"""What is to be solved: a graph to split over the devices of a machine, under a cost model."""
+"""The problem to solve: a graph to split over the devices of a machine, under a cost model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_PRIME_AXES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SplitProblem:
-    """A graph to split over the devices of a machine, under a cost model. overlap: what ``CompileOptions`` says."""
+    """A graph to split over the devices of a machine, under a cost model. overlap: as in ``CompileOptions``."""
 
     graph: Graph
     devices: int
@@ -50,7 +50,7 @@ class SplitProblem:
         optimizer: str,
         overlap: str = "none",
     ) -> SplitProblem:
-        """The problem of a traced graph as it is written; PaseError where it has sizes that are not bound."""
+        """The problem of a traced graph as written. Raises PaseError if it has sizes that are not bound."""
         from pase import costmodels
         from pase.ir import named, simplify
         from pase.machine import DEFAULT, Machine
@@ -81,7 +81,7 @@ class SplitProblem:
         return replace(self, graph=graph_of(traced, variant), variant=variant)
 
     def meshes(self, mesh: str | None, max_axes: int) -> list[Mesh]:
-        """The meshes to search: the one that is given, or all of at most so many axes."""
+        """The meshes to search: the given one, or all with at most the allowed number of axes."""
         from pase.machine import mesh_from, meshes
 
         if mesh is not None:
@@ -90,7 +90,7 @@ class SplitProblem:
 
     @cached_property
     def pricing(self) -> Summed:
-        """How seconds add up, with the tables that were built for it so far."""
+        """How seconds add up, with the tables built for it so far."""
         from pase.compiler.pricing import PRICINGS
 
         return PRICINGS[self.overlap](self.graph, self.model, self.optimizer)
@@ -103,5 +103,5 @@ class SplitProblem:
         return account_for(self.machine, self.graph)
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
-        """Cost tables of a mesh in which all adds up, built once."""
+        """The additive cost tables of a mesh, built once."""
         return self.pricing.tables(mesh)

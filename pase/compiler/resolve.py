@@ -1,4 +1,4 @@
-"""From what the user calls a model to its trace: a name, a file, or an object with example arguments."""
+"""Trace a model from what the user passes: a name, a file, or an object with example arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["resolve", "traced_model"]
 def traced_model(
     model: Any, params: Any, batch: Sequence[Any], options: CompileOptions
 ) -> tuple[Traced, str]:
-    """Trace what the user gave as a model, as the options have it: (the trace, its name)."""
+    """Trace the user's model under the options. Returns (the trace, its name)."""
     purpose: dict[str, Any] = {
         "mode": options.mode,
         "carry": options.carry,
@@ -45,7 +45,7 @@ def traced_model(
 
 
 def _of_task(m: ZooModel) -> tuple[Any, dict[str, Any]]:
-    """What a zoo model's task is as a program: (function, ``mode`` and ``carry``)."""
+    """A zoo model's task as a program: (function, ``mode`` and ``carry``)."""
     if m.task == "train":
         return m.loss_fn, {}
     if m.decode is not None:
@@ -57,8 +57,10 @@ def _of_task(m: ZooModel) -> tuple[Any, dict[str, Any]]:
 
 
 def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None, **purpose: Any) -> Traced:
-    """Trace the model that this name means: zoo:NAME, hf:CLASS, a file or folder that a frontend reads, or
-    package.module:function."""
+    """Trace the model that a name refers to.
+
+    The name is zoo:NAME, hf:CLASS, a file or folder that a frontend reads, or package.module:function.
+    """
     if model.startswith("zoo:"):
         from pase import zoo
 

@@ -1,7 +1,7 @@
-"""What a strategy takes in each part of a model that is cut into stages: before the blocks, in one block, behind them.
+"""The costs of a strategy in each part of a model that is cut into stages: before the blocks, in one block, after them.
 
-The same work and collectives as of a step without stages (``pase.tables``), and the same account of memory
-(``pase.memory.account``), by where they are paid and whether they are paid once a step or at every micro-batch.
+Work, collectives and memory are those of a step without stages (``pase.tables``, ``pase.memory.account``). They are
+grouped by the part that pays for them, and by whether they are paid once per step or at every micro-batch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ kept through it; or at each micro-batch."""
 
 @dataclass(kw_only=True)
 class PartCost:
-    """Of one part, of "block" one block. Seconds of one micro-batch; before, after: of a step, once. Bytes on a device.
+    """The costs of one part; for "block", of one block. Seconds are per micro-batch; before, after: per step, once.
+    Bytes are per device.
 
-    input, weight: backward's two parts; again: recomputation. static: kept through the step; kept: of one micro-batch
-    until its backward; inner: of a block while it is computed again; buffers: of one op, with its gradients.
+    input, weight: the two parts of backward. again: recomputation. static: bytes kept through the step. kept: bytes of
+    one micro-batch, kept until its backward. inner: bytes of a block while it is recomputed. buffers: bytes of one op,
+    with its gradients.
     """
 
     forward: float = 0.0
@@ -66,7 +68,7 @@ def part_costs(
     optimizer: str,
     weights: GatheredWeights,
 ) -> dict[StagePart, PartCost]:
-    """The parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
+    """The costs of the parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
 
     configs: node -> int8 [axes].
     """
@@ -95,7 +97,7 @@ def part_costs(
 def _work(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, optimizer: str, part: PartCost
 ) -> None:
-    """The node's own work into its part."""
+    """Add the node's own work to its part."""
     m = turns_of(graph)
     for_weights = iter(list(_products_of_weights(graph, n)))
     for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
@@ -116,7 +118,7 @@ def _work(
 
 
 def _products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
-    """For each product of the node's backward, in the order of ``node_work``: is it the gradient of weights?"""
+    """For each product of the node's backward, in the order of ``node_work``: whether it is the gradient of weights."""
     for op in n.ops:
         if op.kind in ("matmul", "conv"):
             for a in op.reads:
@@ -125,7 +127,7 @@ def _products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
 
 
 def _send(graph: Graph, c: Collective, weights: GatheredWeights, part: PartCost) -> None:
-    """A collective into the part that pays for it."""
+    """Add a collective to the part that pays for it."""
     m, n = turns_of(graph), graph.node[c.node]
     of_parameter = graph.producer[c.tensor].kind == "parameter"
     runs = max(float(number(op.times, n.name)) for op in n.ops)
@@ -156,8 +158,9 @@ def _hold(
     weights: GatheredWeights,
     out: dict[StagePart, PartCost],
 ) -> None:
-    """Bytes into the parts. Weights that are kept whole, and whole sums of their gradients, are counted as they are
-    read."""
+    """Add bytes to the parts. Weights that are kept whole, and whole sums of their gradients, are counted as they are
+    read.
+    """
     whole = weights == "once" and turns_of(graph) > 1
     regions: dict[tuple[StagePart, object], float] = {}
     for n in graph.nodes:
@@ -184,8 +187,11 @@ def _hold(
 def _as_read(
     graph: Graph, places: Places, mesh: Mesh, configs: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[StagePart, float, float]]:
-    """Per parameter and part that reads it: (the part, bytes of copies in another layout or dtype than the stored one,
-    bytes of a sum of gradients in the layout of the reader), of all turns of its loop."""
+    """For each parameter and each part that reads it, over all turns of its loop: (the part, copies, sums).
+
+    copies: bytes in another layout or dtype than the stored one. sums: bytes of a sum of gradients in the reader's
+    layout.
+    """
     m = turns_of(graph)
     found: dict[tuple[StagePart, str], tuple[float, float]] = {}
     for e in graph.edges:

@@ -1,9 +1,9 @@
-"""Ways to split one stage of a pipeline: the model's own tables under other weights, searched as ever.
+"""Ways to split one stage of a pipeline, found by the usual search on the model's own tables with other weights.
 
-A stage with n of L blocks is the model's graph in which a block's nodes and edges weigh n/L, what comes before the
-blocks weighs nothing but in the first stage, what comes behind them nothing but in the last one. So one pair of tables
-serves all stages of all sizes. Under a memory limit the same tables are searched at prices per byte, which gives ways
-that take longer and hold less; which of them a stage takes is for its schedule to say.
+A stage with n of L blocks is the model's graph in which a block's nodes and edges have weight n/L. What comes before
+the blocks has weight only in the first stage, and what comes after them only in the last. One pair of tables therefore
+serves stages of every size. Under a memory limit, the same tables are searched at several prices per byte. This gives
+splits that take longer and need less memory. The schedule decides which split a stage uses.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["FIRST", "LAST", "MIDDLE", "ONLY", "StageRole", "StageSplit", "StageT
 
 @dataclass(frozen=True, kw_only=True)
 class StageRole:
-    """Whether a stage has what comes before the blocks, and what comes behind them."""
+    """Whether a stage has the part before the blocks, and the part after them."""
 
     first: bool = False
     last: bool = False
 
     def weight(self, parts: tuple[StagePart, ...], share: float) -> float:
-        """Of a node that stands in these parts, where a stage has this share of the blocks."""
+        """The weight of a node in these parts, if a stage has this share of the blocks."""
         of = {"first": float(self.first), "block": share, "last": float(self.last)}
         return max(of[p] for p in parts)
 
@@ -52,8 +52,10 @@ FIRST, MIDDLE, LAST, ONLY = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSplit:
-    """A way to split a stage: node -> int8 [axes], with what it takes. cost: seconds of a step in ``role`` with the
-    blocks that it was searched for."""
+    """A way to split a stage, node -> int8 [axes], with its costs.
+
+    cost: seconds of a step in ``role`` with the number of blocks that it was searched for.
+    """
 
     role: StageRole
     variant: Variant
@@ -70,27 +72,27 @@ class StageSplit:
         return [self.parts["first"]] * self.role.first + [self.parts["last"]] * self.role.last
 
     def fixed(self, what: str) -> float:
-        """Of the stage without blocks: seconds or bytes, by the name of ``PartCost``'s field."""
+        """The seconds or bytes of the stage without blocks, by the field name of ``PartCost``."""
         return float(sum(getattr(e, what) for e in self.ends))
 
     def of_block(self, what: str) -> float:
-        """Of one block more."""
+        """The seconds or bytes of one more block."""
         return float(getattr(self.block, what))
 
     def buffers(self) -> float:
-        """Bytes that live for a moment, whatever the number of blocks."""
+        """Short-lived bytes, which do not depend on the number of blocks."""
         every = [*self.ends, self.block]
         return max(e.buffers for e in every) + max(e.inner for e in every)
 
     def step_s(self, blocks: float, micro_batches: int) -> float:
-        """Seconds that a rank with this stage alone is busy in a step."""
+        """Seconds per step that a rank with only this stage is busy."""
         return sum(
             k * (micro_batches * (e.forward + e.input + e.weight + e.again) + e.before + e.after)
             for k, e in [(blocks, self.block), *((1.0, e) for e in self.ends)]
         )
 
     def nbytes(self, blocks: float, flying: float) -> float:
-        """Bytes on a device with so many micro-batches in flight."""
+        """Bytes on a device with this many micro-batches in flight."""
         held_ = sum(e.static + flying * e.kept for e in self.ends)
         return held_ + blocks * (self.block.static + flying * self.block.kept) + self.buffers()
 
@@ -120,7 +122,7 @@ class StageTables:
     def cheapest(
         self, role: StageRole, blocks: float, byte_price: float = 0.0, flying: float = 1.0
     ) -> StageSplit:
-        """The cheapest split of a stage of so many blocks; byte_price: seconds of a byte that it holds."""
+        """The cheapest split of a stage with this many blocks. byte_price: seconds per byte held."""
         space = self.built[1]
         found = solve(self._weighted(role, blocks / self.places.blocks, byte_price, flying))
         configs = {
@@ -137,7 +139,7 @@ class StageTables:
         return self._splits[key]
 
     def least_s(self, role: StageRole, blocks: float) -> float:
-        """A lower bound on the seconds that a rank with a stage of so many blocks is busy in a step."""
+        """A lower bound on the seconds per step that a rank with a stage of this many blocks is busy."""
         return float(solve(self._weighted(role, blocks / self.places.blocks, 0.0, 0.0)).bound)
 
     def _weighted(self, role: StageRole, share: float, byte_price: float, flying: float) -> CostTables:
@@ -171,8 +173,11 @@ class StageTables:
 
     @cached_property
     def _bytes(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Per node and config, what it keeps through the step and of each micro-batch: a guide for the search, what a
-        split holds is counted exactly afterwards. Whole weights are counted where they are read."""
+        """For each node and config, the bytes kept through the step and those kept per micro-batch.
+
+        They guide the search; the memory of a split is counted exactly afterwards. Whole weights are counted where they
+        are read.
+        """
         _, space = self.built
         out = []
         for n, cfg in zip(space.graph.nodes, space.configs, strict=True):
@@ -190,7 +195,7 @@ class StageTables:
         return out
 
     def _whole(self, n: Node, cfg: np.ndarray) -> Iterator[np.ndarray]:
-        """Copies of weights as the node reads them, with sums of their gradients."""
+        """Bytes of copies of weights as the node reads them, with the sums of their gradients."""
         m = turns_of(self.graph)
         for e in self.graph.edges:
             source = self.graph.node[e.src]

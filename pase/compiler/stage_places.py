@@ -1,4 +1,4 @@
-"""Where a model's nodes stand in a chain of equal blocks: before them, in one, behind them."""
+"""Where a model's nodes are in a chain of equal blocks: before them, in one of them, or after them."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ _STORED = ("parameter", "input", "constant")  # graphs list them first, whoever 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """parts: node -> where it stands; a parameter that several parts read (a tied embedding) stands in each of them.
-    blocks: how many equal blocks there are, whether a loop runs them or they are written out. crossing: (node, tensor)
-    of what one block hands to the next."""
+    """parts: node -> its place. A parameter that several parts read (a tied embedding) is in each of them.
+
+    blocks: the number of equal blocks, which a loop runs or which are written out. crossing: (node, tensor) of what one
+    block passes to the next.
+    """
 
     parts: Mapping[str, tuple[StagePart, ...]]
     blocks: int
     crossing: tuple[tuple[str, str], ...]
 
     def of(self, node: str) -> StagePart:
-        """Where it is paid for: of several parts the first."""
+        """The part that pays for a node; if there are several, the first."""
         return self.parts[node][0]
 
     @property
     def tied(self) -> tuple[str, ...]:
-        """Parameters of the first and the last stage."""
+        """Parameters that both the first and the last stage read."""
         return tuple(n for n, parts in self.parts.items() if {"first", "last"} <= set(parts))
 
 
 def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
-    """By the loop with most turns, else by blocks of equations that are written out (of ``jax_blocks.blocks_of``).
+    """Find the blocks: the loop with the most turns, else written-out blocks of equations (``jax_blocks.blocks_of``).
 
-    Infeasible where the model has neither: it cannot be cut into stages.
+    Raises Infeasible if the model has neither; it then cannot be cut into stages.
     """
     turns = turns_of(graph)
     times = {
@@ -97,7 +99,7 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
 
 
 def _loops(graph: Graph, times: Mapping[str, int], turns: int) -> set[str]:
-    """Paths of the loops of so many turns that stand in no other one."""
+    """Paths of the outermost loops with this many turns."""
     found = set()
     for n in graph.nodes:
         if times[n.name] == turns:
@@ -109,7 +111,7 @@ def _loops(graph: Graph, times: Mapping[str, int], turns: int) -> set[str]:
 
 
 def _handed_on(graph: Graph, blocks: Sequence[Block], inside: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """What is made up to the middle block and read behind it."""
+    """What is made up to the middle block and read after it."""
     middle = len(blocks) // 2
     held_by = holders(blocks)
     number_of = {name: min(i for op in graph.node[name].ops for i in held_by(op.eqn)) for name in inside}

@@ -1,5 +1,7 @@
-"""The best pipeline for one number of ranks, one of micro-batches and one mesh of a stage's devices: which way each
-stage is split, under which schedule, with how many blocks."""
+"""The best pipeline for a number of ranks, a number of micro-batches and a mesh of a stage's devices.
+
+It chooses the schedule, how each stage is split, and how many blocks each stage has.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ _SECONDS = 0.3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Staged:
-    """A pipelined step. splits: of each stage; limit: bytes on a device, infinite where there is none."""
+    """A pipelined step. splits: of each stage. limit: bytes on a device, infinite if there is no limit."""
 
     schedule: Schedule
     problem: CutProblem
@@ -52,7 +54,7 @@ class Staged:
 
 
 def chunks_of(d: Discipline, blocks: int, ranks: int) -> Iterator[int]:
-    """How many stages a rank is tried with: the powers of two that there are blocks for, and the most."""
+    """The numbers of stages per rank to try: the powers of two for which there are enough blocks, and the maximum."""
     low, high = d.chunks
     most = blocks // ranks if not high else min(high, blocks // ranks)
     tried = {low, most, *(2**i for i in range(most.bit_length()))}
@@ -60,7 +62,7 @@ def chunks_of(d: Discipline, blocks: int, ranks: int) -> Iterator[int]:
 
 
 class StageMenu:
-    """Ways to split stages of some devices, found once and chosen among by each schedule."""
+    """Ways to split the stages on some devices. They are found once, and each schedule chooses among them."""
 
     def __init__(self, tables: Sequence[StageTables], ranks: int, micro_batches: int, limit: float) -> None:
         self.tables, self.ranks, self.micro_batches, self.limit = tables, ranks, micro_batches, limit
@@ -71,13 +73,16 @@ class StageMenu:
         self._splits: dict[StageRole, list[StageSplit]] = {}
 
     def least_s(self) -> float:
-        """No pipeline of these ranks, whatever its schedule, cuts and splits, takes less: its ranks' mean work. The
-        first of the tables are those that charge least."""
+        """A lower bound on every pipeline of these ranks, for any schedule, cuts and splits: the mean work of its
+        ranks.
+
+        The first of the tables are the ones that charge least.
+        """
         t, n = self.tables[0], self.places.blocks
         return (t.least_s(MIDDLE, n) + t.least_s(FIRST, 0.0) + t.least_s(LAST, 0.0)) / self.ranks
 
     def splits(self, role: StageRole) -> list[StageSplit]:
-        """Ways to split a stage that has all of a rank's blocks: one for each of the tables at each price per byte."""
+        """Ways to split a stage that has all blocks of a rank: one for each of the tables at each price per byte."""
         if role not in self._splits:
             blocks, found = self.places.blocks / self.ranks, list[StageSplit]()
             for t in self.tables:
@@ -91,7 +96,7 @@ class StageMenu:
         return self._splits[role]
 
     def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
-        """(the best pipeline under a schedule, if it takes less than ``below``, whether any may fit)."""
+        """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline may fit)."""
         if d.refuses(self.ranks, self.micro_batches, chunks):
             return None, False
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
@@ -120,8 +125,11 @@ class StageMenu:
         return None, False
 
     def _chosen(self, s: Schedule, room: float) -> tuple[StageSplit, ...]:
-        """For each rank the fastest way to split its stages that fits a part of the limit with an equal share of the
-        blocks; the one that holds least where none does."""
+        """For each rank, the fastest way to split its stages that fits a part of the limit, with an equal share of the
+        blocks.
+
+        If none fits, the way that needs the least memory.
+        """
         blocks = self.places.blocks / s.stages
         out: dict[int, StageSplit] = {}
         for r in range(s.ranks):
@@ -182,7 +190,9 @@ class StageMenu:
         return mesh_from(f"stage={self.ranks},inner={inner}", self.ranks * inner)
 
     def _tied_s(self, first: StageSplit) -> float:
-        """The sum of tied parameters' gradients between the first and the last stage, of what a device has of them."""
+        """Seconds to sum the gradients of tied parameters between the first and the last stage, for the share of one
+        device.
+        """
         nbytes = 0.0
         for name in self.places.tied:
             n = self.graph.node[name]
@@ -193,7 +203,9 @@ class StageMenu:
         return float(self.model.collective("all_reduce", two, 1, nbytes)) if nbytes else 0.0
 
     def _send_s(self, a: StageSplit, b: StageSplit) -> float:
-        """One micro-batch's activations from a stage to the next, and into the layout in which that one reads them."""
+        """Seconds to send one micro-batch's activations to the next stage, and to bring them into the layout that it
+        reads.
+        """
         total, nbytes = 0.0, 0.0
         for name, tensor in self.places.crossing:
             n, t = self.graph.node[name], self.graph.tensors[tensor]
@@ -220,5 +232,8 @@ _FIELDS = ("forward", "input", "weight", "again", "before", "after", "static", "
 
 
 def disciplines() -> list[Discipline]:
-    """Schedules to try: all that ranks run by themselves. (In one program, in lockstep, autodiff keeps other bytes.)"""
+    """Schedules to try: all that the ranks run by themselves.
+
+    A single program that runs in lockstep is left out, because autodiff keeps other bytes there.
+    """
     return [d for d in SCHEDULES.values() if not d.lockstep]

@@ -1,4 +1,4 @@
-"""A pipelined plan put on the same model at another size and on fewer devices, to try it there."""
+"""Apply a pipelined plan to the same model at another size and on fewer devices, in order to try it there."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ __all__ = ["staged_elsewhere"]
 
 
 def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[PlanData, tuple[str, ...]]:
-    """(the plan with its schedule, its splits and equal cuts for this model on so many devices, nodes where an axis had
-    to be dropped). The stages' seconds and bytes stay those of the plan. Infeasible where there are too few blocks,
-    devices or examples for the schedule.
+    """Transfer the plan's schedule and splits, with equal cuts, to this model on this many devices.
+
+    Returns (the plan, the nodes where an axis had to be dropped). The seconds and bytes of the stages remain those of
+    the plan. Raises Infeasible if there are too few blocks, devices or examples for the schedule.
     """
     p = plan.pipeline
     assert p is not None
@@ -67,7 +68,7 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
 
 
 def _shape(p: PipelinePlan, plan: PlanData, blocks: int, examples: int, devices: int) -> tuple[int, int, int]:
-    """(ranks, stages of each, micro-batches): as many as the plan has, or the most that there are things for."""
+    """(ranks, stages per rank, micro-batches): those of the plan, or the most that the model and devices allow."""
     d = SCHEDULES[p.schedule]
 
     def every() -> Iterator[tuple[int, int, int]]:

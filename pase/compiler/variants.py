@@ -1,5 +1,4 @@
-"""Ways to run a model's step that need less memory: micro-batches with summed gradients, repeated blocks computed
-again."""
+"""Ways to run a step in less memory: micro-batches with summed gradients, and recomputation of repeated blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ ProductPrecision = Literal["model", "fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A way to run the model's step. blocks: computed again in backward; precision: of products with weights."""
+    """A way to run the model's step. blocks: those that backward recomputes. precision: of products with weights."""
 
     accumulate: int = 1
     blocks: tuple[Block, ...] = ()
@@ -44,7 +43,7 @@ class Variant:
 
 
 def graph_of(traced: Traced, variant: Variant) -> Graph:
-    """The graph to search of a variant. PaseError where the batch does not divide."""
+    """The graph of a variant, for the search. Raises PaseError if the batch is not divisible."""
     from pase.ir import named, simplify
 
     raw = traced.graph
@@ -56,7 +55,7 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
 
 @once
 def _micro_graph(traced: Traced, micro_batches: int) -> Graph:
-    """The raw graph of one of so many micro-batches."""
+    """The raw graph of one micro-batch, if the batch is divided into this many."""
     return _ways(traced).micro(traced, micro_batches).graph
 
 
@@ -91,8 +90,9 @@ def variants(
     limited: bool,
     precision: ProductPrecision = "model",
 ) -> Iterator[list[Variant]]:
-    """Those to try, first to last, in groups of one number of micro-batches; the first of all is what holds where
-    memory does not bind. graph: the simplified one. accumulate, remat: what the user fixed (None, "auto": nothing).
+    """The variants to try, in order, grouped by number of micro-batches. The first applies if memory is no constraint.
+
+    graph: the simplified one. accumulate, remat: what the user fixed; None and "auto" fix nothing.
     """
     trained = getattr(traced, "mode", "train") == "train"  # what is not trained keeps nothing for a backward
     if accumulate not in (None, 1) and not trained:
@@ -127,13 +127,16 @@ _MANY = 3
 
 
 def recomputed(traced: Traced, what: str) -> tuple[Block, ...]:
-    """The repeated blocks that the model does not mark itself, as backward computes them again. what: "attention", from
-    the scores to the result; "light", all but results of products with weights and of fused attention; or "all"."""
+    """The repeated blocks that the model does not mark itself, as backward recomputes them.
+
+    what: "attention", from the scores to the result; "light", everything but results of products with weights and of
+    fused attention; or "all".
+    """
     return _in_part(traced.graph, _ways(traced).blocks_of(traced), what)
 
 
 def _in_part(raw: Graph, blocks: tuple[Block, ...], what: str) -> tuple[Block, ...]:
-    """What of the blocks is computed again."""
+    """The part of the blocks that is recomputed."""
     if what == "attention":
         return attention_cores(raw, blocks)
     if what == "light":
@@ -143,8 +146,9 @@ def _in_part(raw: Graph, blocks: tuple[Block, ...], what: str) -> tuple[Block, .
 
 
 def _regions(traced: Traced) -> Iterator[tuple[Block, ...]]:
-    """What may be computed again, by how much work that is: nothing, the attention of each block, light work, all of
-    half of them with light work in the others, all."""
+    """Sets of ops to recompute, in order of work: nothing, the attention of each block, light work, all of half of the
+    blocks with light work in the others, everything.
+    """
     whole = recomputed(traced, "all")
     attention, light = (_in_part(traced.graph, whole, what) for what in ("attention", "light"))
     yield ()
