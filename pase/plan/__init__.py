@@ -1,1 +1,1 @@
-"""Plans: what a strategy means, item by item, and the file that holds it."""
+"""Plans: a strategy with everything that follows from it, and the file that holds it."""

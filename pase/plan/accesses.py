@@ -1,7 +1,7 @@
-"""In which layout each equation of the model reads and writes its tensors: worked out once, for all that follows.
+"""The layouts in which each equation of the model reads and writes its tensors. They are computed once, for all users.
 
-A layout is one digit for each mesh axis: (tensor dim, blocks), that is, what the axis selects of the tensor, or None
-where the tensor is replicated over it. A partial sum has the layout in which it is summed.
+A layout is one digit for each mesh axis: (tensor dim, blocks) says what the axis selects of the tensor, and None says
+that the tensor is replicated over the axis. A partial sum has the layout in which it is summed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_EQUATION = ("output", "copy", "parameter", "input", "constant", "cotangent",
 
 @dataclass(frozen=True)
 class Reading:
-    """An equation reads a tensor, or the copy of it that it shares with others. at: the equation."""
+    """An equation reads a tensor, or a copy that it shares with other equations. at: the equation."""
 
     at: Place
     tensor: str
@@ -44,7 +44,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class EquationLayouts:
-    """The layouts of what one equation reads and writes; tensors by their names in the traced graph."""
+    """The layouts of what one equation reads and writes. Tensors are named as in the traced graph."""
 
     reads: Mapping[str, Digits]
     writes: Mapping[str, Digits]
@@ -52,9 +52,9 @@ class EquationLayouts:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStates:
-    """Of each op of a node, the states of each access, int64 [axes] (see ``pase.tables.layouts``).
+    """For each op of a node, the states of each access, int64 [axes] (see ``pase.tables.layouts``).
 
-    reads: None where a node only hands on what it reads (a copy, an output), or runs in backward.
+    reads: None if a node only passes on what it reads (a copy, an output), or runs in backward.
     """
 
     reads: tuple[tuple[np.ndarray | None, ...], ...]
@@ -62,7 +62,7 @@ class NodeStates:
 
 
 def access_states(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> dict[str, NodeStates]:
-    """Node name -> the states of its accesses; configs: node name -> int8 [axes]."""
+    """Node name -> the states of its accesses. configs: node name -> int8 [axes]."""
     out: dict[str, NodeStates] = {}
     for n in graph.nodes:
         config = configs[n.name][None, :]
@@ -83,7 +83,7 @@ def access_states(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -
 
 
 def equation_layouts(graph: Graph, states: Mapping[str, NodeStates]) -> dict[Place, EquationLayouts]:
-    """Equation -> its layouts; states: those of ``access_states``."""
+    """Equation -> its layouts. states: the result of ``access_states``."""
     found: dict[Place, tuple[dict[str, Digits], dict[str, Digits]]] = {}
     for n in graph.nodes:
         of_node = states[n.name]
@@ -107,6 +107,6 @@ def _digit(state: int) -> Digit:
 
 
 def distinct(layouts: Mapping[Place, EquationLayouts]) -> Iterator[Digits]:
-    """Every layout that occurs, each once, in the order in which they do."""
+    """Every layout that occurs, once, in order of first occurrence."""
     every = (d for e in layouts.values() for part in (e.reads, e.writes) for d in part.values())
     yield from dict.fromkeys(every)

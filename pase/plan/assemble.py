@@ -1,4 +1,4 @@
-"""From the search's answer to a plan."""
+"""Make a plan from the answer of the search."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["assemble", "axes_by_use"]
 
 
 def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Mesh:
-    """The mesh with axes named after what they mostly split: data (the batch), sequence, else model.
+    """The mesh with its axes named after what they mostly split: data (the batch), sequence, else model.
 
-    Axes that the user named (anything but our own single letters) keep their names.
+    Axes that the user named (any name but our own single letters) keep their names.
     """
     if any(len(name) > 1 for name in mesh.names):
         return mesh
@@ -49,7 +49,7 @@ def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
 
 
 class _KeptBytes(TypedDict):
-    """What a node keeps on a device, as ``NodePlan`` holds it."""
+    """The bytes that a node keeps on a device, as ``NodePlan`` holds them."""
 
     keeps: Mapping[MemoryKind, int]
     kept_again: int
@@ -89,7 +89,7 @@ def assemble(
     accumulate: int = 1,
     remat: Sequence[Block] = (),
 ) -> PlanData:
-    """Everything that follows from (graph, mesh, configs); configs: node name -> int8 [axes]."""
+    """Everything that follows from (graph, mesh, configs). configs: node name -> int8 [axes]."""
     moved = collectives(graph, mesh, configs, model)
     work = local_work(graph, mesh, configs, model, optimizer)
     states = access_states(graph, mesh, configs)
@@ -138,7 +138,7 @@ def _node_plans(
     costs: Mapping[str, NodeCost],
     optimizer: str,
 ) -> tuple[NodePlan, ...]:
-    """The nodes as the plan lists them."""
+    """The nodes, as the plan lists them."""
     reads: dict[str, dict[str, None]] = {}
     for e in graph.edges:
         reads.setdefault(e.dst, {})[e.src] = None
@@ -165,7 +165,7 @@ def _node_plans(
 def _leaves(
     graph: Graph, c: Constraints, traced: Traced | None
 ) -> tuple[dict[str, TensorPlan], dict[str, TensorPlan]]:
-    """Parameters and inputs by their paths: how they are stored, and laid out where they are used."""
+    """Parameters and inputs by path: their storage layouts, and the layouts in which they are used."""
     uses: dict[str, dict[Placement, None]] = {}
     for e in graph.edges:
         src = graph.node[e.src]

@@ -1,7 +1,8 @@
 """A plan's communication as a scheduling problem, its bucket plan, and the step that they predict.
 
-What is kept in layout.json under ``bucket_plan`` holds the links it was made for, so that it is read back as it was
-written wherever the machine's file is; without one, links are the machine's levels, priced by the plan's cost model.
+The ``bucket_plan`` in layout.json includes the links that it was made for, so that it reads back unchanged even if the
+machine file has changed. Without a stored bucket plan, the links are the machine's levels, priced by the plan's cost
+model.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ __all__ = [
 
 
 def curves_of(plan: PlanData) -> CurveOf | None:
-    """A cost curve and a link for each kind of collective over axes; None where the machine is not the one that the
-    plan was made for (a file since changed, or one that only its maker has), or costs are not seconds.
+    """A cost curve and a link for each kind of collective over mesh axes.
+
+    None if the machine is not the one that the plan was made for (the file has changed since, or is not available
+    here), or if costs are not in seconds.
     """
     from pase import costmodels
     from pase.machine import load
@@ -54,7 +57,10 @@ def curves_of(plan: PlanData) -> CurveOf | None:
 
 
 def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> ScheduleProblem:
-    """links: in place of the machine's. Infeasible where no collective is on a parameter: nothing to schedule."""
+    """The plan's communication as a scheduling problem. links: replace those of the machine.
+
+    Raises Infeasible if no collective is on a parameter, so that there is nothing to schedule.
+    """
     from pase.plan.communication import communication_problem
 
     plan.check_emitted()
@@ -65,7 +71,7 @@ def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> ScheduleProbl
 def scheduled(
     plan: PlanData, *, policy: str = "ours", options: Options | None = None
 ) -> tuple[ScheduleProblem, BucketPlan] | None:
-    """(problem, bucket plan in one fixed order); None where nothing is to be scheduled."""
+    """(problem, bucket plan in one fixed order). None if there is nothing to schedule."""
     from pase.schedule.registry import Options, get_policy
     from pase.schedule.simulate import as_sequence
 
@@ -77,7 +83,7 @@ def scheduled(
 
 
 def stored(problem: ScheduleProblem, buckets: BucketPlan) -> JsonObject:
-    """What layout.json holds under ``bucket_plan``."""
+    """The object under ``bucket_plan`` in layout.json."""
     from pase.schedule.io import plan_to_json
     from pase.schedule.simulate import evaluate
 
@@ -93,7 +99,7 @@ def stored(problem: ScheduleProblem, buckets: BucketPlan) -> JsonObject:
 
 
 def read_buckets(plan: PlanData, data: Any, where: str) -> tuple[ScheduleProblem, BucketPlan]:
-    """What ``stored`` wrote, for this plan. PaseError where it does not fit it."""
+    """Read what ``stored`` wrote, for this plan. Raises PaseError if it does not match the plan."""
     from pase.plan.communication import communication_problem
     from pase.schedule.io import links_from_json, plan_from_json
 
@@ -106,23 +112,23 @@ def read_buckets(plan: PlanData, data: Any, where: str) -> tuple[ScheduleProblem
 
 
 def schedule_of(plan: PlanData) -> tuple[ScheduleProblem, BucketPlan] | None:
-    """The bucket plan that the plan holds, else ours; None where nothing is to be scheduled."""
+    """The bucket plan that the plan holds, else ours. None if there is nothing to schedule."""
     if plan.buckets is not None:
         return read_buckets(plan, plan.buckets, f"the plan for '{plan.model}', at bucket_plan")
     return scheduled(plan)
 
 
 def with_buckets(plan: P, *, policy: str = "ours", options: Options | None = None) -> P:
-    """The plan with a bucket plan in it, which ``save`` writes; as it is where nothing is to be scheduled."""
+    """The plan with a bucket plan in it, which ``save`` writes. Unchanged if there is nothing to schedule."""
     made = scheduled(plan, policy=policy, options=options)
     return plan if made is None else replace(plan, buckets=stored(*made))
 
 
 def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
-    """The steady step as `pase replay` reads it: compute on one lane, each link on its own.
+    """The steady-state step as `pase replay` reads it: compute on one lane, and each link on its own lane.
 
-    A step ends where its last block does; what a link still sends then stands at the beginning too, as the rest
-    of the step before.
+    A step ends when its last block ends. What a link is still sending then is also shown at the beginning, as the rest
+    of the previous step.
     """
     from pase.replay.types import OPERATIONS, Event, Group, Mark, from_events
     from pase.schedule.simulate import evaluate

@@ -1,4 +1,4 @@
-"""The tables that the program prints: no frame, a bold line of names."""
+"""The tables that the commands print: no frame, and a bold header line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["columns"]
 def columns(
     *names: str, left: Container[str] = (), overflow: Literal["ellipsis", "fold"] = "ellipsis"
 ) -> Table:
-    """A table of these columns; those named in ``left`` hold words, the others numbers, aligned to the right."""
+    """A table with these columns. Those in ``left`` hold text; the others hold numbers and are aligned to the right."""
     from rich.table import Table
 
     out = Table(box=None, header_style="bold", pad_edge=False)

@@ -1,16 +1,17 @@
 """A plan's communication as a scheduling problem: each collective, when it can start, and what waits for it.
 
-Read from the plan's nodes with their costs, and from its collectives. What is derived:
+The input is the plan's nodes with their costs, and its collectives. From these it derives:
 
-- Nodes run in the order listed; neighbours with the same `times` > 1 are a repeated layer and run in turn, so many
-  times over. Forward is a third of a node's compute and backward two thirds (one product for each operand); an
-  optimizer update is charged to the forward block that uses the parameter, where a late gradient would be waited for.
-- A collective on a tensor that a parameter node makes is schedulable. In backward it synchronises a gradient: ready
-  after its node's backward, the next one on the same tensor following it. In forward it gathers a parameter: needed
-  before its node's forward of the next iteration, after the gradient is synchronised and updated; a second one in
-  the same pass gathers again for backward, of the same iteration. A gather of an updated parameter (phase
-  "update") is one that its first user needs in the next forward, a layer's part at a time.
-- Any other collective stands between an op and the next, so it is time on the compute stream.
+- Nodes run in the listed order. Neighbours with the same `times` > 1 form a repeated layer; they run in turn, `times`
+  times. Forward takes a third of a node's compute and backward two thirds (one product for each operand). An
+  optimizer update is charged to the forward block that uses the parameter, which would wait for a late gradient.
+- A collective on a tensor that a parameter node makes can be scheduled. In backward it synchronises a gradient. It is
+  ready after its node's backward, and the next collective on the same tensor follows it. In forward it gathers a
+  parameter. It is needed before its node's forward of the next iteration, and it starts after the gradient is
+  synchronised and the parameter updated. A second gather in the same pass gathers again for backward of the same
+  iteration. A gather of an updated parameter (phase "update") is one that its first user needs in the next forward,
+  one layer's part at a time.
+- Any other collective comes between one op and the next, so it counts as time on the compute stream.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class _Execution:
 def communication_problem(
     plan: PlanData, *, where: str, links: tuple[Link, ...] = (), curve_of: CurveOf | None = None
 ) -> ScheduleProblem:
-    """The step's communication as a problem; ``where`` names the plan in errors.
+    """The step's communication as a problem. ``where`` names the plan in errors.
 
-    links: replace what the plan implies (every link then carries every group). curve_of: prices a kind of
-    collective over axes; None = from the (bytes, cost) pairs that the plan itself lists.
+    links: replace the links that the plan implies (every link then carries every group). curve_of: prices a kind of
+    collective over axes. None means that the (bytes, cost) pairs in the plan itself give the prices.
     """
     if plan.unit != "s":
         raise PaseError(
@@ -99,7 +100,7 @@ def _name(p: _Execution, times: dict[str, int]) -> str:
 
 
 def _execution(nodes: tuple[NodePlan, ...]) -> Iterator[_Execution]:
-    """Nodes in the order they run, repeated layers unrolled."""
+    """Nodes in the order in which they run, with repeated layers unrolled."""
     for repeat, layer in itertools.groupby(nodes, key=lambda n: n.times):
         names = [n.name for n in layer]
         for r in range(repeat):
@@ -109,7 +110,7 @@ def _execution(nodes: tuple[NodePlan, ...]) -> Iterator[_Execution]:
 def _gathers_with_users(
     collectives: list[Collective], parameters: set[str], times: dict[str, int]
 ) -> Iterator[Collective]:
-    """Gathers of updated parameters, which the plan books on the parameters, booked on who uses these first."""
+    """Gathers of updated parameters, assigned to the first users. The plan lists them with the parameters."""
     users: dict[str, Collective] = {}
     for c in collectives:
         if c.node not in parameters:
@@ -128,7 +129,9 @@ def _gathers_with_users(
 def _updates(
     collectives: list[Collective], nodes: dict[str, NodePlan], parameters: set[str]
 ) -> dict[str, float]:
-    """Update seconds per execution of the node that uses each parameter; of several users, the first."""
+    """Update seconds per execution of the node that uses each parameter. If several nodes use it, the first one
+    counts.
+    """
     user: dict[str, str] = {}
     for c in collectives:
         user.setdefault(c.source, c.node)
@@ -141,7 +144,7 @@ def _updates(
 
 
 def _key(c: Collective) -> str:
-    """What prices a collective: its axes and its kind, as `Transfer.axes`."""
+    """The key that determines the price of a collective: its axes and its kind, as `Transfer.axes`."""
     return f"{','.join(c.axes)}/{c.kind}"
 
 
@@ -152,7 +155,7 @@ def _tensors(
     n: int,
     dtypes: dict[str, str],
 ) -> list[Transfer]:
-    """In an order in which each follows only earlier ones."""
+    """The tensors in an order in which each depends only on earlier ones."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.node, c.source, c.tensor), []).append(c)
@@ -172,7 +175,9 @@ def _tensors(
 def _sums(
     out: list[Transfer], stages: list[Collective], name: str, dtype: str, ready: int, needed: int | None
 ) -> int | None:
-    """A gradient's sum, stage after stage: from the block that makes it to the one that needs it. Returns the last."""
+    """Add a gradient's sum, stage after stage, from the block that makes it to the one that needs it. Returns the last
+    stage.
+    """
     last: int | None = None
     for i, c in enumerate(stages):
         transfer = Transfer(
@@ -199,8 +204,11 @@ def _gathers(
     last: int | None,
     times: int,
 ) -> None:
-    """A parameter's gather for forward, behind its gradient's sum of the step before (last), and again for backward,
-    stage after stage. at: the blocks of forward and of backward that need it."""
+    """Add a parameter's gather for forward, after the previous step's sum of its gradient (last), and again for
+    backward.
+
+    Each gather goes stage after stage. at: the blocks of forward and of backward that need it.
+    """
     lag = 0 if last is None else 1
     before: dict[int, int] = {}  # the stage before, of each repetition of the gather
     for i, c in enumerate(stages):
@@ -228,7 +236,7 @@ def _gathers(
 def _links(
     tensors: list[Transfer], collectives: list[Collective], curve_of: CurveOf | None
 ) -> tuple[Link, ...]:
-    """One link per name that the groups run on, with a curve for each group."""
+    """One link for each name that the groups run on, with a curve for each group."""
     curves: dict[str, dict[str, SendTime]] = {}
     for key in sorted({t.axes for t in tensors}):
         mine = [c for c in collectives if _key(c) == key]
@@ -248,10 +256,10 @@ SIZES = tuple(float(2**k) for k in range(8, 35))
 
 
 def curves_from_model(model: CostModel, machine: Machine, mesh: Mesh) -> CurveOf:
-    """Curves by asking a CostModel at powers of two; the link is the outermost level that the axes cross.
+    """Cost curves of a CostModel, evaluated at powers of two. The link is the outermost level that the axes cross.
 
-    Devices are numbered row-major, so axes reach as far as the widest stride times size; a level spans the product
-    of the ways up to it.
+    Devices are numbered row-major, so axes extend as far as the widest stride times size. A level covers the product of
+    the sizes of all levels up to it.
     """
 
     def curve_of(kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[str, SendTime]:

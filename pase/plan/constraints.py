@@ -1,19 +1,20 @@
-"""From a strategy to the layouts of named tensors: where they are constrained, and as what.
+"""From a strategy to the layouts of named tensors: where a tensor is constrained, and to which layout.
 
-Framework-free. A placement is, per tensor dim, the mesh axes that split it, major to minor (what JAX writes
-as a PartitionSpec). Four kinds of place:
+This module does not depend on a framework. A placement lists, for each tensor dim, the mesh axes that split it, major
+to minor (as in JAX's PartitionSpec). There are four kinds of place:
 
 - storage: how a parameter is kept; how a batch input arrives;
-- state: how a parameter's gradient and optimizer state are kept, where they are split further than the parameter;
-- define: where a tensor is made, or how a copy of it is made that several readers share;
-- read: where one op wants a tensor in another layout than it was made or copied in, and (perhaps without a layout) who
-  reads the copy.
+- state: how a parameter's gradient and optimizer state are kept, if they are split further than the parameter;
+- define: where a tensor is made, or where a copy of it is made that several readers share;
+- read: where one op needs a tensor in another layout than the one in which it was made or copied. A read without a
+  layout only records who reads the copy.
 
-On a torus a wide gather goes one link dim at a time (``stages``): XLA for TPU v5e makes one over more than 32 devices
-at once, below some 20 MB, an all-reduce of zero-padded buffers, which sends twice the bytes and runs beside nothing.
+On a torus, a wide gather goes one link dim at a time (``stages``). XLA for TPU v5e turns a gather over more than 32
+devices at once, below about 20 MB, into an all-reduce of zero-padded buffers, which sends twice the bytes and does not
+overlap with anything.
 
-A tensor that is still partial when it is made is constrained as if it were summed there: its gradient arrives so,
-and a sum and a slice of it for its reader become a reduce-scatter.
+A tensor that is still partial when it is made is constrained as if it were summed there. Its gradient arrives in that
+layout, and a sum followed by a slice for its reader becomes a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ Placement = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Route:
-    """The layouts that a tensor is led through, one after the other, and how its gradient comes back.
+    """The layouts that a tensor passes through in order, and how its gradient returns.
 
-    layouts: the last is the one wanted; the others are on the way, since a partitioner that is asked for several moves
+    layouts: the last is the target. The others are intermediate, because a partitioner that is asked for several moves
     at once falls back to gathering everything.
-    gradient: of a read, or of a tensor that a parameter's node makes, the layout that its gradient is brought into at
-    once; None: it goes back the same way.
+    gradient: for a read, or for a tensor that a parameter's node makes, the layout into which its gradient is brought
+    in one move. None means that it returns the same way.
     """
 
     layouts: tuple[Placement, ...] = ()
@@ -69,7 +70,7 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """See the module's text. copies: copy -> the tensor that it is a copy of."""
+    """All constraints of a strategy; see the module's text. copies: copy -> the tensor that it copies."""
 
     storage: Mapping[str, Placement] = field(default_factory=dict)
     state: Mapping[str, Placement] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Constraints:
 
 
 def placement(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
-    """Axes per tensor dim, or None where blocks of the dim are not contiguous (a minor factor is split)."""
+    """Axes per tensor dim, or None if the blocks of the dim are not contiguous (a minor factor is split)."""
     out: list[tuple[str, ...]] = []
     for t in range(len(tensor.shape)):
         digits = ((blocks_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t)
@@ -95,9 +96,9 @@ WIDEST_GATHER = 32
 
 
 def stages(mesh: Mesh, machine: Machine) -> tuple[int, ...]:
-    """Per mesh axis, when a wide gather crosses it: axes of one stage together, low stages first.
+    """For each mesh axis, the stage in which a wide gather crosses it. Axes of one stage go together, low stages first.
 
-    An axis's stage is the outermost torus dim that it crosses; on other links all axes have one stage.
+    An axis's stage is the outermost torus dim that it crosses. On other links, all axes have one stage.
 
     >>> from pase.machine import load, mesh_from
     >>> stages(mesh_from("2x4x8", 64), load("tpu_v5e")), stages(mesh_from("2x4x8", 64), load("h100x8"))
@@ -114,7 +115,7 @@ def stages(mesh: Mesh, machine: Machine) -> tuple[int, ...]:
 def constraints(
     graph: Graph, mesh: Mesh, states_of: Mapping[str, NodeStates], when: tuple[int, ...] | None = None
 ) -> Constraints:
-    """All constraints of a strategy. states_of: its ``access_states``; when: the axes' ``stages``, if it matters."""
+    """All constraints of a strategy. states_of: its ``access_states``. when: the axes' ``stages``, if they matter."""
     found = _Collected(graph=graph, mesh=mesh, when=when or (0,) * len(mesh.sizes))
     for n in graph.nodes:
         rows_of = states_of[n.name]
@@ -132,8 +133,10 @@ def constraints(
 
 @dataclass(kw_only=True)
 class _Collected:
-    """Constraints in the making, node by node. current: tensor -> the states in which other nodes find it; summed: of
-    parameters whose state is split further, those of their gradients."""
+    """Collects constraints node by node. current: tensor -> the states in which other nodes find it.
+
+    summed: the states of the gradients of parameters whose state is split further.
+    """
 
     graph: Graph
     mesh: Mesh
@@ -146,7 +149,7 @@ class _Collected:
     summed: dict[str, np.ndarray] = field(default_factory=dict)
 
     def add_read(self, n: Node, op: Op, a: Access, states: np.ndarray) -> None:
-        """An op reads what another node made."""
+        """Add the constraint of an op that reads what another node made."""
         tensor, current = self.graph.tensors[a.tensor], self.current[a.tensor]
         maker = self.graph.producer[a.tensor].kind
         want = np.where(states == PARTIAL, REPLICATED, states)
@@ -171,7 +174,7 @@ class _Collected:
                 self.read[key] = Route(self.read.get(key, Route((here,))).layouts, here)
 
     def add_write(self, n: Node, op: Op, a: Access, written: np.ndarray) -> None:
-        """An op makes a tensor."""
+        """Add the constraint of an op that makes a tensor."""
         tensor = self.graph.tensors[a.tensor]
         states, straight = forward_states(written), None
         outside = self.graph.read_outside(n, a.tensor)
@@ -199,8 +202,10 @@ class _Collected:
 
 
 def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
-    """The storage layout, where a parameter is gathered over an axis over which its gradient is not summed: the
-    gradient is sliced there before the sum, which then moves less. (The way back would sum all of it first.)"""
+    """The storage layout, if a parameter is gathered over an axis over which its gradient is not summed.
+
+    The gradient is sliced there before the sum, which then sends less. (The reverse route would sum all of it first.)
+    """
     gathered = (stored >= 0) & (read < 0)
     if not (read == PARTIAL).any() or not (gathered & (read != PARTIAL)).any():
         return None
@@ -210,8 +215,10 @@ def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) 
 def _between(
     have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh, when: tuple[int, ...]
 ) -> tuple[Placement, ...]:
-    """The layouts to go through, the wanted one last; empty where the tensor is there already, or where blocks of
-    the wanted layout are not contiguous in this tensor (the reader's own operand will tell)."""
+    """The layouts to pass through, the target last. Empty if the tensor already has the target layout.
+
+    Also empty if the blocks of the target are not contiguous in this tensor (the reader's own operand then decides).
+    """
     if (have == want).all() or placement(want, tensor, mesh) is None:
         return ()
     out: list[Placement] = []
@@ -224,7 +231,7 @@ def _between(
 
 
 def _staged(rows: list[tuple[int, ...]], mesh: Mesh, when: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The rows after the first, with those in between where a wide gather goes in stages."""
+    """The rows after the first, with intermediate ones if a wide gather goes in stages."""
     for now, then in pairwise(rows):
         gathered = [a for a, (s, t) in enumerate(zip(now, then, strict=True)) if s >= 0 and t == REPLICATED]
         alone = all(s == t for a, (s, t) in enumerate(zip(now, then, strict=True)) if a not in gathered)
@@ -238,6 +245,6 @@ def _staged(rows: list[tuple[int, ...]], mesh: Mesh, when: tuple[int, ...]) -> I
 
 
 def _as_placements(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
-    """This layout alone, where it can be written down."""
+    """Only this layout, if it can be written as a placement."""
     where = placement(states, tensor, mesh)
     return () if where is None else (where,)

@@ -1,4 +1,4 @@
-"""layout.json: a plan as a versioned file with a JSON Schema, written whole or not at all."""
+"""layout.json: a plan as a versioned file with a JSON Schema. An interrupted write leaves no partial file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MAX_BYTES = 512 << 20
 
 
 def made_schema() -> JsonObject:
-    """The JSON Schema of layout.json, made of ``LayoutForm``; the committed file is equal to it."""
+    """The JSON Schema of layout.json, generated from ``LayoutForm``. The committed file is equal to it."""
     return json_schema(LayoutForm, "pase.layout/1: how every layer of a model is split over the devices")
 
 
@@ -94,7 +94,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
 
 
 def _if_given(value: T | None) -> T | UnsetType:
-    """A field that is not written where the plan has nothing."""
+    """A field that is not written if the plan has no value for it."""
     return UNSET if value is None else value
 
 
@@ -150,12 +150,12 @@ def _cost_form(plan: PlanData) -> CostForm:
 
 
 def _copied(value: Any, cls: Any) -> Any:
-    """The same fields as another class."""
+    """The same fields as an instance of another class."""
     return cls(**{name: getattr(value, name) for name in cls.__annotations__})
 
 
 def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
-    """Each layout once, and per equation which of them its tensors are read and written in."""
+    """Each layout once, and for each equation the ones in which its tensors are read and written."""
     number: dict[Digits, int] = {layout: i for i, layout in enumerate(distinct(accesses))}
 
     def numbered(layouts: Mapping[str, Digits]) -> dict[str, int]:
@@ -169,7 +169,7 @@ def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
 
 
 def from_json(data: Any, where: str = "layout") -> PlanData:
-    """Read the object; PaseError names the place of what is wrong. ``where`` names it in messages."""
+    """Read the object. PaseError names the place of the error. ``where`` names the object in messages."""
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
         raise PaseError(
@@ -259,7 +259,7 @@ def _node_of(n: NodeForm, cost: CostForm) -> NodePlan:
 
 
 def _copies_by_name(tensors: Iterable[str]) -> dict[str, str]:
-    """Files of before ``copies`` was written: there the copies of t27 were named t27c, t27c1, …"""
+    """Support files written before ``copies`` existed: there the copies of t27 were named t27c, t27c1, …"""
     return {t: m[1] for t in tensors if (m := re.fullmatch(r"(t\d+)c\d*", t))}
 
 
@@ -274,17 +274,17 @@ def _accesses_of(form: AccessesForm) -> dict[Place, EquationLayouts]:
 
 
 def save(plan: PlanData, path: str | Path) -> None:
-    """Write layout.json, whole or not at all."""
+    """Write layout.json. An interrupted write leaves no partial file."""
     write_atomically(path, json.dumps(to_json(plan), indent=1) + "\n")
 
 
 def load(path: str | Path) -> PlanData:
-    """Read a layout.json; PaseError where it is missing, corrupt, of another version, or too large to be one."""
+    """Read a layout.json. Raises PaseError if it is missing, corrupt, of another version, or too large to be one."""
     return from_json(read_json(path, "a layout", _MAX_BYTES), str(path))
 
 
 def diff(a: PlanData, b: PlanData) -> list[str]:
-    """What differs between two plans' layouts, one line each."""
+    """The differences between two plans' layouts, one line each."""
     out = []
     for what in ("accumulate", "remat"):
         if getattr(a, what) != getattr(b, what):

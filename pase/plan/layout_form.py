@@ -1,4 +1,4 @@
-"""What stands in layout.json, as types, and what is checked of it beyond them."""
+"""The contents of layout.json as types, and checks that go beyond the types."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MachineForm(Struct, kw_only=True):
 
 
 class TensorForm(Struct, kw_only=True):
-    """A parameter or an input; state: of its gradient and optimizer state, where these are split further."""
+    """A parameter or an input. state: the layout of its gradient and optimizer state, if these are split further."""
 
     shape: Annotated[tuple[AtLeastOne, ...], Meta(max_length=64)]
     dtype: str
@@ -66,7 +66,8 @@ class NodeForm(Struct, kw_only=True):
     """A node of the graph and how it is split: iteration dim -> mesh axes.
 
     reads: the nodes that make what it reads. work: what one device does for it in a step. keeps: bytes that a device
-    keeps for it, a parameter's less what stands elsewhere; kept_again: while its region is computed again.
+    keeps for it; for a parameter, without what is counted elsewhere. kept_again: bytes kept while its region is
+    recomputed.
     """
 
     node: str
@@ -83,9 +84,10 @@ class NodeForm(Struct, kw_only=True):
 
 
 class ReshardForm(Struct, kw_only=True):
-    """Where one op reads a tensor in another layout than it was made in: the layouts to go through, the last is used.
+    """Where one op reads a tensor in another layout than it was made in. The layouts are passed in order; the last is
+    used.
 
-    gradient: the layout that its gradient is brought into at once.
+    gradient: the layout into which its gradient is brought in one move.
     """
 
     at: str
@@ -95,7 +97,7 @@ class ReshardForm(Struct, kw_only=True):
 
 
 class CollectiveForm(Struct, kw_only=True, rename={"nbytes": "bytes"}):
-    """A collective of a step; bytes: the larger local buffer on one device; cost: of all times."""
+    """A collective of a step. bytes: the larger local buffer on one device. cost: the cost of all repetitions."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
     tensor: str
@@ -125,7 +127,7 @@ class CostForm(Struct, kw_only=True):
 
 
 class EquationForm(Struct, kw_only=True):
-    """Tensor -> which of the layouts an equation reads or writes it in."""
+    """Tensor -> the layout in which an equation reads or writes it."""
 
     reads: dict[str, Count]
     writes: dict[str, Count]
@@ -134,7 +136,7 @@ class EquationForm(Struct, kw_only=True):
 class AccessesForm(Struct, kw_only=True):
     """The layouts in which each equation of the model reads and writes its tensors.
 
-    layouts: per mesh axis what it selects of the tensor, (dim, blocks), or null where the tensor is replicated.
+    layouts: for each mesh axis, what it selects of the tensor, (dim, blocks), or null if the tensor is replicated.
     equations: path of an equation -> its tensors.
     """
 
@@ -203,7 +205,9 @@ class LayoutForm(Struct, kw_only=True):
 
 
 def problems(form: LayoutForm) -> Iterator[str]:
-    """What types cannot say, each as "place: what": axes exist, a tensor uses an axis once, shards divide."""
+    """Errors that types cannot express, each as "place: what": axes exist, a tensor uses an axis once, shards
+    divide.
+    """
     size = form.mesh
     devices = 1 if form.pipeline is UNSET else form.pipeline.degree
     for ways in size.values():
@@ -242,7 +246,7 @@ def problems(form: LayoutForm) -> Iterator[str]:
 
 
 def _stage_problems(form: LayoutForm) -> Iterator[str]:
-    """Stages are of ranks and strategies that there are, and as many as the cuts."""
+    """Check that the stages refer to existing ranks and strategies, and that there are as many stages as cuts."""
     p = form.pipeline
     if p is UNSET:
         return

@@ -1,4 +1,4 @@
-"""What moves when parameters go from one plan's layout into another's: bytes, over which links, how long."""
+"""What moves when parameters go from one plan's layout to another's: bytes, links and time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterMove:
-    """One parameter on its way. received: per link level of the machine, innermost first, the most bytes that one
-    device receives over it; nothing is received that the device, or one nearer to it, has already."""
+    """The move of one parameter. received: for each link level of the machine, innermost first, the most bytes per
+    device.
+
+    A device receives nothing that it already has, or that a nearer device has.
+    """
 
     parameter: str
     old: Placement
@@ -30,21 +33,23 @@ class ParameterMove:
 
     @property
     def nbytes(self) -> int:
-        """The most that one device receives."""
+        """The most bytes that one device receives."""
         return sum(self.received)
 
     def seconds(self, machine: Machine) -> float:
-        """Each level's bytes over its bandwidth, one level after the other."""
+        """Each level's bytes divided by its bandwidth, one level after the other."""
         return sum(
             n / level.bandwidth_bytes_per_s for n, level in zip(self.received, machine.levels, strict=True)
         )
 
 
 def moves(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterMove]:
-    """Every parameter that some device must receive a part of, the largest first. The plans are of one model; devices
-    are numbered alike, so that a plan for more devices starts with those of the other.
+    """Every parameter of which some device must receive a part, the largest first.
 
-    PaseError where the parameters differ.
+    Both plans are of one model. Devices have the same numbers in both, so that a plan for more devices starts with the
+    devices of the other.
+
+    Raises PaseError if the parameters differ.
     """
     if missing := sorted(set(old.parameters) ^ set(new.parameters)):
         raise PaseError(f"the plans are not of one model: only one of them has a parameter '{missing[0]}'")
@@ -64,7 +69,7 @@ def moves(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterMove]
 
 
 def _boxes(t: TensorPlan, placed: Placement, mesh: Mesh) -> list[Box]:
-    """Per device, the part of the tensor that it holds."""
+    """For each device, the part of the tensor that it holds."""
     size: Mapping[str, int] = dict(zip(mesh.names, mesh.sizes, strict=True))
     out = []
     for place in itertools.product(*map(range, mesh.sizes)):
@@ -80,10 +85,10 @@ def _boxes(t: TensorPlan, placed: Placement, mesh: Mesh) -> list[Box]:
 
 
 def _received(t: TensorPlan, old: Sequence[Box], new: Sequence[Box], ways: Sequence[int]) -> tuple[int, ...]:
-    """Per link level, the most bytes of the tensor that one device receives over it.
+    """For each link level, the most bytes of the tensor that one device receives over it.
 
-    What the devices below a level hold together is the union of their boxes; layouts split dims evenly, so that boxes
-    either coincide or are apart, and the distinct ones are summed.
+    The devices below a level together hold the union of their boxes. Layouts split dims evenly, so boxes are either
+    equal or disjoint, and the distinct ones are summed.
     """
     from pase.ir.types import itemsize
 
@@ -101,7 +106,7 @@ def _received(t: TensorPlan, old: Sequence[Box], new: Sequence[Box], ways: Seque
 
 
 def _overlap(boxes: set[Box], want: Box) -> int:
-    """Elements of ``want`` that lie in these boxes, which are apart."""
+    """The number of elements of ``want`` in these boxes, which are disjoint."""
     return sum(
         math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(box, want, strict=True))
         for box in boxes

@@ -1,4 +1,4 @@
-"""The stages of a pipelined plan: who has which blocks, split how, and what the schedule makes of them."""
+"""The stages of a pipelined plan: which blocks each has, how they are split, and the figures of the schedule."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ __all__ = ["PipelinePlan", "StagePlan", "lines"]
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage. blocks: of the model's equal blocks; the first stage has what comes before them too, the last one what
-    comes behind them. strategy: which of the plan's ``strategies`` splits it. recomputes: whether backward runs its
-    blocks again. weights: gathered and gradients summed once a step, or at each micro-batch. forward_s, backward_s: of
-    one micro-batch, backward with recomputation. memory_bytes: on a device of its rank, all of that rank's stages.
+    """One stage. blocks: how many of the model's equal blocks it has.
+
+    The first stage also has what comes before the blocks, and the last one what comes after them. strategy: which of
+    the plan's ``strategies`` splits it. recomputes: whether backward recomputes its blocks. weights: whether they are
+    gathered and their gradients summed once per step, or at each micro-batch. forward_s, backward_s: seconds of one
+    micro-batch; backward includes recomputation. memory_bytes: on a device of its rank, for all stages of that rank.
     """
 
     rank: Count
@@ -35,11 +37,13 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """A pipeline of ``degree`` ranks, each a mesh of the plan's, with ``chunks`` stages on each.
+    """A pipeline of ``degree`` ranks, each with the plan's mesh, and with ``chunks`` stages on each rank.
 
-    cuts: blocks of each stage. bubble: the part of the step that ranks on average do no micro-batch's work, sums of
-    gradients and the update among it. imbalance: how much more the busiest rank works than the average one.
-    cuts_bound: no other cuts of these stages take less. strategies: node -> iteration dim -> mesh axes, of the stages.
+    cuts: number of blocks of each stage. bubble: the fraction of the step in which the average rank works on no
+    micro-batch, including sums of gradients and the update. imbalance: how much more the busiest rank works than the
+    average one.
+    cuts_bound: no other cuts of these stages take less time. strategies: node -> iteration dim -> mesh axes, for the
+    stages.
     others: seconds of the step under other schedules, "name" or "name ×chunks", on the same devices. scope: what the
     plan's certificate covers.
     """
@@ -61,7 +65,7 @@ class PipelinePlan:
     this was kept."""
 
     def blocks_again(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
-        """Blocks that the stages of a strategy compute again. all_of_them: the plan's own, for older layouts."""
+        """The blocks that the stages of a strategy recompute. all_of_them: the plan's own, for older layouts."""
         if self.again:
             return self.again[strategy]
         return all_of_them if any(s.recomputes for s in self.stages if s.strategy == strategy) else ()
@@ -72,7 +76,7 @@ class PipelinePlan:
 
 
 def lines(plan: PlanData) -> list[str]:
-    """The pipeline as a person reads it; none where there is none."""
+    """The pipeline as text for people; empty if there is no pipeline."""
     p = plan.pipeline
     if p is None:
         return []

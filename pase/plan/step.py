@@ -1,9 +1,9 @@
-"""Seconds of a training step of a strategy as a given program would run it: micro-batches, the optimizer's step,
-the sum of gradients, and what the host needs to launch it all.
+"""Seconds of a strategy's training step as a given program would run it: micro-batches, the optimizer's step, the sum
+of gradients, and the host's launches.
 
-The search minimises what a compiled program takes; a framework that launches kernel by kernel takes longer, in two
-ways. Light ops are kernels of their own, so what passes between them and a product goes through memory; and the
-host needs its time for every kernel, which a small model does not hide.
+The search minimises the time of a compiled program. A framework that launches kernel by kernel takes longer, for two
+reasons. Light ops are separate kernels, so what passes between them and a product goes through memory. And the host
+needs time for every kernel, which a small model does not hide.
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ _MASKED = frozenset(("dropout", "bias_dropout_add"))
 class Executor:
     """How a program's ops reach the device.
 
-    fused: light ops run inside of the products beside them. If not, each is a kernel of its own that reads and
-    writes memory, but for those of one call of a function that libraries have a kernel for.
-    kernels: names of such functions of the user's. masked: of those among them that write a mask for backward to read.
+    fused: light ops run inside the neighbouring products. If not, each is a separate kernel that reads and writes
+    memory, except those of one call of a function that libraries have a kernel for.
+    kernels: names of such functions that the user provides. masked: those among them that write a mask for backward to
+    read.
     host_s: the host's mean seconds for each kernel that it launches, forward and backward; 0: launched as a whole.
-    collective_s: what a collective between products takes at the least, launch included; 0: as priced.
-    waits: the host waits for the device between forward and backward, so that it runs ahead within each alone.
-    reruns_all: a rematerialised region runs again whole, not only what backward needs of it.
-    update_bytes: what the optimizer's step moves for each parameter beside its state, gradient and parameter.
-    overlapped: gradients are summed beside the backward pass of the last micro-batch.
-    traffic: of a library's kernel by its function's name: how much longer its forward and backward take than reading
-    its operands and writing its results once; 1 where it is absent.
-    source: where host_s is from.
+    collective_s: the least time of a collective between products, launch included; 0: as priced.
+    waits: the host waits for the device between forward and backward, so that it runs ahead only within each of them.
+    reruns_all: a rematerialised region runs again as a whole, not only the part that backward needs.
+    update_bytes: bytes that the optimizer's step moves for each parameter, in addition to its state, gradient and
+    parameter.
+    overlapped: gradients are summed during the backward pass of the last micro-batch.
+    traffic: for a library's kernel, by its function's name: forward and backward time, relative to reading its operands
+    and writing its results once; 1 if it is absent.
+    source: the source of host_s.
     """
 
     name: str
@@ -105,8 +107,10 @@ EAGER = Executor(
 
 
 def on_host(executor: Executor, machine: Machine) -> Executor:
-    """The executor with the machine's own measured time for a launch, where that is known and the executor launches op
-    by op; else as it is."""
+    """The executor with the machine's measured launch time, if it is known and the executor launches op by op.
+
+    Otherwise the executor is returned unchanged.
+    """
     if machine.host is None or executor.host_s == (0.0, 0.0):
         return executor
     s = machine.host.op_s
@@ -115,7 +119,9 @@ def on_host(executor: Executor, machine: Machine) -> Executor:
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
-    """Seconds of one pass over a micro-batch: the device's work, the collectives between, the host's launches."""
+    """Seconds of one pass over a micro-batch: the device's work, the collectives in between, and the host's
+    launches.
+    """
 
     device_s: float
     communication_s: float
@@ -127,14 +133,16 @@ class PassTime:
 
     @property
     def seconds(self) -> float:
-        """The host runs ahead of the device, so that a pass takes the longer of the two."""
+        """The host runs ahead of the device, so a pass takes the longer of the two times."""
         return max(self.busy_s, self.host_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step. passes: forward and backward of one micro-batch; sync_s: the sum of gradients;
-    update_s: the optimizer's step."""
+    """Seconds of a step. passes: forward and backward of one micro-batch. sync_s: the sum of gradients.
+
+    update_s: the optimizer's step.
+    """
 
     micro_batches: int
     passes: tuple[PassTime, PassTime]
@@ -151,7 +159,7 @@ class StepTime:
 
     @property
     def host_bound(self) -> bool:
-        """Does the host's launching take longer than the device's work?"""
+        """Whether the host's launches take longer than the device's work."""
         return sum(p.host_s for p in self.passes) > sum(p.busy_s for p in self.passes)
 
     @property
@@ -170,9 +178,9 @@ def step_time(
     micro_batches: int = 1,
     optimizer: str = "adam",
 ) -> StepTime:
-    """The step of ``micro_batches`` passes over the graph's batch; configs: node name -> int8 [axes].
+    """The time of a step of ``micro_batches`` passes over the graph's batch. configs: node name -> int8 [axes].
 
-    Gradients are summed over the mesh once, after the last micro-batch; parameters are gathered in each.
+    Gradients are summed over the mesh once, after the last micro-batch. Parameters are gathered in each micro-batch.
     """
     if executor.reruns_all:
         graph = _rerun(graph)
@@ -223,8 +231,10 @@ def executed_work(
 
 @dataclass(frozen=True, kw_only=True)
 class _FusedKernel:
-    """Light ops that run as one. name: of the function that a library has the kernel for; reads, writes: tensors from
-    before it and for after it."""
+    """Light ops that run as one kernel. name: the function that a library has the kernel for.
+
+    reads, writes: tensors that come from before the kernel and tensors that are used after it.
+    """
 
     name: str
     ops: tuple[Op, ...]
@@ -233,17 +243,17 @@ class _FusedKernel:
 
     @property
     def backward(self) -> bool:
-        """Does it run in backward?"""
+        """Whether it runs in backward."""
         return self.ops[0].backward
 
     def passes_back(self, graph: Graph) -> bool:
-        """Is its gradient no more than its outputs' gradients handed on? A sum's is."""
+        """Whether its gradient is only its outputs' gradients passed on, as for a sum."""
         whole = {graph.tensors[a.tensor].elements for a in (*self.reads, *self.writes)}
         return len(whole) == 1 and all(op.function.hands_on for op in self.ops)
 
     @property
     def reads_masks_only(self) -> bool:
-        """Does backward need none of its operands but conditions?"""
+        """Whether backward needs no operands other than conditions."""
         return all(op.function.needs in ("nothing", "choice") for op in self.ops)
 
 
@@ -278,8 +288,11 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKer
 
 
 def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:
-    """What the executor's kernels of light ops keep for backward: what the derivative of an op by itself needs, and of
-    a function that libraries have a kernel for its operands, from which its backward makes the rest again."""
+    """What the executor's kernels of light ops keep for backward.
+
+    A separate op keeps what its derivative needs. A function that libraries have a kernel for keeps its operands, from
+    which its backward recomputes the rest.
+    """
     for kernel in _kernels(graph, node, executor):
         if not any(graph.tensors[a.tensor].needs_grad for a in kernel.reads):
             continue
@@ -293,9 +306,9 @@ def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[A
 def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]:
     """Kernels that the executor launches for a node in one pass, by phase.
 
-    Forward: one for each product, lookup, … and one for each kernel of light ops. Backward: one for each operand of
-    a product that has a gradient, one for each kernel of light ops whose gradient is not handed on as it is, and one
-    for each parameter among their operands (its gradient is a sum over rows); for each parameter one that adds the
+    Forward: one for each product, lookup, … and one for each kernel of light ops. Backward: one for each operand of a
+    product that has a gradient; one for each kernel of light ops whose gradient is not passed on unchanged; one for
+    each parameter among their operands (its gradient is a sum over rows); and for each parameter one that adds the
     gradient to those of earlier micro-batches. The update is one kernel for many parameters (apex's FusedAdam).
     """
     out: dict[Phase, float] = {"forward": 0.0, "backward": 0.0}
@@ -324,7 +337,7 @@ def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]
 
 
 def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Executor) -> Iterator[Work]:
-    """Light ops as kernels of their own: operands read, results written; backward also what they need again."""
+    """Light ops as separate kernels: operands read, results written; backward also reads what it needs again."""
     times = float(number(node.times, node.name))
 
     def local(accesses: Iterable[Access]) -> float:
@@ -364,7 +377,7 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
 
 
 def _rerun(graph: Graph) -> Graph:
-    """The graph in which every op of a rematerialised region runs again, and so does what it moves."""
+    """The graph in which every op of a rematerialised region runs again, together with its communication."""
 
     def again(op: Op) -> Op:
         if op.region is None:
@@ -377,7 +390,7 @@ def _rerun(graph: Graph) -> Graph:
 def _beside(
     graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, executor: Executor
 ) -> float:
-    """Seconds that the executor's own passes over a parameter and its gradient take in the optimizer's step."""
+    """Seconds of the executor's own passes over a parameter and its gradient in the optimizer's step."""
     a = node.ops[0].writes[0]
     t = graph.tensors[a.tensor]
     if not t.needs_grad:
@@ -387,7 +400,7 @@ def _beside(
 
 
 def _accumulated(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Work]:
-    """A parameter's gradient is added to that of the micro-batches before."""
+    """Add the cost of adding a parameter's gradient to those of earlier micro-batches."""
     if node.kind != "parameter":
         return
     a = node.ops[0].writes[0]

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: headline, a row per layer, how parameters are stored."""
+"""A plan as a table for people: headline, a row per layer, and how parameters are stored."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def headline(plan: PlanData) -> list[str]:
 
 
 def in_a_line(plan: PlanData) -> str:
-    """Which plan it is: for the prompt of an interpreter, a log, a debugger."""
+    """One line that identifies the plan, for the prompt of an interpreter, a log or a debugger."""
     proof = "optimal" if plan.optimal else f"bound {cost_text(plan.bound, plan.unit)}"
     fits = "" if plan.fits else ", does not fit"
     return (
@@ -130,7 +130,7 @@ def in_a_line(plan: PlanData) -> str:
 
 
 def misfit_text(plan: PlanData) -> str | None:
-    """What is wrong where a plan does not fit, and what would; None: it fits."""
+    """Why a plan does not fit, and what would; None if it fits."""
     if plan.fits:
         return None
     if plan.misfit is not None:
@@ -142,7 +142,7 @@ def misfit_text(plan: PlanData) -> str | None:
 
 
 def _shortlist(plan: PlanData) -> list[tuple[str, float]]:
-    """Data parallel, FSDP, and the best of each other family: of those that fit, if any does."""
+    """Data parallelism, FSDP, and the best of each other family. If any fits, only those that fit."""
     best: dict[str, tuple[bool, float, str]] = {}
     for name, cost in plan.baselines.items():
         family = name.split("_")[0] if name.startswith("megatron") else name
@@ -167,8 +167,10 @@ _WITH_OPS, _WITH_MOVES = 110, 150
 
 
 def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> Any:
-    """rich.Table: a row per node that computes or communicates. Where it is narrow, without ops and with the bytes of
-    all collectives together: a name is cut rather than broken."""
+    """rich.Table with a row for each node that computes or communicates.
+
+    A narrow table has no ops column and gives the bytes of all collectives together. Long names are cut, not broken.
+    """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -201,7 +203,7 @@ def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> Any:
 
 
 def _is_listed(n: NodePlan) -> bool:
-    """Whether a node computes or communicates; parameters and inputs are listed by how they are stored."""
+    """Whether a node computes or communicates. Parameters and inputs are listed by how they are stored."""
     moves_only = ("copy", "carry", "cotangent", "gradient", "output")
     return n.op not in ("parameter", "input") and (n.op not in moves_only or bool(n.cost.communication))
 
@@ -217,7 +219,7 @@ def _op_text(n: NodePlan) -> str:
 
 
 def storage_table(plan: PlanData) -> Any:
-    """rich.Table: parameters by the way they are stored."""
+    """rich.Table of parameters, grouped by how they are stored."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -271,7 +273,7 @@ def as_text(plan: PlanData, width: int = 150) -> str:
 
 
 def as_html(plan: PlanData, width: int = 150) -> str:
-    """The plan as an HTML fragment, for notebooks: what ``render`` prints, in the page's own colours."""
+    """The plan as an HTML fragment for notebooks: what ``render`` prints, in the page's own colours."""
     page = console(file=io.StringIO(), record=True, width=width, force_jupyter=False)
     render(plan, page)
     return page.export_html(

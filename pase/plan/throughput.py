@@ -1,10 +1,10 @@
-"""What a step gets done, in the units people think in: model FLOPs, tokens, examples, a second and a device.
+"""Throughput in common units: model FLOPs, tokens and examples per second and device.
 
-Model FLOPs are those of products, convolutions and attention, forward and backward, once: what is computed again in
-backward is not counted, nor are light ops. A fused attention counts two products forward and four backward (its kernel
-makes the scores again), half of that under a causal mask; attention written out as products counts what is written.
+Model FLOPs are those of products, convolutions and attention, forward and backward, counted once. Recomputation in
+backward and light ops are not counted. Fused attention counts two products forward and four backward (its kernel
+recomputes the scores), and half of that under a causal mask. Attention written out as products counts what is written.
 MFU (model FLOPs utilization: Chowdhery et al. 2022, arXiv 2204.02311, appendix B) is the time that these FLOPs take at
-the peak of the precision that each product runs in, over the step.
+the peak rate of each product's precision, divided by the step time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _BACKWARD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a step works on, whatever the strategy.
+    """The work of a step, which does not depend on the strategy.
 
-    flops: model FLOPs. at_peak_s: seconds that one device takes for them at the peak of their precisions.
-    examples: first dim of the batch, all micro-batches; tokens: indices that are looked up in an embedding (of several
-    look-ups those that run most often, and of these the largest: of prefill and decode, the tokens decoded); None: no
-    batch, or no look-up.
+    flops: model FLOPs. at_peak_s: seconds that one device needs for them at the peak rate of their precisions.
+    examples: first dim of the batch, over all micro-batches. tokens: indices that are looked up in an embedding. Among
+    several look-ups, those that run most often count, and of these the largest: for prefill and decode, the tokens
+    decoded.
+    None: no batch, or no look-up.
     """
 
     flops: float
@@ -40,7 +41,7 @@ class StepWork:
     tokens: int | None = None
 
     def at(self, step_s: float, devices: int) -> Throughput:
-        """What is reached on so many devices with a step of so many seconds."""
+        """The throughput on this number of devices with a step of this many seconds."""
         device_s = step_s * devices
         return Throughput(
             mfu=self.at_peak_s / device_s,
@@ -52,7 +53,9 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """A step's speed on one device. mfu: of 1; tflops_per_device: model FLOPs; None: not known of the model."""
+    """A step's speed on one device. mfu: a fraction of 1. tflops_per_device: model FLOPs. None: not known for the
+    model.
+    """
 
     mfu: float
     tflops_per_device: float
@@ -92,13 +95,13 @@ def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:
 
 
 def _gradients(graph: Graph, op: Op) -> int:
-    """Backward's products for one of forward."""
+    """Backward's products for one forward product."""
     wanted = sum(op.differentiable and graph.tensors[a.tensor].needs_grad for a in op.reads)
     return (_BACKWARD if wanted else 0) if op.kind == "attention" else wanted
 
 
 def step_work(graph: Graph, machine: Machine) -> StepWork:
-    """What a step of the simplified graph works on; of one in micro-batches, all of them."""
+    """The work of a step of the simplified graph; for a step in micro-batches, the work of all of them."""
     flops = list(model_flops(graph))
     inputs = {n.ops[0].writes[0].tensor: n for n in graph.nodes if n.kind == "input"}
     turns = turns_of(graph)
@@ -120,7 +123,7 @@ def step_work(graph: Graph, machine: Machine) -> StepWork:
 
 
 def _origin(graph: Graph, tensor: str) -> str | None:
-    """The kind of node that a tensor comes from, copies left out."""
+    """The kind of node that a tensor comes from, not counting copies."""
     producer = graph.producer.get(tensor)
     while producer is not None and producer.kind == "copy":
         producer = graph.producer.get(producer.ops[0].reads[0].tensor)
@@ -128,7 +131,9 @@ def _origin(graph: Graph, tensor: str) -> str | None:
 
 
 def _indices(graph: Graph, op: Op) -> int | None:
-    """How many rows of a parameter a look-up fetches by what it reads of the batch; None: it is no such look-up."""
+    """The number of rows of a parameter that a look-up fetches by indices from the batch; None if it is no such
+    look-up.
+    """
     if len(op.reads) != 2 or [_origin(graph, a.tensor) for a in op.reads] != ["parameter", "input"]:
         return None
     return int(number(graph.tensors[op.reads[1].tensor].elements, op.name))

@@ -1,4 +1,4 @@
-"""A strategy found at one size, put on the same model at another size and on fewer devices."""
+"""Apply a strategy found at one size to the same model at another size and on fewer devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["shrunk_mesh", "transferred"]
 
 
 def shrunk_mesh(mesh: Mesh, devices: int) -> Mesh:
-    """The mesh with its axes divided, the largest first, until it has ``devices``; axis names stay.
+    """The mesh with its axes divided, the largest first, until it has ``devices``. Axis names do not change.
 
     >>> shrunk_mesh(Mesh(names=("data", "model"), sizes=(8, 4)), 8)
     Mesh(names=('data', 'model'), sizes=(2, 4))
@@ -34,11 +34,14 @@ def shrunk_mesh(mesh: Mesh, devices: int) -> Mesh:
 
 
 def transferred(plan: PlanData, graph: Graph, mesh: Mesh) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Configs for the nodes of ``graph`` (the plan's model at another size) that the plan has by name, on ``mesh``
-    (the plan's axes); and the nodes where an axis had to be dropped because the smaller size does not divide.
+    """Configs for the nodes of ``graph`` (the plan's model at another size) that have a node of the same name in the
+    plan.
 
-    A few nodes may have no namesake: a size that computes in its parameters' own dtype has no casts. They are for
-    the search to fill in. PaseError where most have none: then this is not the plan's model.
+    ``mesh`` has the plan's axes. Also returns the nodes where an axis had to be dropped because the smaller size is not
+    divisible.
+
+    A few nodes may have no counterpart: a model that computes in its parameters' own dtype has no casts. The search has
+    to fill these in. Raises PaseError if most nodes have none, because this is then not the plan's model.
     """
     known = {n.name: n for n in plan.nodes}
     shared = [n for n in graph.nodes if n.name in known and known[n.name].op == n.kind]

@@ -1,6 +1,7 @@
-"""A plan as data: a strategy with all that follows from it.
+"""A plan as data: a strategy with everything that follows from it.
 
-What people call on a plan (``plan.jax``, ``plan.save``, ``print(plan)``) is ``pase.api.Plan``, on top of this."""
+The methods that people call on a plan (``plan.jax``, ``plan.save``, ``print(plan)``) are in ``pase.api.Plan``.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ class NodePlan:
     """One node of the graph and how it is split.
 
     split: iteration dim -> mesh axes, major to minor. cost: in the cost model's unit. reads: the nodes that make what
-    it reads. work: what one device does for it in a step. keeps: bytes that a device keeps for it, all step; a
-    parameter that is kept gathered for backward has its stored shard taken off there. kept_again: bytes kept while its
-    rematerialised region is computed again. These four are empty in layouts of before they were kept.
+    it reads. work: what one device does for it in a step. keeps: bytes that a device keeps for it through the step; for
+    a parameter that is kept gathered for backward, without its stored shard. kept_again: bytes kept while its
+    rematerialised region is recomputed. The last four are empty in layouts written before they existed.
     """
 
     name: str
@@ -55,10 +56,10 @@ class NodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """A parameter or a batch input: shape, dtype and storage, per tensor dim the mesh axes that split it.
+    """A parameter or a batch input: shape, dtype and storage (for each tensor dim, the mesh axes that split it).
 
-    used_as: the layouts in which it is used, where they differ from the storage. state: the layout of its gradient
-    and optimizer state, where they are split further than the parameter (ZeRO-2); None: as it is stored.
+    used_as: the layouts in which it is used, if they differ from the storage. state: the layout of its gradient and
+    optimizer state, if these are split further than the parameter (ZeRO-2). None: the same as the storage.
     """
 
     shape: tuple[int, ...]
@@ -134,7 +135,9 @@ class PlanData:
 
     @cached_property
     def graph(self) -> Graph:
-        """The model's loop nests, which the strategy splits; PaseError where the plan was loaded without its model."""
+        """The model's loop nests, which the strategy splits. Raises PaseError if the plan was loaded without its
+        model.
+        """
         if self.traced is None:
             raise PaseError(
                 f"the plan for '{self.model}' was loaded without its model: plan.bind(fn, params, batch) first"
@@ -142,7 +145,7 @@ class PlanData:
         return named(simplify(self.traced.graph))
 
     def check_emitted(self) -> None:
-        """PaseError of a pipelined plan, where one without stages is wanted."""
+        """Raise PaseError for a pipelined plan, for callers that need a plan without stages."""
         if self.pipeline is not None:
             raise PaseError(
                 f"the plan for '{self.model}' is a pipeline ({self.pipeline}): plan.jax runs it stage by stage, "
@@ -152,7 +155,7 @@ class PlanData:
 
     @cached_property
     def laid_out(self) -> Mapping[Place, EquationLayouts]:
-        """``accesses``; of layouts of before these were kept, worked out from the strategy."""
+        """``accesses``. For layouts written before these existed, they are computed from the strategy."""
         if self.accesses:
             return self.accesses
         graph = self.split_graph
@@ -161,7 +164,7 @@ class PlanData:
 
     @property
     def split_graph(self) -> Graph:
-        """``graph``; PaseError where its nodes are not those of the strategy."""
+        """``graph``. Raises PaseError if its nodes are not those of the strategy."""
         other = sorted({n.name for n in self.graph.nodes} ^ set(self.strategy))
         if other:
             raise PaseError(
@@ -171,7 +174,7 @@ class PlanData:
 
     @property
     def memory_there(self) -> int:
-        """Bytes of a device that a plan may take: the limit, or without one all of the device's memory."""
+        """Bytes of a device that a plan may use: the limit, or all of the device's memory if there is no limit."""
         return self.device_memory if self.memory_limit is None else self.memory_limit
 
     @property
@@ -185,12 +188,12 @@ class PlanData:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the price takes for granted: turns of while loops, branches taken."""
+        """The assumptions of the price: turns of while loops, branches taken."""
         return tuple(self.provenance.get("remarks", "").splitlines())
 
     @property
     def objective(self) -> str:
-        """What ``cost`` and ``bound`` are of, in words: of no other sum is the plan proven the cheapest."""
+        """What ``cost`` and ``bound`` measure, in words. The plan is proven cheapest only in this measure."""
         if self.pipeline is not None:
             return "the schedule's simulated step"
         if self.provenance.get("overlap") == "gradients" or self.hidden > 1e-6 * self.cost:
@@ -207,19 +210,21 @@ class PlanData:
 
     @property
     def hidden(self) -> float:
-        """What of ``communication`` runs behind backward's compute, where the plan was made with that overlap."""
+        """The part of ``communication`` that overlaps with backward's compute, if the plan was made with that
+        overlap.
+        """
         beside = self.compute + self.communication - self.cost
         return beside if beside > _ROUNDING * self.cost else 0.0
 
     @property
     def throughput(self) -> Throughput | None:
-        """MFU, FLOP/s, tokens and examples a second and a device; None where costs are no seconds."""
+        """MFU, FLOP/s, tokens and examples per second and device. None if costs are not in seconds."""
         if self.work is None or self.unit != "s" or not self.cost:
             return None
         return self.work.at(self.cost, self.devices)
 
     def with_model(self, traced: Traced) -> Self:
-        """The plan with its model's trace again; PaseError where it is not the model of the plan."""
+        """The plan with its model's trace attached. Raises PaseError if it is not the model of the plan."""
         if digest(traced.graph) != self.graph_digest:
             raise PaseError(
                 f"this is not the model that the plan for '{self.model}' was made for: its traced graph differs "
