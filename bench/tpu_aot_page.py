@@ -9,7 +9,7 @@ CLOCK_HZ = 1.5e9
 
 
 def step_s(row: dict[str, Any]) -> float | None:
-    """The compiler's cycles, and what waits beside them; None where it does not fit."""
+    """The compiler's cycles plus the time spent waiting; None if the step does not fit."""
     return row["mcycles"] * 1e6 / CLOCK_HZ + row["waiting_s"] if "mcycles" in row else None
 
 
@@ -17,8 +17,8 @@ def tables(result: dict[str, Any]) -> str:
     """The tables as Markdown."""
     rows = result["rows"]
     lines = [
-        f"Compiled with jax {result['jax']} and libtpu {result['libtpu']}; figures recorded from elsewhere (in",
-        f"italics) with {result['recorded']['source']}.",
+        f"Compiled with jax {result['jax']} and libtpu {result['libtpu']}. Figures in italics were recorded elsewhere,",
+        f"with {result['recorded']['source']}.",
         "",
     ]
     for model in dict.fromkeys(r["model"] for r in rows):
