@@ -1,4 +1,4 @@
-"""docs/communication-truth.md, made of the rows that ``bench/comm_truth.py`` writes; and why rows are off."""
+"""docs/communication-truth.md, made from the rows that ``bench/comm_truth.py`` writes, with why some rows are off."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ KINDS = {
 }
 NOTED = 0.10
 IDLE = (
-    "On 32 devices this small model is best left to a few of them: axes stand idle in the products and split only the "
-    "storage of parameters and gradients. The plan slices a gradient for the idle axes first and sums the slice; XLA "
-    "sums a convolution's whole and slices then (alexnet's, vgg19's and the patches': 2 to 4 times the bytes), and "
-    "splits other products over the idle axes, so that less is summed, and what it split is permuted or gathered."
+    "On 32 devices this small model is best run on only a few of them. In the products, the other mesh axes are "
+    "idle and split only the storage of parameters and gradients. The plan first slices a gradient over the idle "
+    "axes and then sums the slice. XLA sums the whole gradient of a convolution and slices it afterwards (for "
+    "alexnet, vgg19 and the patches; 2 to 4 times the bytes). It also splits other products over the idle axes, "
+    "so that less is summed, and permutes or gathers what it split."
 )
 REASONS: list[tuple[str, str, str, str]] = [
     (
@@ -33,46 +34,47 @@ REASONS: list[tuple[str, str, str, str]] = [
         "rnnlm",
         "*",
         "*",
-        "Inside its loops this strategy gathers, at every turn, what no turn changes (the recurrent weights); XLA "
-        "moves that out of the loop.",
+        "Inside its loops, this strategy gathers the recurrent weights in every iteration, although no iteration "
+        "changes them. XLA moves the gather out of the loop.",
     ),
     (
         "bert_base",
         "*",
         "all_gather",
         "One gather (512 bytes, 2,048 for a batch of 32) of the gradient of the masked tokens' scores. The loss is "
-        "computed whole on each device, so that its gradient is there whole and the plan slices it for nothing; XLA "
-        "computes the minus sign in front of it in slices, since slices are wanted next, gathers them because the "
-        "layout before was whole, and slices again.",
+        "computed whole on each device, so its gradient is whole on each device too, and the plan slices it at no "
+        "cost. XLA computes the negation in front of it in slices, since slices are needed next. It then gathers them, "
+        "because the previous layout was whole, and slices again.",
     ),
     (
         "bert_base",
         "ours@*",
         "permute",
-        "The pooled first tokens of the next-sentence loss, 256 bytes: the plan leads them along the axes in seven "
-        "moves, XLA gathers them and slices.",
+        "The pooled first tokens of the next-sentence loss, 256 bytes: the plan moves them along the axes in seven "
+        "steps, while XLA gathers and slices them.",
     ),
     (
         "transformer",
         "ours@*",
         "all_to_all",
-        "Sines and cosines of the positions are concatenated along a dim that is split: XLA writes the halves in "
-        "another layout and moves them, 512 to 1,024 bytes each.",
+        "The sines and cosines of the positions are concatenated along a dim that is split. XLA writes the halves in "
+        "another layout and then moves them, 512 to 1,024 bytes each.",
     ),
     (
         "vit_l16",
         "ours@*",
         "*",
-        "The logits, 512 bytes: the plan moves them in two steps, XLA in one gather over part of both axes.",
+        "The logits, 512 bytes: the plan moves them in two steps, XLA in one gather over a part of both axes.",
     ),
     *(
         (
             model,
             "ours@*",
             "*",
-            "Gradients inside of batch norms: XLA lays out those of mean and variance (a dozen to 200 bytes each) and "
-            "what is added up of them in the other order of axes, and at our constraint moves the sum, 100 to 3,136 "
-            "bytes each, by a permute and an all-to-all. All collectives of the plan are there; these come on top.",
+            "Gradients inside batch norms: XLA lays out the gradients of mean and variance (a dozen to 200 bytes "
+            "each), and the sums formed from them, with the axes in the other order. At our constraint it moves "
+            "the sums, 100 to 3,136 bytes each, with a permute and an all-to-all. All collectives of the plan are "
+            "present; these are additional.",
         )
         for model in ("inception_v3", "resnet101")
     ),
@@ -80,24 +82,23 @@ REASONS: list[tuple[str, str, str, str]] = [
         "densenet121",
         "ours@*",
         "permute",
-        "The gradient of an average pool is a sum over windows of a padded array. XLA splits that array evenly for "
-        "itself (5 rows over 2 devices: 3 and 2), not as its windows lie, and sends a row (640 bytes) to "
-        "make up for it.",
+        "The gradient of an average pool is a sum over windows of a padded array. XLA splits that array evenly (5 "
+        "rows over 2 devices: 3 and 2) and not along its windows, and has to send one row (640 bytes) to correct this.",
     ),
     (
         "*",
         "random*",
         "*",
-        "A strategy picked blindly. Our own moves are led one at a time; but where an op itself (a scatter, a sum by "
-        "window, a concatenation) stands in a layout that XLA's partitioner has no rule for, it moves operands as it "
-        "likes. Not followed line by line.",
+        "A randomly chosen strategy. Our own moves are constrained one at a time. But if an op itself (a scatter, a "
+        "sum over windows, a concatenation) has a layout for which XLA's partitioner has no rule, XLA moves its "
+        "operands in its own way. These differences were not traced line by line.",
     ),
 ]
-"""(model, strategy, kind, why): patterns, the first that matches explains a row that is off by more than NOTED."""
+"""(model, strategy, kind, why): the first pattern that matches explains a row that is off by more than NOTED."""
 
 
 def by_hand_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) -> list[str]:
-    """The part of the page on steps lowered by hand, beside the annotated ones of the same plans."""
+    """The section on steps lowered by hand, compared with the annotated steps of the same plans."""
     if not rows:
         return []
     done = [r for r in rows if "collectives" in r]
@@ -108,13 +109,14 @@ def by_hand_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) -
     out = [
         "## Lowered by hand",
         "",
-        "The same plans lowered by hand (`docs/local.md`): each collective is the plan's own, and none of the habits",
-        "above is allowed for; reduce-scatters are there, too. Of "
-        + ", ".join(dict.fromkeys(r["model"] for r in rows))
-        + f" {exact} of",
-        f"{len(pairs)} (plan, kind) pairs agree to the byte; {more} send more than the plan, the others less: XLA does",
-        "once what two readers of a tensor ask for alike. Largest difference of a gradient from the unsharded step's:",
-        f"{worst:.0e}. In the table, pairs that are off in either way of lowering.",
+        "Here the same plans are lowered by hand (`docs/local.md`). Each collective is the plan's own, including",
+        "reduce-scatters, and the prediction is not adjusted for the habits of XLA listed above. The models are",
+        ", ".join(dict.fromkeys(r["model"] for r in rows)) + ".",
+        f"{exact} of {len(pairs)} (plan, kind) pairs agree to the byte, and {more} send more than the plan. The others "
+        "send less,",
+        "because XLA runs a collective only once if two readers of a tensor request the same one. The largest",
+        f"difference of a gradient from the unsharded step's is {worst:.0e}. The table lists the pairs that are off in",
+        "either way of lowering.",
         "",
         "| model | strategy | devices | kind | plan | by hand | annotated, as on CPU → compiled |",
         "|---|---|--:|---|--:|--:|--:|",
@@ -158,7 +160,7 @@ METHODS = {
 
 
 def summary(cells: list[tuple[dict[str, Any], str, dict[str, int]]]) -> list[str]:
-    """A table: by method and devices, how many pairs, and how far they are off."""
+    """A table by method and number of devices: how many pairs there are, and how far they are off."""
     out = [
         "| method | devices | models | pairs | to the byte | within 1% | median error | largest | of all bytes |"
     ]
@@ -196,24 +198,26 @@ def page(result: dict[str, Any], by_hand: Sequence[dict[str, Any]] = ()) -> str:
     lines = [
         "# Communication truth",
         "",
-        "Every plan predicts the collectives of a training step. Here the same plans are emitted as JAX shardings,",
-        f"compiled by XLA (JAX {result['jax']}) for {result['devices']} and for 32 host devices, and the bytes",
-        "of the collectives in the compiled program are set beside the prediction. The models are the zoo's in their",
-        "reduced sizes; `bench/comm_truth.py` makes this page, and on 8 devices the step is run and compared with the",
-        f"unsharded one on the way: over all {len(run)} rows, the largest difference of a gradient is {worst:.0e} of",
-        "the largest gradient.",
+        "Every plan predicts the collectives of a training step. Here the same plans are emitted as JAX shardings and",
+        f"compiled by XLA (JAX {result['jax']}) for {result['devices']} and for 32 host devices, and the bytes of the",
+        "collectives in the compiled program are compared with the prediction. The models are the zoo's in their",
+        "reduced sizes. `bench/comm_truth.py` makes this page. On 8 devices it also runs the step and compares it with",
+        f"the unsharded step: over all {len(run)} rows, the largest difference of a gradient is {worst:.0e} of the",
+        "largest gradient.",
         "",
-        f"Of {len(cells)} (plan, kind of collective) pairs, {exact} agree to the byte and {near} within "
-        f"{NOTED:.0%}; the others say why. The median error is {errors[len(errors) // 2]:.1%}.",
+        f"Of {len(cells)} (plan, kind of collective) pairs, {exact} agree to the byte and {near} are within "
+        f"{NOTED:.0%}; a note explains each of the others. The "
+        f"median error is {errors[len(errors) // 2]:.1%}.",
         "",
         *summary(cells),
         "",
-        "Bytes are those of the larger local buffer on one device, times how often a step sends it.",
-        "*as on CPU*: the prediction as XLA's CPU pipeline forms it, which knows no reduce-scatter (all-reduce and",
-        "slice), reduces the gradients of a tensor's readers one by one, and a sum over two split dims one dim at a",
-        "time. `ours@2x4` is the search's answer on that mesh under a cost model in which compute is expensive, so",
-        "that these small models get split at all; `random` strategies pick every node's split blindly: a test of the",
-        "numbers, and of how far XLA can be led through layouts that nobody would choose.",
+        "Bytes are those of the larger local buffer on one device, times the number of times that a step sends it.",
+        "*As on CPU* is the prediction for the collectives that XLA's CPU pipeline forms. It has no reduce-scatter",
+        "(it uses an all-reduce and a slice), reduces the gradients of a tensor's readers separately, and reduces a",
+        "sum over two split dims one dim at a time. `ours@2x4` is the search's answer on that mesh under a cost",
+        "model in which compute is expensive, so that these small models are split at all. `random` strategies",
+        "choose every node's split at random. They test the numbers, and how closely XLA follows layouts that",
+        "nobody would choose.",
         "",
     ]
     lines += by_hand_lines(list(by_hand), result["rows"])
@@ -223,10 +227,10 @@ def page(result: dict[str, Any], by_hand: Sequence[dict[str, Any]] = ()) -> str:
 
 
 def _model_lines(result: dict[str, Any], model: str) -> list[str]:
-    """A model's table, with why rows are off."""
+    """A model's table, with the reasons for rows that are off."""
     same = [n for n, m in result["alike"].items() if m == model]
     lines = [f"## {model}", ""]
-    lines += [f"In reduced size also {', '.join(same)}.", ""] if same else []
+    lines += [f"In reduced size, {', '.join(same)} are the same model.", ""] if same else []
     lines += [
         "| strategy | mesh | collective | predicted | as on CPU | compiled | error |",
         "|---|---|---|--:|--:|--:|--:|",
