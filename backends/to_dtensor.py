@@ -1,8 +1,8 @@
 """A plan as TensorFlow DTensor layouts, by variable name.
 
-DTensor splits a dim of a tensor along one dim of its mesh. A plan may split a dim along several axes of its mesh:
-where these axes go together in every layout of the plan, they are one dim of DTensor's mesh; where they do not, the
-plan cannot be said in DTensor, and that is an error.
+DTensor splits a dim of a tensor along one dim of its mesh. A plan may split a dim along several axes of its mesh. If
+these axes are used together in every layout of the plan, they become one dim of DTensor's mesh. If not, DTensor cannot
+express the plan, and that is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNSHARDED = "unsharded"
 def to_json(plan: PlanData) -> dict[str, Any]:
     """{"schema", "model", "mesh": {dim: size}, "variables": {path: [mesh dim or "unsharded"]}, "inputs": {…}}.
 
-    PaseError where DTensor has no layout for a tensor: it names the tensor, and what to do.
+    Raises PaseError if DTensor has no layout for a tensor; the message names the tensor and says what to do.
     """
     stored = {path: t.storage for path, t in plan.parameters.items()}
     arrives = {path: t.storage for path, t in plan.inputs.items()}
@@ -52,7 +52,7 @@ def to_json(plan: PlanData) -> dict[str, Any]:
 
 
 def _joined(plan: PlanData, tensors: Any) -> dict[str, str]:
-    """Mesh axis -> the dim of DTensor's mesh that it is (a part of)."""
+    """Mesh axis -> the dim of DTensor's mesh that contains it."""
     names = list(plan.mesh.names)
     groups = {axes for _, placement in tensors for axes in placement if axes}
     owner: dict[str, tuple[str, ...]] = {}
@@ -77,7 +77,7 @@ def _joined(plan: PlanData, tensors: Any) -> dict[str, str]:
 
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
-    """Write the layouts, whole or not at all."""
+    """Write the layouts. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 
     data = to_json(plan)
@@ -86,9 +86,9 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
 
 
 def layouts(data: Mapping[str, Any], devices: list[str] | None = None) -> tuple[Any, dict[str, Any]]:
-    """(tf.experimental.dtensor.Mesh, {path: Layout}) of what ``to_json`` made, for variables and inputs.
+    """(tf.experimental.dtensor.Mesh, {path: Layout}) from the result of ``to_json``, for variables and inputs.
 
-    devices: DTensor's names of as many devices as the plan has; its own choice of logical devices by default.
+    devices: DTensor device names, as many as the plan has devices; by default, DTensor's own choice of logical devices.
     """
     from tensorflow.experimental import dtensor
 

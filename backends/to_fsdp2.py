@@ -1,4 +1,4 @@
-"""A plan that amounts to FSDP2 as a PyTorch file that applies ``fully_shard``."""
+"""A plan that is equivalent to FSDP2, as a PyTorch file that applies ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parallelize(module, device_type="cuda"):
 
 
 def source(plan: PlanData) -> tuple[str, DataStyle]:
-    """The file, and what it says. PaseError where the plan is not FSDP2."""
+    """The contents of the file, and a summary. Raises PaseError if the plan is not equivalent to FSDP2."""
     style = data_style(plan, "FSDP2")
     if not style.shard:
         raise PaseError(
@@ -74,7 +74,7 @@ def source(plan: PlanData) -> tuple[str, DataStyle]:
 
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
-    """Write the file, whole or not at all."""
+    """Write the file. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 
     text, style = source(plan)

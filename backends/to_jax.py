@@ -48,7 +48,7 @@ _STORAGE_ALONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class JaxPlan:
-    """What ``plan.jax`` gives."""
+    """The plan in JAX, as returned by ``plan.jax``."""
 
     traced: TracedJax
     """The model on one micro-batch."""
@@ -67,7 +67,7 @@ class JaxPlan:
 
     @cached_property
     def program(self) -> LocalProgram:
-        """What each device does, and what it sends."""
+        """The local program: what each device computes and sends."""
         raw = rematerialised(self.traced.graph, self.blocks)
         return program_of(
             accumulated(named(simplify(raw)), self.accumulate), self.logical_mesh, self.strategy
@@ -75,7 +75,7 @@ class JaxPlan:
 
     @cached_property
     def kept_results(self) -> frozenset[Place]:
-        """Equations whose results backward finds kept, in blocks of which only light work is computed again."""
+        """Equations whose results are kept for backward, in blocks of which only light work is recomputed."""
         return kept_results(self.traced.graph, self.blocks)
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Any:
@@ -100,7 +100,7 @@ class JaxPlan:
         return NamedSharding(mesh, self.spec(placement))
 
     def spec(self, placement: Placement) -> Any:
-        """PartitionSpec of a placement."""
+        """The PartitionSpec of a placement."""
         from jax.sharding import PartitionSpec
 
         return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in placement])
@@ -119,14 +119,14 @@ class JaxPlan:
 
     @cached_property
     def slices(self) -> frozenset[str]:
-        """What loops slice off stacks. They are laid out where they are read, within a rematerialised region if there
-        is one: laid out before it, they would be kept for backward, each beside the stack that it is a part of."""
+        """The slices that loops take from stacks. They are constrained where they are read, within any rematerialised
+        region. If they were constrained before it, backward would keep each of them in addition to its stack."""
         results = self.traced.results
         return frozenset(made[0] for at, made in results.items() if at.part == "x")
 
     @cached_property
     def specs(self) -> tuple[Any, ...]:
-        """(params, *batch) pytrees of PartitionSpec: how parameters are stored, how the batch arrives."""
+        """(params, *batch) pytrees of PartitionSpec: how parameters are stored, and how the batch arrives."""
         import jax
 
         storage = self.constraints.storage
@@ -134,8 +134,9 @@ class JaxPlan:
         return tuple(jax.tree.unflatten(self.traced.in_tree, flat))
 
     def in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
-        """(params, *batch) pytrees of NamedSharding: how arguments are stored, beside a function of this plan in
-        jax.jit(in_shardings=…). Warns where no such function was made: the plan's other half is inside of them."""
+        """(params, *batch) pytrees of NamedSharding: how arguments are stored, for use with a function of this plan in
+        jax.jit(in_shardings=…). Warns if no such function was made, because the functions contain the rest of the plan.
+        """
         if not self._functions:
             warnings.warn(_STORAGE_ALONE, stacklevel=2)
         return self._in_shardings(mesh)
@@ -150,8 +151,8 @@ class JaxPlan:
         )
 
     def gradient_shardings(self, mesh: JaxMesh | None = None) -> Any:
-        """Pytree of NamedSharding like params: how gradients and optimizer state are kept; as the parameters are,
-        or split further. None where a parameter is not trained."""
+        """Pytree of NamedSharding like params: how gradients and optimizer state are kept, which may be split further
+        than the parameters. None for a parameter that is not trained."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
@@ -165,8 +166,8 @@ class JaxPlan:
         return jax.tree.unflatten(jax.tree.structure(params), flat)
 
     def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "annotated") -> Callable[..., Any]:
-        """The user's function, constrained: loss(params, *batch) -> scalar, or (scalar, aux); of a step in
-        micro-batches, on one of them. Of a model that is not trained: what it returns."""
+        """The user's function with constraints: loss(params, *batch) -> scalar, or (scalar, aux). For a step in
+        micro-batches, it takes one micro-batch. For a model that is not trained, it returns what the model returns."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
@@ -187,17 +188,17 @@ class JaxPlan:
 
     @cached_property
     def prefill(self) -> Stepper:
-        """Of a ``pase.Generation``, over all of jax.devices(): prefill(params, *prompt) -> (token, cache), laid out as
-        decode wants them. On other devices: ``jax_programs.part_of``."""
+        """For a ``pase.Generation``, over all of jax.devices(): prefill(params, *prompt) -> (token, cache), in the
+        layouts that decode expects. For other devices, use ``jax_programs.part_of``."""
         return part_of(self, "prefill", self.mesh())
 
     @cached_property
     def decode(self) -> Stepper:
-        """Of a ``pase.Generation``: decode(params, token, cache) -> (token, cache); the cache is donated."""
+        """For a ``pase.Generation``: decode(params, token, cache) -> (token, cache). The cache is donated."""
         return part_of(self, "decode", self.mesh())
 
     def checked(self, args: Tree) -> list[Any]:
-        """The arguments' arrays, leaf by leaf; PaseError where they are not those of the plan."""
+        """The arguments' arrays, leaf by leaf. Raises PaseError if they are not those of the plan."""
         import jax
 
         leaves, tree = jax.tree.flatten(arrays(args))
@@ -212,7 +213,7 @@ class JaxPlan:
         return leaves
 
     def _by_hand(self, lowering: Lowering, mesh: JaxMesh) -> bool:
-        """Is the plan lowered by hand? ``auto``: where all of it can be; else a warning says what cannot."""
+        """Whether the plan is lowered by hand. ``auto``: if all of it can be; otherwise a warning says what cannot."""
         if lowering != "auto":
             return lowering == "manual"
         try:
@@ -225,9 +226,9 @@ class JaxPlan:
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "annotated"
     ) -> Callable[..., Any]:
-        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) of a loss function that returns more: gradients
-        of the trained leaves, laid out as ``gradient_shardings`` says. Of a step in micro-batches aux is stacked,
-        but what ``carry`` threads, of which it is the last."""
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) for a loss function that returns more. The
+        gradients are of the trained leaves, laid out as in ``gradient_shardings``. For a step in micro-batches, aux is
+        stacked, except that values that ``carry`` threads are those of the last micro-batch."""
         import jax
 
         self._require_mode("train", "gradients")
@@ -255,7 +256,7 @@ class JaxPlan:
             raise PaseError(f"the plan was compiled with mode='{self.traced.mode}': it has no {what}")
 
     def input_shapes(self, full: bool) -> list[tuple[int, ...]]:
-        """Shapes of the batch's leaves: the whole batch's, or a micro-batch's."""
+        """Shapes of the batch's leaves: those of the whole batch, or of a micro-batch."""
         from pase.frontends.jax_blocks import split_inputs
 
         shapes = [a.shape for a in self.traced.jaxpr.in_avals[len(self.traced.param_paths) :]]
@@ -265,7 +266,7 @@ class JaxPlan:
         return [(s[0] * self.accumulate, *s[1:]) if on else s for s, on in zip(shapes, split, strict=True)]
 
     def state_shardings(self, optimizer: Any, mesh: JaxMesh | None = None) -> Any:
-        """Shardings of the optimizer's state: what mirrors a parameter is stored as its gradient is."""
+        """Shardings of the optimizer's state. State that mirrors a parameter is stored like its gradient."""
         import jax
         import optax
         from jax.sharding import NamedSharding, PartitionSpec
@@ -292,8 +293,8 @@ class JaxPlan:
         )
 
     def init(self, optimizer: Any, params: Tree, mesh: JaxMesh | None = None) -> Any:
-        """The optimizer's state for the trained leaves of these parameters, laid out as the plan keeps it. (Where all
-        leaves are trained, ``optimizer.init(params)`` does as well: ``train_step`` moves what lies elsewhere.)"""
+        """The optimizer's state for the trained leaves of these parameters, in the plan's layouts. (If all leaves are
+        trained, ``optimizer.init(params)`` works too, because ``train_step`` moves arrays that are elsewhere.)"""
         import jax
 
         shardings = self.state_shardings(optimizer, mesh)
@@ -315,12 +316,13 @@ class JaxPlan:
         donate: bool = True,
         lowering: Lowering = "annotated",
     ) -> Stepper:
-        """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer; (loss, aux) in place
-        of loss where the loss function returns more.
+        """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer. If the loss function
+        returns more, the last result is (loss, aux).
 
         Arguments are moved to the plan's layouts; params and opt_state are donated. Leaves of params that are not
-        trained come back as they are. What ``carry`` threads comes back laid out as it is wanted next. Works with
-        more than one process: every process calls it with global arrays (``device_put`` of this plan makes them).
+        trained are returned unchanged. Values that ``carry`` threads are returned in the layout of the next call. Works
+        with several
+        processes: every process calls it with global arrays (this plan's ``device_put`` makes them).
         """
         import jax
         import optax
@@ -363,8 +365,8 @@ class JaxPlan:
         )
 
     def _returned(self, mesh: JaxMesh) -> Any:
-        """Shardings of what the function returns: the loss whole; what is handed on as it is wanted; else XLA's
-        choice, None."""
+        """Shardings of what the function returns. The loss is whole; values for the next call have their input layout;
+        the others are XLA's choice, None."""
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -378,9 +380,9 @@ class JaxPlan:
         return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
 
     def step(self, mesh: JaxMesh | None = None, *, donate: bool = True) -> Stepper:
-        """The model itself, jitted under the plan: of mode="step", the user's own train step(params, opt_state,
-        *batch); of mode="inference", f(params, *inputs). What comes back to be passed in again (a train step's state,
-        what ``carry`` threads: a KV cache) is donated, and laid out as it is wanted next."""
+        """The model itself, jitted under the plan. For mode="step", it is the user's own train step(params, opt_state,
+        *batch); for mode="inference", f(params, *inputs). Values that are passed in again (a train step's state, or
+        what ``carry`` threads, such as a KV cache) are donated and returned in their input layouts."""
         if self.traced.mode == "train":
             raise PaseError("the plan is of a loss: plan.jax.train_step(optimizer) makes a step of it")
         mesh = mesh if mesh is not None else self.mesh()
@@ -395,14 +397,14 @@ class JaxPlan:
 
     @cached_property
     def apply(self) -> Stepper:
-        """A model that is not trained, over all of jax.devices(): apply(params, *inputs). Its arguments are kept;
-        ``step()`` donates what is threaded."""
+        """A model that is not trained, over all of jax.devices(): apply(params, *inputs). Its arguments are not
+        donated; ``step()`` donates the threaded ones."""
         return self.step(donate=False)
 
     def lower_train_step(
         self, optimizer: Any, mesh: JaxMesh | None = None, *, lowering: Lowering = "annotated"
     ) -> Any:
-        """The train step lowered on shapes alone; ``.compile()`` it to see what XLA makes of the plan."""
+        """The train step lowered from shapes alone. Call ``.compile()`` on it to see what XLA makes of the plan."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
@@ -411,8 +413,8 @@ class JaxPlan:
         return self.train_step(optimizer, mesh, lowering=lowering).lower(shapes[0], state, *shapes[1:])
 
     def restore(self, path: Any, mesh: JaxMesh | None = None) -> Any:
-        """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read straight into the plan's layouts:
-        each device reads its part. PaseError where the checkpoint is missing, or of other parameters."""
+        """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read directly into the plan's layouts:
+        each device reads its part. Raises PaseError if the checkpoint is missing, or has other parameters."""
         import jax
 
         try:
@@ -434,7 +436,7 @@ class JaxPlan:
         return combine(found, self.traced.kept[0])
 
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
-        """Parameters and batch laid out as the plan stores them, as global arrays (each process has all values)."""
+        """Parameters and batch in the plan's storage layouts, as global arrays (each process has all values)."""
         import jax
         import numpy as np
 
@@ -456,7 +458,8 @@ class JaxPlan:
 
 
 def traced_by_jax(plan: PlanData) -> TracedJax:
-    """The model on one micro-batch; PaseError where the plan was loaded without it, or it is no JAX program."""
+    """The model on one micro-batch. Raises PaseError if the plan was loaded without it, or if it is not a JAX
+    program."""
     from pase.frontends.jax_blocks import micro
 
     traced = plan.traced
@@ -473,8 +476,8 @@ def traced_by_jax(plan: PlanData) -> TracedJax:
 
 
 def jax_plan(plan: PlanData) -> JaxPlan:
-    """The plan in JAX's terms; PaseError where it was loaded without its model, that is not a JAX program, or it is a
-    pipeline (``in_stages``)."""
+    """The plan in JAX's terms. Raises PaseError if it has no model, its model is not a JAX program, or it is a
+    pipeline. (For a pipeline, see ``in_stages``.)"""
     plan.check_emitted()
     traced = traced_by_jax(plan)
     names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}

@@ -1,21 +1,21 @@
 """A bucket plan run in JAX: explicit collectives, bucket by bucket, in one order on every device.
 
-A jitted step of manual regions. Parameters stored split over the data axes (ZeRO, FSDP) are gathered as the plan's
-messages say, manual over all axes. Then, manual over the data axes alone (the other mesh axes stay with XLA and
-whatever shardings the plan has there), each device takes the gradient of its share of the batch and keeps it unreduced.
-Then, manual over all axes again, the local shards are cut and joined as the plan says and reduced or scattered bucket
-by bucket; each link is a chain (a bucket's buffer is tied to the result of the one before), so that XLA may neither
-reorder nor combine them: all ranks issue one order, and cannot deadlock.
+A jitted step consists of manual regions. First, parameters that are stored split over the data axes (ZeRO, FSDP) are
+gathered as the plan's messages say; this region is manual over all axes. Second, each device computes the gradient of
+its share of the batch and keeps it unreduced; this region is manual over the data axes alone, and the other mesh axes
+stay with XLA and the plan's shardings. Third, the local shards are cut and joined as the plan says, and reduced or
+scattered bucket by bucket; this region is manual over all axes. Each link is a chain: a bucket's buffer depends on the
+result of the previous one, so XLA can neither reorder nor combine them. All ranks issue one order and cannot deadlock.
 
-What the plan sends during the next forward is sent by the next step's program, before its gradients: the updated
-parameter is then needed only where forward first reads it, and the compiler may run the one beside the other. Numbers
-do not change. Until then a state's parameters are one update behind: `BucketRunner.finish` applies what is pending.
+What the plan sends during the next forward is sent by the next step's program, before its gradients. The updated
+parameter is then needed only where forward first reads it, and the compiler may overlap the two. The numbers do not
+change. Until then, the parameters of a state are one update behind; `BucketRunner.finish` applies what is pending.
 
-Delayed and merged updates: a generation's gradients are summed locally, reduced when its messages are due, divided
-by batches times devices, and applied once; between updates the optimizer is not called at all.
+Delayed and merged updates: a generation's gradients are summed locally, reduced when its messages are due, divided by
+batches times devices, and applied once. Between updates the optimizer is not called.
 
-Not executed: a second gather for backward (what was gathered for forward is kept), and moves of parameters that do not
-lead from whole to stored in contiguous blocks over data axes: those are left to XLA, and `left_to_xla` names them.
+Not executed: a second gather for backward (the parameter gathered for forward is kept), and moves of parameters that do
+not lead from whole to stored in contiguous blocks over data axes. Those are left to XLA, and `left_to_xla` names them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ __all__ = ["BucketRunner", "RunState", "gradient_problem", "step_from_plan"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Between iterations. generations: (number, unreduced gradient sum, buffers by message) of open updates."""
+    """The state between iterations. generations: (number, unreduced gradient sum, buffers by message) of open
+    updates.
+    """
 
     params: Tree
     opt_state: Tree
@@ -54,9 +56,9 @@ class RunState:
 def gradient_problem(
     params: Tree, links: Tree, *, forward_s: float, backward_s: float, name: str = "model"
 ) -> ScheduleProblem:
-    """A plain problem for a parameter tree: gradients made in reverse order, compute spread by bytes.
+    """A simple problem for a parameter tree: gradients in reverse order, compute distributed by bytes.
 
-    For plans of models that were not compiled by pase; a layout or a profile knows better.
+    It serves models that pase did not compile; a layout or a profile is more accurate.
     """
     import jax
 
@@ -86,15 +88,16 @@ def step_from_plan(
     reduction: Literal["mean", "sum"] = "mean",
     overlap: bool = True,
 ) -> BucketRunner:
-    """A runner that trains as the plan says, its gradients sent as its bucket plan says.
+    """A runner that trains as the plan says, and sends gradients as its bucket plan says.
 
-    loss_fn: the function that the plan was compiled for. buckets: (problem, bucket plan) in place of the plan's
-    own, as `pase.plan.buckets.scheduled` makes them. mesh: a jax.sharding.Mesh; None = the plan's over jax.devices().
+    loss_fn: the function that the plan was compiled for. buckets: (problem, bucket plan) instead of the plan's own, as
+    `pase.plan.buckets.scheduled` makes them. mesh: a jax.sharding.Mesh; None uses the plan's over jax.devices().
     reduction: whether the loss is a mean or a sum over the batch.
 
-    Parameters are kept as their gradients and optimizer states are, so that what a plan gathers after an update it
-    gathers for the next forward. The data axes are those that split the batch and move nothing but parameters and
-    the loss; PaseError where there is none, or where the model is another program at a shard's batch.
+    Parameters are stored in the layout of their gradients and optimizer states. A gather after the update in the plan
+    becomes a gather for the next forward. The data axes are those that split the batch and along which only parameters
+    and the loss are sent. Raises PaseError if there is none, or if the model is another program at a shard's batch
+    size.
     """
     import jax
 
@@ -127,10 +130,11 @@ def step_from_plan(
 class BucketRunner:
     """Trains by a bucket plan.
 
-    loss_fn: loss(params, *batch) -> scalar, the mean (``reduction``: or the sum) over the batch. mesh:
-    jax.sharding.Mesh. data_axes: the mesh axes over which the batch is split. specs: PartitionSpec per parameter
-    (a tree), how each is stored, None = all whole. batch_specs: a tree for each batch argument, of data axes alone;
-    None = split along the first dim. overlap: send after the next step has begun what the plan sends then.
+    loss_fn: loss(params, *batch) -> scalar, the mean (or, by ``reduction``, the sum) over the batch. mesh:
+    jax.sharding.Mesh. data_axes: the mesh axes over which the batch is split. specs: a tree with the PartitionSpec in
+    which each parameter is stored; None stores all of them whole. batch_specs: a tree for each batch argument, of data
+    axes alone; None splits along the first dim. overlap: send what the plan sends after the next step has begun in the
+    next step.
     lenient: parameters that the problem does not name are left to the compiler.
     """
 
@@ -161,7 +165,7 @@ class BucketRunner:
 
     @cached_property
     def ways(self) -> int:
-        """Devices that share a gradient."""
+        """The number of devices that share a gradient."""
         n = 1
         for a in self.data_axes:
             n *= self.mesh.shape[a]
@@ -169,7 +173,7 @@ class BucketRunner:
 
     @cached_property
     def late(self) -> frozenset[int]:
-        """Messages that the plan sends once its iteration's backward is over, and the next step's program sends."""
+        """Messages that the plan sends after the backward of their iteration. The next step's program sends them."""
         from pase.schedule.simulate import evaluate
 
         plain = self.plan.period == 1 and self.plan.staleness == 0
@@ -180,14 +184,14 @@ class BucketRunner:
         return frozenset(i for i, s in enumerate(e.starts_s.tolist()) if s >= e.ends_s * (1 - 1e-12))
 
     def left_to_xla(self, params: Tree) -> tuple[str, ...]:
-        """Parameters whose gradients (and gathers) XLA forms as it likes."""
+        """Parameters whose gradients (and gathers) are left to XLA."""
         import jax
 
         paths = [path_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
         return tuple(paths[i] for i in sorted(self.moves(params).left))
 
     def init(self, params: Tree) -> RunState:
-        """Parameters (arrays anywhere) laid out as this runner keeps them, and the optimizer's first state."""
+        """Parameters (arrays anywhere) in the layouts of this runner, and the optimizer's first state."""
         import jax
 
         if self.specs is not None:
@@ -195,7 +199,7 @@ class BucketRunner:
         return RunState(params=params, opt_state=self.optimizer.init(params))
 
     def step(self, state: RunState, *batch: Tree) -> tuple[RunState, Tree]:
-        """One iteration: (next state, loss of this batch under the parameters it was computed with)."""
+        """One iteration: (next state, loss of this batch under the parameters that it was computed with)."""
         plan, it = self.plan, state.iteration
         period, position = divmod(it, plan.period)
         active = tuple(g for g, _, _ in state.generations)
@@ -214,7 +218,7 @@ class BucketRunner:
         )
 
     def finish(self, state: RunState) -> tuple[Tree, Tree]:
-        """(parameters, optimizer state) with the updates applied that are due after the last step."""
+        """(parameters, optimizer state) after applying the updates that are due after the last step."""
         import jax
 
         due = [g for g, _, _ in state.generations if self._generation(g)[3] < state.iteration]
@@ -235,13 +239,13 @@ class BucketRunner:
         return self._steps[key](state.params, state.opt_state, given)  # type: ignore[no-any-return]
 
     def _generation(self, g: int) -> tuple[int, int, int, int]:
-        """(update, first, last, at) of a generation, iterations counted from the start of the run."""
+        """(update, first, last, at) of a generation, with iterations counted from the start of the run."""
         period, u = divmod(g, len(self.plan.updates))
         update, o = self.plan.updates[u], period * self.plan.period
         return u, update.first + o, update.last + o, update.at + o
 
     def program(self, it: int, active: tuple[int, ...] = ()) -> tuple[Tree, tuple[int, ...]]:
-        """The jitted step of iteration ``it`` with these generations open, and those that it leaves open, relative
+        """The jitted step of iteration ``it`` with these open generations, and the ones that it leaves open, relative
         to the period's first.
         """
         import jax
@@ -293,7 +297,7 @@ class BucketRunner:
     def _apply(
         self, params: Tree, opt_state: Tree, g: int, acc: Tree, bufs: Mapping[int, Tree]
     ) -> tuple[Tree, Tree]:
-        """Send what the generation still owes, and apply its mean gradient."""
+        """Send the remaining messages of the generation, and apply its mean gradient."""
         import jax
         import optax
 
@@ -333,7 +337,7 @@ class BucketRunner:
         return P(*(tuple(a for a in axes if a not in self.data_axes) or None for axes in placement_of(spec)))
 
     def moves(self, params: Tree) -> Moves:
-        """The plan's messages on this tree of parameters (or shapes)."""
+        """The plan's messages for this tree of parameters (or shapes)."""
         import jax
 
         found = jax.tree_util.tree_leaves_with_path(params)
@@ -354,7 +358,7 @@ class BucketRunner:
         return self._moves[key]
 
     def _gathered(self, params: Tree) -> Tree:
-        """Parameters whole over the data axes."""
+        """Parameters gathered over the data axes."""
         import jax
         from jax.sharding import NamedSharding
 
@@ -418,7 +422,7 @@ class BucketRunner:
         return leaves, specs
 
     def _reduce(self, grads: Tree, bufs: Mapping[int, Tree], todo: list[int], update: int) -> dict[int, Tree]:
-        """The buffers that these messages leave, summed but not divided; messages of gathers leave none."""
+        """The buffers that these messages leave, summed but not divided. Gather messages leave none."""
         import jax
         from jax.sharding import PartitionSpec as P
 
@@ -442,7 +446,7 @@ class BucketRunner:
         )(given, *leaves)
 
     def _assemble(self, params: Tree, acc: Tree, bufs: Mapping[int, Tree], update: int, count: int) -> Tree:
-        """The mean gradient as a tree laid out as parameters are stored, from the update's buffers."""
+        """The mean gradient, from the update's buffers, as a tree in the layouts in which parameters are stored."""
         import jax
         from jax.sharding import NamedSharding
         from jax.sharding import PartitionSpec as P

@@ -1,9 +1,10 @@
-"""What a bucket plan's messages do to arrays: cut, joined, reduced or gathered, and put together again.
+"""How a bucket plan's messages transform arrays: they are cut, joined, reduced or gathered, and reassembled.
 
-Everything here runs inside of a region that is manual over all mesh axes, on one device's local arrays. A tensor
-of the problem is one collective of one parameter (or of one layer of a stacked one); several in a row are stages, each
-of which takes what the one before left: a gradient scattered over some axes and then summed over others, a parameter
-gathered axis by axis.
+Everything here runs inside a region that is manual over all mesh axes, on one device's local arrays. A tensor of the
+problem is one collective of one parameter (or of one layer of a stacked one). Several in a row are stages, each of
+which
+takes the result of the previous one: for example, a gradient scattered over some axes and then summed over others, or a
+parameter gathered axis by axis.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where a tensor of the problem lies: all of a parameter, or one slice of its first dim (a layer of a scanned
-    stack); what is done to it, over which data axes, after which tensor.
+    """The place of a problem's tensor: a whole parameter, or one slice of its first dim (a layer of a scanned stack).
+
+    It also states what is done to it, over which data axes, and after which tensor.
     """
 
     leaf: int
@@ -49,7 +51,7 @@ class Slot:
 
 
 def path_of(keys: Any) -> str:
-    """``blocks.0.w``: how a parameter is called in layouts and problems."""
+    """``blocks.0.w``: the name of a parameter in layouts and problems."""
     import jax
 
     return jax.tree_util.keystr(keys, simple=True, separator=".")
@@ -64,8 +66,8 @@ def placement_of(spec: PartitionSpec) -> Placement:
 class Moves:
     """A plan's messages as they apply to a parameter tree.
 
-    slots: by tensor of the problem; None where it is not ours (see ``left``). chains: (leaf, repeat) -> the last tensor
-    of its gradient's stages, and of its gather's. left: leaves whose moves are left to the compiler.
+    slots: by tensor of the problem; None if it is not executed here (see ``left``). chains: (leaf, repeat) -> the last
+    tensor of its gradient's stages, and of its gather's. left: leaves whose moves are left to the compiler.
     """
 
     problem: ScheduleProblem
@@ -79,7 +81,7 @@ class Moves:
     left: frozenset[int]
 
     def messages(self, *, gradient: bool, update: int | None = None) -> list[int]:
-        """Messages with something of ours to do: of gradients (of an update), or of gathers."""
+        """Messages with something to execute here: for gradients (of an update), or for gathers."""
         out = []
         for i, m in enumerate(self.plan.messages):
             mine = [s for p in m.pieces if (s := self.slots[p.tensor]) is not None and not s.again]
@@ -96,19 +98,19 @@ class Moves:
         return out
 
     def pieces(self, message: int) -> list[tuple[Piece, Slot]]:
-        """Those of its pieces that are ours."""
+        """The pieces of the message that are executed here."""
         found = [(p, self.slots[p.tensor]) for p in self.plan.messages[message].pieces]
         return [(p, s) for p, s in found if s is not None and not s.again]
 
     def dims(self, s: Slot) -> Placement:
-        """The placement of what the slot holds: without the layers' dim of a stack."""
+        """The placement of the slot's contents, without the layers' dim of a stack."""
         return self.placements[s.leaf][0 if s.repeat is None else 1 :]
 
 
 class ManualRegion:
     """One device's arrays in the manual region, while it is traced.
 
-    leaves: local arrays of all parameters or gradients. buffers: what messages left, 1-D local arrays by message.
+    leaves: local arrays of all parameters or gradients. buffers: results of messages, 1-D local arrays by message.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class ManualRegion:
         self._rows_of: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
 
     def run(self, todo: Sequence[int]) -> dict[int, Array]:
-        """Send these messages in order, each as soon as what it carries is there; each link is a chain."""
+        """Send these messages in order, each as soon as its contents are ready. Each link is a chain."""
         waiting = list(todo)
         last: dict[int, Array] = {}
         while waiting:
@@ -137,7 +139,7 @@ class ManualRegion:
         return {i: self.buffers[i] for i in todo}
 
     def built(self, *, gradient: bool) -> list[Array]:
-        """Every leaf after its last stage: gradients summed, or parameters whole; others as they came."""
+        """Every leaf after its last stage: gradients summed, or parameters whole. Other leaves are unchanged."""
         import jax.numpy as jnp
 
         chains = self.moves.gradients if gradient else self.moves.gathers
@@ -183,7 +185,7 @@ class ManualRegion:
         return jax.lax.psum(buffer.reshape(-1), axes)
 
     def _range(self, piece: Piece, elements: int) -> tuple[int, int]:
-        """Elements [from, to) that the piece stands for, of a local row of so many."""
+        """The elements [from, to) that the piece covers, in a local row of this length."""
         nbytes = self.moves.problem.tensors[piece.tensor].nbytes
         return (
             round(piece.offset * elements / nbytes),
@@ -191,7 +193,7 @@ class ManualRegion:
         )
 
     def _entry(self, s: Slot) -> Array:
-        """The local array that a tensor's collective takes."""
+        """The local array that goes into a tensor's collective."""
         if s.follows is not None:
             return self._value(s.follows)
         return self.leaves[s.leaf] if s.repeat is None else self.leaves[s.leaf][s.repeat]
@@ -200,7 +202,7 @@ class ManualRegion:
         return math.prod(self.moves.sizes[a] for a in s.axes)
 
     def _value(self, t: int) -> Array:
-        """The local array that a tensor's collective leaves, from the buffers that hold pieces of it."""
+        """The local array that comes out of a tensor's collective, from the buffers that hold pieces of it."""
         import jax.numpy as jnp
 
         if t not in self._values:
@@ -235,7 +237,7 @@ class ManualRegion:
         return self._rows_of[message]
 
     def _shape_after(self, t: int) -> tuple[int, ...]:
-        """Local shape once the tensor's collective is done."""
+        """The local shape after the tensor's collective."""
         s = self.moves.slots[t]
         assert s is not None
         if s.follows is not None:
@@ -251,7 +253,7 @@ class ManualRegion:
         return tuple(shape)
 
     def _exposed(self, s: Slot, shape: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(shape with each of the slot's axes as a dim of its own, order that puts those in front)."""
+        """(shape with each of the slot's axes as a separate dim, order that puts those dims first)."""
         dims: list[int] = []
         front: dict[str, int] = {}
         rest: list[int] = []
@@ -270,7 +272,7 @@ class ManualRegion:
         return x.reshape(dims).transpose(order).reshape(self._ways(s), -1)
 
     def _merged(self, rows: Array, s: Slot, shape: tuple[int, ...]) -> Array:
-        """The inverse: rows of shards into the whole."""
+        """The inverse: rows of shards are joined into the whole."""
         dims, order = self._exposed(s, shape)
         back = [order.index(i) for i in range(len(order))]
         return rows.reshape([dims[i] for i in order]).transpose(back).reshape(shape)
@@ -290,9 +292,9 @@ def moves_of(
 ) -> Moves:
     """What the plan does to a tree of parameters.
 
-    paths, ranks, placements, layers: of each leaf, its path, number of dims, storage, and extent of its first dim.
-    lenient: a parameter that the problem does not name is left to the compiler.
-    Raises PaseError where the problem names a tensor that is no parameter, or leaves a parameter's gradient out.
+    paths, ranks, placements, layers: for each leaf, its path, number of dims, storage, and size of its first dim.
+    lenient: a parameter that the problem does not name is left to the compiler. Raises PaseError if the problem names a
+    tensor that is not a parameter, or leaves out a parameter's gradient.
     """
     slots, leaf_of, broken = _slots(problem, paths, data_axes)
     chains: dict[bool, dict[tuple[int, int | None], list[int]]] = {True: {}, False: {}}
@@ -334,8 +336,11 @@ def moves_of(
 def _slots(
     problem: ScheduleProblem, paths: Sequence[str], data_axes: tuple[str, ...]
 ) -> tuple[list[Slot | None], list[int], set[int]]:
-    """(per tensor of the problem its slot, None where it moves over other axes alone, which is the compiler's part;
-    the parameter that each is of; the parameters with a tensor that cannot be moved by hand)."""
+    """(the slot of each tensor of the problem; the parameter that each belongs to; parameters left to the compiler).
+
+    A slot is None if the tensor moves only over other axes, which is the compiler's part. A parameter is left to the
+    compiler if one of its tensors cannot be moved by hand.
+    """
     where = {p: i for i, p in enumerate(paths)}
     slots: list[Slot | None] = []
     leaf_of: list[int] = []
@@ -375,8 +380,9 @@ def _slots(
 
 
 def _cut_off(s: Slot | None, slots: Sequence[Slot | None]) -> Slot | None:
-    """A gather that follows its gradient's stages starts from the stored parameter; one that follows what the
-    compiler does, from what that leaves.
+    """A gather that follows its gradient's stages starts from the stored parameter.
+
+    A gather that follows a move of the compiler starts from the result of that move.
     """
     from dataclasses import replace
 
@@ -389,8 +395,9 @@ def _cut_off(s: Slot | None, slots: Sequence[Slot | None]) -> Slot | None:
 def _chain_works(
     stages: Sequence[Slot | None], stored: Placement, data: tuple[str, ...], gradient: bool
 ) -> bool:
-    """Whether the stages lead from whole to stored (a gradient), or back (a parameter), in contiguous blocks, and sum
-    over every data axis once.
+    """Whether the stages lead from whole to stored (a gradient) or back (a parameter), in contiguous blocks.
+
+    They must also sum over every data axis exactly once.
     """
     now = [[a for a in axes if a not in data] if gradient else list(axes) for axes in stored]
     seen: list[str] = []
@@ -412,8 +419,10 @@ def _chain_works(
 
 
 def _zero_after(x: Array, dtype: DTypeLike) -> Array:
-    """A zero of that dtype that can only be had once x is there: the least of 0 and one bit of x, also where x is
-    not a number. The compiler does not know that a bit is never negative.
+    """A zero of that dtype that is available only once x is: the minimum of 0 and one bit of x, even if x is not a
+    number.
+
+    The compiler does not know that a bit is never negative.
     """
     import jax
     import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a bucket runner needs of a Plan: its data axes, and the loss of one shard of the batch."""
+"""The parts of a Plan that a bucket runner needs: its data axes, and the loss of one shard of the batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["batch_specs", "data_axes_of", "inputs_split", "local_loss"]
 
 
 def inputs_split(plan: PlanData) -> dict[str, Placement]:
-    """Input -> how the batch is to be split: as it arrives or, over axes where it arrives whole, as its readers take
-    their parts of it (which moves nothing). An axis on which readers disagree is left out.
+    """Input -> how the batch is split: as it arrives, or, over axes on which it arrives whole, as its readers take
+    their parts (which sends nothing). An axis on which readers disagree is left out.
     """
     names = {t.path: t.name for t in jax_plan(plan).traced.graph.tensors.values() if t.role == "input"}
     out = {}
@@ -54,10 +54,10 @@ def batch_specs(plan: PlanData, axes: tuple[str, ...]) -> tuple[Tree, ...]:
 
 
 def data_axes_of(plan: PlanData) -> tuple[str, ...]:
-    """The axes along which devices hold other samples and do the same: they split some input, and nothing crosses
-    them but parameters, their gradients, and the loss.
+    """The axes along which devices do the same work on different samples. They split some input, and only parameters,
+    their gradients and the loss are sent along them.
 
-    PaseError where there is none, saying what crosses each.
+    Raises PaseError if there is none; the message says what is sent along each axis.
     """
     size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     inputs = {a for split in inputs_split(plan).values() for axes in split for a in axes}
@@ -84,11 +84,11 @@ def data_axes_of(plan: PlanData) -> tuple[str, ...]:
 
 
 def local_loss(plan: PlanData, loss_fn: Callable[..., Tree], axes: tuple[str, ...]) -> Callable[..., Tree]:
-    """The loss of one shard of the batch, constrained over the other axes as the plan says: to be called where the
-    data axes are manual.
+    """The loss of one shard of the batch, constrained over the other axes as the plan says. Call it where the data axes
+    are manual.
 
-    Where there are other axes, the function is traced again at the shard's shapes; PaseError where it is another
-    program then.
+    If there are other axes, the function is traced again at the shard's shapes. Raises PaseError if that gives a
+    different program.
     """
     import jax
     from jax.sharding import PartitionSpec as P

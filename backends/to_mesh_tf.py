@@ -1,8 +1,8 @@
 """A plan as a Mesh-TensorFlow program: mesh_shape, layout_rules, and the model in ``mtf`` ops.
 
-The source is walked a second time, op by op, as its frontend walked it. What a tensor's dims are called follows from
-the plan (``mtf_names``); what an op becomes stands in one table per frontend (``mtf_tf``, ``mtf_jax``). What
-Mesh-TensorFlow cannot express is refused by name of the op and its place.
+The source is walked a second time, op by op, in the order in which its frontend walked it. The names of a tensor's dims
+follow from the plan (``mtf_names``). The translation of each op is in one table per frontend (``mtf_tf``, ``mtf_jax``).
+What Mesh-TensorFlow cannot express is refused, with the name of the op and its place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["MeshTfLayout", "emit", "layout", "program"]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTfLayout:
-    """mesh_shape and layout_rules as Mesh-TF reads them, and the parameters' and inputs' dims under them."""
+    """mesh_shape and layout_rules as Mesh-TF reads them, and the dims of the parameters and inputs under them."""
 
     mesh_shape: str
     layout_rules: str
@@ -52,12 +52,14 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
 
 
 def layout(plan: PlanData) -> MeshTfLayout:
-    """The strings alone, and what they give the leaves. ``plan`` must have its model."""
+    """Only the two strings, and the layouts that they give the leaves. ``plan`` must have its model."""
     return program(plan)[1]
 
 
 def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
-    """(the program's text, its layout). PaseError where Mesh-TensorFlow cannot express the model or the plan."""
+    """(the text of the program, its layout). Raises PaseError if Mesh-TensorFlow cannot express the model or the
+    plan.
+    """
     if plan.traced is None:
         raise PaseError(
             f"the plan for '{plan.model}' was loaded without its model, which the Mesh-TensorFlow program is made of"
@@ -74,7 +76,7 @@ def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
 
 
 def _loss(p: MeshTfProgram, outputs: Sequence[MeshTfValue]) -> MeshTfValue:
-    """The scalar that the model returns; the mean of what it returns, where that is no scalar."""
+    """The scalar that the model returns, or the mean of its result if that is not a scalar."""
     if not outputs:
         raise PaseError("the model returns nothing that the Mesh-TensorFlow program makes")
     if len(outputs) == 1 and not outputs[0].order:
@@ -112,7 +114,7 @@ def _source(traced: Any, graph: Graph) -> tuple[MeshTfRules, Iterator[SourceOp]]
 
 
 def _leaves(p: MeshTfProgram, graph: Graph) -> dict[str, MeshTfValue]:
-    """Statements that make the parameters and take the inputs; name -> value."""
+    """Statements that create the parameters and take the inputs; name -> value."""
     out: dict[str, MeshTfValue] = {}
     for node in graph.nodes:
         if node.kind not in ("parameter", "input"):
@@ -137,12 +139,12 @@ def _leaves(p: MeshTfProgram, graph: Graph) -> dict[str, MeshTfValue]:
 
 
 def _short(path: str) -> str:
-    """The last two words of a name, for a variable of the program."""
+    """The last two words of a name, as a name for a variable of the program."""
     return "_".join(re.split(r"[/.]", path)[-2:])
 
 
 def _checked(p: MeshTfProgram, leaves: Mapping[str, MeshTfValue]) -> MeshTfLayout:
-    """The layout, having passed Mesh-TF's rules for every tensor of the program."""
+    """The layout, after a check against Mesh-TF's rules for every tensor of the program."""
     mesh_shape, rules = p.names.mesh_shape, p.names.layout_rules
     mesh, by_name = check_layout(mesh_shape, rules)
 
@@ -237,7 +239,7 @@ def _text(
 
 
 def _constants(arrays: Mapping[str, np.ndarray]) -> str:
-    """Arrays that the source has as such (masks, tables of positions), packed."""
+    """Constant arrays of the source (masks, tables of positions), packed."""
     if not arrays:
         return ""
     buffer = io.BytesIO()

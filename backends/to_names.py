@@ -71,8 +71,10 @@ SCHEMA: dict[str, Any] = {
 
 
 def to_json(plan: PlanData) -> dict[str, Any]:
-    """The plan's shardings as the object that ``load`` reads. Activations need the model's trace: a plan that was
-    loaded from a file has none, and its ``activations`` are empty."""
+    """The plan's shardings as the object that ``load`` reads.
+
+    Activations need the model's trace. A plan that was loaded from a file has none, so its ``activations`` are empty.
+    """
 
     def tensor(t: Any, *, stored: bool) -> dict[str, Any]:
         out = {"shape": t.shape, "dtype": t.dtype, "spec": t.storage}
@@ -97,7 +99,9 @@ def to_json(plan: PlanData) -> dict[str, Any]:
 
 
 def _named(plan: PlanData) -> Iterator[tuple[str, Any]]:
-    """(the framework's name, tensor) of each activation: NODE:OUTPUT; the first name of one that has several."""
+    """(the framework's name, tensor) of each activation: NODE:OUTPUT. If an activation has several names, the first is
+    used.
+    """
     results: Mapping[Place, tuple[str, ...]] = getattr(plan.traced, "results", None) or {}
     tensors = plan.traced.graph.tensors if plan.traced is not None else {}
     seen: set[str] = set()
@@ -111,7 +115,7 @@ def _named(plan: PlanData) -> Iterator[tuple[str, Any]]:
 
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
-    """Write the file, whole or not at all."""
+    """Write the file. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 
     data = to_json(plan)
@@ -129,7 +133,7 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read such a file; PaseError where it is none, or says what cannot be."""
+    """Read such a file. Raises PaseError if it is not one, or if its contents are inconsistent."""
     import jsonschema
 
     data = read_json(path, "a file of names and shardings", 512 << 20)
@@ -151,7 +155,7 @@ def load(path: str | Path) -> dict[str, Any]:
 def jax_shardings(data: Mapping[str, Any], devices: Any = None) -> dict[str, Any]:
     """name -> jax.sharding.NamedSharding of every parameter, input and activation of a file that ``load`` read.
 
-    devices: as many as the plan has, the mesh's last axis innermost; JAX's own by default.
+    devices: as many as the plan has, with the mesh's last axis innermost; JAX's own devices by default.
     """
     import jax
     import numpy as np

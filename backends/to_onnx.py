@@ -1,10 +1,11 @@
 """ONNX: the model itself, annotated with DeviceConfigurationProto and ShardingSpecProto.
 
-Every node says how its inputs are laid out when it reads them and its outputs when it has made them. A partial sum
-has no form in ONNX: it is written as the layout in which it is summed. How weights and inputs are *stored*, which is
-not how their readers want them, ONNX cannot say either: the file's metadata has it ("pase.layout").
+Every node states the layouts in which it reads its inputs and makes its outputs. ONNX cannot express a partial sum; it
+is written in the layout in which it is summed. ONNX also cannot express how weights and inputs are *stored*, which may
+differ from how they are read; the file's metadata holds that ("pase.layout").
 
-The file is copied on the level of its wire format with the annotations put in, so that weights go over unread.
+The file is copied at the level of its wire format with the annotations added, so that weights are copied without being
+parsed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _IR_VERSION = 11  # the first with device configurations
 
 @dataclass(frozen=True, kw_only=True)
 class Annotated:
-    """What a file's annotations say.
+    """The contents of a file's annotations.
 
-    layouts: (index of the node, tensor) -> layout; stored: initializer or input -> per dim the mesh axes.
+    layouts: (index of the node, tensor) -> layout. stored: initializer or input -> for each dim, the mesh axes.
     """
 
     mesh: Mesh
@@ -44,7 +45,7 @@ class Annotated:
 
 
 def layouts(plan: PlanData) -> dict[tuple[int, str], tuple[tuple[int, ...], Digits]]:
-    """(index of the node, value) -> (shape, layout), of all that the model's own nodes read and write."""
+    """(index of the node, value) -> (shape, layout), for everything that the model's own nodes read and write."""
     traced = plan.traced
     assert isinstance(traced, from_onnx.TracedOnnx)
     names: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -69,7 +70,7 @@ def layouts(plan: PlanData) -> dict[tuple[int, str], tuple[tuple[int, ...], Digi
 
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
-    """Write the annotated model; see the module's text. PaseError where the plan is not of this model."""
+    """Write the annotated model; see the module's text. Raises PaseError if the plan is not for this model."""
     if not isinstance(plan.traced, from_onnx.TracedOnnx):
         if not from_onnx.reads(model):
             raise PaseError(
@@ -97,7 +98,7 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
 def _write(
     plan: PlanData, found: Mapping[tuple[int, str], tuple[tuple[int, ...], Digits]], buf: Buffer, path: Path
 ) -> bool:
-    """Copy the model with annotations; True where it refers to external data."""
+    """Copy the model with annotations. Returns True if it refers to external data."""
     name = f"pase.{plan.devices}"
     by_node: dict[int, list[tuple[str, tuple[int, ...], Digits]]] = {}
     for (i, value), (shape, digits) in found.items():
@@ -125,7 +126,7 @@ def _write(
 
 
 def _about(plan: PlanData, name: str) -> list[bytes]:
-    """The device configuration, and what ONNX has no place for."""
+    """The device configuration, and the metadata that ONNX has no field for."""
     import onnx
 
     mesh = plan.mesh
@@ -154,7 +155,7 @@ def _graph(
     mesh: Mesh,
     name: str,
 ) -> tuple[list[Buffer], bool]:
-    """The GraphProto with annotated nodes, in pieces, and whether an initializer lies outside of the file."""
+    """The GraphProto with annotated nodes, in pieces, and whether an initializer is stored outside the file."""
     import onnx
 
     pieces: list[Buffer] = []
@@ -195,7 +196,7 @@ def _graph(
 
 
 def _text(buf: Buffer, start: int, end: int, number: int) -> str:
-    """A message's string field."""
+    """A string field of a message."""
     for f in fields(buf, start, end):
         if f.number == number and f.wire == 2:
             return bytes(buf[f.payload : f.end]).decode("utf-8", "replace")
@@ -220,7 +221,7 @@ def _head(number: int, value: int) -> bytes:
 
 
 def read(model: Any) -> Annotated:
-    """The layouts that an annotated file or ModelProto states, checked; PaseError where it states none of ours."""
+    """The layouts in an annotated file or ModelProto, checked. Raises PaseError if it has no annotations from pase."""
     import onnx
 
     from pase.frontends.onnx_model import skeleton_of

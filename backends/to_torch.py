@@ -1,17 +1,17 @@
 """A bucket plan run by PyTorch: a communication hook for DistributedDataParallel, and DDP's own bucket sizes.
 
-DDP hands over gradients as they are made. The hook cuts and joins them as the plan's messages say and issues those
-strictly in the plan's order, each once its gradients are there, the same on every rank: no deadlock. DDP waits for
-those that hold a bucket's gradients, as it does without a hook.
+DDP passes on gradients as they are made. The hook cuts and joins them as the plan's messages say, and issues the
+messages strictly in the plan's order, each as soon as its gradients are ready. The order is the same on every rank, so
+there is no deadlock. DDP waits for the messages that hold a bucket's gradients, as it does without a hook.
 
     runner = to_torch.attach(ddp, problem, plan)
     loss.backward(); runner.step(optimizer)
 
-Delayed and merged updates: gradients are summed locally, sent when their messages are due, and applied once,
-divided by batches times ranks; in between ``step`` does not call the optimizer, so that momentum and weight decay do
-not move the weights.
+Delayed and merged updates: gradients are summed locally, sent when their messages are due, and applied once, divided by
+batches times ranks. Between updates ``step`` does not call the optimizer, so momentum and weight decay do not change
+the weights.
 
-A plan of all-reduced gradients is executed. Parameters stored split (FSDP) are PyTorch's own affair: see
+A plan of all-reduced gradients can be executed. Parameters that are stored sharded (FSDP) are left to PyTorch; see
 `backends.to_jax_buckets`.
 """
 
@@ -42,7 +42,7 @@ MIB = 2**20
 def gradient_problem(
     module: Module, links: Sequence[Link], *, forward_s: float, backward_s: float, name: str = "model"
 ) -> ScheduleProblem:
-    """A plain problem for a torch module: gradients made in reverse order of registration, compute spread by bytes."""
+    """A simple problem for a torch module: gradients in reverse order of registration, compute distributed by bytes."""
     from pase.schedule.pipedream import Layer, problem_from_layers
 
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -60,9 +60,10 @@ def gradient_problem(
 
 
 def ddp_options(problem: ScheduleProblem, plan: BucketPlan) -> dict[str, Any]:
-    """Arguments for DistributedDataParallel that come nearest to the plan without a hook: a cap for each bucket in the
-    order of sending where this PyTorch takes a list (it keeps that order once it has rebuilt its buckets, from the
-    second iteration on), else the largest.
+    """Arguments for DistributedDataParallel that come closest to the plan without a hook.
+
+    If this PyTorch accepts a list, it gets a cap for each bucket in the order of sending. DDP follows that order after
+    it has rebuilt its buckets, from the second iteration on. Otherwise it gets the largest cap.
     """
     import inspect
 
@@ -85,11 +86,11 @@ def attach(
 ) -> BucketHook:
     """Register the plan's hook on a DistributedDataParallel module.
 
-    ddp: made with a small ``bucket_cap_mb`` (0.001, say), so that it hands each gradient over as soon as it is made;
-    with larger buckets the numbers are the same, and messages start later. groups: a process group for each link
-    of the problem, by name, each over the same ranks; None = the module's own for all.
+    ddp: created with a small ``bucket_cap_mb`` (such as 0.001), so that it passes on each gradient as soon as it is
+    made. With larger buckets the numbers are the same, but messages start later. groups: a process group for each link
+    of the problem, by name, each over the same ranks; None uses the module's own group for all links.
 
-    PaseError where the plan is not for this module's parameters, or is not of all-reduced gradients.
+    Raises PaseError if the plan is not for this module's parameters, or has gradients that are not all-reduced.
     """
     from pase.schedule.simulate import as_sequence
 
@@ -104,7 +105,7 @@ def attach(
 
 @dataclass(kw_only=True)
 class BucketHook:
-    """The state of a running plan on one rank. ``step`` takes the place of ``optimizer.step`` and ``zero_grad``."""
+    """The state of a running plan on one rank. ``step`` replaces ``optimizer.step`` and ``zero_grad``."""
 
     module: Module
     problem: ScheduleProblem
@@ -158,14 +159,15 @@ class BucketHook:
 
     @property
     def delays(self) -> bool:
-        """Whether updates are merged or late; if not, the usual ``optimizer.step`` serves as well."""
+        """Whether updates are merged or late. If not, the usual ``optimizer.step`` also works."""
         return self.plan.period > 1 or self.plan.staleness > 0
 
     # --- during backward -----------------------------------------------------------------------------------
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        """DDP's call for a bucket of gradients that are made: sends what can be sent. The future that it waits for
-        holds their means, or (where updates are delayed) nothing new.
+        """Called by DDP for a bucket of gradients that are ready; sends what can be sent.
+
+        The future that DDP waits for holds their means, or, if updates are delayed, nothing new.
         """
         import torch
 
@@ -196,7 +198,7 @@ class BucketHook:
         return future
 
     def _arrived(self, message: int, buffer: Tensor) -> None:
-        """A plain message is back: its means go where DDP looks for them."""
+        """A plain message has arrived: store its means where DDP expects them."""
         with self._lock:
             for p, part in self._parts(message, buffer):
                 a, b = self._range(p)
@@ -231,7 +233,7 @@ class BucketHook:
         return self._open.setdefault(g, _SumsOfUpdate())
 
     def _begin(self) -> None:
-        """Queue this iteration's messages: of each open generation those that are due, in plan order."""
+        """Queue this iteration's messages: for each open generation, those that are due, in plan order."""
         self._generation(self._current())
         for g in sorted(self._open):
             u, _, last, _ = self._times(g)
@@ -243,7 +245,7 @@ class BucketHook:
         self._issue()
 
     def _issue(self) -> None:
-        """Start messages from the head of the queue while their gradients are there."""
+        """Start messages from the head of the queue as long as their gradients are ready."""
         import torch
         import torch.distributed as dist
 
@@ -268,14 +270,14 @@ class BucketHook:
         return int((last - first + 1) * self.group.size())
 
     def _range(self, piece: Piece) -> tuple[int, int]:
-        """Elements [from, to) of its parameter that a piece stands for."""
+        """The elements [from, to) of its parameter that a piece covers."""
         n, nbytes = self._parameters[piece.tensor].numel(), self.problem.tensors[piece.tensor].nbytes
         return round(piece.offset * n / nbytes), round((piece.offset + piece.nbytes) * n / nbytes)
 
     # --- after it ------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Apply what this iteration applies, and clear gradients; whether the optimizer was called."""
+        """Apply the updates of this iteration, and clear gradients. Returns whether the optimizer was called."""
         if not self.delays:
             optimizer.step()
             optimizer.zero_grad()
@@ -293,7 +295,7 @@ class BucketHook:
         return bool(done)
 
     def _apply(self, made: _SumsOfUpdate, update: int) -> None:
-        """Put the generation's mean gradients where the optimizer looks for them."""
+        """Store the generation's mean gradients where the optimizer expects them."""
         import torch
 
         owed = {i for i, m in enumerate(self.plan.messages) if m.update == update} - {
@@ -316,7 +318,7 @@ class BucketHook:
 
 @dataclass(kw_only=True)
 class _Bucket:
-    """What DDP waits for: messages still under way."""
+    """What DDP waits for: messages that are still being sent."""
 
     future: Future[Tensor]
     buffer: Tensor
@@ -325,7 +327,7 @@ class _Bucket:
 
 @dataclass(kw_only=True)
 class _SumsOfUpdate:
-    """An update in the making: local sums by tensor, and (message, buffer, work) of what was sent."""
+    """An update in progress: local sums by tensor, and (message, buffer, work) of what was sent."""
 
     sums: dict[int, Tensor] = field(default_factory=dict)
     sent: list[tuple[int, Tensor, Future[Tensor]]] = field(default_factory=list)

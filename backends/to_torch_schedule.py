@@ -1,8 +1,8 @@
 """A pipelined plan's schedule as PyTorch reads it: a file of actions for ``torch.distributed.pipelining``.
 
-One line a rank, its actions in order: stage, kind (F, B, or I and W), micro-batch. ``_PipelineScheduleRuntime`` loads
-it with ``_load_csv(path, format="compute_only")`` and adds the sends and receives itself. The stages' modules, cut as
-``cuts`` in layout.json says, are the program's own.
+Each rank has one line with its actions in order: stage, kind (F, B, or I and W), micro-batch.
+``_PipelineScheduleRuntime`` loads the file with ``_load_csv(path, format="compute_only")`` and adds the sends and
+receives itself. The program provides the modules of the stages, cut as ``cuts`` in layout.json says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["emit"]
 
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
-    """Write the list of actions; PaseError of a plan without stages."""
+    """Write the list of actions. Raises PaseError for a plan without stages."""
     p = plan.pipeline
     if p is None:
         raise PaseError(

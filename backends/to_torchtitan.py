@@ -1,4 +1,4 @@
-"""A plan that amounts to torchtitan's data and tensor parallelism as the ``[parallelism]`` of its TOML.
+"""A plan that is equivalent to torchtitan's data and tensor parallelism, as the ``[parallelism]`` section of its TOML.
 
 torchtitan's tensor parallelism splits positions between layers (sequence parallelism) and the vocabulary in the loss.
 """
@@ -31,7 +31,7 @@ pipeline_parallel_degree = 1
 
 
 def to_toml(plan: PlanData) -> str:
-    """PaseError where the plan is another way of splitting."""
+    """The TOML text. Raises PaseError if the plan is not equivalent to this parallelism."""
     target = "torchtitan's"
     if plan.accumulate > 1 or plan.remat:
         raise PaseError(
@@ -57,7 +57,7 @@ def to_toml(plan: PlanData) -> str:
 
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
-    """Write the TOML, whole or not at all."""
+    """Write the TOML. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 
     write_atomically(path, to_toml(plan))

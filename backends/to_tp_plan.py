@@ -1,4 +1,4 @@
-"""A plan that amounts to tensor parallelism as a ``tp_plan`` of transformers: {pattern of modules: style}."""
+"""A plan that is equivalent to tensor parallelism, as a ``tp_plan`` of transformers: {pattern of modules: style}."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["emit", "tensor_axis", "to_json"]
 
 
 def tensor_axis(plan: PlanData, target: str) -> str:
-    """The one axis that does not split the batch; PaseError where there are none or several."""
+    """The only axis that does not split the batch. Raises PaseError if there is none, or if there are several."""
     batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
     others = [a for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True) if n > 1 and a not in batch]
     if len(others) != 1:
@@ -30,7 +30,9 @@ def tensor_axis(plan: PlanData, target: str) -> str:
 
 
 def to_json(plan: PlanData) -> dict[str, TensorStyle]:
-    """{"layers.*.self_attn.q_proj": "colwise", …}. PaseError where the plan is another way of splitting."""
+    """{"layers.*.self_attn.q_proj": "colwise", …}. Raises PaseError if the plan is not equivalent to tensor
+    parallelism.
+    """
     target = "a tp_plan"
     axis = tensor_axis(plan, target)
     data = data_style(plan, target, beside=(axis,))
@@ -52,7 +54,7 @@ def to_json(plan: PlanData) -> dict[str, TensorStyle]:
 
 
 def emit(plan: PlanData, path: Path, *, model: Any) -> str:
-    """Write the tp_plan as JSON, whole or not at all."""
+    """Write the tp_plan as JSON. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 
     data = to_json(plan)

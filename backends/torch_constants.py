@@ -1,6 +1,6 @@
-"""What no data decides, on one rank: masks, positions, buffers that are only read.
+"""Constants on one rank, whose values do not depend on data: masks, positions, buffers that are only read.
 
-Each rank makes it whole, and whoever reads a part of it takes that.
+Each rank computes the whole constant, and each reader takes its part of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ __all__ = ["Constants", "NodeIndex"]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeIndex:
-    """All nodes of an exported graph, with those that ops were taken apart into. data: tensors that data decides."""
+    """All nodes of an exported graph, with the nodes that ops were decomposed into. data: tensors that depend on
+    data.
+    """
 
     scope: TorchScope
     data: frozenset[str]
@@ -38,7 +40,7 @@ class NodeIndex:
 
     @cached_property
     def outer(self) -> dict[Any, Any]:
-        """Placeholder of what an op was taken apart into -> the node outside."""
+        """Placeholder of a decomposed op's graph -> the node outside."""
         return {k: v for scope in self._scopes for k, v in scope.leaves.items()}
 
     @cached_property
@@ -61,7 +63,7 @@ class NodeIndex:
                 yield from self._every(scope.inner[path], f"{path}.")
 
     def decided(self, n: Any) -> bool:
-        """Does data decide it?"""
+        """Whether the node depends on data."""
         found = self.values.get(n)
         every = found if isinstance(found, list) else [found]
         return any(
@@ -74,7 +76,7 @@ class NodeIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Worked out when something reads them. buffers: placeholder -> tensor; seeds: node's place -> seed."""
+    """Constants, computed when something reads them. buffers: placeholder -> tensor. seeds: place of a node -> seed."""
 
     index: NodeIndex
     buffers: Mapping[str, Any]
@@ -114,7 +116,7 @@ class Constants:
                 return n.target(*args, **kwargs)
 
     def _operand(self, m: Any, reader: Any) -> Any:
-        """Of data only the shape may count: of zeros_like, say."""
+        """An operand. If it depends on data, only its shape may be used, as in zeros_like."""
         import torch
 
         if not self.index.decided(m):

@@ -1,8 +1,8 @@
 """Process groups of mesh axes, and the collectives over them, on plain local tensors.
 
-A group is of one axis of the plan's mesh, or of several that a collective goes over at once; its ranks stand in
-row-major order, as ``pase.local`` has them. What is called are PyTorch's functional collectives, which can be traced;
-their own derivatives are never used (that of an all-reduce would sum the loss of all ranks).
+A group is one axis of the plan's mesh, or several axes that a collective uses together. Its ranks are in row-major
+order, as in ``pase.local``. The collectives are PyTorch's functional collectives, which can be traced. Their own
+derivatives are never used (that of an all-reduce would sum the loss of all ranks).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ __all__ = ["AxisGroups", "axis_groups"]
 
 @dataclass(frozen=True, kw_only=True)
 class AxisGroups:
-    """The groups that this rank is in. devices: PyTorch's mesh, with the plan's axes in the plan's order; names: axes
-    that go together (those of one way left out) -> the group's name; place: of this rank, along each axis."""
+    """The groups that this rank is in. devices: PyTorch's mesh, with the plan's axes in the plan's order.
+
+    names: axes used together (without axes of size 1) -> the group's name. place: this rank's index along each axis.
+    """
 
     mesh: Mesh
     devices: Any
@@ -29,22 +31,22 @@ class AxisGroups:
     place: tuple[int, ...]
 
     def index(self, axis: str) -> int:
-        """Of this rank along an axis."""
+        """This rank's index along an axis."""
         return self.place[self.mesh.names.index(axis)]
 
     def wide(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Those of more than one way."""
+        """The axes of size greater than 1."""
         return tuple(a for a in axes if self.mesh.sizes[self.mesh.names.index(a)] > 1)
 
     def ways(self, axes: Sequence[str]) -> int:
-        """Ranks in the group of these axes."""
+        """The number of ranks in the group of these axes."""
         out = 1
         for a in axes:
             out *= self.mesh.sizes[self.mesh.names.index(a)]
         return out
 
     def first(self, axes: Sequence[str]) -> bool:
-        """Is this the first rank along each of these axes?"""
+        """Whether this is the first rank along each of these axes."""
         return all(self.index(a) == 0 for a in axes)
 
     def _group(self, axes: Sequence[str]) -> str:
@@ -54,7 +56,7 @@ class AxisGroups:
         return self.names[wide]
 
     def all_reduce(self, x: Any, axes: Sequence[str], combine: Combine = "sum") -> Any:
-        """Summed (or the largest, or the smallest) over these axes."""
+        """The sum (or maximum, or minimum) over these axes."""
         if combine == "other":
             raise PaseError(
                 f"no collective joins partial results over {', '.join(axes)} but sums, maxima and minima"
@@ -64,7 +66,7 @@ class AxisGroups:
         return self._waited(self._ops().all_reduce(x.contiguous(), combine, self._group(axes)))
 
     def all_gather(self, x: Any, axes: Sequence[str]) -> Any:
-        """[...] of every rank -> [ways, ...]."""
+        """[...] on each rank -> [ways, ...]."""
         n = self.ways(axes)
         if n == 1:
             return x[None]
@@ -72,7 +74,7 @@ class AxisGroups:
         return made.reshape(n, *x.shape)
 
     def reduce_scatter(self, x: Any, axes: Sequence[str]) -> Any:
-        """[ways, ...] summed over the ranks, of which each gets its own row -> [...]."""
+        """[ways, ...] is summed over the ranks, and each rank gets its own row -> [...]."""
         n = self.ways(axes)
         if n == 1:
             return x[0]
@@ -80,13 +82,15 @@ class AxisGroups:
         return self._waited(made).reshape(x.shape[1:])
 
     def all_to_all(self, x: Any, axes: Sequence[str]) -> Any:
-        """[ways, ...]: row i goes to rank i, and what arrives from it stands in row i."""
+        """[ways, ...]: row i goes to rank i, and row i of the result comes from rank i."""
         n = self.ways(axes)
         return x if n == 1 else self._exchanged(x, [1] * n, [1] * n, axes)
 
     def permute(self, x: Any, axes: Sequence[str], pairs: Iterable[tuple[int, int]]) -> Any:
-        """Each rank's tensor goes to one other, pairs: (from, to) in the group. It is sent as an exchange of which one
-        part is not empty, since NCCL and Gloo have no permutation."""
+        """Each rank's tensor goes to one other rank. pairs: (from, to) in the group.
+
+        It is sent as an exchange in which only one part is not empty, because NCCL and Gloo have no permutation.
+        """
         n = self.ways(axes)
         if n == 1:
             return x
@@ -100,14 +104,14 @@ class AxisGroups:
         return self._exchanged(x[None], come, to, axes)[0]
 
     def number(self, axes: Sequence[str]) -> int:
-        """Of this rank in the group of these axes."""
+        """This rank's number in the group of these axes."""
         at = 0
         for a in axes:
             at = at * self.ways([a]) + self.index(a)
         return at
 
     def shift(self, x: Any, axes: Sequence[str], by: int) -> Any:
-        """What the rank ``by`` places before this one has; zeros where there is none."""
+        """The tensor of the rank ``by`` places before this one; zeros if there is no such rank."""
         n, mine = self.ways(axes), self.number(axes)
         to, come = [0] * n, [0] * n
         if 0 <= mine + by < n:
@@ -122,7 +126,7 @@ class AxisGroups:
         return self._sent(x, lambda w: self._ops().all_to_all_single(w, come, go, group))
 
     def _sent(self, x: Any, send: Any) -> Any:
-        """Not every library sends truth values: they travel as bytes."""
+        """Booleans are sent as bytes, because not every library can send them."""
         import torch
 
         wire = x.contiguous()
@@ -144,8 +148,11 @@ class AxisGroups:
 
 
 def axis_groups(mesh: Mesh, needed: Iterable[tuple[str, ...]], device: str) -> AxisGroups:
-    """The groups of these sets of axes, over all ranks of ``torch.distributed``; every rank calls it alike. PaseError
-    where there are not as many ranks as the plan has devices."""
+    """The groups of these sets of axes, over all ranks of ``torch.distributed``. Every rank must call it with the same
+    sets.
+
+    Raises PaseError if the number of ranks is not the plan's number of devices.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,8 +1,9 @@
-"""A local program run by PyTorch: the exported graph walked once more, each op on one rank's part of its operands.
+"""A local program run by PyTorch: the exported graph is walked again, and each op runs on one rank's part of its
+operands.
 
-Between ops, each edge of the program is one ``autograd.Function``: forward it makes the plan's moves, backward those
-that the plan has for the gradient. All else is plain differentiation of the local computation, op by op
-(``torch_ops``).
+Between ops, each edge of the program is one ``autograd.Function``. Forward makes the plan's moves, and backward makes
+the moves that the plan has for the gradient. Everything else is plain differentiation of the local computation, op by
+op (``torch_ops``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["Body", "Keeping", "RankWalk"]
 
 @dataclass
 class Keeping:
-    """Is an op run now whose result is kept, in a block of which only light work is computed again?"""
+    """Whether the op that runs now keeps its result, in a block of which only light work is recomputed."""
 
     now: bool = False
 
@@ -49,8 +50,11 @@ class Keeping:
 
 @dataclass
 class Body:
-    """What a walk has made so far. values: by tensor; sent: what transfers brought, by number, in this rematerialised
-    region or outside of all; constants: what no data decides."""
+    """What a walk has computed so far. values: by tensor.
+
+    sent: results of transfers, by number, within this rematerialised region or outside of all of them. constants:
+    values that do not depend on data.
+    """
 
     constants: Constants
     values: dict[str, RankValue] = field(default_factory=dict)
@@ -60,8 +64,10 @@ class Body:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWalk:
-    """Walks over the graph, on one rank. blocks: of nodes, that backward computes again; kept: those of
-    them whose results it finds kept."""
+    """Walks over the graph, on one rank. blocks: blocks of nodes that backward recomputes.
+
+    kept: those of their nodes whose results are kept for backward.
+    """
 
     program: LocalProgram
     traced: TracedTorch
@@ -88,8 +94,10 @@ class RankWalk:
     def body(
         self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Any], device: Any, seed: int
     ) -> Body:
-        """What a walk begins with. leaves: parameters and inputs by tensor; buffers: those that no data decides, by
-        placeholder; seed: of what is drawn, the same on all ranks."""
+        """The initial state of a walk. leaves: parameters and inputs by tensor.
+
+        buffers: those that do not depend on data, by placeholder. seed: for random ops, the same on all ranks.
+        """
 
         def seed_at(path: str) -> int:
             return seed * 1_000_003 + zlib.crc32(path.encode())
@@ -98,7 +106,7 @@ class RankWalk:
         return Body(constants=constants, values=dict(leaves))
 
     def run(self, body: Body) -> None:
-        """All nodes; what they make is in ``body.values``."""
+        """Run all nodes; their results are in ``body.values``."""
         scope, i = self.traced.scope, 0
         while i < len(scope.nodes):
             block = next((b for b in self.blocks if b.start == i and not b.prefix), None)
@@ -110,7 +118,7 @@ class RankWalk:
             i = block.stop
 
     def _again(self, block: Block, body: Body) -> None:
-        """A block of nodes, rematerialised: what it makes for others leaves it, all else is made again."""
+        """A rematerialised block of nodes. It returns what others read; everything else is recomputed."""
         from torch.utils.checkpoint import (
             CheckpointPolicy,
             checkpoint,
@@ -143,7 +151,7 @@ class RankWalk:
 
     @cached_property
     def _leave(self) -> dict[Block, frozenset[str]]:
-        """Block -> tensors made in it that ops outside of it read."""
+        """Block -> tensors made in it that ops outside read."""
         held_by = holders(self.blocks)
         made: dict[Block, set[str]] = {b: set() for b in self.blocks}
         read: dict[Block, set[str]] = {b: set() for b in self.blocks}
@@ -184,7 +192,7 @@ class RankWalk:
     # Values on their way.
 
     def read(self, o: LocalOperand, body: Body) -> RankValue:
-        """What an op reads, as it reads it."""
+        """An operand, in the layout in which the op reads it."""
         value = body.values[self.program.original(o.tensor)]
         if o.transfer is not None:
             array = self._transferred(value, o.transfer, body)
@@ -202,7 +210,9 @@ class RankWalk:
         return replace(value, array=array, shadow=None)
 
     def _transferred(self, value: RankValue, number: int, body: Body) -> Any:
-        """By a transfer, once in each body; out of a copy, which is made in the same body, where the op reads one."""
+        """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
+        from that.
+        """
         if number in body.sent:
             return body.sent[number]
         t = self.program.transfers[number]
@@ -224,7 +234,7 @@ class RankWalk:
         return body.sent[number]
 
     def output(self, value: Value, body: Body) -> Any:
-        """What the model returns, as the plan has it."""
+        """What the model returns, in the plan's layout."""
         for made, steps in steps_from(value):
             op = self.program.outputs.get(made.tensor.name) if made.tensor is not None else None
             if op is not None:
@@ -233,7 +243,7 @@ class RankWalk:
         raise PaseError(f"'{self.program.name}' returns what its plan does not lay out")
 
     def next_value(self, leaf: str, value: Value, body: Body) -> Any:
-        """The next value of a buffer that the step writes, laid out as the buffer is."""
+        """The next value of a buffer that the step writes, in the layout of the buffer."""
         takers = self.program.takers.get(self.program.maker[leaf].op.eqn, ())
         wanted = {self.program.original(op.operands[0].tensor): op.operands[0] for op in takers}
         for made, steps in steps_from(value):

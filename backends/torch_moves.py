@@ -1,5 +1,7 @@
-"""The moves of a local program on local tensors of PyTorch: views and collectives, and one ``autograd.Function`` an
-edge, whose way there and way back are both the plan's."""
+"""The moves of a local program on local PyTorch tensors: views and collectives.
+
+Each edge is one ``autograd.Function``, whose forward and backward moves are both the plan's.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ Way = Callable[[Any], Any]
 
 @cache
 def _functions() -> tuple[Any, Any]:
-    """The two classes of an edge: PyTorch is imported when they are first wanted."""
+    """The two autograd classes of an edge. They are made on first use, because they need PyTorch."""
     import torch
 
     class Edge(torch.autograd.Function):
@@ -35,7 +37,7 @@ def _functions() -> tuple[Any, Any]:
             return ctx.back(g), None, None
 
     class Beside(torch.autograd.Function):
-        """The gradient goes to another tensor than the value's."""
+        """The gradient goes to another tensor than the value."""
 
         @staticmethod
         def forward(ctx: Any, x: Any, shadow: Any, there: Way, back: Way) -> Any:
@@ -51,9 +53,11 @@ def _functions() -> tuple[Any, Any]:
 
 
 def there_and_back(value: Any, shadow: Any, there: Way, back: Way | None) -> Any:
-    """``there(value)``, whose gradient is ``back`` of its own and goes to ``shadow``, if there is one, else to value.
+    """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``shadow`` if given, else to
+    value.
 
-    shadow: of the layout that the gradient arrives in, where that is not the value's. back: None: no gradient passes.
+    shadow: a tensor in the layout in which the gradient arrives, if that is not the value's. back: None means that no
+    gradient passes.
     """
     if back is None or not (value.is_floating_point() or value.is_complex()):
         return there(value.detach())
@@ -64,7 +68,7 @@ def there_and_back(value: Any, shadow: Any, there: Way, back: Way | None) -> Any
 
 
 def moved(x: Any, moves: Sequence[LocalMove], shape: Extents, combine: Combine, groups: AxisGroups) -> Any:
-    """The value led through moves; shape: of the whole tensor."""
+    """The value after these moves. shape: the shape of the whole tensor."""
     return reduce(lambda now, move: _step(now, move, shape, combine, groups), moves, x)
 
 
@@ -100,27 +104,27 @@ def _sliced(x: Any, v: WireView, axes: Sequence[str], groups: AxisGroups) -> Any
 
 
 def _to_front(x: Any, v: WireView) -> Any:
-    """The digits that leave as the first dim, the rest as they are."""
+    """The outgoing digits become the first dim; the rest is unchanged."""
     rest = [i for i in range(len(v.seen)) if i not in v.leaving]
     x = x.reshape(v.seen).permute(*v.leaving, *rest)
     return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
 
 
 def _from_front(x: Any, v: WireView) -> Any:
-    """The first dim as the digits that arrive, each in its place."""
+    """The first dim is distributed to the arriving digits, each in its place."""
     assert v.arriving is not None
     return x.reshape(*v.ways, *x.shape[1:]).permute(v.arriving).reshape(v.shape)
 
 
 def summed(x: Any, axes: tuple[str, ...], groups: AxisGroups) -> Any:
-    """All-reduced, where its own node reads it; the gradient is that of every summand."""
+    """All-reduced, if the node that makes it also reads it. The gradient is that of every summand."""
     if not x.is_floating_point():
         return groups.all_reduce(x, axes)
     return there_and_back(x, None, lambda y: groups.all_reduce(y, axes), lambda g: g)
 
 
 def part(x: Any, shape: Extents, layout: Layout, groups: AxisGroups) -> Any:
-    """This rank's part of what all ranks hold whole; dims of one element that the whole tensor has longer are kept."""
+    """This rank's part of what all ranks hold whole. Dims of size 1 that are larger in the whole tensor are kept."""
     mesh = groups.mesh
     states = tuple(s if isinstance(s, tuple) and x.shape[s[0]] != 1 else None for s in layout)
     axes = tuple(name for name, s in zip(mesh.names, states, strict=True) if s is not None)
@@ -134,7 +138,7 @@ def part(x: Any, shape: Extents, layout: Layout, groups: AxisGroups) -> Any:
 
 
 def places_of(ids: Any, dim: int, shape: Extents, layout: Layout, groups: AxisGroups) -> tuple[Any, Any]:
-    """Of indices into a whole tensor dim: (the indices into this rank's part of it, whether they lie in it)."""
+    """Translate indices into a whole tensor dim: (indices into this rank's part of it, whether they lie in it)."""
     here, mine, stride = ids.new_zeros(ids.shape), (ids >= 0) & (ids < shape[dim]), 1
     for d in reversed([d for d in digits(shape, layout, layout, groups.mesh) if d.dim == dim]):
         index = ids.div(d.stride, rounding_mode="floor") % d.size

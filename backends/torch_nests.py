@@ -1,6 +1,9 @@
-"""Loop nests run by PyTorch on one rank's parts: one op of the traced graph after the other, by its function and its
-access maps. So run ops that PyTorch has as one (a norm, a loss, a linear layer) where something is summed or moved
-between their parts; where nothing is, PyTorch's own op runs (``torch_rules``)."""
+"""Loop nests run by PyTorch on one rank's parts: the ops of the traced graph run one by one, by function and access
+maps.
+
+This is used for ops that are a single op in PyTorch (a norm, a loss, a linear layer) if something is summed or moved
+between their parts. Otherwise PyTorch's own op runs (``torch_rules``).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _MISSING = {"select": 3}
 
 @cache
 def _functions() -> dict[str, Callable[..., Any]]:
-    """Function -> what computes it; all of its operands are given."""
+    """Function -> what computes it, given all of its operands."""
     import torch
 
     return {
@@ -45,7 +48,7 @@ _BINARY = frozenset({"add", "sub", "mul", "div", "ne", "eq", "gt", "lt", "ge", "
 
 
 def numbers_missing(op: Op) -> int:
-    """How many of an op's operands are numbers, which the traced graph does not hold."""
+    """The number of an op's operands that are plain numbers, which the traced graph does not hold."""
     if op.kind != "elementwise":
         return 0
     wanted = _MISSING.get(op.function.name, 2 if op.function.name in _BINARY else 1)
@@ -55,8 +58,10 @@ def numbers_missing(op: Op) -> int:
 def run_nest(
     op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, numbers: Iterator[float], groups: AxisGroups
 ) -> Any:
-    """The op's result on this rank. op: as it was traced; local: how it is split; shape: of the result here; numbers:
-    its operands that are numbers."""
+    """The op's result on this rank. op: as it was traced. local: how it is split.
+
+    shape: of the result on this rank. numbers: its operands that are plain numbers.
+    """
     match op.kind:
         case "elementwise":
             return _elementwise(op, local, ins, numbers)
@@ -95,7 +100,7 @@ def _elementwise(op: Op, local: LocalOp, ins: Sequence[Any], numbers: Iterator[f
 
 
 def _reduce(op: Op, x: Any) -> Any:
-    """Over the dims that the result does not walk; what is partial then, the caller sums."""
+    """Reduce over the dims that the result does not have. The caller sums what is still partial."""
     axes = tuple(
         i
         for i, w in enumerate(op.reads[0].map.walks)
@@ -115,7 +120,7 @@ def _reduce(op: Op, x: Any) -> Any:
 
 
 def _kept(op: Op, x: Any) -> list[int]:
-    """The sizes of a reduction's result, whose dims of one are left out in order."""
+    """The sizes of a reduction's result, from which dims of size 1 are left out in order."""
     walked = [w.dims for w in op.reads[0].map.walks]
     out = []
     at = 0
@@ -130,7 +135,7 @@ def _kept(op: Op, x: Any) -> list[int]:
 
 
 def _product(op: Op, ins: Sequence[Any], shape: Extents) -> Any:
-    """By its maps, as an einsum; dims of one element have no letter."""
+    """Compute by its maps, as an einsum. Dims of size 1 have no letter."""
     import torch
 
     letters: dict[str, int] = {}
@@ -163,7 +168,7 @@ def _view(op: Op, x: Any, shape: Extents) -> Any:
 
 
 def _joined(op: Op, ins: Sequence[Any]) -> Any:
-    """Along the dim that the result walks otherwise than its parts."""
+    """Concatenate along the dim that the result indexes differently from its parts."""
     import torch
 
     read, written = op.reads[0].map.walks, op.writes[0].map.walks
@@ -174,8 +179,10 @@ def _joined(op: Op, ins: Sequence[Any]) -> Any:
 
 
 def _picked(op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, groups: AxisGroups) -> Any:
-    """Elements of a table at vectors of indices, in dims that the result does not have; zero where another rank has
-    them. A dim that the indices have too is taken at their own place there."""
+    """Elements of a table at vectors of indices, in dims that the result does not have; zero if another rank has them.
+
+    If the indices share a dim with the table, each is looked up at its own position in that dim.
+    """
     import torch
 
     x, ids = ins
@@ -202,7 +209,7 @@ def _picked(op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, groups: 
 
 
 def _ordered(x: Any, stands: Sequence[Any], wanted: Sequence[Any]) -> Any:
-    """Dims that walk something in the wanted order; those of one element are left to a reshape."""
+    """Dims in the wanted order. Dims of size 1 are left to a reshape."""
     kept = [i for i, w in enumerate(stands) if w.dims]
     x = x.reshape([x.shape[i] for i in kept])
     names = [stands[i] for i in kept]

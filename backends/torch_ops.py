@@ -1,7 +1,7 @@
-"""One node of an exported graph, which the frontend took to be one op or several, on one rank.
+"""One node of an exported graph, which the frontend read as one op or several, on one rank.
 
-An op that is several (a norm, a loss, a linear layer with its bias) runs as PyTorch has it (``torch_rules``) where
-nothing is moved or summed between its parts, and else part by part (``torch_nests``).
+A node that is several ops (a norm, a loss, a linear layer with its bias) runs as PyTorch's own op (``torch_rules``) if
+nothing is moved or summed between its parts. Otherwise its parts run one by one (``torch_nests``).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class OpPair(NamedTuple):
 
     @property
     def is_view(self) -> bool:
-        """Is it the same elements in another shape or order?"""
+        """Whether the result has the same elements in another shape or order."""
         return self.op.kind == "view" and self.op.name in ("reshape", "transpose")
 
     @property
     def as_steps(self) -> Steps:
-        """Of a view: what it does."""
+        """The steps of a view."""
         read, written = self.op.reads[0].map.walks, self.op.writes[0].map.walks
         if self.op.name == "reshape":
             return (ReshapeStep(self.local.operands[0].shape, self.local.results[0].shape),)
@@ -69,7 +69,7 @@ Anchor = tuple[str, Steps]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOps:
-    """A node of the graph, at its place, and what the walk has made before it."""
+    """A node of the graph, at its place, with what the walk has computed before it."""
 
     walk: RankWalk
     node: Any
@@ -77,7 +77,7 @@ class NodeOps:
     body: Body
 
     def run(self, pairs: Sequence[OpPair]) -> None:
-        """Its results are in the body then."""
+        """Run the node; its results are then in the body."""
         before, work, after = _partitioned(pairs)
         for pair in before:
             self._nest(pair, iter(()))
@@ -107,7 +107,7 @@ class NodeOps:
     # The op as PyTorch has it.
 
     def _anchors(self, work: Sequence[OpPair]) -> list[Anchor | None]:
-        """Of each result of the node, what of the work it is a view of."""
+        """For each result of the node, the tensor of the work that it is a view of."""
         found = self.walk.index.values[self.node]
         made = _made(work)
         out: list[Anchor | None] = []
@@ -118,7 +118,7 @@ class NodeOps:
         return out
 
     def _closed(self, work: Sequence[OpPair]) -> bool:
-        """Does nothing move, and is nothing summed, between these ops, and is each operand read in one way?"""
+        """Whether nothing is moved or summed between these ops, and each operand is read in only one way."""
         program, own = self.walk.program, _made(work)
         ways: dict[str, set[object]] = {}
         for pair in work:
@@ -132,7 +132,7 @@ class NodeOps:
         return bool(work) and all(len(w) == 1 for w in ways.values()) and (len(work) == 1 or not partial)
 
     def _way(self, o: LocalOperand) -> object:
-        """Equal for operands that one arrival serves."""
+        """A key that is equal for operands that share one transfer."""
         if o.transfer is None:
             return o.layout, o.summed
         t = self.walk.program.transfers[o.transfer]
@@ -164,7 +164,7 @@ class NodeOps:
         *,
         gradient: bool,
     ) -> dict[str, Any]:
-        """Tensor -> what the op makes of it; gradient: on what the operands' gradients go to."""
+        """Tensor -> what the op computes. gradient: the tensors that receive the operands' gradients."""
         mesh = self.walk.program.mesh
         results = {r.tensor: r for pair in work for r in pair.local.results}
         outs: list[Laid | None] = []
@@ -206,7 +206,7 @@ class NodeOps:
         return x
 
     def _settled(self, local: LocalOp, r: LocalResult, x: Any) -> Any:
-        """Summed at once, where its own node reads it."""
+        """Sum at once, if the node that makes it also reads it."""
         partial = r.summed or "partial" in r.layout
         if partial and (local.combine == "other" or (local.combine != "sum" and local.op.kind != "reduce")):
             raise NotOnParts("partial results of it are joined by no collective")
@@ -236,7 +236,7 @@ class NodeOps:
         return numbers_of(self._name, given, shapes)
 
     def _nest(self, pair: OpPair, numbers: Iterator[float]) -> None:
-        """One of its ops."""
+        """Run one of its ops."""
         op, local = pair
         if any(o.halo for o in local.operands) or len(local.results) != 1:
             raise NotOnParts(f"'{op.name}' in it is not run apart from the rest")
@@ -262,7 +262,9 @@ class NodeOps:
         self._keep(r, self._settled(local, r, x), shadow)
 
     def _constant(self, o: LocalOperand) -> RankValue:
-        """An operand that no data decides, by the name that one of the node's operands has, or by its elements."""
+        """An operand that does not depend on data, found by the name of one of the node's operands, or by its
+        elements.
+        """
         constants, mesh = self.body.constants, self.walk.program.mesh
         every = [m for m in self.node.all_input_nodes if not self.walk.index.decided(m)]
         whole = None
@@ -282,8 +284,11 @@ class NodeOps:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reads:
-    """What the work of a node reads. values: by tensor; roots: of a tensor that a view before it made, what that is a
-    view of, and how; constants: operands that no data decides."""
+    """What the work of a node reads. values: by tensor.
+
+    roots: for a tensor that a preceding view made, the source of the view and its steps. constants: operands that do
+    not depend on data.
+    """
 
     of_node: NodeOps
     values: dict[str, RankValue]
@@ -318,7 +323,7 @@ class _Reads:
         return any(v.shadow is not None for v in self.values.values())
 
     def given(self, outs: Sequence[Laid | None], gradient: bool) -> tuple[dict[str, Any], dict[str, Laid]]:
-        """The op's operands on this rank, and how those that are tensors are laid out."""
+        """The op's operands on this rank, and the layouts of those that are tensors."""
         laid: dict[str, Laid] = {}
 
         def operand(name: str, v: Any) -> Any:
@@ -353,7 +358,7 @@ class _Reads:
         return x, (value.shape, laid_through(layout, steps, mesh))
 
     def _constant(self, m: Any, value: Value, outs: Sequence[Laid | None]) -> tuple[Any, Laid]:
-        """As an operand of its shape is read; beside a result made point by point, as that is laid out."""
+        """The constant as an operand of its shape is read; next to a pointwise result, in the layout of the result."""
         walk = self.of_node.walk
         x = self.of_node.body.constants.of(m)
         nowhere: Layout = (None,) * len(walk.program.mesh.names)
@@ -377,7 +382,7 @@ class _Reads:
 
 
 def _partitioned(pairs: Sequence[OpPair]) -> tuple[list[OpPair], list[OpPair], list[OpPair]]:
-    """Views of what comes in, the work, views of what it makes."""
+    """Split the ops into views of the inputs, the work, and views of the results."""
     own = _made(pairs)
     before: list[OpPair] = []
     for pair in pairs:

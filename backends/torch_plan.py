@@ -1,8 +1,8 @@
 """A plan run by PyTorch: ``plan.torch``.
 
 Every rank of ``torch.distributed`` runs the plan's local program (``torch_local``) on its part. Parameters are stored
-as DTensors, laid out as the plan keeps their gradients and optimizer state, so that optimizers, ``clip_grad_norm_`` and
-``torch.distributed.checkpoint`` work on them; nothing is computed by DTensor.
+as DTensors in the layout in which the plan keeps their gradients and optimizer state. Optimizers, ``clip_grad_norm_``
+and ``torch.distributed.checkpoint`` therefore work on them. DTensor itself computes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["ParallelModule", "TorchPlan", "TorchStep", "torch_plan"]
 
 @dataclass(frozen=True, kw_only=True)
 class TorchPlan:
-    """What ``plan.torch`` gives."""
+    """The plan in PyTorch, as returned by ``plan.torch``."""
 
     traced: TracedTorch
     """The model on one micro-batch."""
@@ -50,13 +50,13 @@ class TorchPlan:
 
     @cached_property
     def program(self) -> LocalProgram:
-        """What each device does, and what it sends."""
+        """The local program: what each device computes and sends."""
         graph = accumulated(named(simplify(rematerialised(self.traced.graph, self.blocks))), self.accumulate)
         return program_of(graph, self.mesh, self.strategy)
 
     @cached_property
     def leaves(self) -> dict[str, str]:
-        """Placeholder of the exported graph -> tensor, of those that the step reads."""
+        """Placeholder of the exported graph -> tensor, for those that the step reads."""
         found = self.traced.scope.values
         every = ((n, found.get(n)) for n in self.traced.scope.nodes if n.op == "placeholder")
         return {n.name: v.tensor.name for n, v in every if isinstance(v, Value) and v.tensor is not None}
@@ -78,23 +78,28 @@ class TorchPlan:
         )
 
     def parallelize(self, module: Any, *, device: Any = None) -> ParallelModule:
-        """Cut a module's parameters as the plan stores them, in place, each an ``nn.Parameter`` on a DTensor under its
-        path, and return its step: ``loss = step(*batch); loss.backward()``.
+        """Shard a module's parameters in place, as the plan stores them, and return its step.
 
-        module: the model that the plan was compiled from, with equal or other weights on every rank: those of rank 0
-            hold. On meta, what is made is on meta, too.
-        device: where parameters lie and the step runs; by default where the module's parameters are.
+        Use it as ``loss = step(*batch); loss.backward()``. Each parameter becomes an ``nn.Parameter`` on a DTensor
+        under its old path.
 
-        Every rank calls it, after ``torch.distributed.init_process_group``. PaseError where ranks or parameters are not
-        those of the plan.
+        module: the model that the plan was compiled from. The weights of rank 0 are used, whatever the other ranks
+            have. If they are on the meta device, the result is too.
+        device: where the parameters are stored and the step runs; by default, where the module's parameters are.
+
+        Every rank must call it after ``torch.distributed.init_process_group``. Raises PaseError if the ranks or
+        parameters are not those of the plan.
         """
         return ParallelModule.of(self, module, device)
 
     def train_step(
         self, module: Any, optimizer_class: Any, *, device: Any = None, **settings: Any
     ) -> TorchStep:
-        """step(*batch) -> loss, with the optimizer's update: any optimizer of PyTorch's, called as
-        ``optimizer_class(module.parameters(), **settings)``. module, device: see ``parallelize``."""
+        """step(*batch) -> loss, including the optimizer's update.
+
+        Any PyTorch optimizer works; it is called as ``optimizer_class(module.parameters(), **settings)``. module,
+        device: see ``parallelize``.
+        """
         parallel = self.parallelize(module, device=device)
         trained = [p for p in module.parameters() if p.requires_grad]
         return TorchStep(parallel=parallel, optimizer=optimizer_class(trained, **settings))
@@ -102,7 +107,7 @@ class TorchPlan:
 
 @dataclass(kw_only=True)
 class ParallelModule:
-    """A module whose parameters are cut, and its step on this rank. module: the user's own, changed in place."""
+    """A module with sharded parameters, and its step on this rank. module: the user's own module, changed in place."""
 
     plan: TorchPlan
     module: Any
@@ -126,8 +131,10 @@ class ParallelModule:
         return made
 
     def __call__(self, *batch: Any) -> Any:
-        """The loss of a batch, the same on every rank; call ``backward`` on it. Its tensors are the whole batch's, or
-        this rank's part of it; of a step in micro-batches see ``backward``."""
+        """The loss of a batch, the same on every rank; call ``backward`` on it.
+
+        The tensors of the batch are whole, or this rank's part. For a step in micro-batches, see ``backward``.
+        """
         if self.plan.accumulate > 1:
             raise PaseError(
                 f"the plan has {self.plan.accumulate} micro-batches: loss = step.backward(*batch) makes their gradients"
@@ -135,7 +142,7 @@ class ParallelModule:
         return self._loss(self._parameters(), self._inputs(batch, 0))
 
     def backward(self, *batch: Any) -> Any:
-        """The loss, detached, with the gradients of all micro-batches added to the parameters' ``grad``."""
+        """The detached loss. The gradients of all micro-batches are added to the parameters' ``grad``."""
         k, total = self.plan.accumulate, 0.0
         held = self._parameters()
         for i in range(k):
@@ -155,7 +162,7 @@ class ParallelModule:
         return loss.reshape(())
 
     def body(self, leaves: Mapping[str, RankValue]) -> Body:
-        """What a walk on these parameters and inputs begins with."""
+        """The initial state of a walk with these parameters and inputs."""
         program = self.plan.traced.program
         buffers = {
             node: self._buffer(path).to(self.device)
@@ -179,7 +186,7 @@ class ParallelModule:
         return self.plan.traced.program.constants[path]
 
     def _parameters(self) -> dict[str, RankValue]:
-        """Parameters as the step reads them: those whose state is split further are gathered."""
+        """Parameters as the step reads them. Those whose state is split further are gathered."""
         program, out = self.plan.program, {}
         for tensor, stored in self._stored.items():
             r = program.result(tensor)
@@ -194,7 +201,7 @@ class ParallelModule:
         return out
 
     def _gathers(self, tensor: str) -> Iterator[LocalMove]:
-        """From how a parameter's state is kept to how the step reads it."""
+        """The moves from the layout of a parameter's state to the layout in which the step reads it."""
         r, mesh = self.plan.program.result(tensor), self.plan.mesh
         now = r.gradient
         for s in self.plan.program.maker[tensor].sent:
@@ -206,7 +213,9 @@ class ParallelModule:
             now = after
 
     def _inputs(self, batch: Sequence[Any], turn: int) -> dict[str, RankValue]:
-        """This rank's part of a micro-batch: every k-th example, so that each rank has all that it needs of each."""
+        """This rank's part of a micro-batch. A micro-batch is every k-th example, so that each rank already has its
+        part.
+        """
         from torch.utils._pytree import tree_leaves
 
         k, leaves, program = self.plan.accumulate, self.plan.leaves, self.plan.program
@@ -233,7 +242,7 @@ class ParallelModule:
         return out | self._kept()
 
     def _kept(self) -> dict[str, RankValue]:
-        """Buffers that the step writes, as it left them."""
+        """Buffers that the step writes, with the values of the last step."""
         program, out = self.plan.traced.program, {}
         for node, path in program.buffers.items():
             if path in program.mutated.values() and node in self.plan.leaves:
@@ -243,7 +252,7 @@ class ParallelModule:
         return out
 
     def _write_back(self, body: Body) -> None:
-        """The next values of buffers."""
+        """Store the next values of buffers."""
         program, leaves = self.plan.traced.program, self.plan.leaves
         tensor = {path: leaves[node] for node, path in program.buffers.items() if node in leaves}
         new = {
@@ -266,11 +275,11 @@ class TorchStep:
 
     @property
     def module(self) -> Any:
-        """The user's module, its parameters DTensors."""
+        """The user's module, whose parameters are DTensors."""
         return self.parallel.module
 
     def __call__(self, *batch: Any) -> Any:
-        """One update; the loss before it, the same on every rank. batch: see ``ParallelModule``."""
+        """Make one update. Returns the loss before it, the same on every rank. batch: see ``ParallelModule``."""
         self.optimizer.zero_grad()
         loss = self.parallel.backward(*batch)
         self.optimizer.step()
@@ -278,7 +287,7 @@ class TorchStep:
 
 
 def _agreed_seed(device: Any) -> int:
-    """Rank 0's seed, on all ranks: what is random must be one for the whole."""
+    """Rank 0's seed, on all ranks. Random ops must agree across the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -290,7 +299,7 @@ def _agreed_seed(device: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Storage:
-    """How a module's tensors become DTensors. meshes: those in another order of axes than the plan's."""
+    """How a module's tensors become DTensors. meshes: the meshes with another order of axes than the plan's."""
 
     parallel: ParallelModule
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
@@ -334,7 +343,7 @@ class _Storage:
             raise PaseError(f"'{path}' has shape {list(old.shape)}; the plan was compiled for {list(shape)}")
 
     def _distributed(self, old: Any, tensor: str | None, *, gradient: bool) -> Any:
-        """A DTensor of rank 0's values; of what the step does not read, on every rank all of it."""
+        """A DTensor with rank 0's values. A tensor that the step does not read is whole on every rank."""
         import torch.distributed as dist
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -362,7 +371,9 @@ class _Storage:
 
     @cached_property
     def _common(self) -> tuple[str, ...] | None:
-        """The axes in an order in which every stored dim is split, major to minor, as DTensor has it; None: in none."""
+        """An axis order in which every stored dim is split major to minor, as DTensor requires; None if there is
+        none.
+        """
         stored = (r for op in self._kept for r in op.results)
         return self._order([r.gradient for r in stored])
 
@@ -390,7 +401,7 @@ class _Storage:
             return None
 
     def _devices(self, order: tuple[str, ...]) -> Any:
-        """PyTorch's mesh in an order of its axes."""
+        """PyTorch's mesh in a given order of its axes."""
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -405,7 +416,7 @@ class _Storage:
 
 
 def _stable(sorter: TopologicalSorter[str], names: Sequence[str]) -> tuple[str, ...]:
-    """An order of the sorter's, the mesh's own where that is one."""
+    """An order from the sorter; the mesh's own order if it is valid."""
     sorter.prepare()
     out: list[str] = []
     ready: set[str] = set()
@@ -419,7 +430,9 @@ def _stable(sorter: TopologicalSorter[str], names: Sequence[str]) -> tuple[str, 
 
 
 def torch_plan(plan: PlanData) -> TorchPlan:
-    """The plan in PyTorch's terms; PaseError where it was loaded without its model, or that is no PyTorch module."""
+    """The plan in PyTorch's terms. Raises PaseError if it was loaded without its model, or if that is not a PyTorch
+    module.
+    """
     plan.check_emitted()
     traced = plan.traced
     if traced is None:

@@ -1,7 +1,7 @@
-"""One ATen op on one rank: what differs from the whole one.
+"""One ATen op on one rank: the ops that differ from running on the whole tensor.
 
-Most ops do on a part what they do on the whole. What depends on where the part lies has a rule here: lookups and
-scattered updates by index, slices, what is random, maxima over several ranks, attention by queries, groups.
+Most ops do the same on a part as on the whole. Ops that depend on the position of the part have a rule here: lookups
+and scattered updates by index, slices, random ops, maxima over several ranks, attention by queries, groups.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Laid = tuple[Extents, Layout]
 
 @dataclass(frozen=True, kw_only=True)
 class RankCall:
-    """A call of an op as one or several ops of the local program, of which none but the last is partial.
+    """A call of an op as one or several ops of the local program. Only the last of them may be partial.
 
-    given: operands by the names of the op's schema, tensors as this rank has them; laid: how those are laid out. outs:
-    how the results are to be laid out, None where nothing reads one. seed: of what is drawn here. whole: the
-    results' shapes and dtypes, as fake tensors.
+    given: operands by the names of the op's schema; tensors are this rank's parts. laid: layouts of the tensors. outs:
+    layouts required of the results, None if nothing reads a result. seed: for random values drawn here. whole: the
+    results' shapes and dtypes on all ranks, as fake tensors.
     """
 
     target: Any
@@ -43,7 +43,7 @@ class RankCall:
     whole: Sequence[Any]
 
     def run(self, **changes: Any) -> Any:
-        """The op as it is, with other operands."""
+        """Run the op itself, with other operands."""
         return self.target(**{**self.given, **changes})
 
     def out(self, i: int = 0) -> Extents:
@@ -60,7 +60,7 @@ class RankCall:
         return {d for d, (n, m) in enumerate(zip(here, whole, strict=True)) if n != m}
 
     def places(self, name: str, dim: int, ids: Any) -> tuple[Any, Any]:
-        """Indices into a whole dim of an operand as those into this rank's part, and whether they lie in it."""
+        """Indices into a whole dim of an operand, as indices into this rank's part, and whether they lie in it."""
         return places_of(ids, dim, *self.laid[name], self.groups)
 
     def holders(self, name: str, dim: int) -> list[str]:
@@ -75,7 +75,7 @@ RANK_RULES: Registry[RankRule] = Registry("local rule for ATen op")
 
 
 def evaluate(name: str, call: RankCall) -> list[Any]:
-    """The op's results on this rank; NotOnParts where it cannot be run on parts."""
+    """The op's results on this rank. Raises NotOnParts if the op cannot run on parts."""
     rule = RANK_RULES.get(name)
     if rule is None and any(o.halo for op in call.ops for o in op.operands):
         raise NotOnParts("a dim that its window moves along is split")
@@ -89,7 +89,7 @@ def _dim(call: RankCall, name: str = "dim", operand: str = "self") -> int:
 
 @RANK_RULES.register("copy")
 def _copy(call: RankCall) -> Any:
-    """Of what is written over only the dtype counts."""
+    """Only the dtype of the overwritten tensor matters."""
     return call.given["src"].to(call.whole[0].dtype)
 
 
@@ -122,7 +122,7 @@ def _split(call: RankCall) -> Any:
 
 @RANK_RULES.register("tril", "triu")
 def _triangle(call: RankCall) -> Any:
-    """By the positions in the last two dims."""
+    """Mask by the positions in the last two dims."""
     shape, layout = call.laid["self"]
     x, rank, k = call.given["self"], len(shape), call.given.get("diagonal", 0)
     rows, columns = (positions(d, shape, layout, call.groups, x.device) for d in (rank - 2, rank - 1))
@@ -139,7 +139,7 @@ def _one_hot(call: RankCall) -> Any:
 
 
 def _last(x: Any, laid: Laid, groups: AxisGroups) -> Any:
-    """The last dim, made whole, as it is laid out."""
+    """This rank's part of a last dim that is made whole."""
     shape, layout = laid
     last = len(shape) - 1
     along = tuple(s if isinstance(s, tuple) and s[0] == last else None for s in layout)
@@ -151,7 +151,7 @@ def _last(x: Any, laid: Laid, groups: AxisGroups) -> Any:
 
 @RANK_RULES.register("amax", "amin")
 def _extreme(call: RankCall) -> Any:
-    """All elements that reach it share its gradient, as they do on one rank."""
+    """All elements that attain the extreme share its gradient, as on one rank."""
     import torch
 
     x = call.given["self"]
@@ -206,7 +206,7 @@ def _index_select(call: RankCall) -> Any:
 
 
 def _taken(call: RankCall, dim: int, ids: Any) -> Any:
-    """x at these indices of a dim that is split: their shape stands in its place."""
+    """x at these indices of a dim that is split. The shape of the indices takes the place of the dim."""
     import torch
 
     x = call.given["self"]
@@ -247,7 +247,7 @@ def _gather(call: RankCall) -> Any:
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"
 )
 def _scatter(call: RankCall) -> Any:
-    """Where the updates are parts, what they are added to counts on the first rank alone."""
+    """If the updates are partial, the tensor that they are added to counts only on the first rank."""
     x = call.given["self"]
     if "indices" in call.given:
         at = {i for i, v in enumerate(call.given["indices"]) if v is not None}
@@ -273,7 +273,7 @@ def _grouped(call: RankCall) -> Any:
 
 @RANK_RULES.register("scaled_dot_product_attention")
 def _attention(call: RankCall) -> Any:
-    """A rank's batch, heads and queries; keys are whole."""
+    """A rank has a part of the batch, heads and queries; keys are whole."""
     q, k = call.given["query"], call.given["key"]
     whole = call.laid["key"][0]
     if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
@@ -312,8 +312,10 @@ _DRAWING = threading.Lock()
 
 @contextlib.contextmanager
 def seeded(seed: int, device: Any) -> Iterator[None]:
-    """What is drawn here follows from the seed, on every rank and when it is drawn again; the program's own random
-    state is as before."""
+    """Random values drawn here follow from the seed, on every rank and on recomputation.
+
+    The program's own random state is restored afterwards.
+    """
     import torch
 
     devices = [device] if device.type == "cuda" else []
@@ -343,7 +345,9 @@ _NUMBERS: Registry[Numbers] = Registry("numbers of ATen op")
 
 
 def numbers_of(name: str, given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    """given: operands by name; shapes: of those that are tensors, whole."""
+    """The op's operands that are plain numbers. given: operands by name. shapes: whole shapes of those that are
+    tensors.
+    """
     found = _NUMBERS.get(name)
     return iter(() if found is None else tuple(found(given, shapes)))
 
@@ -398,7 +402,7 @@ def _batch_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iter
 
 @_NUMBERS.register("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward", "nll_loss2d")
 def _cross_entropy(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    """A label that does not count adds zero."""
+    """Ignored labels add zero."""
     if given.get("weight") is not None or given.get("label_smoothing"):
         raise NotOnParts("it weights classes or smooths labels, and is summed over ranks")
     yield given.get("ignore_index", -100)

@@ -1,8 +1,8 @@
-"""What a plan amounts to in the terms of PyTorch's own ways to split a model: data parallel, sharded or not, and tensor
-parallel; or why it does not.
+"""Express a plan as one of PyTorch's own parallel styles, or say why that is not possible.
 
-Read off the plan alone: which axes split the batch, how parameters and their state are stored, and what is sent. A plan
-is one of these ways where nothing else is sent than that way sends.
+The styles are data parallelism, with or without sharding, and tensor parallelism. They are derived from the plan alone:
+which axes split the batch, how parameters and their state are stored, and what is sent. A plan has a style if it sends
+exactly what that style sends.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ names (``transformers.integrations.tensor_parallel``)."""
 
 @dataclass(frozen=True, kw_only=True)
 class DataStyle:
-    """The batch split over some axes, and parameters over some of these.
+    """The batch is split over some axes, and parameters over some of these.
 
-    replicate, shard: axes over which parameters are copied, and over which they (or only their state) are split; dims:
-    path -> the dim that is split; whole: small parameters that the plan keeps whole; gathered: are they stored split,
-    and gathered for each use?
+    replicate, shard: axes over which parameters are replicated, and axes over which they (or only their state) are
+    sharded.
+    dims: path -> the dim that is sharded. whole: small parameters that the plan keeps whole. gathered: whether
+    parameters are stored sharded and gathered for each use.
     """
 
     replicate: tuple[str, ...]
@@ -47,7 +48,7 @@ class DataStyle:
     gathered: bool
 
     def ways(self, plan: PlanData, axes: tuple[str, ...]) -> int:
-        """Devices along these axes together."""
+        """The number of devices along these axes together."""
         out = 1
         for a in axes:
             out *= plan.mesh.sizes[plan.mesh.names.index(a)]
@@ -55,8 +56,10 @@ class DataStyle:
 
 
 def data_style(plan: PlanData, target: str, *, beside: tuple[str, ...] = ()) -> DataStyle:
-    """How the plan is data parallel. beside: axes that are another way's affair. PaseError where it is not: it names
-    the layer, and what it does."""
+    """The data-parallel style of the plan. beside: axes that belong to another style.
+
+    Raises PaseError, with the layer and what it does, if the plan is not data parallel.
+    """
     batch = _batch_axes(plan, target, beside)
     for c in plan.collectives:
         if _of_parameter(plan, c) or c.nbytes <= _FEW or not set(c.axes) & set(batch):
@@ -108,7 +111,7 @@ def _batch_axes(plan: PlanData, target: str, beside: tuple[str, ...]) -> tuple[s
 
 
 def _placed(placement: Placement, axes: tuple[str, ...]) -> tuple[tuple[str, ...], int | None]:
-    """Those of the axes that split a tensor, and the dim that they split; None: several."""
+    """Those of the axes that split a tensor, and the dim that they split; None if they split several dims."""
     split = {dim: tuple(a for a in held if a in axes) for dim, held in enumerate(placement)}
     split = {dim: held for dim, held in split.items() if held}
     every = tuple(a for a in axes if any(a in held for held in split.values()))
@@ -132,14 +135,15 @@ def _elements(t: TensorPlan) -> int:
 
 
 def _of_parameter(plan: PlanData, c: Collective) -> bool:
-    """Does it send a parameter, or its gradient?"""
+    """Whether the collective sends a parameter or its gradient."""
     return c.source.partition(":copy")[0] in plan.parameters
 
 
 def tensor_style(plan: PlanData, target: str, axis: str, *, sequence: bool) -> dict[str, TensorStyle]:
-    """Path of a module -> how its weight is split over an axis; modules that are whole are left out.
+    """Path of a module -> how its weight is split over an axis. Modules that are whole are left out.
 
-    sequence: are activations between layers split by positions? PaseError where the plan is not so split.
+    sequence: whether activations between layers are split by position. Raises PaseError if the plan is not split in
+    this way.
     """
     styles: dict[str, TensorStyle] = {}
     for node in plan.nodes:
@@ -168,7 +172,7 @@ def tensor_style(plan: PlanData, target: str, axis: str, *, sequence: bool) -> d
 
 
 def _expected(c: Collective, style: TensorStyle | None, sequence: bool) -> bool:
-    """Does tensor parallelism send this? With split positions it gathers and scatters them, without it sums."""
+    """Whether tensor parallelism sends this. With split positions it gathers and scatters them; without, it sums."""
     if sequence:
         return c.kind in ("all_gather", "reduce_scatter") or style is None
     return c.kind == "all_reduce" and (c.phase == "backward" or style in ("rowwise", "embedding_rowwise"))
@@ -187,7 +191,7 @@ def _style(plan: PlanData, node: NodePlan, path: str, verb: str, axis: str) -> T
 
 
 def units_of(plan: PlanData) -> tuple[str, ...]:
-    """Modules of which there are several alike, numbered: the blocks that are gathered at a time."""
+    """Numbered modules of which there are several equal ones: the blocks that are gathered one at a time."""
 
     def numbered() -> Iterator[str]:
         for path in plan.parameters:

@@ -1,6 +1,6 @@
-"""What a step sends, recorded while it runs, beside the plan's own list of collectives.
+"""The collectives of a step, recorded while it runs, for comparison with the plan's own list.
 
-The step may be one on fake tensors over a process group that sends nothing: a rank of 32 on one machine.
+The step may run on fake tensors over a process group that sends nothing, for example as one rank of 32 on one machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KINDS = {
 
 
 def planned(program: LocalProgram) -> SentCounts:
-    """The plan's list; axes of one way are left out, as nothing is sent along them."""
+    """The plan's list of collectives, without axes of size 1, along which nothing is sent."""
     sizes = dict(zip(program.mesh.names, program.mesh.sizes, strict=True))
     out: SentCounts = Counter()
     for c in program_collectives(program):
@@ -62,12 +62,14 @@ def _recorder() -> Any:
 
 
 def recorded(groups: AxisGroups) -> Any:
-    """A context: ``with recorded(groups) as found: …``; ``found.sent`` is then what was sent over these groups."""
+    """A context manager: ``with recorded(groups) as found: …``. Afterwards ``found.sent`` is what was sent over these
+    groups.
+    """
     return _recorder()(groups)
 
 
 class _Imagined(ParallelModule):
-    """A step whose parameters and buffers have shapes and no data."""
+    """A step whose parameters and buffers have shapes but no data."""
 
     def _buffer(self, path: str) -> Any:
         nodes = {n.name: n for n in self.plan.traced.program.graph.graph.nodes}
@@ -83,7 +85,7 @@ class _Imagined(ParallelModule):
 
 
 class _ImaginedTensor:
-    """In the place of a DTensor."""
+    """A stand-in for a DTensor."""
 
     def __init__(self, local: Any) -> None:
         self._local = local
@@ -95,7 +97,7 @@ class _ImaginedTensor:
         return self._local
 
     def copy_(self, x: Any) -> None:
-        """The next value is as imagined as this one."""
+        """Do nothing: the next value has no data either."""
 
 
 def _fake(shape: Any, dtype: Any, requires_grad: bool = False) -> Any:
@@ -105,7 +107,7 @@ def _fake(shape: Any, dtype: Any, requires_grad: bool = False) -> Any:
 
 
 def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
-    """What a step sends on this rank of ``torch.distributed``, run on fake tensors; the backend may be "fake"."""
+    """What a step sends on this rank of ``torch.distributed``, run on fake tensors. The backend may be "fake"."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,4 +1,4 @@
-"""Values on one rank, as a walk over an exported graph passes them on."""
+"""Values on one rank, which a walk over an exported graph passes from op to op."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ __all__ = [
 
 
 class NotOnParts(PaseError):
-    """Why an op cannot be run on parts; the walk adds which op, and where it stands."""
+    """Why an op cannot be run on parts. The walk adds the name of the op and its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankValue:
-    """A tensor of the traced graph on this rank. shadow: what its gradient goes to, where that is laid out otherwise
-    (in ``gradient``, a parameter whose optimizer state is split further)."""
+    """A tensor of the traced graph on this rank. shadow: the tensor that receives its gradient, if its layout differs.
+
+    For example, a parameter whose optimizer state is split further has a shadow in the layout ``gradient``.
+    """
 
     array: Any
     tensor: str
@@ -53,7 +55,7 @@ class ReshapeStep:
 
 @dataclass(frozen=True)
 class ReorderStep:
-    """The same elements, dims in another order."""
+    """The same elements, with the dims in another order."""
 
     order: tuple[int, ...]
 
@@ -63,7 +65,9 @@ Steps = tuple[ReshapeStep | ReorderStep, ...]
 
 
 def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
-    """The value, and those that it is a view of, as the frontend has it; each with the way from there to the value."""
+    """The value and the values that it is a view of, as the frontend has them, each with the steps from there to the
+    value.
+    """
     steps: Steps = ()
     while True:
         yield value, steps
@@ -78,7 +82,7 @@ def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
 
 
 def led(x: Any, layout: Layout, steps: Steps, mesh: Mesh) -> Any:
-    """A rank's part through views: the part of what they make."""
+    """Apply views to a rank's part. The result is the part of the views' result."""
     for step in steps:
         layout = _laid(layout, step, mesh)
         if isinstance(step, ReorderStep):
@@ -89,7 +93,7 @@ def led(x: Any, layout: Layout, steps: Steps, mesh: Mesh) -> Any:
 
 
 def laid_through(layout: Layout, steps: Steps, mesh: Mesh) -> Layout:
-    """How what views make is laid out."""
+    """The layout of the result of these views."""
     for step in steps:
         layout = _laid(layout, step, mesh)
     return layout
@@ -102,7 +106,7 @@ def _laid(layout: Layout, step: ReshapeStep | ReorderStep, mesh: Mesh) -> Layout
 
 
 def inverse(steps: Steps) -> Steps:
-    """From what the views make to what they are made of."""
+    """The steps from the result of the views back to their source."""
     out: list[ReshapeStep | ReorderStep] = []
     for step in reversed(steps):
         if isinstance(step, ReorderStep):

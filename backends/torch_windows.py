@@ -1,7 +1,8 @@
-"""Convolutions and pools on one rank: rows of neighbours along split dims, then the window over what is here.
+"""Convolutions and pools on one rank: halo exchange along split dims, then the window over the local rows.
 
-A window that moves along a split dim reads over the border of this rank's part. The rows behind the border come from
-the next rank; beyond the ends of the whole stands what the op pads with. The rows' gradients go home the same way.
+A window that moves along a split dim reads past the border of this rank's part. The rows past the border come from the
+neighbouring rank. Past the ends of the whole tensor there is the op's padding. The gradients of these rows return the
+same way.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 
 @RANK_RULES.register(*_CONVOLUTIONS)
 def _convolution(call: RankCall) -> Any:
-    """Batch, channels, groups and space may be parts."""
+    """Batch, channels, groups and spatial dims may be split."""
     x, w = call.given["input"], call.given["weight"]
     if call.given.get("transposed"):
         return _unsplit(call, "input")
@@ -83,8 +84,10 @@ def _each(given: Any, n: int) -> list[int]:
 def _with_neighbours(
     call: RankCall, name: str, windows: Sequence[Window], padding: Sequence[int], edge: float
 ) -> tuple[Any, list[int]]:
-    """(the operand with the rows that its windows reach over, what is still to be padded); edge: what lies beyond the
-    ends. Dims are extended one after the other, so that corners come along."""
+    """(the operand with the halo rows that its windows read, the padding still to be applied).
+
+    edge: the value past the ends. Dims are extended one after the other, so that corners are included.
+    """
     x, left = call.given[name], list(padding)
     first = x.dim() - len(windows)
     for k, window in enumerate(windows):
@@ -103,7 +106,7 @@ def _with_neighbours(
 
 
 def _extended(call: RankCall, name: str, x: Any, dim: int, before: int, behind: int, edge: float) -> Any:
-    """x with the last rows of the rank before this one along a dim, and the first ones of the rank behind it."""
+    """x with the last rows of the previous rank along a dim, and the first rows of the next rank."""
     import torch
 
     groups = call.groups
