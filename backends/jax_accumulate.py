@@ -1,4 +1,4 @@
-"""A step in micro-batches: loss and gradients of one at a time, summed in a loop."""
+"""A step in micro-batches: loss and gradients of one micro-batch at a time, summed in a loop."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["summed"]
 
 
 def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) -> Callable[..., Any]:
-    """f(params, *batch): the mean of loss and gradients over the plan's micro-batches, one at a time.
+    """f(params, *batch): the mean of loss and gradients over the plan's micro-batches, computed one at a time.
 
-    graded: f(params, *batch) -> (value, gradients) of one micro-batch. kept: the gradients' shardings.
+    graded: f(params, *batch) -> (value, gradients) of one micro-batch. kept: the shardings of the gradients.
     """
     import jax
     import jax.numpy as jnp
@@ -62,7 +62,7 @@ def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) 
 
 
 def _micro_batches(x: Any, k: int, sharding: Any, mesh: JaxMesh) -> Any:
-    """An array of the batch as k micro-batches, stacked."""
+    """An array of the batch as k stacked micro-batches."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -74,13 +74,13 @@ def _micro_batches(x: Any, k: int, sharding: Any, mesh: JaxMesh) -> Any:
 
 
 def _threads(plan: JaxPlan) -> list[tuple[int, int]]:
-    """(leaf of the batch, leaf of what the function returns) of all that a step hands to the next."""
+    """(leaf of the batch, leaf of the function's result) for each value that a step passes to the next."""
     n = len(plan.traced.param_paths)
     return [(i - n, j) for i, j in sorted(plan.traced.carried.items()) if i >= n]
 
 
 def _outs(plan: JaxPlan, outs: Sequence[Any], states: Sequence[Any]) -> Any:
-    """(loss, aux), of the leaves stacked over micro-batches, but what is threaded, of which it is the last."""
+    """(loss, aux), from the leaves stacked over micro-batches. For threaded values, only the last is used."""
     import jax
 
     last = list(outs)

@@ -1,9 +1,9 @@
-"""Attention of a plan as it runs: each device's part of it by the kernel that the program asks for, under shard_map.
+"""A plan's attention at run time: each device computes its part with the requested kernel, under shard_map.
 
-XLA cannot split a kernel, so the plan's split of it is written out: parts of the batch and of the heads are attentions
-of their own; parts of the queries see all keys, of which a causal one skips those behind it. The gradients of keys and
-values are summed over the parts that read them. Parts of queries and keys alike are a ring (``jax_ring``). On a device
-that lacks the kernel the definition runs in its place, split alike, with a warning.
+XLA cannot split a kernel, so the plan's split is written out here. Parts of the batch and of the heads are separate
+attentions. Parts of the queries see all keys; a causal part skips the keys after it. The gradients of keys and values
+are summed over the parts that read them. If queries and keys are split in the same way, the parts form a ring
+(``jax_ring``). A device that lacks the kernel runs the definition instead, split in the same way, with a warning.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ AxisNames = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSplit:
-    """The mesh axes that split each dim of an attention, major to minor. ring: queries and keys alike; either these or
-    queries alone are split."""
+    """The mesh axes that split each dim of an attention, major to minor.
+
+    ring: axes that split queries and keys in the same way. Either a ring or a split of the queries alone is used.
+    """
 
     batch: AxisNames = ()
     queries: AxisNames = ()
@@ -51,7 +53,7 @@ class AttentionSplit:
 
     @property
     def of_queries(self) -> Any:
-        """PartitionSpec of [b, q, kv heads, group, d]; without the last also of the sums."""
+        """PartitionSpec of [b, q, kv heads, group, d]; without the last entry, also of the sums."""
         from jax.sharding import PartitionSpec
 
         return PartitionSpec(self.batch, self.ring or self.queries, self.heads, self.groups)
@@ -67,9 +69,9 @@ class AttentionSplit:
 def split_of(
     q: Digits, k: Digits, call: AttentionCall, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
 ) -> AttentionSplit | None:
-    """The split that layouts of queries and keys are; None where a part is not contiguous.
+    """The split that the layouts of queries and keys express; None if a part is not contiguous.
 
-    shapes: of queries and keys; sizes: of the mesh's axes, in order.
+    shapes: of queries and keys. sizes: of the mesh's axes, in order.
     """
     batch, position, head, _ = call.order
     kv_heads = shapes[1][head]
@@ -94,9 +96,9 @@ def split_of(
 
 
 def kernel_for(call: AttentionCall, platform: str, dtype: Any, source: SourceLine) -> AttentionFunctions:
-    """The kernel that the call asks for, or where the platform lacks it, the definition, with a warning.
+    """The kernel that the call requests. If the platform lacks it, the definition, with a warning.
 
-    XLA has none to put into a ring: there it is cuDNN's, where that takes the dtype.
+    XLA has no kernel for a ring. There, cuDNN's kernel is used if it takes the dtype.
     """
     fits = call.asked == "cudnn" or (call.asked == "xla" and dtype.itemsize == 2)
     if fits and platform == "gpu":
@@ -125,10 +127,10 @@ def of_plan(
     mesh: JaxMesh,
     source: SourceLine,
 ) -> Callable[..., Any] | None:
-    """The attention as a function of q, k, v, split as the plan has it.
+    """The attention as a function of q, k, v, split as in the plan.
 
-    None where XLA is to split it: it is asked for XLA's own (and is no ring), has a bias or a mask, or parts that are
-    not contiguous. reads, avals: names and avals of what it reads.
+    None if XLA is to split it: the call requests XLA's own implementation (and is not a ring), has a bias or a mask, or
+    has parts that are not contiguous. reads, avals: names and avals of its operands.
     """
     split = _split(call, reads, [a.shape for a in avals], layouts, mesh)
     if call.asked == "xla" and (split is None or not split.ring):
@@ -150,10 +152,11 @@ def on_a_device(
     source: SourceLine,
     dtype: Any,
 ) -> Callable[..., Any] | None:
-    """The attention as a function of one device's parts, within a ``shard_map``; None where its split cannot be written
-    out. The gradients of keys and values are summands: of the parts of queries and of groups that read them.
+    """The attention as a function of one device's parts, within a ``shard_map``; None if its split cannot be written
+    out.
 
-    operands: shapes and layouts of all that it reads.
+    The gradients of keys and values are summands, one from each part of queries and groups that reads them. operands:
+    shapes and layouts of all operands.
     """
     (q, of_q), (k, of_k), *_ = operands
     split = split_of(of_q, of_k, call, (q, k), dict(mesh.shape))
@@ -167,7 +170,7 @@ def on_a_device(
 
 
 def _beside(call: AttentionCall) -> Callable[..., Any]:
-    """With a bias or a mask, which follow queries, keys and values."""
+    """Attention with a bias or a mask, which come after queries, keys and values."""
     import jax
 
     def attention(q: Array, k: Array, v: Array, *beside: Any) -> Any:
@@ -188,7 +191,9 @@ def _beside(call: AttentionCall) -> Callable[..., Any]:
 
 
 def _ordered(call: AttentionCall, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, which takes [b, q, kv heads, group, d] and [b, s, kv heads, d], on arrays laid out as the call's."""
+    """``run``, which takes [b, q, kv heads, group, d] and [b, s, kv heads, d], applied to arrays in the call's dim
+    order.
+    """
     order = tuple(
         sorted(range(4), key=lambda i: call.order[i])
     )  # where each dim of (b, q, h, d) goes back to
@@ -210,7 +215,7 @@ def _split(
     layouts: EquationLayouts | None,
     mesh: JaxMesh,
 ) -> AttentionSplit | None:
-    """The plan's split, where it can be written out; not with a bias or a mask, nor of a tensor that is read twice."""
+    """The plan's split, if it can be written out. None with a bias or a mask, or for a tensor that is read twice."""
     if layouts is None or len(reads) != 3 or reads[0] in (None, *reads[1:]):
         return None
     q, k = (layouts.reads.get(name or "") for name in reads[:2])
@@ -223,7 +228,7 @@ def _split(
 
 @dataclass(frozen=True, kw_only=True)
 class _DeviceShare:
-    """What each device does, and what leaves it."""
+    """What each device computes and returns."""
 
     kernel: AttentionFunctions
     split: AttentionSplit
@@ -232,7 +237,7 @@ class _DeviceShare:
     mesh: JaxMesh
 
     def differentiable(self) -> Callable[..., Any]:
-        """f(q, k, v) on whole arrays, with a derivative rule of its own: kernels know none that is split."""
+        """f(q, k, v) on whole arrays, with its own derivative rule, because kernels have none for a split attention."""
         import jax
         from jax.ad_checkpoint import checkpoint_name
 
@@ -259,7 +264,7 @@ class _DeviceShare:
         return attention
 
     def on_a_device(self) -> Callable[..., Any]:
-        """f(q, k, v) on this device's parts, whose gradients of keys and values are summands."""
+        """f(q, k, v) on this device's parts. Its gradients of keys and values are summands."""
         import jax
 
         @jax.custom_vjp
@@ -290,7 +295,7 @@ class _DeviceShare:
         )
 
     def _forward(self, q: Array, k: Array, v: Array) -> tuple[Any, tuple[Array, ...]]:
-        """(result, what backward is given back)"""
+        """(result, residuals for backward)"""
         import jax
 
         if (ring := self._ring()) is not None:
@@ -307,7 +312,7 @@ class _DeviceShare:
         return result, (q, k, v, sums)
 
     def _part_forward(self, i: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """The i-th part of the queries: all keys before it, and its own under the mask."""
+        """The i-th part of the queries: all keys before it, and its own keys under the mask."""
         own = slice(i * q.shape[1], (i + 1) * q.shape[1])
         done = self.kernel.forward(q, k[:, own], v[:, own], causal=True, scale=self.scale)
         if i == 0:

@@ -1,8 +1,8 @@
-"""Kernels of attention on one device: cuDNN's, Pallas' flash attention, and the definition itself, for any device.
+"""Attention kernels on one device: cuDNN's, Pallas' flash attention, and the definition itself for any device.
 
-Each is a pair: forward gives the result and the logarithm of each query's sum; backward takes both as given, so that
-attention over many blocks of keys is put together from kernels (``jax_attention``). Queries and results are
-[b, q, kv heads, group, d], keys and values [b, s, kv heads, d], the logarithms [b, q, kv heads, group].
+Each kernel is a pair. Forward returns the result and the logarithm of each query's sum. Backward takes both as inputs,
+so attention over many blocks of keys can be assembled from kernels (``jax_attention``). Queries and results are [b, q,
+kv heads, group, d], keys and values [b, s, kv heads, d], the logarithms [b, q, kv heads, group].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Attended", "AttentionFunctions", "CuDNN", "Flash", "Reference", "mer
 
 
 class Attended(NamedTuple):
-    """What forward was given and what it made; sums: the logarithms of the queries' sums."""
+    """The inputs and results of forward. sums: the logarithms of the queries' sums."""
 
     q: Array
     k: Array
@@ -31,7 +31,9 @@ class Attended(NamedTuple):
 
 
 class AttentionFunctions(Protocol):
-    """causal: query i sees the keys up to the i-th. scale: of the scores."""
+    """The forward and backward functions of a kernel. causal: query i sees the keys up to the i-th. scale: of the
+    scores.
+    """
 
     def forward(self, q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
         """(result, logarithms of the sums)"""
@@ -40,13 +42,13 @@ class AttentionFunctions(Protocol):
     def backward(
         self, done: Attended, gradient: Array, *, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
-        """Gradients of q, k and v; gradient: the result's."""
+        """Gradients of q, k and v. gradient: the gradient of the result."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The two products and the softmax, scores in memory: what XLA makes of it, on any device."""
+    """The two products and the softmax, with scores in memory, compiled by XLA for any device."""
 
     def _scores(self, q: Array, k: Array, *, causal: bool, scale: float) -> Array:
         import jax.numpy as jnp
@@ -87,7 +89,7 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class CuDNN:
-    """cuDNN's fused attention, which takes bfloat16 and float16 on NVIDIA's GPUs."""
+    """cuDNN's fused attention, for bfloat16 and float16 on NVIDIA GPUs."""
 
     def forward(self, q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
         b, t, h, g, _ = q.shape
@@ -114,7 +116,7 @@ class CuDNN:
 
 @dataclass(frozen=True, kw_only=True)
 class Flash:
-    """Pallas' flash attention for TPUs. blocks: its sizes for the whole arrays; a part has no larger ones."""
+    """Pallas' flash attention for TPUs. blocks: block sizes for the whole arrays; a part has no larger blocks."""
 
     blocks: DataclassInstance
 
@@ -160,7 +162,7 @@ class Flash:
 
 
 def _heads(x: Array) -> Array:
-    """Query heads as one dim."""
+    """The query heads as one dim."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
@@ -169,7 +171,7 @@ def _heads_first(x: Array) -> Array:
 
 
 def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Attention over two sets of keys, of (result, logarithms of the sums) over each."""
+    """Attention over two sets of keys, from (result, logarithms of the sums) over each set."""
     import jax.numpy as jnp
 
     (a, of_a), (b, of_b) = one, other

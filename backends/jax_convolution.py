@@ -1,9 +1,9 @@
-"""Grouped convolutions of a plan as they run: each device's examples and groups by themselves, under shard_map.
+"""A plan's grouped convolutions at run time: each device computes its own examples and groups, under shard_map.
 
-XLA's partitioner (jaxlib 0.10.2) splits a grouped convolution only where each group has one channel in and one out. Any
-other it gathers, images included, and every device computes all of it: eight times the work on eight devices. Nothing
-is exchanged between images or groups, so the plan's split is written out. A part of the weights that several devices
-read has its gradient summed over them.
+XLA's partitioner (jaxlib 0.10.2) splits a grouped convolution only if each group has one channel in and one out. It
+gathers the operands of any other, images included, and every device computes the whole convolution: eight times the
+work on eight devices. Images and groups do not exchange data, so the plan's split is written out here. If several
+devices read one part of the weights, its gradient is summed over them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def of_plan(
     layouts: EquationLayouts | None,
     mesh: JaxMesh,
 ) -> Callable[..., Any] | None:
-    """The equation as a function of its operands, split as the plan has it.
+    """The equation as a function of its operands, split as in the plan.
 
-    None where XLA is to split it: it is no such convolution, or its windows, or channels
-    within a group, are split. reads, makes: names of what it reads and makes.
+    None if XLA is to split it: it is not such a convolution, or its windows, or channels within a group, are split.
+    reads,
+    makes: names of its operands and results.
     """
     if eqn.primitive.name != "conv_general_dilated" or layouts is None or len(set(reads)) != 2:
         return None
@@ -77,7 +78,7 @@ def _mapped(eqn: Eqn, groups: int, specs: Sequence[Any], mesh: JaxMesh) -> Calla
 
 
 def _spec(digits: Digits, sizes: Mapping[str, int]) -> Any:
-    """A layout as a PartitionSpec; None where an axis takes anything but contiguous parts."""
+    """A layout as a PartitionSpec; None if an axis selects parts that are not contiguous."""
     from jax.sharding import PartitionSpec
 
     names, last = tuple(sizes), max((d[0] for d in digits if d is not None), default=-1)

@@ -1,4 +1,4 @@
-"""A block of a jaxpr's equations: what crosses its borders."""
+"""The inputs and outputs of a block of a jaxpr's equations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT = "pase_kept"
 
 
 def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Any], list[Any]]:
-    """Variables that a block of equations reads from outside, and those that it makes for outside."""
+    """Variables that a block of equations reads from outside, and variables that it makes for use outside."""
     mine = jaxpr.eqns[block.start : block.stop]
     made = dict.fromkeys(v for e in mine for v in e.outvars)
     reads = dict.fromkeys(v for e in mine for v in e.invars if not is_literal(v) and v not in made)

@@ -1,8 +1,8 @@
-"""A local program run by JAX: the user's jaxpr walked once more, each equation on one device's part of its operands.
+"""A local program run by JAX: the user's jaxpr is walked again, and each equation runs on one device's part.
 
-All of it stands inside of one ``shard_map`` over the whole mesh. Between equations, each edge of the program is one
-function whose derivative is given: forward it makes the plan's moves, backward those that the plan has for the
-gradient. Nothing else sends anything, and nothing is left to a partitioner.
+Everything runs inside one ``shard_map`` over the whole mesh. Between equations, each edge of the program is one
+function with its own derivative: forward makes the plan's moves, and backward makes the moves that the plan has for the
+gradient. Nothing else communicates, and nothing is left to a partitioner.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ __all__ = ["LocalWalk"]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWalk:
-    """One walk over the jaxpr, on one device; run under ``shard_map``. blocks: equations that backward computes again;
-    kept: those of them whose results it finds kept; devices: JAX's mesh."""
+    """One walk over the jaxpr, on one device, run under ``shard_map``. blocks: equations that backward recomputes.
+
+    kept: those of them whose results are kept for backward. devices: JAX's mesh.
+    """
 
     program: LocalProgram
     traced: TracedJax
@@ -55,7 +57,7 @@ class LocalWalk:
         return self.traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
     def leaf(self, array: Any, tensor: str, shadow: Any = None) -> DeviceValue:
-        """A parameter or an input as it is stored."""
+        """A parameter or an input in its storage layout."""
         return DeviceValue(
             array=array, tensor=tensor, layout=self.program.result(tensor).layout, shadow=shadow
         )
@@ -63,7 +65,7 @@ class LocalWalk:
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[DeviceValue], prefix: str, cache: Cache
     ) -> list[DeviceValue]:
-        """cache: of the body that these equations stand in."""
+        """Run the equations. cache: of the body that contains them."""
         from jax.ad_checkpoint import checkpoint_name
 
         env: dict[Any, DeviceValue] = {
@@ -96,7 +98,7 @@ class LocalWalk:
     def _again(
         self, jaxpr: Any, block: Block, env: dict[Any, DeviceValue], one: Callable[[int, Cache], None]
     ) -> None:
-        """A block of equations, rematerialised."""
+        """A rematerialised block of equations."""
         import jax
 
         reads, makes = boundary(jaxpr, block)
@@ -145,12 +147,12 @@ class LocalWalk:
         return [made[n] for n in names]
 
     def _makers(self, names: Sequence[str]) -> list[LocalOp]:
-        """The ops that make these tensors, each once; none makes a constant."""
+        """The ops that make these tensors, each once. Constants have none."""
         found = {id(op): op for n in names if (op := self.program.maker.get(n)) is not None}
         return list(found.values())
 
     def _constant(self, eqn: Any, names: Sequence[str], ins: Sequence[DeviceValue]) -> list[DeviceValue]:
-        """What no data decides, whole on every device; whoever reads a part of it takes that."""
+        """A value that does not depend on data, whole on every device; each reader takes its part of it."""
         if not names:
             raise self.refusal(eqn, "it makes nothing that the plan lays out")
         for h in ins:
@@ -164,7 +166,7 @@ class LocalWalk:
     def _op(
         self, op: LocalOp, eqn: Any, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
     ) -> dict[str, DeviceValue]:
-        """Tensor -> what one op of an equation makes."""
+        """Tensor -> what one op of an equation computes."""
         wanted = self.matched(op, ins)
         read = [h if w is None else self.brought(h, w, cache) for h, w in zip(ins, wanted, strict=True)]
         place = {n: k for k, n in enumerate(names)}
@@ -199,7 +201,7 @@ class LocalWalk:
         }
 
     def matched(self, op: LocalOp, ins: Sequence[DeviceValue]) -> list[LocalOperand | None]:
-        """Which operand of the op each value is; None of a number."""
+        """For each value, which operand of the op it is; None for a number."""
         left = list(op.operands)
         out: list[LocalOperand | None] = [None] * len(ins)
         for named in (True, False):  # constants of a jaxpr have no names: they are what is left
@@ -212,13 +214,13 @@ class LocalWalk:
         return out
 
     def _is(self, operand: LocalOperand, value: DeviceValue) -> bool:
-        """Is this value what the op reads there?"""
+        """Whether this value is what the op reads there."""
         if value.tensor is not None:
             return self.program.original(operand.tensor) == value.tensor
         return operand.constant and operand.shape == tuple(getattr(value.array, "shape", ()))
 
     def brought(self, value: DeviceValue, wanted: LocalOperand, cache: Cache) -> DeviceValue:
-        """The value as an op reads it."""
+        """The value in the layout in which an op reads it."""
         if value.layout is None:  # made of no data, whole on every device
             array = part(value.array, wanted.shape, wanted.layout, self.program.mesh)
             return replace(value, array=array, layout=wanted.layout)
@@ -239,7 +241,9 @@ class LocalWalk:
         return replace(value, array=there_and_back(value.array, value.shadow, lambda x: x, back), shadow=None)
 
     def _transferred(self, value: DeviceValue, number: int, cache: Cache) -> Any:
-        """By a transfer, once in each body; out of a copy, which is made in the same body, where the op reads one."""
+        """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
+        from that.
+        """
         if number in cache:
             return cache[number]
         t = self.program.transfers[number]
@@ -247,7 +251,7 @@ class LocalWalk:
         return cache[number]
 
     def _out_of_copy(self, value: DeviceValue, t: LocalTransfer, cache: Cache) -> DeviceValue:
-        """What a transfer begins with: the value, or the copy of it that the transfer is of."""
+        """The start of a transfer: the value, or the copy of it that the transfer uses."""
         if t.tensor not in self.program.originals:
             return value
         (copy,) = self.program.maker[t.tensor].operands
@@ -268,7 +272,7 @@ class LocalWalk:
             ) from None
 
     def _sent(self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Any], Any] | None = None) -> Any:
-        """instead: what is made of the value on its way there, if it is not moved."""
+        """Send the value. instead: what the value becomes if it is not moved."""
         shape = self.program.result(t.tensor).shape
 
         def there(x: Any) -> Any:
@@ -283,8 +287,9 @@ class LocalWalk:
         )
 
     def carrier(self, value: DeviceValue, handed: LocalOperand, cache: Cache) -> Any:
-        """Zeros in the layout in which an op hands back the value's gradient; from there it goes home as the plan has
-        it."""
+        """Zeros in the layout in which an op returns the value's gradient. From there, the gradient moves as in the
+        plan.
+        """
         import jax.numpy as jnp
 
         here = self._local(handed.shape, handed.gradient)
@@ -298,7 +303,7 @@ class LocalWalk:
         return self._sent(self._out_of_copy(value, t, cache), t, zeros)
 
     def led(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:
-        """A value of this whole shape in another layout; None: as it is, but summed."""
+        """A value with this whole shape in another layout; None: the same layout, but summed."""
         mesh = self.program.mesh
         have = (None,) * len(mesh.names) if value.layout is None else value.layout
         if want is None:
@@ -313,7 +318,7 @@ class LocalWalk:
         return local_shape(shape, layout, self.program.mesh)
 
     def refusal(self, eqn: Any, why: str) -> NotByHand:
-        """An equation that cannot be lowered."""
+        """The error for an equation that cannot be lowered."""
         where = source_line(eqn) or "an unknown line"
         return NotByHand(
             f"'{eqn.primitive.name}' at {where} cannot be lowered by hand: {why}. Use lowering='annotated', which "
@@ -321,7 +326,7 @@ class LocalWalk:
         )
 
     def _named(self, eqn: Any, run: Callable[[], Any]) -> Any:
-        """What a rule says against an equation, with its name and line."""
+        """A rule's reason for refusing an equation, with the equation's name and line."""
         try:
             return run()
         except rules.NotLowered as e:

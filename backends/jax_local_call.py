@@ -1,4 +1,4 @@
-"""One equation as one device runs it: what a rule of ``jax_local_rules`` is given, and the registry of these rules."""
+"""One equation on one device: the input of the rules in ``jax_local_rules``, and the registry of these rules."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["LOCAL_RULES", "LocalCall", "NotLowered", "split_dims"]
 
 
 class NotLowered(Exception):
-    """Why an equation cannot be run on parts; becomes a PaseError that names it."""
+    """Why an equation cannot be run on parts. It becomes a PaseError that names the equation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCall:
     """An equation as one op of the local program.
 
-    operands: of each input, None of numbers. results: of each output, None where another op makes it; shapes: of these
-    on this device. devices: JAX's mesh.
+    operands: for each input; None for a number. results: for each output; None if another op makes it. shapes: shapes
+    of the outputs on this device. devices: JAX's mesh.
     """
 
     eqn: Any
@@ -36,11 +36,11 @@ class LocalCall:
 
     @property
     def shape(self) -> Extents:
-        """Of its first result."""
+        """The shape of its first result."""
         return next(s for s in self.shapes if s is not None)
 
     def whole(self, i: int = 0) -> Extents:
-        """Of an input, on all devices."""
+        """The shape of an input on all devices."""
         return tuple(self.eqn.invars[i].aval.shape)
 
 

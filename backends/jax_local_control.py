@@ -1,7 +1,7 @@
-"""Loops and branches on one device: bodies walked by ``LocalWalk``, what comes in and goes out as the plan has it.
+"""Loops and branches on one device: ``LocalWalk`` walks the bodies; inputs and outputs have the plan's layouts.
 
-What a body reads from outside, what it carries and what it stacks is settled at its border; a stack whose slices the
-body reads is moved before the loop, all of it at once.
+The layouts of what a body reads from outside, carries and stacks are set at its border. A stack whose slices the body
+reads is moved before the loop, all of it in one move.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["local_cond", "local_scan", "local_while"]
 def _settled(
     walk: LocalWalk, at: Place, of: PlacePart, values: Sequence[DeviceValue], cache: Cache, *which: int
 ) -> list[DeviceValue]:
-    """Values as this part of a loop's tensors, or of what a branch (which) returns, has them."""
+    """Values in the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
     out = []
     for k, h in enumerate(values):
         key = at.its(of, *which, k)
@@ -44,7 +44,7 @@ def _settled(
 def _closed(
     walk: LocalWalk, at: Place, carried: Sequence[DeviceValue], made: Sequence[DeviceValue], cache: Cache
 ) -> list[Any]:
-    """What a body hands to its next turn, in the layouts of the carry."""
+    """What a body passes to its next turn, in the layouts of the carry."""
     out = []
     for k, (before, h) in enumerate(zip(carried, made, strict=True)):
         takers = walk.program.takers.get(at.its("carry", k), ())
@@ -94,7 +94,7 @@ def local_scan(
 
 
 def _before_slicing(walk: LocalWalk, at: Place, k: int, stack: DeviceValue, cache: Cache) -> DeviceValue:
-    """A stack as the loop slices it, its first dim not split."""
+    """A stack as the loop slices it, with its first dim not split."""
     if stack.layout is None:
         return stack
     (name,) = walk.traced.results[at.its("x", k)]
@@ -112,7 +112,7 @@ def _slice(walk: LocalWalk, at: Place, k: int, stack: DeviceValue, arrays: Any) 
 
 
 def _stacked(walk: LocalWalk, name: str, value: DeviceValue, cache: Cache) -> DeviceValue:
-    """One turn's part of the result of this name, which is stacked."""
+    """One turn's part of a stacked result with this name."""
     op = walk.program.maker.get(name)
     if op is None:
         return replace(value, tensor=name)
@@ -123,8 +123,11 @@ def _stacked(walk: LocalWalk, name: str, value: DeviceValue, cache: Cache) -> De
 def local_while(
     walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
-    """A while loop on this device: all devices turn equally often. Under vmap (one answer for each example) as long as
-    any example goes on, on any device, and those that have ended keep what they have."""
+    """A while loop on this device. All devices run the same number of turns.
+
+    Under vmap (one result for each example), the loop runs as long as any example on any device continues. Examples
+    that have ended keep their values.
+    """
     import jax
 
     p = eqn.params
@@ -169,7 +172,7 @@ def local_while(
 def _held(
     walk: LocalWalk, at: Place, on: DeviceValue, new: DeviceValue, before: DeviceValue, cache: Cache
 ) -> DeviceValue:
-    """A loop's value after a turn, of those examples that go on; of the others as it was before."""
+    """A loop's value after a turn for the examples that continue; for the others, the value before the turn."""
     import jax
 
     program = walk.program
@@ -196,7 +199,7 @@ def _held(
 def local_cond(
     walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
-    """A conditional on this device: every branch brings its results into the layout in which all of them return."""
+    """A conditional on this device. Every branch brings its results into the common result layout."""
     import jax
 
     names = walk.traced.results[at]

@@ -1,8 +1,9 @@
-"""Calls with a derivative rule of their own on one device: what the rule says forward and backward, on parts.
+"""Calls with their own derivative rule on one device: the rule's forward and backward programs, on parts.
 
-The rule is read as two programs, as ``jax.vjp`` runs it: forward to the results and what is kept, backward to the
-gradients. Each is traced by itself and split as its operands lie (``pase.local.follow``), and is then one more local
-program. What the plan says of such a call are the layouts in which it reads, makes, and gives and gets gradients.
+The rule is read as two programs, as ``jax.vjp`` runs it: forward to the results and residuals, and backward to the
+gradients. Each is traced by itself and split according to its operands' layouts (``pase.local.follow``), and is then a
+local program of its own. For such a call, the plan gives the layouts of its operands, its results and the gradients of
+both.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["call_with_rule"]
 def call_with_rule(
     walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> list[DeviceValue]:
-    """A ``custom_jvp`` or ``custom_vjp`` call on this device, of whose results some have a gradient."""
+    """A ``custom_jvp`` or ``custom_vjp`` call on this device, with gradients for some of its results."""
     import jax
 
     call = _RuledCall.of(walk, eqn, ins, at)
@@ -66,9 +67,11 @@ def call_with_rule(
 
 @dataclass(frozen=True, kw_only=True)
 class _RuledCall:
-    """What the plan says of such a call. trained: which operands have gradients; results: names of those that are
-    used; reads: of each operand, how the first op inside reads it; hands: how a rule for vector-Jacobian products hands
-    back what it found, one for each operand that has a gradient."""
+    """What the plan says of such a call. trained: which operands have gradients.
+
+    results: names of the results that are used. reads: for each operand, how the first op inside reads it. hands: for
+    each operand with a gradient, how a rule for vector-Jacobian products returns it.
+    """
 
     walk: LocalWalk
     eqn: Eqn
@@ -99,12 +102,12 @@ class _RuledCall:
         )
 
     def as_read(self, i: int, cache: Cache) -> DeviceValue:
-        """An operand as the call reads it."""
+        """An operand in the layout in which the call reads it."""
         wanted = self.reads[i]
         return self.ins[i] if wanted is None else self.walk.brought(self.ins[i], wanted, cache)
 
     def home(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Any, Layout]:
-        """(what the gradient of an operand that has one is handed to, the layout in which it is handed over)."""
+        """(what receives the gradient of an operand that has one, the layout in which it is returned)."""
         h, program = self.ins[i], self.walk.program
         handed = next((o for o in self.hands if program.original(o.tensor) == h.tensor), None)
         if handed is not None:
@@ -135,8 +138,9 @@ class _RuledCall:
 def _ran(
     walk: LocalWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], wants: Sequence[Layout]
 ) -> list[DeviceValue]:
-    """A program on values as they lie; its first results in the layouts ``wants``, the others as they are made, but
-    summed."""
+    """Run a program on values in their layouts. Its first results get the layouts ``wants``; the others are only
+    summed.
+    """
     mesh, jaxpr = walk.program.mesh, opened(closed)[0]
     whole: Layout = (None,) * len(mesh.names)
     lie = [whole if h.layout is None else h.layout for h in values]
@@ -161,7 +165,7 @@ def _ran(
 def _traced(
     walk: LocalWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], lie: Sequence[Layout]
 ) -> tuple[LocalWalk, list[DeviceValue]]:
-    """The program as a local program of its own, and what it makes of values that lie so."""
+    """The program as a local program of its own, and its results' layouts for values in these layouts."""
     import jax
     from jax.extend.core import jaxpr_as_fun
 
@@ -180,8 +184,9 @@ def _traced(
 
 
 def _pointwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
-    """Does it compute point by point, on arrays of one shape and on numbers? Then it does not matter which points a
-    device has."""
+    """Whether it computes pointwise, on arrays of one shape and on numbers. Then it does not matter which points a
+    device has.
+    """
 
     def alike(eqn: Eqn) -> bool:
         if eqn.primitive.name in INLINED:

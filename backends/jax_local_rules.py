@@ -1,8 +1,8 @@
-"""One equation on one device: what differs from the whole one.
+"""One equation on one device: the equations that differ from running on whole arrays.
 
-Most primitives do on a part what they do on the whole, once the sizes that they are called with are the part's. What
-depends on where the part lies has a rule here: lookups and scattered updates by index, what is made by position, maxima
-over several devices, attention.
+Most primitives do the same on a part as on the whole, once their size parameters are those of the part. Primitives that
+depend on the position of the part have a rule here: lookups and scattered updates by index, arrays made by position,
+maxima over several devices, attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["LocalCall", "NotLowered", "evaluate", "plainly"]
 
 
 def evaluate(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """The equation's results on this device; NotLowered where it cannot be run on parts."""
+    """The equation's results on this device. Raises NotLowered if it cannot run on parts."""
     op, name = call.op.op, call.eqn.primitive.name
     if name not in WINDOWED and any(o is not None and o.halo for o in call.operands):
         raise NotLowered(
@@ -47,7 +47,7 @@ def evaluate(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 
 def _summed(call: LocalCall, x: Array, result: LocalResult) -> Any:
-    """Summed at once, where its own node reads it; its gradient is that of every summand."""
+    """Sum at once, if the node that makes it also reads it. The gradient is that of every summand."""
     import jax
 
     over, combine = result.summed, call.op.combine
@@ -63,7 +63,7 @@ def _summed(call: LocalCall, x: Array, result: LocalResult) -> Any:
 
 
 def plainly(eqn: Eqn, ins: Sequence[Any], info: Any) -> list[Any]:
-    """The equation as it is, on whole arrays."""
+    """The equation itself, on whole arrays."""
     return plain(eqn, ins, info)
 
 
@@ -76,7 +76,7 @@ _SIZES: dict[str, Callable[[Any, Extents, Sequence[Extents]], dict[str, Any]]] =
 
 
 def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Any]) -> Any:
-    """The equation with the sizes of parts."""
+    """The equation with the sizes of the parts."""
     sizes = _SIZES.get(eqn.primitive.name)
     if sizes is None or out is None:
         return eqn
@@ -84,13 +84,13 @@ def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Any]) -> Any:
 
 
 def _alike(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """On a part as on the whole."""
+    """The same on a part as on the whole."""
     out = next((s for s in call.shapes if s is not None), None)
     return plain(_resized(call.eqn, out, ins), ins, call.info)
 
 
 def _generated(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """What is made by position: whole, and of it this device's part."""
+    """Arrays made by position: the whole is made, and this device takes its part."""
     made = plain(call.eqn, ins, call.info)
     return [
         x if r is None else part(x, r.shape, r.layout, call.mesh)
@@ -100,7 +100,7 @@ def _generated(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 @LOCAL_RULES.register("slice")
 def _slice(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """Dims that are split are kept whole, or all parts of them alike are."""
+    """Dims that are split are either kept whole, or sliced in the same way in all parts."""
     p, whole, here = call.eqn.params, call.whole(), ins[0].shape
     start, limit = (
         [at * n // all_ for at, n, all_ in zip(p[k], here, whole, strict=True)]
@@ -112,7 +112,7 @@ def _slice(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 @LOCAL_RULES.register("sharding_constraint")
 def _unconstrained(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """The plan has its own layouts."""
+    """The plan has its own layouts, so the constraint is ignored."""
     return list(ins)
 
 
@@ -123,8 +123,10 @@ def _by_hand(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 @LOCAL_RULES.register("reduce_max", "reduce_min")
 def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """Over several devices: all elements that reach it share its gradient, as they do on one. Where the edge joins it,
-    backward asks once more which elements that are."""
+    """Maxima over several devices: all elements that attain the maximum share its gradient, as on one device.
+
+    If the edge joins the parts, backward finds these elements again.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -157,7 +159,7 @@ def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 @LOCAL_RULES.register("gather")
 def _gather(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """Of a dim that is split each device looks up what it has; elsewhere it takes zero, and the rows are summed."""
+    """Each device looks up what it has of a split dim and takes zero elsewhere. Then the rows are summed."""
     import jax
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
@@ -196,7 +198,7 @@ def _gather(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 
 def _filler(dtype: Any) -> Any:
-    """What JAX fills with out of bounds: the least of signed integers, the largest of unsigned ones."""
+    """JAX's fill value for out-of-bounds lookups: the least value of signed integers, the largest of unsigned ones."""
     import numpy as np
 
     if np.dtype(dtype) == np.bool_:
@@ -231,8 +233,10 @@ def _local_ids(
 
 @LOCAL_RULES.register(*SCATTERS)
 def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """Each device takes the updates that fall in its part. Where the updates are parts, what they are added to counts
-    on the first device alone."""
+    """Each device applies the updates that fall in its part.
+
+    If the updates are partial, the array that they are added to counts only on the first device.
+    """
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
 
@@ -255,7 +259,7 @@ def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 
 def _attention(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """A device's batch, heads and queries, by the kernel that the program asks for."""
+    """A device's batch, heads and queries, with the kernel that the program requests."""
     from pase.backends import jax_attention
 
     asked = call_of(call.eqn)

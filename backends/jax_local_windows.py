@@ -1,8 +1,8 @@
-"""Convolutions and pools on one device: rows of neighbours along split dims, then the window over what is here.
+"""Convolutions and pools on one device: halo exchange along split dims, then the window over the local rows.
 
-A window that moves along a split dim reads over the border of this device's part. The rows behind the border come from
-the next device by ``ppermute``; beyond the ends of the whole there is what the equation pads with. Differentiating this
-sends the rows' gradients home the same way, which is the plan's halo of backward.
+A window that moves along a split dim reads past the border of this device's part. The rows past the border come from
+the neighbouring device by ``ppermute``. Past the ends of the whole array there is the equation's padding.
+Differentiation sends the gradients of these rows back the same way, which is the plan's halo exchange of backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WindowPadding = list[tuple[int, int]]
 
 @LOCAL_RULES.register("conv_general_dilated")
 def _conv(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    """Batch, channels, groups and space may be parts."""
+    """Batch, channels, groups and spatial dims may be split."""
     p = call.eqn.params
     d = p["dimension_numbers"]
     groups = ins[0].shape[d.lhs_spec[1]] // ins[1].shape[d.rhs_spec[1]]
@@ -80,8 +80,10 @@ def _with_neighbours(
     padding: Sequence[tuple[int, int]],
     edge: Any,
 ) -> tuple[Any, WindowPadding]:
-    """(x with the rows that its windows reach over, what is still to be padded); edge: what lies beyond the ends, None:
-    zeros. Dims are extended one after the other, so that corners come along."""
+    """(x with the halo rows that its windows read, the padding still to be applied). edge: the value past the ends.
+
+    None as the edge means zeros. Dims are extended one after the other, so that corners are included.
+    """
     split, left = split_dims(call, [x]), [tuple(pad) for pad in padding]
     for k, (dim, window) in enumerate(zip(dims, windows, strict=True)):
         if dim in split and (window.extent, window.stride) != (1, 1):
@@ -95,7 +97,7 @@ def _with_neighbours(
 
 
 def _extended(call: LocalCall, x: Array, dim: int, before: int, behind: int, edge: Any) -> Any:
-    """x with the last rows of the device before this one along a dim, and the first ones of the device behind it."""
+    """x with the last rows of the previous device along a dim, and the first rows of the next device."""
     import jax
     import jax.numpy as jnp
 

@@ -27,7 +27,7 @@ __all__ = ["Manual"]
 
 @dataclass(frozen=True, kw_only=True)
 class Manual:
-    """What a JAX plan gives where it is lowered by hand, on a mesh of JAX's."""
+    """The functions of a JAX plan that is lowered by hand, on a JAX mesh."""
 
     plan: JaxPlan
     mesh: JaxMesh
@@ -51,7 +51,7 @@ class Manual:
         )
 
     def check(self) -> None:
-        """NotByHand where a part of the program cannot be lowered by hand."""
+        """Raise NotByHand if a part of the program cannot be lowered by hand."""
         import jax
 
         graded = self.value_and_grad() if self.plan.traced.mode == "train" else self.loss()
@@ -59,7 +59,7 @@ class Manual:
         jax.eval_shape(graded, *jax.tree.unflatten(self.plan.traced.in_tree, avals))
 
     def loss(self) -> Callable[..., Any]:
-        """f(params, *batch) -> what the user's function returns. It is not differentiated: ``value_and_grad`` is."""
+        """f(params, *batch) -> the result of the user's function. Do not differentiate it; use ``value_and_grad``."""
         import jax
 
         run = jax.custom_vjp(self._mapped(lambda *leaves: self._forward(leaves, {}), self._returns()))
@@ -78,7 +78,7 @@ class Manual:
         return whole
 
     def value_and_grad(self) -> Callable[..., Any]:
-        """f(params, *batch) -> (what the user's function returns, gradients of the trained leaves)."""
+        """f(params, *batch) -> (the result of the user's function, gradients of the trained leaves)."""
         import jax
 
         own = self._trained()
@@ -142,7 +142,9 @@ class Manual:
         return self.plan.spec(where)
 
     def _carrier(self, i: int, leaf: Any, gradient: Layout) -> Any:
-        """What a parameter's gradient is taken by: itself, or zeros of the layout that its gradient is kept in."""
+        """The array through which a parameter's gradient is taken: the parameter, or zeros in the gradient's storage
+        layout.
+        """
         import jax
 
         if self.program.result(self._names[i]).layout == gradient:
@@ -150,7 +152,7 @@ class Manual:
         return jax.numpy.zeros(local_shape(self._shape(i), gradient, self.program.mesh), leaf.dtype)
 
     def _forward(self, leaves: Sequence[Any], carriers: dict[int, Any]) -> list[Any]:
-        """What the model returns, on one device; carriers: see ``_carrier``."""
+        """The model's result on one device. carriers: see ``_carrier``."""
         walk, closed = self._walk, self.plan.traced.jaxpr
         values = []
         for i, (x, name) in enumerate(zip(leaves, self._names, strict=True)):
@@ -164,7 +166,7 @@ class Manual:
         return [self._out(h, op, cache) for h, op in zip(outs, ends, strict=True)]
 
     def _out(self, value: DeviceValue, op: LocalOp | None, cache: dict[int, Any]) -> Any:
-        """As it leaves: as the plan has it where it says so, else as it is made, or whole where no array says that."""
+        """A result in the plan's layout if there is one. Otherwise as it is made, or whole if it is not an array."""
         if op is not None:
             return self._walk.brought(value, op.operands[0], cache).array
         if value.layout is None:
@@ -178,7 +180,7 @@ class Manual:
         )
 
     def _returns(self) -> list[Any]:
-        """PartitionSpecs of what the model returns."""
+        """PartitionSpecs of the model's results."""
         specs = []
         for j, aval in enumerate(self.plan.traced.jaxpr.out_avals):
             op, name = self._end(j), self._out_names[j]
@@ -193,7 +195,7 @@ class Manual:
 
     @cached_property
     def _out_names(self) -> list[str | None]:
-        """Of what the model returns, its name in the traced graph; None of a number."""
+        """For each result of the model, its name in the traced graph; None for a number."""
         jaxpr, results = self.plan.traced.jaxpr.jaxpr, self.plan.traced.results
         names = dict(zip(jaxpr.invars, self._names, strict=True))
         for i, eqn in enumerate(jaxpr.eqns):
@@ -201,7 +203,7 @@ class Manual:
         return [None if is_literal(v) else names.get(v) for v in jaxpr.outvars]
 
     def _end(self, j: int) -> LocalOp | None:
-        """The op that takes what the model returns: the output's, or the leaf's of which it is the next value."""
+        """The op that takes a result of the model: the output's, or that of the leaf whose next value it is."""
         into = {of: leaf for leaf, of in self.plan.traced.carried.items()}
         if j in into:
             at = self.program.maker[self._names[into[j]]].op.eqn

@@ -1,4 +1,4 @@
-"""Moves of a local program in JAX, inside of ``shard_map``: each is the one collective that it says, there and back."""
+"""Moves of a local program in JAX, inside ``shard_map``. Each move is exactly one collective, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ __all__ = ["first", "moved", "part", "places_of", "summed", "there_and_back"]
 def there_and_back(
     value: Any, shadow: Any, there: Callable[[Any], Any], back: Callable[[Any], Any] | None
 ) -> Any:
-    """``there(value)``, whose gradient is ``back`` of its own and goes to ``shadow``, if there is one, else to value.
+    """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``shadow`` if given, else to
+    value.
 
-    shadow: of the layout that the gradient arrives in, where that is not the value's. back: None: no gradient passes.
+    shadow: an array in the layout in which the gradient arrives, if that is not the value's. back: None means that no
+    gradient passes.
     """
     import jax
 
@@ -43,7 +45,7 @@ def there_and_back(
 
 
 def moved(value: Any, moves: Sequence[LocalMove], shape: Extents, combine: Combine, mesh: Mesh) -> Any:
-    """The value led through moves; shape: of the whole tensor."""
+    """The value after these moves. shape: the shape of the whole tensor."""
     return reduce(lambda x, move: _step(x, move, shape, combine, mesh), moves, value)
 
 
@@ -80,7 +82,7 @@ def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Any:
 
 
 def first(axes: Sequence[str]) -> Any:
-    """Is this the first device along each of these axes?"""
+    """Whether this is the first device along each of these axes."""
     import jax
 
     return reduce(lambda a, b: a & b, [jax.lax.axis_index(a) == 0 for a in axes])
@@ -100,21 +102,23 @@ def _sliced(x: Array, v: WireView, axes: Sequence[str], mesh: Mesh) -> Any:
 
 
 def _to_front(x: Array, v: WireView) -> Any:
-    """The digits that leave as the first dim, the rest as they are."""
+    """The outgoing digits become the first dim; the rest is unchanged."""
     rest = [i for i in range(len(v.seen)) if i not in v.leaving]
     x = x.reshape(v.seen).transpose(*v.leaving, *rest)
     return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
 
 
 def _from_front(x: Array, v: WireView) -> Any:
-    """The first dim as the digits that arrive, each in its place."""
+    """The first dim is distributed to the arriving digits, each in its place."""
     assert v.arriving is not None
     return x.reshape(*v.ways, *x.shape[1:]).transpose(v.arriving).reshape(v.shape)
 
 
 def _scattered(x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Any:
-    """Sums are scattered by one collective; of maxima and minima each device gets all candidates for its part, which
-    are as many bytes."""
+    """Sums are scattered by one collective.
+
+    For maxima and minima, each device receives all candidates for its part, which takes the same number of bytes.
+    """
     import jax
 
     if combine == "sum" and v.along is not None and v.along[0] is not None:
@@ -157,7 +161,7 @@ def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Any:
 
 
 def places_of(ids: Array, dim: int, shape: Extents, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
-    """Of indices into a whole tensor dim: (the indices into this device's part of it, whether they lie in it)."""
+    """Translate indices into a whole tensor dim: (indices into this device's part of it, whether they lie in it)."""
     import jax
     import jax.numpy as jnp
 

@@ -1,7 +1,7 @@
-"""A pipelined plan in JAX: its stages, each on its rank's devices, driven by the schedule's own list of actions.
+"""A pipelined plan in JAX: each stage runs on its rank's devices, in the order of the schedule's list of actions.
 
-One process controls all devices. What it calls returns at once, and devices work through their queues: the order in
-which actions are called is the schedule's, transfers are copies between the ranks' meshes.
+One process controls all devices. Calls return at once, and devices work through their queues. The order of the calls is
+that of the schedule. Transfers are copies between the ranks' meshes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ _OF_ONE_PROGRAM = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class JaxPipeline:
-    """What ``plan.jax`` gives of a pipelined plan. Parameters keep the model's own pytree, on the ranks that read them;
-    a stack of layers that lies in several stages is a ``StackCut`` there."""
+    """A pipelined plan in JAX, as returned by ``plan.jax``.
+
+    Parameters keep the model's own pytree, on the ranks that read them. A stack of layers that belongs to several
+    stages is a ``StackCut`` in it.
+    """
 
     pipeline: PipelinePlan
     splits: tuple[JaxPlan, ...]
@@ -112,7 +115,7 @@ class JaxPipeline:
         return jax.sharding.Mesh(grid, ("stage", *inner.names))
 
     def device_put(self, params: Any, *batch: Any, mesh: Any | None = None) -> tuple[Any, ...]:
-        """Parameters and batch where the plan stores them; parameters in the model's own pytree, stacks cut."""
+        """Parameters and batch where the plan stores them. Parameters keep the model's own pytree, with stacks cut."""
         import jax
 
         def mine(
@@ -124,8 +127,10 @@ class JaxPipeline:
         return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
 
     def gathered(self, tree: Any) -> Any:
-        """A tree of parameters, gradients or an optimizer's state as the model has it, without cuts: arrays on the
-        host, for a checkpoint that any plan can read."""
+        """A tree of parameters, gradients or an optimizer's state in the model's own form, without cuts.
+
+        The arrays are on the host, for a checkpoint that any plan can read.
+        """
         import jax
         import numpy as np
 
@@ -139,20 +144,25 @@ class JaxPipeline:
         return StagedOptimizer(homes=self._on(mesh).homes, optimizer=optimizer).init(params)
 
     def loss(self, mesh: Any | None = None) -> Callable[..., Any]:
-        """loss(params, *batch) -> the mean over the micro-batches, or (it, aux); forward alone."""
+        """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux). Runs forward only."""
         return self._on(mesh).loss
 
     def value_and_grad(self, mesh: Any | None = None) -> Callable[..., Any]:
-        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads): gradients of the trained leaves, where these
-        are. It runs the stages, and cannot be jitted as a whole."""
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads). The gradients are where the trained leaves are.
+
+        It runs the stages, and cannot be jitted as a whole.
+        """
         return self._on(mesh).value_and_grad
 
     def train_step(
         self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True, lowering: str = "annotated"
     ) -> StagedStep:
-        """step(params, opt_state, *batch) -> (params, opt_state, loss) for an optax optimizer; (loss, aux) in place of
-        loss where the loss function returns more. Arguments are moved to where the plan stores them; params and
-        opt_state are donated. PaseError for an optimizer whose update of one stage needs arrays of another."""
+        """step(params, opt_state, *batch) -> (params, opt_state, loss) for an optax optimizer.
+
+        If the loss function returns more, the last result is (loss, aux). Arguments are moved to where the plan stores
+        them; params and opt_state are donated. Raises PaseError for an optimizer whose update of one stage needs arrays
+        of another.
+        """
         if lowering != "annotated":
             raise PaseError(f"stages are split by XLA, led by constraints; not by lowering='{lowering}' yet")
         running = self._on(mesh)
@@ -171,7 +181,7 @@ class JaxPipeline:
         raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
 
     def _on(self, mesh: Any | None) -> RunningStages:
-        """The stages on a mesh that ``mesh`` made, compiled once."""
+        """The stages on a mesh from ``mesh``, compiled once."""
         made = self.mesh() if mesh is None else mesh
         if made not in self._made:
             homes = StageHomes(plan=self, grid=made.devices)
@@ -188,7 +198,7 @@ class JaxPipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedStep:
-    """A training step in stages; called as ``train_step`` says."""
+    """A training step in stages; ``train_step`` describes its call."""
 
     running: RunningStages
     optimizer: StagedOptimizer
@@ -204,7 +214,7 @@ class StagedStep:
 
 
 def in_stages(plan: PlanData) -> JaxPipeline:
-    """A pipelined plan in JAX's terms; PaseError as for ``to_jax.jax_plan``."""
+    """A pipelined plan in JAX's terms. Raises PaseError as ``to_jax.jax_plan`` does."""
     pipeline, traced = plan.pipeline, traced_by_jax(plan)
     assert pipeline is not None
 

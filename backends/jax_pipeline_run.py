@@ -1,7 +1,7 @@
-"""One step of a pipelined plan: its stages' programs, called in the order of the schedule's own list of actions.
+"""One step of a pipelined plan: the stages' programs are called in the order of the schedule's list of actions.
 
-One process controls all devices. What it calls returns at once, and devices work through their queues; transfers are
-copies between the ranks' meshes.
+One process controls all devices. Calls return at once, and devices work through their queues. Transfers are copies
+between the ranks' meshes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["RunningStages"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunningStages:
-    """The plan's stages on some devices, compiled as they are first needed."""
+    """The plan's stages on some devices, compiled on first use."""
 
     homes: StageHomes
 
@@ -40,7 +40,7 @@ class RunningStages:
 
     @cached_property
     def programs(self) -> tuple[StagePrograms, ...]:
-        """Of each stage; a rank's stages that do the same have them in common."""
+        """The programs of each stage. Stages of a rank that do the same work share them."""
         made: dict[Hashable, StagePrograms] = {}
         out = []
         for k, (stage, plan) in enumerate(zip(self.plan.stages, self.plan.pipeline.stages, strict=True)):
@@ -62,7 +62,7 @@ class RunningStages:
         divided = split_inputs(plan.traced) if m > 1 else [False] * len(plan.traced.input_paths)
 
         def part(i: int, x: Any, micro: Any) -> Any:
-            """A micro-batch: every m-th example, of which each device has its own."""
+            """A micro-batch: every m-th example. Each device already has its own examples."""
             if not divided[i]:
                 return x
             x = x.reshape(x.shape[0] // m, m, *x.shape[1:])
@@ -97,7 +97,7 @@ class RunningStages:
 
     @cached_property
     def zeros(self) -> list[Any]:
-        """Per stage what makes the sums of its gradients before the first micro-batch."""
+        """For each stage, the function that creates the sums of its gradients before the first micro-batch."""
         import jax
         import jax.numpy as jnp
 
@@ -113,7 +113,9 @@ class RunningStages:
         return [of(k) for k in range(len(self.plan.stages))]
 
     def entry(self, k: int, j: int, x: Any) -> Any:
-        """Where stage k reads what enters it, as its split has it; else laid out as the stage before made it."""
+        """The layout in which stage k reads its input under its split; otherwise that in which the previous stage made
+        it.
+        """
         from jax.sharding import NamedSharding, PartitionSpec
 
         stage, split = self.plan.stages[k], self.homes.split(k)
@@ -134,7 +136,7 @@ class RunningStages:
         return run.value()
 
     def value_and_grad(self, params: Any, *batch: Any) -> tuple[Any, Any]:
-        """The mean of loss and gradients over the micro-batches, by the schedule's list."""
+        """The mean of loss and gradients over the micro-batches, in the order of the schedule's list."""
         run = _Step(running=self, args=self.homes.placed(arrays((params, *batch))))
         order = order_of(self.plan.schedule)
         for kind, k, micro in zip(order.kind, order.stage, order.micro, strict=True):
@@ -144,7 +146,7 @@ class RunningStages:
 
 @dataclass(kw_only=True)
 class _Step:
-    """One pass of all micro-batches: what each stage has at the moment."""
+    """One pass over all micro-batches: the current values of each stage."""
 
     running: RunningStages
     args: Sequence[Any]
@@ -212,7 +214,7 @@ class _Step:
         self._entered[k + 1, micro] = [jax.device_put(x, run.entry(k + 1, j, x)) for j, x in enumerate(outs)]
 
     def forget(self, k: int, micro: int) -> None:
-        """No backward will come."""
+        """Drop what was kept for backward, because no backward follows."""
         del self._kept[k, micro]
 
     def _backward(self, k: int, micro: int, programs: Sequence[StageProgram]) -> None:
@@ -242,13 +244,13 @@ class _Step:
             del self._kept[k, micro]
 
     def _first_cotangents(self, p: StagePrograms, micro: int) -> list[Any]:
-        """One for the loss, nothing for what the function returns beside it."""
+        """One for the loss, and none for the function's other results."""
         import numpy as np
 
         return [np.full(v.aval.shape, 1 if i == 0 else 0, v.aval.dtype) for i, v in enumerate(p.cotangents)]
 
     def value(self) -> Any:
-        """The loss, or (it, aux): the mean of the loss, the rest stacked; as without stages."""
+        """The loss, or (loss, aux): the mean of the loss, and the rest stacked, as without stages."""
         import jax
 
         traced = self.running.plan.traced
@@ -260,7 +262,7 @@ class _Step:
         return combine(jax.tree.unflatten(traced.out_tree, flat), traced.kept_out)
 
     def gradients(self) -> Any:
-        """Their mean over the micro-batches, where they are updated; of what several stages have, the sum."""
+        """Their mean over the micro-batches, where they are updated. Gradients that several stages have are summed."""
         import jax
         import numpy as np
 
@@ -300,7 +302,7 @@ def _run_summing(
 
 @cache
 def _mean_and_rest() -> Any:
-    """What the last stage returned of each micro-batch: the mean of the first, the others stacked."""
+    """What the last stage returned for the micro-batches: the mean of the first value, the others stacked."""
     import jax
     import jax.numpy as jnp
 
@@ -314,7 +316,7 @@ def _mean_and_rest() -> Any:
 
 @cache
 def _mean_of(m: int, shardings: tuple[Any, ...]) -> Any:
-    """Sums to means over m micro-batches, where they are."""
+    """Sums divided by m micro-batches, where they are stored."""
     import jax
 
     return jax.jit(lambda gs: [g / m for g in gs], out_shardings=list(shardings), donate_argnums=0)

@@ -1,4 +1,4 @@
-"""The programs of a model that is two, prefill and decode, each as a function of its own under the one plan."""
+"""The two programs of a model with prefill and decode, each as a separate function under one plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBER: dict[PartName, int] = {"prefill": 0, "decode": 1}
 
 
 def part_of(plan: JaxPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True) -> Stepper:
-    """One of the programs of a ``Generation``, jitted under the plan; the cache is donated to decode."""
+    """One of the programs of a ``Generation``, jitted under the plan. The cache is donated to decode."""
     import jax
 
     traced = plan.traced
@@ -52,7 +52,7 @@ def part_of(plan: JaxPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True
 
 
 def _outs(plan: JaxPlan, number: int, args: Mapping[int, Any], mesh: JaxMesh) -> list[Any]:
-    """What a program returns, constrained; args: by their place among all of the model's."""
+    """A program's results, with constraints. args: by their position among all of the model's arguments."""
     import jax
 
     closed, names = plan.traced.jaxpr, plan.leaf_names()
@@ -72,7 +72,7 @@ def _outs(plan: JaxPlan, number: int, args: Mapping[int, Any], mesh: JaxMesh) ->
 
 
 def _leaves_of_arguments(plan: JaxPlan) -> list[range]:
-    """Per argument of the model, the numbers of its leaves."""
+    """For each argument of the model, the numbers of its leaves."""
     out, at = [], 0
     for tree in plan.traced.in_tree.children():
         out.append(range(at, at + tree.num_leaves))
@@ -81,7 +81,7 @@ def _leaves_of_arguments(plan: JaxPlan) -> list[range]:
 
 
 def threaded_arguments(plan: JaxPlan) -> tuple[int, ...]:
-    """Arguments all of whose leaves the function returns anew."""
+    """Arguments for which the function returns new values of all leaves."""
     carried = plan.traced.carried
     every = enumerate(_leaves_of_arguments(plan))
     return tuple(k for k, leaves in every if leaves and all(i in carried for i in leaves))

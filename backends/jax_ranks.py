@@ -1,8 +1,8 @@
-"""A function of arrays that lie on several ranks, run where they lie: an optimizer's update of a model in stages.
+"""Run a function of arrays that are on several ranks where they are: an optimizer's update of a model in stages.
 
-The function is traced once as a whole. Each equation runs on the ranks that have all of what it reads; what no rank
-has together must be numbers (the norm of all gradients, for one), which are sent. So there is a program for each rank
-and for each time that numbers were sent.
+The function is traced once as a whole. Each equation runs on the ranks that have all of its operands. Operands that no
+single rank has together must be numbers (such as the norm of all gradients), which are sent. There is therefore one
+program for each rank and for each time that numbers are sent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ __all__ = ["OnRanks"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OnRanks:
-    """fn: from flat arrays to flat arrays. given: shapes of its arguments; homes, out_homes: where they are. parts: of
-    an argument that is the part of a stack, (which stack, which part). laid: layouts that arguments are brought into
-    first. donate: may the memory of the arguments be used?"""
+    """fn: from flat arrays to flat arrays. given: shapes of its arguments. homes, out_homes: where arrays are.
+
+    parts: for an argument that is a part of a stack, (which stack, which part). laid: layouts that arguments are
+    brought into first. donate: whether the memory of the arguments may be reused.
+    """
 
     fn: Callable[..., Sequence[Any]]
     given: tuple[Any, ...]
@@ -58,7 +60,7 @@ class OnRanks:
         return jax.device_put(v.val if is_literal(v) else self._at(have, v, rank), home.on(rank))
 
     def _at(self, have: Mapping[tuple[Any, int], Any], v: Any, rank: int) -> Any:
-        """The value on a rank: its own, or a number of another one's."""
+        """The value on a rank: its own, or a number from another rank."""
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -82,7 +84,7 @@ class OnRanks:
 
     @cached_property
     def _runs(self) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
-        """(equation -> the ranks that run it, equation -> how often numbers were sent before)."""
+        """(equation -> the ranks that run it, equation -> how often numbers were sent before it)."""
         jaxpr = self._traced
         everywhere = frozenset(range(self.ranks))
         home: dict[Any, frozenset[int]] = {
@@ -128,8 +130,7 @@ class OnRanks:
 
     @cached_property
     def _programs(self) -> dict[tuple[int, int], tuple[list[Any], list[Any], Any, list[bool]]]:
-        """(times that numbers were sent, rank) -> (what it reads, what it makes, the jitted program, what is donated),
-        in order."""
+        """(how often numbers were sent, rank) -> (operands, results, the jitted program, what is donated), in order."""
         jaxpr = self._traced
         runs, late = self._runs
         of: dict[tuple[int, int], list[int]] = {}
@@ -190,8 +191,10 @@ _OF_ROWS = frozenset({"squeeze", "reshape", "expand_dims", "broadcast_in_dim"})
 
 
 def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
-    """PaseError where the update of a layer depends on other layers of its stack, but by a sum over all of them: each
-    stage updates its own layers."""
+    """Raise PaseError if the update of a layer depends on other layers of its stack, except by a sum over all of them.
+
+    Each stage updates only its own layers.
+    """
     rows: dict[Any, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
     partly: dict[Any, frozenset[tuple[str, int]]] = {}
     every = frozenset(parts.values())
@@ -227,7 +230,7 @@ def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
 
 
 def _keeps_rows(eqn: Eqn, stacks: Sequence[Any]) -> bool:
-    """Is each row of the results made of the same row of the stacks alone?"""
+    """Whether each row of the results depends only on the same row of the stacks."""
     name, out, first = eqn.primitive.name, eqn.outvars[0].aval, stacks[0].aval
     if name.startswith("reduce"):
         return True

@@ -1,9 +1,10 @@
-"""Ring attention, on one device of the ring: keys and values go round behind the attention over those that are there.
+"""Ring attention on one device of the ring: keys and values circulate while attention runs on the local ones.
 
-Each device has a part of the positions, of queries and keys alike. Under a causal mask contiguous parts are unequal:
-the last device has nearly twice the mean. So the parts are dealt out again first: of 2P chunks, device i has the i-th
-and the (2P-1-i)-th, after which half of each pair of parts is masked (Liu et al. 2023, arXiv 2310.01889; Llama 3,
-section 3.3.2). Backward, the gradients of keys and values travel with them, in float32, and arrive at home in the end.
+Each device has a part of the positions, the same for queries and keys. Under a causal mask, contiguous parts are
+unequal: the last device has nearly twice the mean work. The parts are therefore redistributed first: of 2P chunks,
+device i gets the i-th and the (2P-1-i)-th. Half of each pair of parts is then masked (Liu et al. 2023, arXiv
+2310.01889; Llama 3, section 3.3.2). In backward, the gradients of keys and values travel with them, in float32, and
+return to their device at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Gradients: TypeAlias = "tuple[Array, Keys]"
 
 @dataclass(frozen=True, kw_only=True)
 class RingAttention:
-    """axes, devices: what is gone round, under ``shard_map``. scale: of the scores."""
+    """axes, devices: of the ring, under ``shard_map``. scale: of the scores."""
 
     kernel: AttentionFunctions
     axes: tuple[str, ...]
@@ -36,7 +37,7 @@ class RingAttention:
     scale: float
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
-        """(result, what backward is to be given back)"""
+        """(result, residuals for backward)"""
         import jax.numpy as jnp
 
         deals = self._deals(q)
@@ -62,7 +63,7 @@ class RingAttention:
     def backward(
         self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array
     ) -> tuple[Array, Array, Array]:
-        """Gradients of queries, keys and values; all but result and its gradient as ``forward`` left them."""
+        """Gradients of queries, keys and values. All arguments except result and its gradient come from ``forward``."""
         import jax
         import jax.numpy as jnp
 
@@ -97,7 +98,7 @@ class RingAttention:
         return jax.lax.scan(lambda c, t: (turn(t, c), None), carry, jnp.arange(1, self.devices - 1))[0]
 
     def _next(self, tree: C) -> C:
-        """Each device's to the next one; so in the t-th turn device i holds the part of device i - t."""
+        """Send each device's part to the next device. In the t-th turn, device i holds the part of device i - t."""
         import jax
 
         n = self.devices
@@ -106,7 +107,7 @@ class RingAttention:
         )
 
     def _part(self, t: Array | int, q: Array, keys: Keys) -> Keys:
-        """Attention over the keys that are here in turn t: of devices before this one, or behind it."""
+        """Attention over the keys of turn t, which come from devices before or after this one."""
         import jax
         import jax.numpy as jnp
 
@@ -134,7 +135,7 @@ class RingAttention:
         return jax.lax.cond(jax.lax.axis_index(self.axes) >= t, before, behind)  # type: ignore[no-any-return]
 
     def _part_backward(self, t: Array | int, given: tuple[Array, ...], keys: Keys) -> Gradients:
-        """The gradients that come from the keys that are here in turn t. given: q, result, sums, gradient."""
+        """The gradients from the keys of turn t. given: q, result, sums, gradient."""
         import jax
         import jax.numpy as jnp
 
@@ -166,12 +167,12 @@ class RingAttention:
         return self.causal and x.shape[1] % 2 == 0
 
     def _homes(self, odd: int) -> list[tuple[int, int]]:
-        """Where each device's even (or odd) chunk is dealt to: (from, to)."""
+        """The device that each device's even (or odd) chunk goes to: (from, to)."""
         chunks = [2 * i + odd for i in range(self.devices)]
         return [(i, min(c, 2 * self.devices - 1 - c)) for i, c in enumerate(chunks)]
 
     def _dealt(self, x: Array) -> Array:
-        """The chunks 2i and 2i + 1 of device i exchanged for i and 2P - 1 - i."""
+        """Exchange the chunks 2i and 2i + 1 of device i for i and 2P - 1 - i."""
         import jax
         import jax.numpy as jnp
 
@@ -182,7 +183,7 @@ class RingAttention:
         return self._ordered(even, odd)
 
     def _home(self, x: Array) -> Array:
-        """The way back of ``_dealt``."""
+        """The inverse of ``_dealt``."""
         import jax
         import jax.numpy as jnp
 
@@ -194,7 +195,7 @@ class RingAttention:
         return jnp.concatenate(back, axis=1)
 
     def _ordered(self, one: Array, other: Array) -> Array:
-        """One and other on even devices, other and one on odd ones: their i-th chunk is an odd one."""
+        """(one, other) on even devices and (other, one) on odd ones, whose i-th chunk is an odd one."""
         import jax
         import jax.numpy as jnp
 
@@ -203,14 +204,14 @@ class RingAttention:
 
 
 def _after(x: Array, n: int, value: float = 0.0) -> Array:
-    """n positions of ``value`` before it."""
+    """x, with n positions of ``value`` put before it."""
     import jax.numpy as jnp
 
     return jnp.pad(x, ((0, 0), (n, 0), *((0, 0),) * (x.ndim - 2)), constant_values=value)
 
 
 def _before(x: Array, n: int) -> Array:
-    """n positions of zeros behind it."""
+    """x, with n positions of zeros put after it."""
     import jax.numpy as jnp
 
     return jnp.pad(x, ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2)))

@@ -1,4 +1,4 @@
-"""Arrays of a model in stages: which ranks hold them, and how; stacks of layers in a part for each stage."""
+"""Arrays of a model in stages: which ranks hold them and in which layout. Stacks of layers have one part per stage."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ __all__ = ["Home", "StackCut", "is_cut", "joined", "merged", "on_rank", "registe
 
 @dataclass(frozen=True, eq=False)
 class StackCut:
-    """A leaf with a leading dim of layers, cut: its rows in the order of the layers, those of each stage on the devices
-    of that stage's rank. A pytree node; ``plan.jax.gathered`` puts such leaves together again."""
+    """A leaf with a leading dim of layers, cut by stage. Its rows are in the order of the layers.
+
+    The rows of each stage are on the devices of that stage's rank. It is a pytree node; ``plan.jax.gathered`` joins
+    such leaves again.
+    """
 
     parts: tuple[Any, ...]
 
@@ -25,7 +28,7 @@ def is_cut(x: object) -> bool:
 
 
 def registered() -> None:
-    """Make ``StackCut`` known to JAX, once JAX is imported."""
+    """Register ``StackCut`` with JAX, once JAX is imported."""
     import jax
 
     if not _KNOWN:
@@ -38,9 +41,9 @@ _KNOWN: list[bool] = []
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where an array is held: the ranks that each hold all of it, and its layout on one of them.
+    """Where an array is stored: the ranks that each hold all of it, and its layout on one of them.
 
-    grid: devices of all ranks, [ranks, *axes]; names: of the axes; spec: a PartitionSpec.
+    grid: devices of all ranks, [ranks, *axes]. names: of the axes. spec: a PartitionSpec.
     """
 
     ranks: tuple[int, ...]
@@ -50,7 +53,7 @@ class Home:
 
     @cached_property
     def sharding(self) -> Any:
-        """On all its ranks."""
+        """The sharding on all its ranks."""
         from jax.sharding import Mesh, NamedSharding
 
         if len(self.ranks) == 1:
@@ -58,13 +61,13 @@ class Home:
         return NamedSharding(Mesh(self.grid[list(self.ranks)], ("stage", *self.names)), self.spec)
 
     def on(self, rank: int) -> Any:
-        """On one of them."""
+        """The sharding on one of its ranks."""
         from jax.sharding import Mesh, NamedSharding
 
         return NamedSharding(Mesh(self.grid[rank], self.names), self.spec)
 
     def put(self, x: Any) -> Any:
-        """The array there; as it is where it is there already."""
+        """The array moved to this home; unchanged if it is already there."""
         import jax
 
         there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(self.sharding, x.ndim)
@@ -72,7 +75,7 @@ class Home:
 
 
 def on_rank(x: Any, home: Home, rank: int) -> Any:
-    """What one rank holds of an array at home there, without a copy."""
+    """The part of an array that one rank holds, without a copy."""
     import jax
 
     if len(home.ranks) == 1:
@@ -84,7 +87,7 @@ def on_rank(x: Any, home: Home, rank: int) -> Any:
 
 
 def joined(parts: Sequence[Any], home: Home) -> Any:
-    """The array of which each of its ranks holds a part, without a copy."""
+    """The array whose parts the ranks hold, without a copy."""
     import jax
 
     if len(home.ranks) == 1:
@@ -95,7 +98,7 @@ def joined(parts: Sequence[Any], home: Home) -> Any:
 
 
 def merged(*trees: Any) -> Any:
-    """Trees of one form, each with leaves where the others have none, as one; of cut stacks too."""
+    """Merge trees of one structure, in which each leaf is present in only one of them. Cut stacks are merged too."""
     import jax
 
     def there(x: Any) -> bool:
@@ -108,7 +111,7 @@ def merged(*trees: Any) -> Any:
 
 
 def rows_of(x: Any, rows: Sequence[tuple[int, int]], path: str) -> Iterator[Any]:
-    """The parts of a stack, which may be cut already."""
+    """The parts of a stack, which may already be cut."""
     if is_cut(x):
         sizes = [part.shape[0] for part in x.parts]
         if sizes != [b - a for a, b in rows]:

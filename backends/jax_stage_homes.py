@@ -1,4 +1,6 @@
-"""Where the arrays of a pipelined plan are: parameters, gradients and a batch on the ranks whose stages read them."""
+"""Where the arrays of a pipelined plan are stored: parameters, gradients and batch are on the ranks whose stages read
+them.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,13 @@ class StageHomes:
         return self.plan.splits[self.plan.pipeline.stages[stage].strategy]
 
     def _spec(self, stage: int, placements: Mapping[str, Any], name: str, cut: bool) -> Any:
-        """The layout of a tensor in a stage's split; the layers of a stack are not split."""
+        """The layout of a tensor in a stage's split. The dim of layers of a stack is not split."""
         where = placements.get(name, ())
         return self.split(stage).spec(((), *where[1:]) if cut and where else where)
 
     @cached_property
     def holders(self) -> dict[StageWeight, list[int]]:
-        """What of the parameters -> the stages that have it; leaves that no stage reads are the first one's."""
+        """Part of the parameters -> the stages that have it. Leaves that no stage reads belong to the first stage."""
         out: dict[StageWeight, list[int]] = {}
         for k, stage in enumerate(self.plan.stages):
             for w in stage.weights:
@@ -61,7 +63,9 @@ class StageHomes:
 
     @property
     def copied(self) -> list[str]:
-        """Parameters that blocks read, and that are on several ranks: not what the ends share, a tied embedding."""
+        """Parameters that blocks on several ranks read, not including a tied embedding, which the first and last stage
+        share.
+        """
         paths = self.plan.traced.param_paths
         of_blocks = frozenset[int]().union(*(s.read_whole for s in self.plan.stages))
         several = [w.leaf for w, home in self.stored.items() if len(home.ranks) > 1]
@@ -83,12 +87,12 @@ class StageHomes:
 
     @cached_property
     def updated_as(self) -> dict[StageWeight, Home]:
-        """Where gradients and an optimizer's state are."""
+        """Where gradients and an optimizer's state are stored."""
         return self._homes("state")
 
     @cached_property
     def arrives(self) -> list[Home]:
-        """Leaves of the batch."""
+        """Where the leaves of the batch arrive."""
         plan, n = self.plan, len(self.plan.traced.param_paths)
         leaf, out = plan.splits[0].leaf_names(), []
         for i in range(len(plan.traced.input_paths)):
@@ -100,7 +104,7 @@ class StageHomes:
 
     @cached_property
     def parts_of(self) -> list[list[StageWeight]]:
-        """Per leaf of the parameters its parts."""
+        """The parts of each leaf of the parameters."""
         out: list[list[StageWeight]] = [[] for _ in self.plan.traced.param_paths]
         for w in self.holders:
             out[w.leaf].append(w)
@@ -142,7 +146,7 @@ class StageHomes:
                 raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
 
     def tree(self, of: Callable[[StageWeight], Any]) -> Any:
-        """The trained parameters' tree with something for each part in it."""
+        """The tree of the trained parameters, with a value for each part."""
 
         def whole(i: int) -> Any:
             found = [of(w) for w in self.parts_of[i]]
@@ -151,7 +155,7 @@ class StageHomes:
         return self.leaves(whole)
 
     def leaves(self, of: Callable[[int], Any]) -> Any:
-        """The trained parameters' tree with something for each leaf in it."""
+        """The tree of the trained parameters, with a value for each leaf."""
         import jax
 
         traced = self.plan.traced
@@ -164,7 +168,7 @@ class StageHomes:
         return frozenset(i for i in range(len(self.plan.traced.param_paths)) if trained(avals[i]) is not None)
 
     def shape_of(self, leaf: int) -> Any:
-        """Of a whole leaf."""
+        """The shape of a whole leaf."""
         return self.shape(StageWeight(leaf))
 
     def shape(self, w: StageWeight) -> Any:
@@ -176,5 +180,5 @@ class StageHomes:
 
     @cached_property
     def trained_parts(self) -> tuple[StageWeight, ...]:
-        """Of all trained leaves, in the order of the tree."""
+        """The parts of all trained leaves, in the order of the tree."""
         return tuple(w for i in sorted(self._trained) for w in self.parts_of[i])

@@ -1,4 +1,4 @@
-"""An optimizer on a model in stages: its state where the parameters are, its update where they lie."""
+"""An optimizer for a model in stages. Its state is stored, and its update runs, where the parameters are."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["StagedOptimizer"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedOptimizer:
-    """homes: where the parameters are; optimizer: of optax."""
+    """homes: where the parameters are stored. optimizer: from optax."""
 
     homes: StageHomes
     optimizer: Any
     _updates: dict[bool, OnRanks] = field(default_factory=dict, init=False, repr=False)
 
     def init(self, params: Any) -> Any:
-        """The state for the trained leaves of these parameters, each part of it where it is updated."""
+        """The state for the trained leaves of these parameters. Each part of it is where it is updated."""
         import jax
 
         (mine,) = self.homes.placed((arrays(params),))
@@ -38,7 +38,7 @@ class StagedOptimizer:
         return jax.tree.unflatten(self._form, made)
 
     def placed(self, state: Any) -> Any:
-        """The state where it is updated; made of parameters that are cut, or of the model's own."""
+        """The state moved to where it is updated. It may come from cut parameters or from the model's own."""
         import jax
         import optax
 
@@ -61,7 +61,7 @@ class StagedOptimizer:
         return jax.tree.unflatten(self._form, leaves)
 
     def updated(self, grads: Any, state: Any, params: Any, donate: bool) -> tuple[Any, Any]:
-        """(trained parameters, state) after the update, each part where it is."""
+        """(trained parameters, state) after the update, with each part where it is stored."""
         import jax
         import optax
 
@@ -97,7 +97,9 @@ class StagedOptimizer:
         laid: dict[int, Home],
         donate: bool,
     ) -> OnRanks:
-        """fn's arguments: gradients or parameters first, and where they are laid otherwise, parameters there."""
+        """Make fn run on the ranks. given: its arguments, gradients or parameters first; laid: argument -> the layout that
+        it is brought into. The first key of ``laid`` is the first of the parameters after the optimizer's state.
+        """
         import jax
 
         paths = self.homes.plan.traced.param_paths
@@ -124,7 +126,7 @@ class StagedOptimizer:
 
     @cached_property
     def _shapes(self) -> Any:
-        """Of the state for parameters that are cut."""
+        """Shapes of the state for parameters that are cut."""
         import jax
 
         return jax.eval_shape(self.optimizer.init, self.homes.tree(self.homes.shape))
@@ -137,7 +139,9 @@ class StagedOptimizer:
 
     @cached_property
     def _state_homes(self) -> list[Home]:
-        """Of each leaf of the state: what mirrors a parameter is where its gradient is; the rest everywhere."""
+        """Where each leaf of the state is stored. A leaf that mirrors a parameter is with its gradient; the others are
+        everywhere.
+        """
         import jax
         import optax
 

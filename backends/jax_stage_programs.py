@@ -1,10 +1,10 @@
-"""The programs of one stage: its forward, and its backward whole or in two, cut out of one jaxpr by what reads what.
+"""The programs of one stage: forward, and backward in one or two parts, cut from one jaxpr by its data dependencies.
 
-Forward, then the gradients of what entered and of the weights, are traced as one jaxpr. Its equations are parted: what
-the results need runs forward; of the rest, what the gradients of what entered need is backward's first part (I), and
-what is left its second (W). Values that cross from one part to the next are kept in between. What depends on weights
-alone (casts, gathers) is worked out once a step, or in each part again; what depends on neither weights nor
-activations, and views of weights, in each part again.
+Forward and the gradients of the stage's inputs and weights are traced as one jaxpr, whose equations are then divided.
+What the results need runs in forward. Of the rest, what the gradients of the inputs need is backward's first part (I),
+and the remainder is its second part (W). Values that cross from one part to the next are kept in between. What depends
+on weights alone (casts, gathers) is computed once per step, or again in each part. What depends on neither weights nor
+activations, and views of weights, are computed again in each part.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _CALLS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageProgram:
-    """A jitted part. Called with the values of ``reads``, gives those of ``makes``; with sums of gradients before
-    them, the sums with its own gradients added."""
+    """A jitted part. It takes the values of ``reads`` and returns those of ``makes``.
+
+    If it also takes sums of gradients, before the other values, it returns the sums with its own gradients added.
+    """
 
     reads: tuple[Any, ...]
     makes: tuple[Any, ...]
@@ -40,10 +42,10 @@ class StageProgram:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagePrograms:
-    """backward: whole, or its two parts; the last of them adds to the sums of the weights' gradients.
+    """backward: one program, or its two parts. The last of them adds to the sums of the weights' gradients.
 
-    weights, batch, entered, cotangents: variables of the stage's inputs; micro: of the micro-batch's number. leaves:
-    of what it hands on; out of a gradient of what entered: ``entered_gradients``, None where it has none.
+    weights, batch, entered, cotangents: variables of the stage's inputs. micro: of the micro-batch's number. leaves: of
+    its outputs. ``entered_gradients``: of the gradients of its inputs, None for an input that has none.
     """
 
     prepare: StageProgram
@@ -68,9 +70,11 @@ def stage_programs(
     splits_backward: bool,
     once: bool,
 ) -> StagePrograms:
-    """fn(weights, batch, micro, entered) -> what leaves. weights, batch, entered: their shapes; of weights with their
-    shardings. gradient_shardings: of each weight, None where it is not trained. once: casts and gathers of weights run
-    once a step."""
+    """Make the programs of fn(weights, batch, micro, entered) -> what leaves.
+
+    weights, batch, entered: their shapes; the weights also have shardings. gradient_shardings: for each weight, None if
+    it is not trained. once: casts and gathers of weights run once per step.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -129,7 +133,9 @@ def stage_programs(
 
 @dataclass(kw_only=True)
 class Cutting:
-    """A jaxpr's equations to parts. weights: variable -> its sharding, if known; batch, activations: variables."""
+    """Divides a jaxpr's equations into parts. weights: variable -> its sharding, if known. batch, activations:
+    variables.
+    """
 
     closed: ClosedJaxpr
     weights: Mapping[Any, Any]
@@ -160,7 +166,7 @@ class Cutting:
                 self.prepared.update(makes)
 
     def _is_view(self, eqn: Eqn, where: dict[Any, Any]) -> bool:
-        """Does it take nothing to work out again: a view, or a constraint to the layout that is there already?"""
+        """Whether it costs nothing to compute again: a view, or a constraint to the layout that is already there."""
         name, out = eqn.primitive.name, eqn.outvars[0]
         source = where.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
         if name == "sharding_constraint":
@@ -173,7 +179,7 @@ class Cutting:
         return name in _VIEWS
 
     def needed(self, targets: Iterable[Any], given: set[Any]) -> tuple[list[int], dict[Any, None]]:
-        """(equations that the targets need, what they read of what is given and of the inputs)."""
+        """(equations that the targets need, what they read of the given values and of the inputs)."""
         left, seen = [v for v in targets if not is_literal(v)], set[Any]()
         equations, reads = set[int](), dict[Any, None]()
         eqns = opened(self.closed)[0].eqns
@@ -194,7 +200,7 @@ class Cutting:
     def programs(
         self, y: Sequence[Any], dx: Sequence[Any], dw: Sequence[Any], sums: Sequence[Any], parts: int
     ) -> tuple[StageProgram, StageProgram, tuple[StageProgram, ...]]:
-        """(what is worked out once, forward, backward's parts). sums: shardings of the sums of gradients."""
+        """(what is computed once, forward, the parts of backward). sums: shardings of the sums of gradients."""
         eqns = opened(self.closed)[0].eqns
         targets = [list(y), list(dx), list(dw)] if parts == 2 else [list(y), [*dx, *dw]]
         given, made = set(self.prepared), list[set[Any]]()
@@ -236,7 +242,7 @@ class Cutting:
         many: int,
         sums: Sequence[Any],
     ) -> StageProgram:
-        """The program that adds the last ``many`` of what it makes to sums."""
+        """The program that adds the last ``many`` of its results to sums."""
         import jax
 
         fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
@@ -251,7 +257,7 @@ class Cutting:
 
 
 def _sliced_sharding(eqn: Eqn, source: Any) -> Any:
-    """The sharding of a weight's row, or of its cast; None: not known."""
+    """The sharding of a weight's row, or of its cast; None if it is not known."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     name, spec = eqn.primitive.name, tuple(source.spec)
@@ -263,7 +269,7 @@ def _sliced_sharding(eqn: Eqn, source: Any) -> Any:
 
 
 def flat(closed: ClosedJaxpr) -> Any:
-    """The jaxpr with calls and rematerialised regions opened, so that what is in them can be parted."""
+    """The jaxpr with calls and rematerialised regions inlined, so that their contents can be divided."""
     import jax
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -291,13 +297,13 @@ def _only(on: Sequence[bool], values: Sequence[Any]) -> list[Any]:
 
 
 def _merged(on: Sequence[bool], some: Sequence[Any], every: Sequence[Any]) -> list[Any]:
-    """``every`` with those that are on exchanged for ``some``."""
+    """``every``, with the entries that are on replaced by ``some``."""
     turn = iter(some)
     return [next(turn) if is_on else x for x, is_on in zip(every, on, strict=True)]
 
 
 def _spread(on: Sequence[bool], others: Sequence[Any]) -> list[Any]:
-    """Those that are not on in their places, None in the other ones."""
+    """The entries that are on, in their places, and None in the others."""
     turn = iter(others)
     return [None if is_on else next(turn) for is_on in on]
 

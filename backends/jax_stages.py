@@ -1,10 +1,10 @@
-"""A traced model cut into the stages of a pipeline: which equations, turns of a loop, parameters and inputs each has.
+"""A traced model cut into the stages of a pipeline: the equations, loop turns, parameters and inputs of each stage.
 
-The program is listed as pieces, each of which reads and makes values: single equations, written-out blocks whole, and
-the turns of the loop over layers one by one. A piece that works on activations (what depends on parameters and on the
-batch) belongs to one stage: pieces before the blocks to the first one, pieces behind them to the last one. Any other
-piece (a mask, a cast of weights, labels) runs in each stage that needs it. Activations that a later stage reads are
-handed on from stage to stage.
+The program is a list of pieces, each of which reads and makes values: single equations, written-out blocks as a whole,
+and the single turns of the loop over layers. A piece that works on activations (values that depend on parameters and on
+the batch) belongs to one stage: pieces before the blocks to the first, pieces after them to the last. Any other piece
+(a mask, a cast of weights, labels) runs in each stage that needs it. Activations that a later stage reads are passed on
+from stage to stage.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ Env = dict[Key, Any]
 
 @dataclass(frozen=True)
 class StageRows:
-    """Of a stack that the loop over layers reads, what the turns of one stage read."""
+    """The part of a stack, read by the loop over layers, that the turns of one stage read."""
 
     of: Key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagePiece:
-    """run: reads what it reads in the environment, and leaves there what it makes. block: which of the blocks it is,
-    or -1 before them, and their number behind them. rows: can it run on some rows of stacks alone, and how."""
+    """run: reads its inputs from the environment and writes its results there. block: the index of its block; -1 before
+    the blocks, and their number after them. rows: whether and how it can run on only some rows of stacks.
+    """
 
     reads: tuple[Key, ...]
     makes: tuple[Key, ...]
@@ -60,9 +61,10 @@ class StageWeight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """pieces: in the order in which they run. read_whole: leaves that its blocks read, not by rows. alike: stages for
-    which it is equal do the same with other weights. enters, leaves: activations that are handed over. names: of
-    values, the tensors that they are in the traced graph. constants: values that the program brings along."""
+    """pieces: in the order in which they run. read_whole: leaves that its blocks read, not by rows. alike: equal for
+    stages that do the same with other weights. enters, leaves: activations that are passed in and on. names: value ->
+    tensor of the traced graph. constants: values that belong to the program.
+    """
 
     pieces: tuple[StagePiece, ...]
     weights: tuple[StageWeight, ...]
@@ -79,7 +81,7 @@ class Stage:
     def run(
         self, walk: JaxprWalk, weights: Sequence[Any], batch: Sequence[Any], entered: Sequence[Any]
     ) -> list[Any]:
-        """What leaves the stage, on values (or tracers) of one micro-batch."""
+        """The outputs of the stage, computed from values (or tracers) of one micro-batch."""
         env: Env = dict(self.constants)
         leaf = {i: v for v, i in self.inputs.items()}
         n = len(walk.plan.traced.param_paths)
@@ -99,9 +101,9 @@ class Stage:
 def stages_of(
     traced: TracedJax, leaf_names: Sequence[str], cuts: Sequence[int], again: Sequence[Block] = ()
 ) -> tuple[Stage, ...]:
-    """The stages with so many blocks each. traced: on one micro-batch; again: blocks that any stage computes again.
+    """The stages with these numbers of blocks. traced: on one micro-batch. again: blocks that any stage recomputes.
 
-    PaseError where the program does not have these blocks one after the other.
+    Raises PaseError if the program does not have these blocks one after the other.
     """
     listing = _Listing(traced=traced, blocks=sum(cuts), again=again)
     return _Cut(listing=listing, leaf_names=leaf_names, cuts=tuple(cuts)).stages()
@@ -171,7 +173,7 @@ class _Listing:
             i = stop
 
     def _here(self) -> int:
-        """Where a piece stands that is no block: before, between, or behind them."""
+        """The place of a piece that is not a block: before, between, or after the blocks."""
         return self.blocks if self._bodies == self.blocks else self._met
 
     def _alias(self, source: Any, target: Any) -> StagePiece:
@@ -288,7 +290,7 @@ _ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "n
 
 
 def _elementwise(eqn: Eqn) -> bool:
-    """Does each row of the result depend on the same row of the operands alone?"""
+    """Whether each row of the result depends only on the same row of the operands."""
     shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
     return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
 
@@ -299,7 +301,7 @@ def _variables(values: Sequence[Any]) -> tuple[Key, ...]:
 
 @dataclass(kw_only=True)
 class _Cut:
-    """Pieces to stages."""
+    """Assigns pieces to stages."""
 
     listing: _Listing
     leaf_names: Sequence[str]
@@ -347,7 +349,7 @@ class _Cut:
         return tuple(out)
 
     def _counted(self, keys: Sequence[Key], stage: int) -> tuple[Hashable, ...]:
-        """Values with the turns that make them counted from the stage's first."""
+        """Values, with the turns that make them counted from the stage's first."""
         first = self._turns_of(stage)[0]
         return tuple(
             (*k[:2], k[2] - first, k[3]) if isinstance(k, tuple) and len(k) == 4 else k for k in keys
@@ -390,7 +392,7 @@ class _Cut:
     def _crossing(
         self, wanted: Sequence[Sequence[Key]], made_in: Mapping[Key, int], stage: int
     ) -> tuple[Key, ...]:
-        """What is made before this stage and read in it or behind it."""
+        """Values that are made before this stage and read in it or after it."""
         later = dict.fromkeys(key for keys in wanted[stage:] for key in keys)
         return tuple(key for key in later if made_in.get(key, stage) < stage)
 
@@ -404,7 +406,7 @@ class _Cut:
         inputs: Mapping[Key, int],
         whole: set[Key],
     ) -> tuple[list[StagePiece], list[Key]]:
-        """(the stage's pieces in order, the leaves that they read, whole or their rows)."""
+        """(the stage's pieces in order, the leaves that they read, whole or by rows)."""
         producer = {key: p for p in every for key in p.makes}
         number = {p: i for i, p in enumerate(every)}
         have, needs = set(enters) | set(self.listing.constants), dict[Key, None]()
@@ -436,7 +438,9 @@ class _Cut:
         inputs: Mapping[Key, int],
         whole: set[Key],
     ) -> StagePiece | None:
-        """What makes a value in a stage; None: it is a leaf, or the stage's rows of a leaf of the parameters."""
+        """The piece that makes a value in a stage; None if it is a leaf, or the stage's rows of a leaf of the
+        parameters.
+        """
         if not isinstance(key, StageRows):
             return None if key in inputs else producer[key]
         found, source = producer.get(key), producer.get(key.of)

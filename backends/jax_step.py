@@ -1,4 +1,4 @@
-"""A jitted step under a plan, called as a user calls it: with modules, with arrays that lie elsewhere."""
+"""A jitted step under a plan that accepts what users pass: modules, and arrays that are elsewhere."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ __all__ = ["Stepper", "as_linked", "shape_and_dtype"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stepper:
-    """Call it as the function that it is made of. Arguments are moved to where it wants them; static leaves of
-    modules stay outside, and stand in the results again."""
+    """Call it like the function that it was made from. Arguments are moved to the layouts that it expects.
+
+    Static leaves of modules are not passed to the program; they are put back into the results.
+    """
 
     run: Callable[..., Tree]
     """On pytrees of arrays alone."""
@@ -29,7 +31,7 @@ class Stepper:
 
     @cached_property
     def jitted(self) -> Tree:
-        """What jax.jit makes: for pytrees of arrays that lie where it wants them."""
+        """The result of jax.jit, for pytrees of arrays that are already in the expected layouts."""
         import jax
 
         return jax.jit(
@@ -56,7 +58,7 @@ class Stepper:
         return self.whole(self.jitted(*placed))
 
     def lower(self, *args: Tree) -> Tree:
-        """Lowered on arrays or shapes, without running; ``.compile()`` it."""
+        """Lower on arrays or shapes, without running. Call ``.compile()`` on the result to compile it."""
         import jax
 
         def struct(x: Tree, sharding: Tree) -> Tree:
@@ -66,7 +68,7 @@ class Stepper:
 
 
 def _placed(x: Tree, sharding: Tree) -> Tree:
-    """What is committed to another layout is moved; jit itself takes care of the rest."""
+    """Move arrays that are committed to another layout. jit itself handles the others."""
     import jax
 
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
@@ -75,7 +77,9 @@ def _placed(x: Tree, sharding: Tree) -> Tree:
 
 
 def as_linked(devices: Sequence[Any]) -> list[Any]:
-    """TPU chips in the order of machine files: along the longest dim of the slice first; others as they come."""
+    """TPU chips in the order of machine files, along the longest dim of the slice first. Other devices are
+    unchanged.
+    """
     if not all(hasattr(d, "coords") for d in devices):
         return list(devices)
     extent = [len(set(along)) for along in zip(*(d.coords for d in devices), strict=True)]
@@ -88,7 +92,7 @@ def as_linked(devices: Sequence[Any]) -> list[Any]:
 
 
 def shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
-    """As JAX will see it: 64-bit numbers become 32-bit ones unless it is told otherwise."""
+    """The shape and dtype as JAX will see them: 64-bit numbers become 32-bit ones unless x64 is enabled."""
     import jax
 
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)

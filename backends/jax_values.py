@@ -1,4 +1,4 @@
-"""Values on one device, as a walk over a jaxpr passes them on."""
+"""Values on one device, which a walk over a jaxpr passes from equation to equation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ Cache = dict[int, Any]
 
 
 class NotByHand(PaseError):
-    """A program that cannot be lowered by hand: it says which equation, and why."""
+    """A program that cannot be lowered by hand. The message says which equation, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceValue:
-    """A value on one device. tensor: its name in the traced graph, None of a number. layout: None where all devices
-    hold the whole, which no data decides. shadow: what its gradient goes to, where that is laid out otherwise."""
+    """A value on one device. tensor: its name in the traced graph, None for a number.
+
+    layout: None if all devices hold the whole value, which does not depend on data. shadow: the array that receives its
+    gradient, if the gradient has another layout.
+    """
 
     array: Any
     tensor: str | None = None

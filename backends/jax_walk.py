@@ -1,9 +1,8 @@
 """The user's function with a plan's constraints in it.
 
-The function is not rewritten by hand: its jaxpr is walked again, equation by equation, exactly as the
-frontend walked it, and ``with_sharding_constraint`` is applied where ``constraints`` says so. Calls with a
-derivative rule of their own are kept whole; loops, branches and rematerialised regions are rebuilt around their
-constrained bodies.
+The function itself is not rewritten. Its jaxpr is walked again, equation by equation, in the same way as the frontend
+walked it, and ``with_sharding_constraint`` is applied where ``constraints`` says so. Calls with their own derivative
+rule are kept whole. Loops, branches and rematerialised regions are rebuilt around their constrained bodies.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _value(var: Any, env: dict[Var, Array]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class JaxprWalk:
-    """One walk over the jaxpr, with constraints applied; run under a JAX trace."""
+    """One walk over the jaxpr with constraints applied; runs under a JAX trace."""
 
     plan: JaxPlan
     mesh: JaxMesh
@@ -55,7 +54,7 @@ class JaxprWalk:
         return value
 
     def _led(self, value: Any, route: Route) -> Any:
-        """The value led through a route's layouts."""
+        """The value after a route's layouts."""
         if route.gradient is None:
             return self._through(value, route.layouts)
         return self._gathered(value, route.layouts, route.gradient)
@@ -64,7 +63,7 @@ class JaxprWalk:
         return self._led(value, self.plan.constraints.define.get(tensor or "", Route()))
 
     def _read(self, value: Any, at: Place, tensor: str | None, copies: Copies) -> Any:
-        """The value as the equation reads it: of the copy that it shares with others, if it does."""
+        """The value as the equation reads it. If it reads a shared copy, the value of that copy."""
         if tensor in self.plan.slices:
             value = self.defined(value, tensor)
         if tensor is None:
@@ -78,7 +77,9 @@ class JaxprWalk:
         return self._led(value, self.plan.constraints.read.get(key, Route()))
 
     def _gathered(self, value: Any, through: Sequence[Placement], straight: Placement) -> Any:
-        """Led through the layouts; its gradient goes at once into the layout that it is kept in, not back the way."""
+        """The value after these layouts. Its gradient goes directly into the layout in which it is kept, not back the
+        same way.
+        """
         import jax
 
         @jax.custom_vjp
@@ -91,7 +92,7 @@ class JaxprWalk:
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], prefix: str, copies: Copies
     ) -> list[Array]:
-        """copies: those made so far in this loop's or rematerialised region's body."""
+        """Run the equations. copies: those made so far in the body of this loop or rematerialised region."""
         env: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         self.span(jaxpr, env, 0, len(jaxpr.eqns), prefix, copies)
@@ -100,7 +101,7 @@ class JaxprWalk:
     def span(
         self, jaxpr: Jaxpr, env: dict[Var, Array], start: int, stop: int, prefix: str, copies: Copies
     ) -> None:
-        """Equations ``start`` … ``stop - 1``, their results into env (variable -> value)."""
+        """Run the equations ``start`` … ``stop - 1``; their results go into env (variable -> value)."""
         i = start
         while i < stop:
             block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
@@ -112,7 +113,7 @@ class JaxprWalk:
                 i = block.stop
 
     def _one(self, jaxpr: Jaxpr, i: int, env: dict[Var, Array], prefix: str, copies: Copies) -> None:
-        """One equation, its results into env."""
+        """Run one equation; its results go into env."""
         from jax.ad_checkpoint import checkpoint_name
 
         traced = self.plan.traced
@@ -140,7 +141,7 @@ class JaxprWalk:
         env.update(zip(eqn.outvars, outs, strict=True))
 
     def _again(self, jaxpr: Jaxpr, block: Block, env: dict[Var, Array]) -> None:
-        """A block that backward computes again, its results into env."""
+        """A block that backward recomputes; its results go into env."""
         import jax
 
         reads, makes = boundary(jaxpr, block)
@@ -158,8 +159,10 @@ class JaxprWalk:
         env.update(zip(makes, made, strict=True))
 
     def _kernel(self, eqn: Eqn, at: Place) -> Callable[..., Any] | None:
-        """What XLA cannot split, an attention's kernel or a grouped convolution, split as the plan has it; None: XLA
-        splits the equation."""
+        """The plan's split of what XLA cannot split: an attention kernel or a grouped convolution.
+
+        None if XLA splits the equation.
+        """
         call, traced = call_of(eqn), self.plan.traced
         if call is None:
             layouts = self.plan.accesses.get(at)
@@ -195,14 +198,14 @@ class JaxprWalk:
         copies: Copies,
         *which: int,
     ) -> list[Array]:
-        """Values brought into the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
+        """Values in the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
         return [
             self.settled(at.its(part, *which, k), x, name, copies)
             for k, (x, name) in enumerate(zip(values, names, strict=True))
         ]
 
     def settled(self, at: Place, value: Any, name: str | None, copies: Copies) -> Any:
-        """A value brought into the layout of this part of a loop."""
+        """A value in the layout of this part of a loop."""
         results = self.plan.traced.results
         value = self._read(value, at, name, copies)
         return self.defined(value, results[at][0]) if at in results else value
@@ -269,7 +272,7 @@ class JaxprWalk:
         return [self.defined(x, t) for x, t in zip(carry, results[at], strict=True)]
 
     def _held(self, at: Place, on: Any, new: Any, before: Any, copies: Copies) -> Any:
-        """A loop's value after a turn, of those examples that go on; of the others as it was before."""
+        """A loop's value after a turn for the examples that continue; for the others, the value before the turn."""
         import jax
         import jax.numpy as jnp
 
