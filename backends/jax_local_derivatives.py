@@ -17,7 +17,7 @@ from pase.backends.jax_values import Cache, DeviceValue
 from pase.frontends.from_jax import INLINED, inner_jaxpr, trace
 from pase.frontends.jax_rules import RULES, Elementwise
 from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
-from pase.frontends.jax_versions import evaluate, is_dropped, is_literal, opened, pulled_back
+from pase.frontends.jax_versions import called, evaluate, is_dropped, is_literal, opened, pulled_back
 from pase.ir import Place
 from pase.local.follow import followed
 from pase.local.lower import local_program
@@ -167,11 +167,10 @@ def _traced(
 ) -> tuple[LocalWalk, list[DeviceValue]]:
     """The program as a local program of its own, and its results' layouts for values in these layouts."""
     import jax
-    from jax.extend.core import jaxpr_as_fun
 
     mesh, jaxpr = walk.program.mesh, opened(closed)[0]
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
-    traced = trace(lambda leaves: jaxpr_as_fun(closed)(*leaves), shapes, name="rule", mode="inference")
+    traced = trace(lambda leaves: called(closed)(*leaves), shapes, name="rule", mode="inference")
     names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind == "parameter"]
     configs = followed(traced.graph, mesh, dict(zip(names, lie, strict=True)))
     program = local_program(traced.graph, mesh, configs)

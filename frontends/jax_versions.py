@@ -266,6 +266,13 @@ def implementation(eqn: Eqn) -> Any:
     return jax.make_jaxpr(lambda *args: code(*args, **eqn.params))(*given).jaxpr
 
 
+def called(closed: Any) -> Callable[..., list[Any]]:
+    """The function that a program is: f(*arrays) -> arrays."""
+    from jax.extend.core import jaxpr_as_fun
+
+    return jaxpr_as_fun(closed)  # type: ignore[no-any-return]
+
+
 def function_of(
     closed: Any, eqns: Sequence[Any], reads: Sequence[Any], makes: Sequence[Any]
 ) -> Callable[..., Any]:

@@ -23,13 +23,13 @@ def write_atomically(path: str | Path, content: str | Iterable[bytes | memoryvie
     if not path.parent.is_dir():
         raise PaseError(f"cannot write {path}: the folder {path.parent} does not exist")
     try:
-        if (
-            path.exists() and not path.is_file()
-        ):  # a pipe, /dev/null: not to be put something else in its place
+        if path.exists() and not path.is_file():  # a pipe or /dev/null is written to, not replaced
             path.write_bytes(b"".join(pieces))
         else:
             _replace(path, pieces)
-    except OSError as e:  # of a full disk Python names no file, of a folder that is closed the neighbour
+    except (
+        OSError
+    ) as e:  # Python names no file where a disk is full, and a temporary one where a folder is read-only
         raise OSError(e.errno, e.strerror, str(path)) from e
 
 
