@@ -97,8 +97,10 @@ class StagedOptimizer:
         laid: dict[int, Home],
         donate: bool,
     ) -> OnRanks:
-        """Make fn run on the ranks. given: its arguments, gradients or parameters first; laid: argument -> the layout that
-        it is brought into. The first key of ``laid`` is the first of the parameters after the optimizer's state.
+        """Make fn run on the ranks.
+
+        given: its arguments, which begin with gradients or parameters. laid: argument -> the layout that it is brought
+        into first. These arguments are the parameters again, in the same order.
         """
         import jax
 
