@@ -11,7 +11,7 @@ from pase.ir.blocks import Block
 __all__ = ["KEPT", "boundary"]
 
 KEPT = "pase_kept"
-"""What results are named that backward finds kept where light work alone is computed again: the policy asks for it."""
+"""The name of results that are kept for backward if only light work is recomputed. The policy asks for this name."""
 
 
 def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Any], list[Any]]:

@@ -47,7 +47,7 @@ class LocalCall:
 Rule = Callable[[LocalCall, Sequence[Any]], Sequence[Any]]
 
 LOCAL_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
-"""Primitive -> how it runs on parts, where that is not as on the whole."""
+"""Primitive -> how it runs on parts, if that differs from the whole."""
 
 
 def split_dims(call: LocalCall, ins: Sequence[Any], i: int = 0) -> set[int]:

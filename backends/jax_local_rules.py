@@ -72,7 +72,7 @@ _SIZES: dict[str, Callable[[Any, Extents, Sequence[Extents]], dict[str, Any]]] =
     "reshape": lambda p, out, ins: {"new_sizes": out},
     "dynamic_slice": lambda p, out, ins: {"slice_sizes": out},
 }
-"""Primitive -> those of its parameters that are sizes, as they are on a part."""
+"""Primitive -> the values of its size parameters on a part."""
 
 
 def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Any]) -> Any:

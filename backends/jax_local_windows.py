@@ -32,7 +32,7 @@ WINDOWED = (
 """Primitives whose operand may be split along a window."""
 
 WindowPadding = list[tuple[int, int]]
-"""Rows before and behind each dim that a window moves along; negative: so many are left out."""
+"""Rows before and after each dim that a window moves along. A negative number leaves out that many."""
 
 
 @LOCAL_RULES.register("conv_general_dilated")

@@ -151,11 +151,11 @@ class _Step:
     running: RunningStages
     args: Sequence[Any]
     _kept: dict[tuple[int, int], dict[Any, Any]] = field(default_factory=dict)
-    """(stage, micro-batch) -> values that its backward will read."""
+    """(stage, micro-batch) -> values for its backward."""
     _entered: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     _cotangents: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     _made_as: dict[int, list[Any]] = field(default_factory=dict)
-    """Stage -> layouts of what it hands on, into which gradients come back."""
+    """Stage -> layouts of its outputs, in which their gradients return."""
     _outs: dict[int, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

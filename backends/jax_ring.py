@@ -23,7 +23,7 @@ __all__ = ["RingAttention"]
 C = TypeVar("C")
 Keys: TypeAlias = "tuple[Array, Array]"
 Gradients: TypeAlias = "tuple[Array, Keys]"
-"""Of queries; of keys and values."""
+"""Gradients of the queries, and of keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)

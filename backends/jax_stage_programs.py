@@ -144,9 +144,9 @@ class Cutting:
     once: bool
     producer: dict[Any, int] = field(default_factory=dict)
     heavy: set[Any] = field(default_factory=set)
-    """Made of activations, or of weights and the batch: worked out in one part alone."""
+    """Made from activations, or from weights and the batch: computed in only one part."""
     prepared: set[Any] = field(default_factory=set)
-    """Made of weights alone, and worked out once a step."""
+    """Made from weights alone, and computed once per step."""
 
     def __post_init__(self) -> None:
         where = dict(self.weights)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Stage", "StagePiece", "StageRows", "StageWeight", "stages_of"]
 
 Key: TypeAlias = Any
-"""A value: a variable of a jaxpr, what a loop makes on the way (place, turn, which), or ``StageRows``."""
+"""A value: a variable of a jaxpr, an intermediate value of a loop (place, turn, which), or ``StageRows``."""
 Env = dict[Key, Any]
 
 
@@ -285,7 +285,7 @@ class _Listing:
 
 
 _TURNS = ("turns",)
-"""Where the environment has the first of a stage's turns, and the end."""
+"""The key in the environment for the first of a stage's turns, and the end."""
 _ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "neg", "tanh", "exp", "copy"})
 
 

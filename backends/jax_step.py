@@ -22,7 +22,7 @@ class Stepper:
     """
 
     run: Callable[..., Tree]
-    """On pytrees of arrays alone."""
+    """The function on pytrees that hold only arrays."""
     in_shardings: tuple[Tree, ...]
     out_shardings: Tree
     donate: tuple[int, ...]

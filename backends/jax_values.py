@@ -12,7 +12,7 @@ from pase.local.types import Layout
 __all__ = ["Cache", "DeviceValue", "NotByHand", "packed", "unpacked"]
 
 Cache = dict[int, Any]
-"""What transfers brought so far in this loop's, branch's or rematerialised region's body: number -> array."""
+"""Results of transfers so far in the body of this loop, branch or rematerialised region: number -> array."""
 
 
 class NotByHand(PaseError):

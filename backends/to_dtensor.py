@@ -22,7 +22,7 @@ __all__ = ["emit", "layouts", "to_json"]
 
 NAME = "pase.dtensor/1"
 UNSHARDED = "unsharded"
-"""DTensor's own word for a dim that is not split."""
+"""DTensor's term for a dim that is not split."""
 
 
 def to_json(plan: PlanData) -> dict[str, Any]:

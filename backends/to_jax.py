@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["JaxPlan", "Lowering", "jax_plan", "traced_by_jax"]
 
 Lowering = Literal["annotated", "manual", "auto"]
-"""Who splits the program: XLA's partitioner, led by the plan's constraints; pase itself, by ``shard_map``; or pase
-where it can split all of it."""
+"""What splits the program: XLA's partitioner, with the plan's constraints; pase itself, by ``shard_map``; or pase if it
+can split the whole program, else XLA."""
 
 _STORAGE_ALONE = (
     "in_shardings says how arguments are stored, half of the plan: a step jitted with nothing else leaves its inside "
@@ -55,11 +55,11 @@ class JaxPlan:
     logical_mesh: Mesh
     constraints: Constraints
     accumulate: int = 1
-    """Micro-batches of a step: gradients are summed over them, and the loss is taken to be a mean over the batch."""
+    """Micro-batches per step. Gradients are summed over them; the loss is assumed to be a mean over the batch."""
     blocks: tuple[Block, ...] = ()
-    """Equations that backward computes again."""
+    """Equations that backward recomputes."""
     _functions: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    """What was made with the constraints inside, so that ``in_shardings`` knows whether it stands alone."""
+    """The functions made so far that contain the constraints. ``in_shardings`` warns if there are none."""
     accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict)
     """Path of an equation -> the layouts in which it reads and writes."""
     strategy: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class Slot:
     follows: int | None
     gradient: bool
     again: bool
-    """A second gather of the same pass, for backward."""
+    """Whether this is the second gather of the pass, for backward."""
 
 
 def path_of(keys: Any) -> str:

@@ -20,7 +20,7 @@ from pase.local.types import Extents, LocalOp
 __all__ = ["numbers_missing", "run_nest"]
 
 _MISSING = {"select": 3}
-"""Function -> its operands, where these are not two."""
+"""Function -> its number of operands, if that is not two."""
 
 
 @cache

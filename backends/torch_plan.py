@@ -44,9 +44,9 @@ class TorchPlan:
     mesh: Mesh
     strategy: Mapping[str, Mapping[str, tuple[str, ...]]]
     accumulate: int = 1
-    """Micro-batches of a step: gradients are summed over them, and the loss is taken to be a mean over the batch."""
+    """Micro-batches per step. Gradients are summed over them; the loss is assumed to be a mean over the batch."""
     blocks: tuple[Block, ...] = ()
-    """Nodes of the exported graph that backward computes again, besides those that the model marks itself."""
+    """Nodes of the exported graph that backward recomputes, in addition to those that the model marks itself."""
 
     @cached_property
     def program(self) -> LocalProgram:
@@ -115,7 +115,7 @@ class ParallelModule:
     device: Any
     seed: int
     steps: int = 0
-    """How often it ran: what is random follows from this, and from ``seed``."""
+    """How often the step ran. Random values depend on this and on ``seed``."""
     _stored: dict[str, Any] = field(default_factory=dict, repr=False)
     """Tensor -> the DTensor in the module."""
 

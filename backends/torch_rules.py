@@ -21,7 +21,7 @@ from pase.registry import Registry
 __all__ = ["RANK_RULES", "Laid", "RankCall", "evaluate", "numbers_of", "seeded"]
 
 Laid = tuple[Extents, Layout]
-"""A whole shape, and how it is laid out."""
+"""A whole shape and its layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class RankCall:
 
 RankRule = Callable[[RankCall], Any]
 RANK_RULES: Registry[RankRule] = Registry("local rule for ATen op")
-"""Op -> how it runs on parts, where that is not as on the whole."""
+"""Op -> how it runs on parts, if that differs from the whole."""
 
 
 def evaluate(name: str, call: RankCall) -> list[Any]:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["DataStyle", "TensorStyle", "data_style", "tensor_style", "units_of"]
 
 _FEW = 8
-"""Bytes of one number: a loss, or a count of labels, which every way sums."""
+"""Bytes of one number: a loss, or a count of labels, which every style sums."""
 _SMALL = 0.01
-"""Of all parameters' bytes: so many may be kept whole in a plan that splits the others, as norms' scales are."""
+"""Fraction of all parameters' bytes that may be kept whole in a plan that splits the others, such as norm scales."""
 
 TensorStyle = Literal["colwise", "colwise_gather_output", "rowwise", "embedding_rowwise"]
-"""A linear layer split by its outputs; so, its result gathered; by its inputs; an embedding by its rows. Transformers'
-names (``transformers.integrations.tensor_parallel``)."""
+"""A linear layer split by its outputs; the same with its result gathered; split by its inputs; an embedding split by
+its rows. The names are those of transformers (``transformers.integrations.tensor_parallel``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

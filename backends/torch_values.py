@@ -61,7 +61,7 @@ class ReorderStep:
 
 
 Steps = tuple[ReshapeStep | ReorderStep, ...]
-"""How a value is made of another by views alone."""
+"""How a value is made from another by views alone."""
 
 
 def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:

@@ -30,7 +30,7 @@ INFEASIBLE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 1, 2, 70, 130
 
 PACKAGE = "pase.commands"
 SHARED = "options"
-"""The module of that package which is no command: what several commands share."""
+"""The module of that package that is not a command; it holds what several commands share."""
 
 HELP = """How to split every layer of a model over the devices, proven best under its cost model."""
 

@@ -27,7 +27,7 @@ __all__ = ["calibrate"]
 
 _PROGRAM_S = 0.01
 _ROUNDS = 4
-"""Fits, each but the last followed by measuring again what the fit doubts."""
+"""Number of fits. After each but the last, the samples that the fit doubts are measured again."""
 
 
 def calibrate(

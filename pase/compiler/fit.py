@@ -224,7 +224,7 @@ class _Region:
 _MOST_ATTEMPTS = 24
 _MOST_ROUNDS = 8
 _ENOUGH = 1e-4
-"""The relative gap that a search need not close where no elimination order fits."""
+"""The relative gap at which a search may stop if no elimination order fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ __all__ = ["plan_staged", "search_pipelines"]
 
 _MOST_RANKS = 64
 _MICRO_BATCHES = (1, 2, 4)
-"""Micro-batches that are tried, in times of the ranks'."""
+"""The numbers of micro-batches to try, as multiples of the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -21,7 +21,7 @@ from pase.tables.build import Space, build
 __all__ = ["PRICINGS", "HiddenGradients", "Solver", "Summed"]
 
 Solver = Callable[[CostTables, float], Solution]
-"""Solves tables in a part of the time that there is: (tables, part in (0, 1])."""
+"""Solves tables within a fraction of the available time: (tables, fraction in (0, 1])."""
 
 
 def _solve(tables: CostTables, part: float) -> Solution:

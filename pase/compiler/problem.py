@@ -25,7 +25,7 @@ __all__ = ["Progress", "SplitProblem"]
 Progress = Callable[[str], None]
 
 _MOST_PRIME_AXES = 4
-"""The mesh of prime factors is searched too where it has at most this many axes."""
+"""The mesh of prime factors is also searched if it has at most this many axes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ __all__ = ["PARTS", "GatheredWeights", "PartCost", "part_costs"]
 PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 
 GatheredWeights = Literal["once", "each"]
-"""When split parameters are gathered and gradients summed: once a step, whole weights and whole sums of gradients being
-kept through it; or at each micro-batch."""
+"""When split parameters are gathered and gradients summed: once per step, with whole weights and whole sums of
+gradients kept through the step; or at each micro-batch."""
 
 
 @dataclass(kw_only=True)

@@ -28,13 +28,13 @@ from pase.tables.reshard import reshard
 __all__ = ["StageMenu", "Staged", "chunks_of"]
 
 _PRICES = (0.1, 0.5, 4.0)
-"""What the memory of a device is worth, in times of the stage's step: prices per byte at which stages are split."""
+"""Prices per byte at which stages are split: the value of a device's memory, as a multiple of the stage's step."""
 _ROOMS = (1.0, 0.85, 0.7)
-"""Parts of the limit for which stages' splits are chosen, until some numbers of blocks fit."""
+"""Fractions of the limit for which the splits of stages are chosen, until some numbers of blocks fit."""
 _SIMULATIONS = 12
 _GAP = 1e-3
 _SECONDS = 0.3
-"""Of one integer program; of cuts no more is asked than a relative gap of ``_GAP``."""
+"""Time limit of one integer program. For cuts, a relative gap of ``_GAP`` is enough."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -21,7 +21,7 @@ __all__ = ["least_stored"]
 _HANDED_ON = ("copy", "carry")
 _STORED = ("parameter", "input")
 _EQUAL = 1e-12
-"""Relative to the strategy's cost: sums in another order differ by less."""
+"""Relative to the strategy's cost. Sums in another order differ by less."""
 
 
 def least_stored(problem: SplitProblem, found: Found) -> Found:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ProductPrecision", "Variant", "graph_of", "recomputed", "variants"]
 
 ProductPrecision = Literal["model", "fp8"]
-"""Of products with weights: as the model has it, or eight bits."""
+"""Precision of products with weights: the model's own, or eight bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def variants(
 
 _LACKS = {"all": "", "light": " with products", "attention": " with an attention"}
 _MANY = 3
-"""Of more blocks than these, half may be computed again."""
+"""If there are more blocks than this, recomputing half of them is also tried."""
 
 
 def recomputed(traced: Traced, what: str) -> tuple[Block, ...]:

@@ -61,8 +61,8 @@ class PipelinePlan:
     others: Mapping[str, float]
     scope: str
     again: tuple[tuple[Block, ...], ...] = ()
-    """Of each of ``strategies`` the blocks of equations that its backward computes again; empty in layouts of before
-    this was kept."""
+    """For each of ``strategies``, the blocks of equations that its backward recomputes. Empty in layouts written before
+    this field existed."""
 
     def blocks_again(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks that the stages of a strategy recompute. all_of_them: the plan's own, for older layouts."""

@@ -163,7 +163,7 @@ def _split_text(split: Mapping[str, Iterable[str]]) -> str:
 
 
 _WITH_OPS, _WITH_MOVES = 110, 150
-"""Columns of a terminal from which on ops, and each kind of collective, have room beside the rest."""
+"""Terminal widths from which there is room for the ops, and for each kind of collective."""
 
 
 def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> Any:

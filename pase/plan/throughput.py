@@ -21,7 +21,7 @@ from pase.tables.layouts import number
 __all__ = ["StepWork", "Throughput", "model_flops", "step_work"]
 
 _BACKWARD = 2
-"""Gradients of an attention's operands take four products where forward has two."""
+"""The gradients of an attention's operands take four products; forward takes two."""
 
 
 @dataclass(frozen=True, kw_only=True)

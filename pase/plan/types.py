@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["NodePlan", "PlanData", "TensorPlan", "Tried"]
 
 _ROUNDING = 1e-6
-"""Of a plan's cost: what its parts may differ from it for no reason but rounding."""
+"""The most by which the sum of a plan's parts may differ from its cost through rounding, relative to the cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,25 +107,25 @@ class PlanData:
     graph_digest: str
     provenance: Mapping[str, str]
     accumulate: int = 1
-    """Micro-batches of a step, over which gradients are summed."""
+    """Number of micro-batches in a step, over which gradients are summed."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Copy that several readers share -> the tensor that it is a copy of."""
+    """A copy that several readers share -> the tensor that it copies."""
     accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict, repr=False)
-    """Equation -> the layouts in which it reads and writes; empty in layouts of before these were kept."""
+    """Equation -> the layouts in which it reads and writes. Empty in layouts written before this field existed."""
     remat: tuple[Block, ...] = ()
-    """Blocks of equations that backward computes again, besides those that the model itself rematerialises."""
+    """Blocks of equations that backward recomputes, in addition to those that the model itself rematerialises."""
     buckets: Mapping[str, Any] | None = field(default=None, repr=False)
-    """A bucket plan as layout.json holds it, with the links that it was made for; None: none was chosen."""
+    """A bucket plan as layout.json holds it, with the links that it was made for. None if none was chosen."""
     memory_limit: int | None = None
-    """Bytes that a device may hold of it; None: it was made without a limit."""
+    """Bytes of the plan that a device may hold. None if it was made without a limit."""
     misfit: str | None = None
-    """Where no strategy fits the limit: what the least needs, and what would fit. The plan is then the best without."""
+    """If no strategy fits the limit: the least memory needed, and what would fit. The plan then ignores the limit."""
     baseline_memory: Mapping[str, int] = field(default_factory=dict)
-    """Strategy of ``baselines`` -> bytes that it needs on a device; empty without a limit."""
+    """Strategy of ``baselines`` -> bytes that it needs on a device. Empty without a limit."""
     pipeline: PipelinePlan | None = None
     """The stages that the model is cut into; the mesh is then one rank's. None: every device works on all of it."""
     work: StepWork | None = None
-    """What a step works on; None in layouts of before this was kept."""
+    """The work of a step. None in layouts written before this field existed."""
     traced: Traced | None = field(default=None, repr=False, compare=False)
 
     @cached_property
