@@ -1,8 +1,8 @@
 """Attention kernels on one device: cuDNN's, Pallas' flash attention, and the definition itself for any device.
 
 Each kernel is a pair. Forward returns the result and the logarithm of each query's sum. Backward takes both as inputs,
-so attention over many blocks of keys can be assembled from kernels (``jax_attention``). Queries and results are [b, q,
-kv heads, group, d], keys and values [b, s, kv heads, d], the logarithms [b, q, kv heads, group].
+so attention over many blocks of keys can be assembled from kernels (``jax_attention``). Queries and results are
+[b, q, kv heads, group, d], keys and values [b, s, kv heads, d], the logarithms [b, q, kv heads, group].
 """
 
 from __future__ import annotations

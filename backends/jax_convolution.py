@@ -32,8 +32,7 @@ def of_plan(
     """The equation as a function of its operands, split as in the plan.
 
     None if XLA is to split it: it is not such a convolution, or its windows, or channels within a group, are split.
-    reads,
-    makes: names of its operands and results.
+    reads, makes: names of its operands and results.
     """
     if eqn.primitive.name != "conv_general_dilated" or layouts is None or len(set(reads)) != 2:
         return None

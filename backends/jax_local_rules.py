@@ -235,7 +235,7 @@ def _local_ids(
 def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """Each device applies the updates that fall in its part.
 
-    If the updates are partial, the array that they are added to counts only on the first device.
+    If the result is a partial sum, the array that the updates are added to counts only on the first device.
     """
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode

@@ -321,8 +321,7 @@ class JaxPlan:
 
         Arguments are moved to the plan's layouts; params and opt_state are donated. Leaves of params that are not
         trained are returned unchanged. Values that ``carry`` threads are returned in the layout of the next call. Works
-        with several
-        processes: every process calls it with global arrays (this plan's ``device_put`` makes them).
+        with several processes: every process calls it with global arrays (this plan's ``device_put`` makes them).
         """
         import jax
         import optax

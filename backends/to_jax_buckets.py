@@ -56,7 +56,7 @@ class RunState:
 def gradient_problem(
     params: Tree, links: Tree, *, forward_s: float, backward_s: float, name: str = "model"
 ) -> ScheduleProblem:
-    """A simple problem for a parameter tree: gradients in reverse order, compute distributed by bytes.
+    """A simple problem for a parameter tree: gradients in reverse order, compute in proportion to bytes.
 
     It serves models that pase did not compile; a layout or a profile is more accurate.
     """
@@ -133,8 +133,8 @@ class BucketRunner:
     loss_fn: loss(params, *batch) -> scalar, the mean (or, by ``reduction``, the sum) over the batch. mesh:
     jax.sharding.Mesh. data_axes: the mesh axes over which the batch is split. specs: a tree with the PartitionSpec in
     which each parameter is stored; None stores all of them whole. batch_specs: a tree for each batch argument, of data
-    axes alone; None splits along the first dim. overlap: send what the plan sends after the next step has begun in the
-    next step.
+    axes alone; None splits along the first dim. overlap: messages that the plan sends during the
+    next step are sent by that step's program.
     lenient: parameters that the problem does not name are left to the compiler.
     """
 

@@ -1,10 +1,9 @@
 """How a bucket plan's messages transform arrays: they are cut, joined, reduced or gathered, and reassembled.
 
 Everything here runs inside a region that is manual over all mesh axes, on one device's local arrays. A tensor of the
-problem is one collective of one parameter (or of one layer of a stacked one). Several in a row are stages, each of
-which
-takes the result of the previous one: for example, a gradient scattered over some axes and then summed over others, or a
-parameter gathered axis by axis.
+problem is one collective of one parameter (or of one layer of a stacked one). Several in a row are stages, and
+each takes the result of the previous one: for example, a gradient scattered over some axes and then summed over others,
+or a parameter gathered axis by axis.
 """
 
 from __future__ import annotations

@@ -42,7 +42,10 @@ MIB = 2**20
 def gradient_problem(
     module: Module, links: Sequence[Link], *, forward_s: float, backward_s: float, name: str = "model"
 ) -> ScheduleProblem:
-    """A simple problem for a torch module: gradients in reverse order of registration, compute distributed by bytes."""
+    """A simple problem for a torch module.
+
+    Gradients are made in reverse order of registration, and compute is proportional to bytes.
+    """
     from pase.schedule.pipedream import Layer, problem_from_layers
 
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]

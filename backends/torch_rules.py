@@ -247,7 +247,7 @@ def _gather(call: RankCall) -> Any:
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"
 )
 def _scatter(call: RankCall) -> Any:
-    """If the updates are partial, the tensor that they are added to counts only on the first rank."""
+    """If the result is a partial sum, the tensor that the updates are added to counts only on the first rank."""
     x = call.given["self"]
     if "indices" in call.given:
         at = {i for i, v in enumerate(call.given["indices"]) if v is not None}

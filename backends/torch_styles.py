@@ -2,7 +2,7 @@
 
 The styles are data parallelism, with or without sharding, and tensor parallelism. They are derived from the plan alone:
 which axes split the batch, how parameters and their state are stored, and what is sent. A plan has a style if it sends
-exactly what that style sends.
+nothing beyond what that style sends.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class CostForm(Struct, kw_only=True):
 
 
 class EquationForm(Struct, kw_only=True):
-    """Tensor -> the layout in which an equation reads or writes it."""
+    """Tensor -> the number of the layout in which an equation reads or writes it."""
 
     reads: dict[str, Count]
     writes: dict[str, Count]
