@@ -26,6 +26,7 @@ def main() -> None:
     """Writes bench/results/calibrate_cpu.json: the calibration, and each strategy's predicted and measured time."""
     options = parser(__doc__, "calibrate_cpu")
     options.add_argument("--budget", type=float, default=60.0, help="seconds that calibrating takes")
+    options.add_argument("--max-spread", type=float, default=3.0, help="as of pase calibrate")
     options.add_argument("--devices", type=int, default=2)
     options.add_argument("--machine", help="a machine file measured before; default: measure now")
     args = options.parse_args()
@@ -35,7 +36,7 @@ def main() -> None:
         summary = {}
         if not args.machine:
             command = ["calibrate", "-o", str(file), "-n", str(args.devices), "--budget", f"{args.budget}s"]
-            more = ["--dtypes", "float32", "--json", "--max-spread", "3"]
+            more = ["--dtypes", "float32", "--json", "--max-spread", str(args.max_spread)]
             run = [sys.executable, "-m", "pase.cli", *command, *more]
             summary = json.loads(
                 subprocess.run(run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -16,7 +16,7 @@ from bench.cases import SHARED
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "answers": "write answers.json --parts search --data .",
-    "calibrate_cpu": '--budget 1 --only "mlp 256"',
+    "calibrate_cpu": '--budget 1 --max-spread 1000 --only "mlp 256"',
     "comm_truth": "mlp",
     "depth": '--only "2 layers"',
     "dpro_memory": "--only VGG16",
