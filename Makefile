@@ -12,8 +12,7 @@ CORPUS  := $(CORPUS_VENV)/.installed
 # The first of these that runs and is new enough.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
-# Processes that run tests side by side, and what else to tell pytest: make test ARGS="-k search". Tests of a file stay on
-# one process (worksteal), which keeps what they share.
+# Processes that run tests side by side, and what else to tell pytest: make test ARGS="-k search"
 JOBS   ?= 2
 ARGS   ?=
 # Where recorded traces, profiles and contest instances lie.
@@ -32,19 +31,19 @@ demo: $(STAMP) ## compile GPT-2 for 32 devices, write layout.json, run one shard
 	$(BIN)/pase run layout.json --reduced --devices 8
 
 test: $(STAMP) ## run all tests, lint and types included; says at the end what was skipped and how to run it
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 test-all: $(ALL) ## besides: install PyTorch too, and run the tests that need it or start every program of bench and docs
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "torch or minutes" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "torch or minutes" $(ARGS)
 
 test-corpus: $(CORPUS) ## the tests with programs of other libraries, in an environment of their own
-	$(CORPUS_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m corpus $(ARGS)
+	$(CORPUS_VENV)/bin/python -m pytest -n $(JOBS) -m corpus $(ARGS)
 
 test-root: $(STAMP) ## the tests that need root and iproute2: networks of namespaces, taken down again
 	$(BIN)/python -m pytest -m root $(ARGS)
 
 test-data: $(STAMP) ## the tests on recorded data: make test-data PASE_DATA=FOLDER (docs/replay.md, docs/search.md)
-	PASE_DATA=$(PASE_DATA) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m data $(ARGS)
+	PASE_DATA=$(PASE_DATA) $(BIN)/python -m pytest -n $(JOBS) -m data $(ARGS)
 
 test-wheel: $(STAMP) ## wheel and sdist installed on each Python here, nothing pinned, and tried (minutes)
 	$(BIN)/python tests/wheel.py $(ARGS)
