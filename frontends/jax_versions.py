@@ -277,21 +277,21 @@ def function_of(
     closed: Any, eqns: Sequence[Any], reads: Sequence[Any], makes: Sequence[Any]
 ) -> Callable[..., Any]:
     """Some equations of a jaxpr as a function: from values of the variables ``reads`` to those of ``makes``."""
-    from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+    from jax.extend.core import ClosedJaxpr, Jaxpr
 
     jaxpr, consts = opened(closed)
     effects = frozenset[Any]().union(*(e.effects for e in eqns))
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     part = Jaxpr(jaxpr.constvars, list(reads), list(makes), list(eqns), effects, info)
-    return jaxpr_as_fun(ClosedJaxpr(part, consts))  # type: ignore[no-any-return]
+    return called(ClosedJaxpr(part, consts))
 
 
 def evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:
     """One equation on values (or tracers), None for results that nothing reads; info: the debug info of its jaxpr."""
-    from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+    from jax.extend.core import ClosedJaxpr, Jaxpr
 
     args = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not is_literal(v)}
     kept = [v for v in eqn.outvars if not is_dropped(v)]
     alone = Jaxpr((), list(args), kept, [eqn], eqn.effects, info)
-    outs = iter(jaxpr_as_fun(ClosedJaxpr(alone, ()))(*args.values()))
+    outs = iter(called(ClosedJaxpr(alone, ()))(*args.values()))
     return [None if is_dropped(v) else next(outs) for v in eqn.outvars]
