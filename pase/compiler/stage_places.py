@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Literal
 from pase.errors import Infeasible
 from pase.ir import Graph
 from pase.ir.blocks import holders, turns_of
+from pase.machine import CostModel, mesh_from
 from pase.tables.layouts import number
 
 if TYPE_CHECKING:
     from pase.ir.blocks import Block
 
-__all__ = ["Places", "StagePart", "places_of"]
+__all__ = ["Places", "StagePart", "ends_sum_s", "places_of", "send_s"]
 
 StagePart = Literal["first", "block", "last"]
 _STORED = ("parameter", "input", "constant")  # graphs list them first, whoever reads them
@@ -40,6 +41,18 @@ class Places:
     def tied(self) -> tuple[str, ...]:
         """Parameters that both the first and the last stage read."""
         return tuple(n for n, parts in self.parts.items() if {"first", "last"} <= set(parts))
+
+
+def send_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float:
+    """Seconds to send a device's bytes to the next of ``ranks``, each of ``inner`` devices, on the outermost links."""
+    mesh = mesh_from(f"stage={ranks},inner={inner}", ranks * inner)
+    return float(model.collective("permute", mesh, 1, nbytes))
+
+
+def ends_sum_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float:
+    """Seconds to sum the gradients of tied parameters, a device's bytes of them, over the first and the last rank."""
+    mesh = mesh_from(f"ends=2,rest={ranks * inner // 2}", ranks * inner)
+    return float(model.collective("all_reduce", mesh, 1, nbytes)) if nbytes else 0.0
 
 
 def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:

@@ -12,10 +12,10 @@ from itertools import pairwise
 import numpy as np
 
 from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, StageRole, StageSplit, StageTables
-from pase.compiler.stage_places import Places
+from pase.compiler.stage_places import Places, ends_sum_s, send_s
 from pase.errors import Infeasible
 from pase.ir import Graph
-from pase.machine import CostModel, Mesh, mesh_from
+from pase.machine import CostModel, Mesh
 from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts
 from pase.pipeline.registry import SCHEDULES, Discipline, schedule
 from pase.pipeline.simulate import in_flight
@@ -185,10 +185,6 @@ class StageMenu:
             bytes_each=StageBytes(held=each["static"], kept=each["kept"], for_weights=waiting),
         )
 
-    def _over_stages(self) -> Mesh:
-        inner = self.mesh.devices
-        return mesh_from(f"stage={self.ranks},inner={inner}", self.ranks * inner)
-
     def _tied_s(self, first: StageSplit) -> float:
         """Seconds to sum the gradients of tied parameters between the first and the last stage, for the share of one
         device.
@@ -199,8 +195,7 @@ class StageMenu:
             a = n.ops[0].writes[0]
             cfg = first.configs[name][None, :]
             nbytes += float(local_bytes(n, self.graph.tensors[a.tensor], a, cfg, self.mesh)[0])
-        two = mesh_from(f"ends=2,rest={self.ranks * self.mesh.devices // 2}", self.ranks * self.mesh.devices)
-        return float(self.model.collective("all_reduce", two, 1, nbytes)) if nbytes else 0.0
+        return ends_sum_s(self.model, self.ranks, self.mesh.devices, nbytes)
 
     def _send_s(self, a: StageSplit, b: StageSplit) -> float:
         """Seconds to send one micro-batch's activations to the next stage, and to bring them into the layout that it
@@ -225,7 +220,7 @@ class StageMenu:
                     times=1.0,
                 )
                 total += float(np.ravel(charge_price(charge, self.model, self.mesh))[0])
-        return total + float(self.model.collective("permute", self._over_stages(), 1, nbytes))
+        return total + send_s(self.model, self.ranks, self.mesh.devices, nbytes)
 
 
 _FIELDS = ("forward", "input", "weight", "again", "before", "after", "static", "kept")

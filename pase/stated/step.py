@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pase.compiler.stage_places import ends_sum_s, send_s
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.stated.parts import Part, Parts
 from pase.stated.program import Program
@@ -234,15 +235,12 @@ class StatedStep:
         """One micro-batch's activations to the next stage, once."""
         s = self.s
         split = s.tensor if self.program.sends_parts and not s.sequence else 1
-        mesh = mesh_from(f"stage={s.pipeline},inner={self.mesh.devices}", s.pipeline * self.mesh.devices)
-        return float(self.model.collective("permute", mesh, 1, self.parts.block.entry / split))
+        return send_s(self.model, s.pipeline, self.mesh.devices, self.parts.block.entry / split)
 
     def tied_s(self) -> float:
         """The sum of tied parameters' gradients between the first and the last stage, behind both of theirs."""
         nbytes = self.parts.tied.parameters * self.program.bytes.summed
-        total = self.s.pipeline * self.mesh.devices
-        two = mesh_from(f"ends=2,rest={total // 2}", total)
-        return float(self.model.collective("all_reduce", two, 1, nbytes)) if nbytes else 0.0
+        return ends_sum_s(self.model, self.s.pipeline, self.mesh.devices, nbytes)
 
     def moved(self) -> dict[str, float]:
         """Seconds of every collective of a step, hidden or not, by what it is for."""
