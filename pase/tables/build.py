@@ -10,7 +10,7 @@ import numpy as np
 from pase.ir import Graph
 from pase.machine import COLLECTIVES, CostModel, Mesh
 from pase.tables.charges import Charge, Flow, node_charges
-from pase.tables.facts import Facts, facts
+from pase.tables.facts import EdgeFacts, Facts, facts
 from pase.tables.layouts import LayoutRule, configs
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
@@ -18,11 +18,14 @@ from pase.tables.work import Work, node_work
 
 __all__ = [
     "GRANULE_BYTES",
+    "EdgeCosts",
     "Space",
     "array_tile",
     "build",
     "charge_cost",
     "charge_price",
+    "config_space",
+    "edge_costs",
     "work_cost",
     "work_price",
 ]
@@ -127,7 +130,7 @@ def build(
     nodes, edges and classes.
     """
     known = facts(graph)
-    space = _configs(graph, mesh, model)
+    space = config_space(graph, mesh, model)
     costs: dict[int, np.ndarray] = {}
     for n, cfg, number in zip(graph.nodes, space, known.cost, strict=True):
         if number not in costs:
@@ -144,7 +147,7 @@ def build(
     return tables, Space(graph=graph, mesh=mesh, configs=space)
 
 
-def _configs(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
+def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
     """Per node; equal ones are one array. Where the compiler reduces each reader's gradient, none may wait."""
     apart = not model.machine.sums_readers
     memo: dict[int, np.ndarray] = {}
@@ -186,10 +189,47 @@ class _Layouts:
         return self.rows.setdefault(rows.tobytes(), rows)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EdgeCosts:
+    """What an edge costs under each pair of layouts, flow by flow: float64 [source rows, reader rows].
+
+    Equal edges share their flows. rows: the layouts written and read, int8 [C, axes]; classes: of each config of the
+    source and of the reader, its row, int32 [K].
+    """
+
+    flows: tuple[tuple[Flow, np.ndarray], ...]
+    rows: tuple[np.ndarray, np.ndarray]
+    classes: tuple[np.ndarray, np.ndarray]
+
+    def table(self, e: EdgeFacts, cost: np.ndarray) -> EdgeTable:
+        return EdgeTable(
+            src=e.src, dst=e.dst, cost=cost, src_class=self.classes[0], dst_class=self.classes[1]
+        )
+
+
 def _edges(
     known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel, weights: Mapping[str, float]
 ) -> Iterator[EdgeTable]:
     """Edges that cost something under some pair of layouts; weights: of what parameters send, by phase."""
+    memo: dict[int, np.ndarray | None] = {}
+    for e, priced in edge_costs(known, space, mesh, model):
+        if id(priced.flows) not in memo:
+            cost, something = np.zeros([len(rows) for rows in priced.rows]), False
+            for f, one in priced.flows:
+                something |= bool(one.any())
+                weight = weights[f.phase] if f.bucketed else 1.0
+                weight /= f.again if weight < 1 else 1
+                cost += weight * one
+            memo[id(priced.flows)] = cost if something else None
+        matrix = memo[id(priced.flows)]
+        if matrix is not None:
+            yield priced.table(e, matrix)
+
+
+def edge_costs(
+    known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel
+) -> Iterator[tuple[EdgeFacts, EdgeCosts]]:
+    """Every edge of the graph, in its order; space: per node its configs, int8 [K, axes]."""
     layouts = _Layouts(known.rules, mesh)
     ends: dict[tuple[int, int, bool], tuple[np.ndarray, np.ndarray]] = {}
     classes = [(layouts.of(e.write, space[e.src]), layouts.of(e.read, space[e.dst])) for e in known.edges]
@@ -202,22 +242,20 @@ def _edges(
     pairs = {(id(a), id(b)): (a, b) for a, b in ends.values()}
     plans = dict(zip(pairs, compare(list(pairs.values()), mesh), strict=True)) if pairs else {}
     price = _Prices(plans.values(), {f for flows in known.flows for f in flows}, mesh, model)
-    memo: dict[tuple[int, int, int], np.ndarray | None] = {}
+    memo: dict[tuple[int, int, int], tuple[tuple[Flow, np.ndarray], ...]] = {}
     for e, (src, dst) in zip(known.edges, classes, strict=True):
         where = (id(src.rows), id(dst.rows), e.flows)
         if where not in memo:
-            cost, something = np.zeros((len(src.rows), len(dst.rows))), False
+            flows = []
             for f in known.flows[e.flows]:
                 a, b = ends[id(src.rows), id(dst.rows), f.back]
                 one = plans[id(a), id(b)].cost(price.of(f))
-                something |= bool(one.any())
-                weight = weights[f.phase] if f.bucketed else 1.0
-                weight /= f.again if weight < 1 else 1
-                cost += weight * (one.T if f.back else one)
-            memo[where] = cost if something else None
-        matrix = memo[where]
-        if matrix is not None:
-            yield EdgeTable(src=e.src, dst=e.dst, cost=matrix, src_class=src.index, dst_class=dst.index)
+                flows.append((f, one.T if f.back else one))
+            memo[where] = tuple(flows)
+        yield (
+            e,
+            EdgeCosts(flows=memo[where], rows=(src.rows, dst.rows), classes=(src.index, dst.index)),
+        )
 
 
 class _Prices:
