@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from pase.ir.added import with_copies, with_rings, with_states
 from pase.ir.dims import Conflict, DimTable
+from pase.ir.functions import CAST
 from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
 from pase.ir.types import LEAF, Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
@@ -31,6 +32,8 @@ from pase.once import once
 __all__ = ["simplify"]
 
 LIGHT = frozenset({"elementwise", "view", "reduce", "generate"})
+PARTIAL_SUMS = frozenset({"matmul", "conv", "gather", "attention"})
+"""Kinds of ops whose results may still have to be summed when they leave their node."""
 
 _MOST_KEYS = 256
 _WIDE = 512  # a dim that a model axis is spent on; router and gate dims are far narrower
@@ -51,6 +54,7 @@ def _joined(graph: Graph) -> _NodeGroups:
     groups = _NodeGroups(graph, DimTable())
     groups.join_parameters()
     groups.find_constants()
+    groups.find_narrowing()
     groups.join_light()
     groups.join_operands()
     groups.join_results()
@@ -217,6 +221,21 @@ class _NodeGroups:
             for a in op.writes
         )
 
+    def find_narrowing(self) -> None:
+        """A cast to fewer bytes of what a heavy op makes stays apart from its readers: of the two tensors, the smaller
+        one then moves to them. A matmul's own node it cannot join, since that may write partial sums."""
+        self.narrowing: set[int] = set()
+        for i in range(len(self.graph.nodes)):
+            op = self._op(i)
+            if op.function is not CAST or len(op.reads) != 1:
+                continue
+            (read,), (write,) = op.reads, op.writes
+            if self.graph.tensors[write.tensor].itemsize < self.graph.tensors[read.tensor].itemsize:
+                before = self._inputs(i)
+                while before and self._op(before[0]).kind == "view":
+                    before = self._inputs(before[0])
+                self.narrowing |= {i for p in before if self._op(p).kind in PARTIAL_SUMS}
+
     def join_light(self) -> None:
         """Neighbouring light ops of one level and one loop join.
 
@@ -231,7 +250,7 @@ class _NodeGroups:
             if op.kind in LEAF or i in self.constant:
                 level.append(0)
             elif not self._is_light(i):
-                level.append(top + (op.kind not in LIGHT))
+                level.append(top + (op.kind not in LIGHT or i in self.narrowing))
             else:
                 near = [p for p in before if self._is_light(p) and level[p] == top]
                 groups = list(dict.fromkeys(self.find(p) for p in near))
@@ -286,7 +305,8 @@ class _NodeGroups:
 
     def _is_light(self, i: int) -> bool:
         root = self.find(i)
-        return self._op(i).kind in LIGHT and i not in self.constant and self._op(root).kind not in LEAF
+        stays = i in self.constant or i in self.narrowing
+        return self._op(i).kind in LIGHT and not stays and self._op(root).kind not in LEAF
 
     def join_operands(self) -> None:
         """A joined node without reductions, read by one matmul or conv alone, is computed on that operand's side."""

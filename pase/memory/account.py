@@ -345,8 +345,8 @@ def profile(
 ) -> MemoryProfile:
     """The same account as a limit for the search: one point of time for each region, all else lives throughout.
 
-    configs: per node its int8 [K, axes]. A node that keeps something throughout and something in a region is
-    counted with both throughout.
+    configs: per node its int8 [K, axes]. A node has an interval for what it keeps throughout, and one for each region
+    in which it keeps something.
     """
     from pase.search import MemoryProfile
 
@@ -354,22 +354,23 @@ def profile(
     regions = dict.fromkeys(r for mine in terms.values() for r in mine.regions if r is not None)
     point = {r: i for i, r in enumerate(regions)}
     last = max(len(point), 1)
-    made: dict[tuple[int, int], np.ndarray] = {}  # nodes of equal layers share an array
-    nbytes, start, stop = [], [], []
-    for n, cfg in zip(graph.nodes, configs, strict=True):
+    made: dict[tuple[int, tuple[int, ...], int], np.ndarray] = {}  # nodes of equal layers share an array
+    nbytes, start, stop, node = [], [], [], []
+    for v, (n, cfg) in enumerate(zip(graph.nodes, configs, strict=True)):
         mine = terms[n.name]
-        key = (mine.number, id(cfg))
-        if key not in made:
-            made[key] = sum((t.held(cfg, mesh) for t in mine.terms), np.zeros(len(cfg)))
-        nbytes.append(made[key])
-        only = set(mine.regions)
-        region = only.pop() if len(only) == 1 else None
-        at = point[region] if region is not None else 0
-        start.append(at)
-        stop.append((at + 1 if region is not None else last) if mine.terms else at)
+        for region in dict.fromkeys(mine.regions) or (None,):
+            which = tuple(i for i, r in enumerate(mine.regions) if r == region)
+            key = (mine.number, which, id(cfg))
+            if key not in made:
+                made[key] = sum((mine.terms[i].held(cfg, mesh) for i in which), np.zeros(len(cfg)))
+            nbytes.append(made[key])
+            start.append(0 if region is None else point[region])
+            stop.append((last if region is None else start[-1] + 1) if which else start[-1])
+            node.append(v)
     return MemoryProfile(
         bytes=tuple(nbytes),
         start=np.array(start, np.int64),
         stop=np.array(stop, np.int64),
         limit_bytes=limit_bytes,
+        node=np.array(node, np.int64),
     )

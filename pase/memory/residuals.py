@@ -44,7 +44,7 @@ def _kept(graph: Graph) -> Iterator[Kept]:
             if not op.backward and not any(graph.tensors[a.tensor].needs_grad for a in op.writes):
                 continue
             for t in needs(op, graph.tensors):
-                root = _root(graph, n, t, maker, constant)
+                root = _root(graph, n, op, t, maker, constant)
                 if root is None:
                     continue
                 made = maker[root][1]
@@ -69,9 +69,10 @@ def _kept(graph: Graph) -> Iterator[Kept]:
 
 
 def _root(
-    graph: Graph, reader: Node, t: str, maker: dict[str, tuple[Node, Op]], constant: frozenset[str]
+    graph: Graph, reader: Node, by: Op, t: str, maker: dict[str, tuple[Node, Op]], constant: frozenset[str]
 ) -> str | None:
-    """The tensor that is kept for ``t``: what it is cheaply made of in the reader's node. None: nothing is."""
+    """The tensor that is kept for ``t``: what it is cheaply made of in the reader's node, on the same side of a
+    rematerialised region's border. by: the op that needs t. None: nothing is."""
     while True:
         if t not in maker or t in constant:
             return None
@@ -83,7 +84,8 @@ def _root(
             return None
         if n.kind in ("parameter", "constant"):
             return None
-        if n is not reader or op.kind not in ("elementwise", "view", "generate") or op.function.expensive:
+        near = n is reader and op.region == by.region  # what enters a region, or leaves it, is kept as it is
+        if not near or op.kind not in ("elementwise", "view", "generate") or op.function.expensive:
             return t
         size = graph.tensors[t].elements
         large = [

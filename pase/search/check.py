@@ -71,8 +71,8 @@ def brute_force(tables: CostTables, memory: MemoryProfile | None = None) -> Solu
     if memory is not None:
         for t in range(int(memory.stop.max(initial=0))):
             used = np.zeros(sizes)
-            for w in np.flatnonzero((memory.start <= t) & (t < memory.stop)):
-                used = used + memory.bytes[w].reshape(axis[w])
+            for i in np.flatnonzero((memory.start <= t) & (t < memory.stop)):
+                used = used + memory.bytes[i].reshape(axis[memory.owners[i]])
             cost = np.where(used > memory.limit_bytes, np.inf, cost)
     best = float(cost.min(initial=np.inf))
     if not np.isfinite(best):

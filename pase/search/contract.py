@@ -77,10 +77,11 @@ class _Contraction:
         # less[v][i, j]: config i holds no more memory than j, at any point; None: memory plays no part.
         self.less: list[np.ndarray | None] = [None] * n
         if memory is not None:
-            for v in np.flatnonzero(memory.stop > memory.start):
-                held = memory.bytes[v]
-                if held.max() > held.min():
-                    self.less[v] = held[:, None] <= held[None, :]
+            for v, intervals in memory.live.items():
+                for held in (memory.bytes[i] for i in intervals):
+                    if held.max() > held.min():
+                        less, so_far = held[:, None] <= held[None, :], self.less[v]
+                        self.less[v] = less if so_far is None else less & so_far
         entries = sum(self.costs[e.src].size * self.costs[e.dst].size for e in tables.edges)
         if entries > _MAX_ENTRIES:
             raise PaseError(
@@ -343,9 +344,9 @@ def _snapshot(work: _Contraction) -> Contracted:
 
 
 def fixed_bytes(contracted: Contracted, memory: MemoryProfile) -> list[tuple[int, float]]:
-    """(original node, bytes) of every node whose bytes no choice over the kept nodes changes."""
-    held = [(v, float(memory.bytes[v][k])) for v, k in contracted.fixed]
+    """(interval, bytes) of every node whose bytes no choice over the kept nodes changes."""
     work = contracted._work
+    chosen = [*contracted.fixed]
     for v, _, _ in work.eliminated:
-        held += [(w, float(memory.bytes[w][f[0]])) for w, f in work.members(v)]
-    return held
+        chosen += [(w, int(f[0])) for w, f in work.members(v)]
+    return [(i, float(memory.bytes[i][k])) for v, k in chosen for i in memory.live.get(v, ())]

@@ -87,7 +87,7 @@ def memory_rows(
     """Constraints over kept nodes of ``sizes`` configs.
 
     members: per kept node (original node, original config under each config [K]);
-    fixed_bytes: (original node, bytes it holds whatever is chosen).
+    fixed_bytes: (interval of the profile, bytes held in it whatever is chosen).
     """
     points = int(memory.stop.max(initial=0))
     spans, fixed = _variable(memory, members, fixed_bytes, points)
@@ -121,24 +121,21 @@ def _variable(
     """(per kept node what its configs hold above their least, bytes held whatever is chosen: float64 [points])."""
     base = np.zeros(points + 1)
 
-    def hold(v: int, nbytes: float) -> None:
-        base[memory.start[v]] += nbytes
-        base[memory.stop[v]] -= nbytes
+    def hold(i: int, nbytes: float) -> None:
+        base[memory.start[i]] += nbytes
+        base[memory.stop[i]] -= nbytes
 
-    for v, nbytes in fixed_bytes:
-        if memory.stop[v] > memory.start[v]:
-            hold(v, nbytes)
+    for i, nbytes in fixed_bytes:
+        hold(i, nbytes)
     spans: list[Spans] = []
     for group in members:
         mine: Spans = {}
-        for v, configs in group:
-            if memory.stop[v] <= memory.start[v]:
-                continue
-            held = memory.bytes[v][configs]
+        for i, configs in ((i, configs) for v, configs in group for i in memory.live.get(v, ())):
+            held = memory.bytes[i][configs]
             least = float(held.min())
-            hold(v, least)
+            hold(i, least)
             if held.max() > least:
-                span = (int(memory.start[v]), int(memory.stop[v]))
+                span = (int(memory.start[i]), int(memory.stop[i]))
                 excess = held - least
                 mine[span] = mine[span] + excess if span in mine else excess
         spans.append(mine)

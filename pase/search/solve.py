@@ -104,8 +104,8 @@ def solve(
     Raises Infeasible where it is proven that nothing has a finite cost or nothing fits.
     """
     began = time.perf_counter()
-    if memory is not None and len(memory.bytes) != len(tables.node_costs):
-        raise ValueError(f"memory profile of {len(memory.bytes)} nodes for {len(tables.node_costs)} nodes")
+    if memory is not None and memory.nodes != len(tables.node_costs):
+        raise ValueError(f"memory profile of {memory.nodes} nodes for {len(tables.node_costs)} nodes")
     free = known.free
     if free is None or not np.isfinite(cost_of(tables, free.choice)):
         free = _eliminate(tables, kernel, threads, seed, began)

@@ -53,14 +53,18 @@ def sums_of(memory: MemoryProfile, groups: Sequence[np.ndarray]) -> Sums:
     start, stop = memory.start, np.maximum(memory.start, memory.stop)
     share = (before[stop] - before[start]) / before[
         -1
-    ]  # [nodes, sums]: of the points, those at which a node lives
+    ]  # [intervals, sums]: of the points, those that an interval covers
+    mine: list[list[int]] = [[] for _ in range(memory.nodes)]
+    for i, v in enumerate(memory.owners):
+        mine[v].append(i)
     held: list[np.ndarray] = []
-    made: dict[tuple[int, bytes], tuple[np.ndarray, np.ndarray]] = {}
-    for b, part in zip(memory.bytes, share, strict=True):
-        key = (id(b), part.tobytes())
+    made: dict[tuple[tuple[int, bytes], ...], tuple[np.ndarray, np.ndarray]] = {}
+    for intervals in mine:
+        key = tuple((id(memory.bytes[i]), share[i].tobytes()) for i in intervals)
         if key not in made:
-            least = b.min()
-            made[key] = ((b - least)[:, None] * part, least * part)
+            total = np.sum([memory.bytes[i][:, None] * share[i] for i in intervals], axis=0)
+            least = total.min(axis=0)
+            made[key] = total - least, least
         excess, base = made[key]
         held.append(excess)
         room = room - base

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,21 +16,25 @@ SearchProgress = Callable[[str, float, float, float], None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryProfile:
-    """A limit on the bytes that live at one time, over a half-open interval per node.
+    """A limit on the bytes that live at one time, over half-open intervals.
 
-    bytes: per node a float64 [K_v] vector, the bytes config k of node v holds while it lives.
-    start, stop: int64 [nodes]; node v lives at the points t with ``start[v] <= t < stop[v]``;
-        an empty interval uses no memory.
-    limit_bytes: at each point the bytes of the live nodes sum to at most this.
+    bytes: per interval a float64 [K_v] vector, the bytes that config k of its node v holds in it.
+    start, stop: int64 [intervals]; interval i is the points t with ``start[i] <= t < stop[i]``;
+        an empty one uses no memory.
+    limit_bytes: at each point the bytes that live sum to at most this.
+    node: int64 [intervals], whose each is; None: there is one for each node, in order.
     """
 
     bytes: tuple[np.ndarray, ...]
     start: np.ndarray
     stop: np.ndarray
     limit_bytes: float
+    node: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.bytes)
+        if self.node is not None and self.node.shape != (n,):
+            raise ValueError(f"memory profile: {n} byte vectors need {n} nodes, got {self.node.shape}")
         if self.start.shape != (n,) or self.stop.shape != (n,):
             raise ValueError(
                 f"memory profile: {n} byte vectors need {n} intervals, got start {self.start.shape} "
@@ -49,12 +54,33 @@ class MemoryProfile:
             limit_bytes=limit_bytes,
         )
 
+    @property
+    def owners(self) -> np.ndarray:
+        """The node of each interval; int64 [intervals]."""
+        return np.arange(len(self.bytes)) if self.node is None else self.node
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes have an interval; each has one at least."""
+        return len(self.bytes) if self.node is None else int(self.node.max(initial=-1)) + 1
+
+    @cached_property
+    def live(self) -> dict[int, list[int]]:
+        """node -> its intervals that are not empty."""
+        out: dict[int, list[int]] = {}
+        for i in np.flatnonzero(self.stop > self.start):
+            out.setdefault(int(self.owners[i]), []).append(int(i))
+        return out
+
     def usage(self, choice: np.ndarray) -> np.ndarray:
         """Bytes that live at each point ``0 … max(stop)-1`` under ``choice``; float64 [points]."""
         points = int(self.stop.max(initial=0))
         delta = np.zeros(points + 1)
         live = np.flatnonzero(self.stop > self.start)
-        held = np.array([self.bytes[v][choice[v]] for v in live], dtype=np.float64)
+        owners = self.owners[live]
+        held = np.array(
+            [self.bytes[i][choice[v]] for i, v in zip(live, owners, strict=True)], dtype=np.float64
+        )
         np.add.at(delta, self.start[live], held)
         np.add.at(delta, self.stop[live], -held)
         return np.cumsum(delta)[:points]

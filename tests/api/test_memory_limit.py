@@ -38,12 +38,15 @@ def free():
     return pase.compile(MODEL, devices=4, mesh="2x2", memory_limit="none", baselines=False)
 
 
-def test_the_profile_is_the_plans_own_account(free):
-    """Whatever the configs, the profile's peak is the memory that the plan reports, buffers aside."""
-    problem = SplitProblem.of(resolve(MODEL).graph, 4, None, "analytic", "adam")
+@pytest.mark.parametrize("more", ["", "&scan=0&remat=1"], ids=["loop", "regions"])
+def test_the_profile_is_the_plans_own_account(more):
+    """Whatever the configs, the profile's peak is the memory that the plan reports, buffers aside; also where layers
+    are regions of their own, and a node keeps one thing in its region and another throughout."""
+    problem = SplitProblem.of(resolve(MODEL + more).graph, 4, None, "analytic", "adam")
     mesh = mesh_from("2x2", 4)
     _, space = problem.tables(mesh)
     p = profile(problem.graph, mesh, space.configs, float("inf"))
+    assert (len(p.bytes) > len(problem.graph.nodes)) == bool(more)
     rng = np.random.default_rng(0)
     for _ in range(20):
         choice = np.array([rng.integers(len(c)) for c in space.configs])

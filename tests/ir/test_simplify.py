@@ -5,6 +5,8 @@ Checked on random programs and on every reduced zoo model.
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import networkx as nx
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from pase import zoo
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, from_text, named, simplify, to_text, verify
+from pase.memory.residuals import kept
 from tests.ir.graphs import HEAVY, flops, ops, raw, simple, without_carries
 from tests.ir.programs import build, programs
 
@@ -116,6 +119,35 @@ def test_a_transformer_layer_is_a_dozen_nodes() -> None:
     ]
     assert sum(n.startswith("dot@attend") for n in nodes) == 24
     assert sum(n.startswith("reduce@attend") for n in nodes) == 12  # softmax, with its mask and scale
+
+
+def test_a_looked_up_row_moves_in_its_narrow_type() -> None:
+    """A cast behind a look-up is a node of its own, also where the ops that read it are light: what moves from the
+    look-up to them is the narrower tensor. What a rematerialised region begins with is kept in that type too."""
+
+    def loss(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        x = table[tokens].astype("bfloat16")
+
+        @jax.checkpoint
+        def normed(x: jax.Array) -> jax.Array:
+            wide = x.astype("float32")
+            return jnp.tanh(wide / jnp.sqrt((wide**2).mean(-1, keepdims=True)))
+
+        return normed(x).sum()
+
+    shapes = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((16,), "int32")
+    graph = named(simplify(trace(loss, *shapes).graph))
+    read = {
+        t.dtype
+        for n in graph.nodes
+        if n.kind == "reduce"
+        for t in (graph.tensors[a.tensor] for _, a in n.reads)
+    }
+    assert "bfloat16" in read and "float32" not in read
+    wide = [
+        t for t in kept(graph) if graph.tensors[t].shape == (16, 32) and graph.tensors[t].dtype == "float32"
+    ]
+    assert not [t for t in wide if kept(graph)[t].region is None]
 
 
 def test_names_are_of_what_is_multiplied() -> None:

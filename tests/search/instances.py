@@ -62,8 +62,15 @@ def random_memory(rng: np.random.Generator, tables: CostTables) -> MemoryProfile
     stop = np.minimum(points, start + rng.integers(0, points + 1, n))
     low = sum(float(b.min()) for b in held)
     high = sum(float(b.max()) for b in held)
+    node = np.arange(n)
+    if rng.random() < 0.5:  # some hold something else at other points
+        more = rng.integers(0, n, int(rng.integers(1, n + 1)))
+        node = np.append(node, more)
+        held += tuple(rng.integers(0, 20, tables.node_costs[v].size).astype(np.float64) for v in more)
+        start = np.append(start, rng.integers(0, points, more.size))
+        stop = np.append(stop, np.minimum(points, start[n:] + rng.integers(0, points + 1, more.size)))
     limit = float(np.floor(low * 0.5 + (high - low * 0.5) * rng.random()))
-    return MemoryProfile(bytes=held, start=start, stop=stop, limit_bytes=limit)
+    return MemoryProfile(bytes=held, start=start, stop=stop, limit_bytes=limit, node=node)
 
 
 def chain_of_blocks(rng: np.random.Generator, layers: int, *, block: int = 4, configs: int = 5) -> CostTables:
