@@ -362,8 +362,13 @@ class _Reads:
         walk = self.of_node.walk
         x = self.of_node.body.constants.of(m)
         nowhere: Layout = (None,) * len(walk.program.mesh.names)
-        same = (o for o in self.constants if _elements(o.shape) == _elements(value.shape))
-        operand = next(same, None)
+        same = [o for o in self.constants if _elements(o.shape) == _elements(value.shape)]
+        own = _names(value)
+        others = {
+            t for n in self.of_node.node.all_input_nodes if n is not m for t in _names(walk.index.values[n])
+        }
+        known = (o for o in same if o.tensor in own)
+        operand = next(known, next((o for o in same if o.tensor not in others), None))
         read = None
         if operand is not None:
             read = through_reshape(operand.layout, operand.shape, value.shape, walk.program.mesh)
@@ -406,6 +411,13 @@ def _shape_through(shape: tuple[int, ...], steps: Steps) -> tuple[int, ...]:
     for step in steps:
         shape = step.new if isinstance(step, ReshapeStep) else tuple(shape[i] for i in step.order)
     return shape
+
+
+def _names(value: Value | list[Value | None] | None) -> set[str]:
+    """The tensors that a value is, or is a view of."""
+    if not isinstance(value, Value):
+        return set()
+    return {made.tensor.name for made, _ in steps_from(value) if made.tensor is not None}
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -42,7 +42,7 @@ class RankCall:
     seed: int
     whole: Sequence[Any]
 
-    def run(self, **changes: Any) -> Any:
+    def run(self, /, **changes: Any) -> Any:
         """Run the op itself, with other operands."""
         return self.target(**{**self.given, **changes})
 
@@ -253,14 +253,34 @@ def _scatter(call: RankCall) -> Any:
         at = {i for i, v in enumerate(call.given["indices"]) if v is not None}
     else:
         at = {_dim(call)}
-    if at & call.split():
+    parted = at & call.split()
+    if parted and not ("indices" in call.given or "source" in call.given):
         raise NotOnParts("it updates a dim that is split")
     (result,) = call.ops[-1].results
     names = call.groups.mesh.names
     partial = [n for n, s in zip(names, result.layout, strict=True) if s == "partial"] or list(result.summed)
     if partial and not call.groups.first(partial):
-        return call.run(self=x.new_zeros(x.shape) + 0.0 * x if x.requires_grad else x.new_zeros(x.shape))
-    return call.run()
+        x = x.new_zeros(x.shape) + 0.0 * x if x.requires_grad else x.new_zeros(x.shape)
+    return _put(call, x, sorted(parted)) if parted else call.run(self=x)
+
+
+def _put(call: RankCall, x: Any, parted: Sequence[int]) -> Any:
+    """Update a tensor of which this rank has a part along some of the indexed dims. What is for other ranks goes into
+    a place behind the part, which is cut off again."""
+    import torch
+
+    several = "indices" in call.given
+    given = list(call.given["indices"]) if several else [None] * parted[0] + [call.given["index"]]
+    mine = torch.ones((), dtype=torch.bool, device=x.device)
+    for d in parted:
+        given[d], here = call.places("self", d, _positive(given[d], call.laid["self"][0][d]))
+        mine = mine & here
+    first = parted[0]
+    behind = x.shape[first]
+    given[first] = torch.where(mine, given[first], behind)
+    wider = torch.cat([x, x.narrow(first, 0, 1)], first)
+    changes = {"indices": given} if several else {"index": given[first]}
+    return call.run(self=wider, **changes).narrow(first, 0, behind)
 
 
 # Attention, norms: sizes in their operands are those of parts.
@@ -268,7 +288,25 @@ def _scatter(call: RankCall) -> Any:
 
 @RANK_RULES.register("_grouped_mm", "transformers::grouped_mm_fallback")
 def _grouped(call: RankCall) -> Any:
-    raise NotOnParts("where its groups begin is no operand of the plan's op, so the plan lays it out nowhere")
+    """The rank's rows that belong to its groups, in the order of these; zeros for its other rows."""
+    import torch
+
+    rows_of, weights_of = ("input", "weight") if "input" in call.given else ("self", "mat2")
+    x, w, ends = call.given[rows_of], call.given[weights_of], call.given["offs"]
+    if not (0 in call.split(rows_of) or 0 in call.split(weights_of)):
+        return call.run()
+    rows = positions(0, *call.laid[rows_of], call.groups, x.device)
+    here, mine = call.places(weights_of, 0, torch.searchsorted(ends, rows, right=True))
+    group = torch.where(mine, here, w.shape[0])
+    order = group.argsort(stable=True)
+    own = torch.arange(w.shape[0], device=x.device)
+    until = torch.searchsorted(group[order], own, right=True, out_int32=True)
+    reached = (mine[order])[
+        :, None
+    ]  # PyTorch leaves what it makes of other rows as it finds it, gradients too
+    zero = x.new_zeros(())
+    made = call.run(**{rows_of: torch.where(reached, x[order], zero), "offs": until})
+    return torch.where(reached, made, zero.to(made.dtype))[order.argsort()]
 
 
 @RANK_RULES.register("scaled_dot_product_attention")

@@ -24,7 +24,7 @@ from pase.ir import Tensor
 from pase.ir.blocks import Block, rematerialised
 from pase.ops import GraphBuilder
 
-__all__ = ["TracedTorch", "coverage", "reads", "trace"]
+__all__ = ["TracedTorch", "coverage", "lowered", "reads", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def trace(
     if not batch:
         raise PaseError("give an example batch after the module: pase.compile(module, batch, devices=…)")
     with uncollected():
-        made = _lowered(program_of(model, batch, loss), name, unknown)
+        made = lowered(program_of(model, batch, loss), name, unknown)
     return replace(made, module=model, batch=batch, loss=loss)
 
 
@@ -95,7 +95,8 @@ def _is_tensor(x: Any) -> bool:
     return "torch.Tensor" in type_names(x)
 
 
-def _lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
+def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
+    """The graph of an exported step, without its module. Raises PaseError as ``trace`` does."""
     b = GraphBuilder(name=name)
     low = TorchLowering(b=b, model=name, unknown=unknown)
     made: dict[str, Value] = {}

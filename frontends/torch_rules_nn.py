@@ -64,9 +64,13 @@ def _einsum(c: TorchCall) -> Value:
 def _grouped(c: TorchCall) -> Value:
     """Rows in groups, each group times weights of its own. How many rows a group has is known at run time only."""
     x, w = c.values[:2]
-    if (len(x.shape), len(w.shape)) != (2, 3):
+    ends = c.opt("offs")
+    if (len(x.shape), len(w.shape)) != (2, 3) or ends is None:
         raise c.fail(f"groups of {list(x.shape)} and of {list(w.shape)} are not read")
-    return c.value(nests.grouped_product(c.b, c.tensor(x), c.tensor(w), 1, 1, 0, c.out()[1]))
+    if c.opt("bias") is not None:
+        raise c.fail("a bias of groups is not read: add it to the result, by each row's group")
+    rows, weights, until = c.tensors(x, w, ends)
+    return c.value(nests.grouped_product(c.b, rows, weights, 1, 1, 0, c.out()[1], ends=until))
 
 
 @lowers("scaled_dot_product_attention")

@@ -13,22 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import signal
-import tempfile
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
+from bench.processes import forks_of, row_apart
 from bench.programs import child
 from bench.programs.catalog import PACKAGES, load
 from bench.provenance import BEGAN, RESULTS, save
 
 FILE = RESULTS / "programs.json"
-IDLE = 10
-"""A process that has used no more than its limit of CPU time is ended after this many times as many seconds: on a busy
-machine it waits for its turn, and the limit is not to be a verdict about that; but it may wait for ever."""
 ENVIRONMENT = {
     # Eight devices that wait for each other on two busy cores are not stuck. LLVM's optimizer, a third of the time,
     # changes neither numbers nor buffers.
@@ -43,40 +37,14 @@ ENVIRONMENT = {
 def server(names: list[str]) -> Any:
     """Where processes come from: forks of one that has imported what these programs need, and done nothing else."""
     os.environ |= ENVIRONMENT
-    made = multiprocessing.get_context("forkserver")
     packages = {p for name in names for p in PACKAGES[name.partition(".")[0]]}
-    made.set_forkserver_preload(["bench.programs.child", *child.PRELOADED, *sorted(packages)])
-    return made
+    return forks_of(["bench.programs.child", *child.PRELOADED, *sorted(packages)])
 
 
 def run(processes: Any, name: str, cpu_s: int, what: child.What = "step") -> dict[str, Any]:
     """One program's row; a process that dies or does not end says so."""
-    ours, theirs = processes.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder, "said")
-        one = processes.Process(target=child.work, args=(name, what, cpu_s, theirs, str(said)))
-        one.start()
-        theirs.close()
-        try:
-            if not ours.poll(cpu_s * IDLE):
-                one.kill()
-                return {
-                    "agrees": False,
-                    "error": f"not done: waited {cpu_s * IDLE} s and used less than {cpu_s} s",
-                }
-            row: dict[str, Any] = json.loads(ours.recv_bytes())
-            return row
-        except EOFError:
-            one.join()
-            if one.exitcode == -signal.SIGXCPU:
-                return {"agrees": False, "error": f"not done within {cpu_s} s of CPU time"}
-            return {
-                "agrees": False,
-                "aborted": one.exitcode,
-                "error": said.read_text(errors="replace")[-1000:],
-            }
-        finally:
-            one.join()
+    row = row_apart(processes, child.ROWS[what], name, cpu_s=cpu_s)
+    return {"agrees": False} | row if "error" in row else row
 
 
 def read() -> dict[str, Any]:

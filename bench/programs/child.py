@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 What = Literal["step", "float64", "count"]
@@ -16,19 +14,6 @@ PRELOADED = ("jax", "optax", "bench.cases.plans", "pase.backends.truth", "pase.b
 
 STRATEGY = "ours@2x4"
 """Compute is made expensive, so that all that may be split is split over a mesh of 2 x 4."""
-
-
-def work(name: str, what: What, cpu_s: int, answer: Any, said: str) -> None:
-    """The whole of a program's process: ended by the system where it takes more than ``cpu_s`` seconds of CPU time;
-    what it says goes to the file ``said``, its row to ``answer`` as JSON."""
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
-    file = os.open(said, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    row = {"step": main, "float64": in_float64, "count": recount}[what](name)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    row["cpu_s"] = round(used.ru_utime + used.ru_stime, 1)
-    answer.send_bytes(json.dumps(row).encode())
 
 
 def recount(name: str) -> dict[str, Any]:
@@ -156,3 +141,7 @@ def as_xla_counts(graph: Any) -> Any:
         return replace(op, times=1, flops_per_point=point)
 
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(counted, n.ops))) for n in graph.nodes))
+
+
+ROWS: dict[What, Callable[[str], dict[str, Any]]] = {"step": main, "float64": in_float64, "count": recount}
+"""What a process does -> the row that it returns."""

@@ -127,9 +127,9 @@ def _parameter_of(graph: Graph, tensor: str) -> str | None:
 def _weights(graph: Graph, classes: dict[DimKey, int]) -> Iterator[Weight]:
     for n in graph.nodes:
         for op in n.ops:
-            if op.kind not in ("matmul", "conv", "gather") or len(op.reads) != 2 or op.backward:
+            if op.kind not in ("matmul", "conv", "gather") or len(op.factors) != 2 or op.backward:
                 continue
-            for weight, other in (op.reads, op.reads[::-1]):
+            for weight, other in (op.factors, op.factors[::-1]):
                 parameter = _parameter_of(graph, weight.tensor)
                 if parameter is None or _parameter_of(graph, other.tensor) is not None:
                     continue

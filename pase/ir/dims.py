@@ -99,6 +99,9 @@ class DimTable:
         b = [r for k in right for r in self.resolve(k) if not is_one(self._size[r])]
         while a and b:
             x, y = a.pop(0), b.pop(0)
+            if x in self._into or y in self._into:  # walked twice, and a moment ago it became another
+                a, b = [*self.resolve(x), *a], [*self.resolve(y), *b]
+                continue
             if x == y:
                 continue
             sx, sy = self._size[x], self._size[y]

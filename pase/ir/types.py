@@ -250,6 +250,11 @@ class Op:
         maps = [a.map.dims for a in (*self.reads, *self.writes)] + [self.over or ()]
         return tuple(dict.fromkeys(itertools.chain(*maps)))
 
+    @property
+    def factors(self) -> tuple[Access, ...]:
+        """Of a product, what it multiplies: a third read says where its groups of rows end."""
+        return self.reads[:2] if self.kind == "matmul" else self.reads
+
     @cached_property
     def region(self) -> tuple[Scope, ...] | None:
         """The innermost rematerialised region around it, with all that is around that; None: there is none."""
@@ -283,16 +288,8 @@ class Node:
     @cached_property
     def main(self) -> Op:
         """The op that gives the node its character: a matmul before an elementwise op."""
-        rank = {
-            "matmul": 0,
-            "conv": 0,
-            "attention": 0,
-            "gather": 1,
-            "scatter": 1,
-            "window": 1,
-            "sequential": 1,
-            "opaque": 1,
-        }
+        rank: dict[OpKind, int] = {"matmul": 0, "conv": 0, "attention": 0}
+        rank |= {"gather": 1, "scatter": 1, "window": 1, "sequential": 1, "opaque": 1}
         light = {"reduce": 3, "elementwise": 4, "generate": 5, "view": 6}
         return min(self.ops, key=lambda op: rank.get(op.kind, light.get(op.kind, 2)))
 

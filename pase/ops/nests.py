@@ -440,9 +440,21 @@ def batched(
 
 
 def grouped_product(
-    b: GraphBuilder, x: Tensor, w: Tensor, x_contracting: int, w_contracting: int, w_group: int, dtype: str
+    b: GraphBuilder,
+    x: Tensor,
+    w: Tensor,
+    x_contracting: int,
+    w_contracting: int,
+    w_group: int,
+    dtype: str,
+    *,
+    ends: Tensor | None = None,
 ) -> Tensor:
-    """Rows of x [m k] in groups times w [g k n] by group: [m n]. Every row meets one group's weights."""
+    """Rows of x [m k] in groups times w [g k n] by group: [m n]. Every row meets one group's weights.
+
+    ends: the row behind each group's last, [g], which every device reads whole. Rows may then be split; and groups,
+    where a device makes the rows of its own groups and zeros for the others: the result is a partial sum.
+    """
     (m,) = {0, 1} - {x_contracting}
     (n,) = {0, 1, 2} - {w_contracting, w_group}
     dims: Dims = {}
@@ -453,12 +465,20 @@ def grouped_product(
         dims[name] = (size, kind)
         return Walk((name,))
 
-    rows, cols = walk("m", x.shape[m], "replicated"), walk("n", w.shape[n], "parallel")
-    inner, group = walk("k", x.shape[x_contracting], "reduction"), walk("g", w.shape[w_group], "replicated")
+    known, groups = ends is not None, w.shape[w_group]
+    rows = walk("m", x.shape[m], "parallel" if known else "replicated")
+    cols, inner = walk("n", w.shape[n], "parallel"), walk("k", x.shape[x_contracting], "reduction")
+    group = walk("g", groups, "reduction" if known else "replicated")
     walks_w = [Walk(), Walk(), Walk()]
     walks_w[w_contracting], walks_w[w_group], walks_w[n] = inner, group, cols
     walks_x = (rows, inner) if m == 0 else (inner, rows)
     reads = [Read(x, AccessMap(walks_x)), Read(w, AccessMap(tuple(walks_w)))]
     write = Write((x.shape[m], w.shape[n]), dtype, AccessMap((rows, cols)))
-    over = [d for d in dims if d != "g"]
-    return b.nest("ragged_dot", "matmul", reads, [write], dims, flops=2.0, over=over)[0]
+    if ends is None:
+        over = [d for d in dims if d != "g"]
+        return b.nest("ragged_dot", "matmul", reads, [write], dims, flops=2.0, over=over)[0]
+    over = list(
+        dims
+    )  # groups are taken to be equal: of so many, a device with one of two has half of the rows
+    reads.append(Read(ends, AccessMap((walk("e", groups, "replicated"),))))
+    return b.nest("ragged_dot", "matmul", reads, [write], dims, flops=2.0 / groups, over=over)[0]

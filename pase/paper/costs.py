@@ -86,7 +86,7 @@ def layer_cost(layers: Layers, node: Node, counts: np.ndarray, rules: Rules) -> 
 
 def _product(op: Op, local: _Local, rules: Rules) -> np.ndarray:
     every = op.dims
-    x, w = op.reads
+    x, w = op.factors
     out = op.writes[0]
 
     def other(a: Access) -> list[str]:

@@ -7,6 +7,7 @@ backward. Everything is an array over configs; with one config it is the plan's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -181,19 +182,23 @@ def _products(
     mesh: Mesh,
     tile: TileShape | None,
 ) -> Iterator[Work]:
-    """A matmul or conv forward, and one product for each operand that has a gradient."""
-    x, w = (set(a.map.dims) for a in op.reads)
+    """A matmul or conv forward, and one product for each operand that has a gradient; by groups of rows, where they
+    are said to be there, each is a product of its own."""
+    x, w = (set(a.map.dims) for a in op.factors)
     out = set(op.writes[0].map.dims)
+    ends = {d for a in op.reads[2:] for d in a.map.dims}
+    groups = w - x - out if ends else set()
 
     def extent(dims: set[str]) -> np.ndarray:
         return _local_points(node, tuple(dims), cfg, mesh)
 
-    m, n, k = extent(out - w), extent(out - x), extent(set(op.dims) - out)
+    m, n, k = extent(out - w), extent(out - x), extent(set(op.dims) - out - groups - ends)
+    m = m / math.prod(number(node.space[d].size, node.name) for d in groups)
     times = runs_of(op, node.name)
     kind: Literal["matmul", "conv"] = "conv" if op.kind == "conv" else "matmul"
     dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
     runs = times * (2 if op.remat else 1)
-    accesses = (*op.reads, *op.writes)
+    accesses = (*op.factors, *op.writes)
     most = np.ones(1)
     for a in accesses if kind == "matmul" else ():
         most = np.maximum(most, _padded(node, graph.tensors[a.tensor], a, cfg, mesh, tile))
@@ -212,7 +217,7 @@ def _products(
         )
 
     yield product((m, n, k), phase_of(op), runs)
-    for a, mnk in zip(op.reads, ((m, k, n), (k, n, m)), strict=True):
+    for a, mnk in zip(op.factors, ((m, k, n), (k, n, m)), strict=True):
         if has_gradient(graph, op, a.tensor):
             yield product(mnk, "backward", times)
 
@@ -230,7 +235,7 @@ def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Ite
     backward = op.writes if any(has_gradient(graph, op, a.tensor) for a in op.reads) else ()
     times = runs_of(op, node.name)
     cast: tuple[tuple[tuple[Access, ...], Phase, float], ...] = (
-        (op.reads, phase_of(op), times * (2 if op.remat else 1)),
+        (op.factors, phase_of(op), times * (2 if op.remat else 1)),
         (backward, "backward", times),
     )
     for accesses, phase, runs in cast:

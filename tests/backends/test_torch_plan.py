@@ -29,6 +29,7 @@ STRATEGIES = {
         *BLIND,
     ),
     "pixels": ("data_parallel", "random1@2x2", "random7@2x2"),  # the blind ones split where a window moves
+    "experts": ("fsdp", "megatron/megatron_2x2", "random4@2x2", "random12@2x2"),
     "llama": ("fsdp", "megatron/megatron_sp_2x2", "random1@2x2"),
     "gpt2": ("zero2", "megatron/megatron_sp_2x2"),
     "bert": ("fsdp", "random2@2x2"),
@@ -221,27 +222,25 @@ def test_a_saved_plan_finds_its_module_again(tmp_path: Path) -> None:
     assert loaded.bind(c.module, *c.batch, loss=loss).torch.program == made.torch.program
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_product_by_groups_is_refused_by_name(given: bool) -> None:
-    import torch
+def test_rows_and_experts_are_split() -> None:
+    """Among the blind strategies above: rows of a product by groups, its experts, and both."""
+    program = {s: plan_program("experts", s) for s in STRATEGIES["experts"]}
+    split = {
+        (
+            any(isinstance(x, tuple) and x[0] == 0 for x in op.operands[0].layout),
+            any(isinstance(x, tuple) and x[0] == 0 for x in op.operands[1].layout),
+        )
+        for p in program.values()
+        for op in p.ops
+        if op.op.name == "ragged_dot"
+    }
+    assert split >= {(True, False), (False, True), (True, True)}
 
-    class Experts(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = torch.nn.Parameter(torch.ones(4, 16, 16, dtype=torch.bfloat16))
 
-        def forward(self, x: Any, ends: Any) -> Any:
-            ends = ends if given else ends.cumsum(0).to(torch.int32)
-            return torch.nn.functional.grouped_mm(x, self.up, offs=ends).float().mean()
-
-    batch = (torch.ones(32, 16, dtype=torch.bfloat16), torch.full((4,), 8, dtype=torch.int32))
-    run = pase.compile(Experts(), *batch, devices=2).torch
-    with alone_among(2, rank=0):
-        step = run.parallelize(Experts())
-        with pytest.raises(
-            PaseError, match=r"_grouped_mm.* cannot be run on parts: .* the plan lays it out nowhere"
-        ):
-            step(*batch)
+def plan_program(model: str, strategy: str) -> Any:
+    plan = case(model, RANKS).case.plan(strategy)
+    assert plan is not None
+    return plan.torch.program
 
 
 def test_what_does_not_fit_is_said() -> None:

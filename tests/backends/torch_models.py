@@ -94,6 +94,33 @@ def pixels() -> tuple[Any, tuple[Any, ...]]:
     return Pixels(), (torch.randn(8, 4, 8, 8), torch.randn(8, 8))
 
 
+def experts() -> tuple[Any, tuple[Any, ...]]:
+    """A mixture of experts: rows in order of their experts, as transformers has it."""
+    import torch
+    import transformers.integrations.moe  # noqa: F401, defines the product by groups for float64
+    from torch import nn
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(16, 4, bias=False)
+            self.up, self.down = (nn.Parameter(torch.randn(4, 16, 32) / 4) for _ in range(2))
+
+        def forward(self, x: Any) -> Any:
+            product = torch.ops.transformers.grouped_mm_fallback
+            x = x.reshape(-1, 16)
+            share, expert = self.gate(x).softmax(-1).topk(2)
+            expert, order = expert.reshape(-1).sort()
+            ends = torch.histc(expert.float(), bins=4, min=0, max=3).cumsum(0, dtype=torch.int32)
+            y = product(x[order // 2], self.up, ends).relu()
+            y = product(y, self.down.transpose(-2, -1), ends) * share.reshape(-1)[order][:, None]
+            back = torch.empty_like(order)
+            back[order] = torch.arange(order.shape[0])
+            return y[back].view(-1, 2, 16).sum(1).square().mean()
+
+    return Experts(), (torch.randn(8, 4, 16),)
+
+
 def of_transformers(name: str, config: str, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
     import torch
     import transformers
@@ -123,7 +150,7 @@ def bert() -> tuple[Any, tuple[Any, ...]]:
 
 
 MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
-    f.__name__: f for f in (block, tower, pixels, llama, gpt2, bert)
+    f.__name__: f for f in (block, tower, pixels, experts, llama, gpt2, bert)
 }
 
 

@@ -54,6 +54,8 @@ RECORDED = {
     "vtrain": '--only "1024 wide, 1 tensor, 1 micro"',
 }
 """The same, of benches on recorded data."""
+WITH_TORCH = {"torch_coverage": "--only GPT2LM"}
+"""The same, of benches that need PyTorch."""
 ELSEWHERE = {
     "netlab": "needs root; tests/netlab runs a part of it where it can",
     "netlab/worker": "a process that netlab starts",
@@ -84,7 +86,7 @@ def run(name: str, arguments: str, folder: Path) -> None:
 
 
 def test_every_bench_is_listed_once():
-    assert sorted([*SMALLEST, *RECORDED, *ELSEWHERE]) == sorted(PROGRAMS)
+    assert sorted([*SMALLEST, *RECORDED, *WITH_TORCH, *ELSEWHERE]) == sorted(PROGRAMS)
 
 
 @pytest.mark.minutes
@@ -97,3 +99,9 @@ def test_a_bench_runs_in_its_smallest_setting(name, tmp_path):
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_bench_on_recorded_data_runs(name, tmp_path):
     run(name, RECORDED[name], tmp_path)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", WITH_TORCH)
+def test_a_bench_of_pytorch_runs(name, tmp_path):
+    run(name, WITH_TORCH[name], tmp_path)

@@ -89,6 +89,16 @@ def test_kinds_meet(a: DimKind, b: DimKind) -> None:
     assert attempt.restricted == ((a == "replicated") != (b == "replicated"))
 
 
+def test_a_walk_may_name_a_dim_twice() -> None:
+    """Each time it is what it has become meanwhile."""
+    t, ((a, b), (c,)) = table([2, 2], [2])
+    with t.attempt() as attempt:
+        t.unify([a, b], [c, c])
+        assert t.resolve(a) == t.resolve(b) == t.resolve(c)
+        attempt.undo()
+    assert len({t.resolve(k) for k in (a, b, c)}) == 3
+
+
 def test_attempts_do_not_nest() -> None:
     t = DimTable()
     with t.attempt(), pytest.raises(RuntimeError, match="do not nest"), t.attempt():

@@ -1,0 +1,208 @@
+"""Which classes of transformers are read, op by op, and searched: each in a process of its own.
+
+    python -m bench.torch_coverage                       # every class that has no row yet (25 minutes on two cores)
+    python -m bench.torch_coverage --only Llama --again  # these again; the others' rows are kept
+    python -m bench.torch_coverage --sample 40           # some, spread evenly over the alphabet
+    python -m bench.torch_coverage --failing             # those that torch.export takes and pase does not
+
+The causal language models of the installed version, each from its configuration's defaults (which are a published
+size) with two layers, on meta tensors; nothing is downloaded, no weight is made. ``exported``: by pase's own tracing;
+where that fails, ``torch_export`` says whether plain torch.export takes the same step. ``lowered``: no op was left
+without a rule. ``searched``: the best strategy for 8 devices was found and proven. Seconds are CPU time. Writes
+bench/results/torch_coverage.json.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench.arguments import parser, wanted
+from bench.processes import forks_of, row_apart
+from bench.provenance import BEGAN, save
+
+PRELOADED = (
+    "torch.export",
+    "transformers.models.mixtral.modeling_mixtral",
+    "pase.compiler.compilation",
+    "pase.frontends.from_torch",
+)
+CPU_S, MEMORY = 90, 24 << 30
+BATCH, SEQUENCE, LAYERS, DEVICES = 8, 64, 2, 8
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers", "encoder_layers")
+
+
+def names() -> list[str]:
+    """The causal language models of the installed transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MAPPING
+
+    return sorted(set(MAPPING.values()))
+
+
+def setting(name: str) -> str:
+    """The class with few layers, as ``hf:`` has it; a class whose text model is a part of it, its part's."""
+    import transformers
+
+    config = getattr(transformers, name).config_class()
+    inner = [k for k in getattr(config, "sub_configs", {}) if getattr(config, k, None) is not None]
+    few = {k: LAYERS for k in _LAYERS if isinstance(getattr(config, k, None), int)}
+    inside = {
+        key: {k: LAYERS for k in _LAYERS if isinstance(getattr(getattr(config, key), k, None), int)}
+        for key in inner
+    }
+    every = {**few, **{k: v for k, v in inside.items() if v}} if not few or not inside else inside or few
+    query = "&".join(f"{k}={json.dumps(v)}" for k, v in every.items())
+    return f"hf:{name}?{query}&batch={BATCH}&sequence={SEQUENCE}"
+
+
+def measured(name: str) -> dict[str, Any]:
+    """One class's row: how far it came, in how many seconds, and which ops have no rule."""
+    from pase.errors import PaseError
+    from pase.frontends import torch_hf
+    from pase.frontends.from_torch import lowered
+    from pase.frontends.torch_export import program_of
+
+    row: dict[str, Any] = {"exported": False, "lowered": False, "searched": False}
+    began = time.process_time()
+
+    def lap(what: str) -> None:
+        nonlocal began
+        row[what], began = round(time.process_time() - began, 2), time.process_time()
+
+    try:
+        row["model"] = setting(name)
+        module, batch = torch_hf.build(row["model"])
+    except Exception as e:
+        return row | {"stage": "build", "error": f"{type(e).__name__}: {e}"[:1000]}
+    lap("build_s")
+    try:
+        program = program_of(module, batch, None)
+    except PaseError as e:
+        taken = _by_torch_alone(module, batch)
+        return row | {"stage": "export", "torch_export": taken, "error": str(e)[:1000]}
+    lap("export_s")
+    row |= {"exported": True, "torch_export": True}
+    try:
+        traced = lowered(program, name, "replicate")
+        row |= {"missing": _missing(traced.graph), "whole": _whole(traced.graph)}
+        row |= {"lowered": not row["missing"], "equations": len(traced.graph.nodes)}
+        lap("lower_s")
+        row |= _searched(traced)
+        lap("search_s")
+    except Exception as e:
+        row |= {
+            "stage": "search" if "missing" in row else "lower",
+            "error": f"{type(e).__name__}: {e}"[:1000],
+        }
+    return row
+
+
+def _searched(traced: Any) -> dict[str, Any]:
+    from pase import machine
+    from pase.compiler.mesh_search import search_meshes
+    from pase.compiler.problem import SplitProblem
+
+    problem = SplitProblem.of(traced.graph, DEVICES, machine.load("h100x8"), "analytic", "adam")
+    found = search_meshes(problem, problem.meshes(None, 3))
+    proven = found.solution.optimal
+    return {"nodes": len(problem.graph.nodes), "mesh": list(found.mesh.sizes), "searched": bool(proven)}
+
+
+def _missing(graph: Any) -> dict[str, int]:
+    """Ops without a rule, which are named as PyTorch has them -> how many of them there are."""
+    return dict(
+        Counter(op.name for n in graph.nodes for op in n.ops if op.kind == "opaque" and "." in op.name)
+    )
+
+
+def _whole(graph: Any) -> dict[str, int]:
+    """Ops whose rule says that they are not split."""
+    every = (op for n in graph.nodes for op in n.ops if op.kind == "opaque" and "." not in op.name)
+    return dict(Counter(op.name for op in every))
+
+
+def _by_torch_alone(module: Any, batch: Any) -> bool:
+    """Does plain torch.export take the step, on the same meta tensors?"""
+    import torch
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, batch: Any) -> Any:
+            return self.module(**batch).loss
+
+    try:
+        torch.export.export(Step(), batch, strict=False).run_decompositions({})
+    except Exception:
+        return False
+    return True
+
+
+def summary(rows: dict[str, Any]) -> dict[str, Any]:
+    """Counts over the rows, and the ops that are missing with the number of classes that need each."""
+    taken = [r for r in rows.values() if r.get("torch_export")]
+    reasons = Counter(op for r in rows.values() for op in r.get("missing", {}))
+    done = [r for r in taken if r["lowered"] and r["searched"]]
+    return {
+        "classes": len(rows),
+        "built": sum(r.get("stage") != "build" for r in rows.values()),
+        "torch_export_takes": len(taken),
+        "exported": sum(r["exported"] for r in rows.values()),
+        "lowered": sum(r["lowered"] for r in rows.values()),
+        "searched": sum(r["searched"] for r in rows.values()),
+        "lowered_and_searched": len(done),
+        "of_what_export_takes": round(len(done) / max(len(taken), 1), 4),
+        "cpu_s": round(sum(r.get("cpu_s", 0.0) for r in rows.values()), 1),
+        "missing_ops": dict(reasons.most_common()),
+    }
+
+
+def _some(every: list[str], count: int) -> list[str]:
+    """So many of them, spread evenly."""
+    return [every[i * len(every) // count] for i in range(min(count, len(every)))]
+
+
+def main() -> None:
+    """Writes bench/results/torch_coverage.json: a row for each class, after each class."""
+    import torch
+    import transformers
+
+    args = parser(__doc__, "torch_coverage")
+    args.add_argument("--sample", type=int, metavar="N", help="so many classes, spread evenly")
+    args.add_argument("--again", action="store_true", help="classes that have a row too")
+    args.add_argument(
+        "--failing", action="store_true", help="those that torch.export takes and pase does not"
+    )
+    given = args.parse_args()
+    path = Path(given.o)
+    rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    chosen = wanted(((n, n) for n in names()), given.only)
+    if given.sample:
+        chosen = _some(chosen, given.sample)
+    if given.failing:
+        done = {k for k, r in rows.items() if r["lowered"] and r["searched"]}
+        chosen = [n for n in chosen if n in rows and n not in done and rows[n].get("torch_export", True)]
+    elif not given.again:
+        chosen = [n for n in chosen if n not in rows]
+    processes = forks_of(PRELOADED)
+    for name in chosen:
+        blank = {"exported": False, "lowered": False, "searched": False}
+        row = blank | row_apart(processes, measured, name, cpu_s=CPU_S, memory=MEMORY)
+        rows[name] = row | {"commit": BEGAN["commit"]}
+        print(
+            f"{name:36} {'ok' if row['lowered'] and row['searched'] else row.get('stage', 'no'):7} "
+            f"{row.get('cpu_s', '')} {row.get('missing') or ''} {row.get('error', '')[:200]}",
+            flush=True,
+        )
+        rows = {k: rows[k] for k in sorted(rows)}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        save({"versions": versions, "summary": summary(rows), "rows": rows}, path)
+
+
+if __name__ == "__main__":
+    main()
