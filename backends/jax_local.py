@@ -168,7 +168,10 @@ class LocalWalk:
     ) -> dict[str, DeviceValue]:
         """Tensor -> what one op of an equation computes."""
         wanted = self.matched(op, ins)
-        read = [h if w is None else self.brought(h, w, cache) for h, w in zip(ins, wanted, strict=True)]
+        read = [
+            self._seen(op, eqn, h, cache) if w is None else self.brought(h, w, cache)
+            for h, w in zip(ins, wanted, strict=True)
+        ]
         place = {n: k for k, n in enumerate(names)}
         results = [next((r for r in op.results if r.tensor == n), None) for n in names]
 
@@ -199,6 +202,37 @@ class LocalWalk:
             for r in results
             if r is not None
         }
+
+    def _seen(self, op: LocalOp, eqn: Any, value: DeviceValue, cache: Cache) -> DeviceValue:
+        """A value that an op does not read itself. It may read it as another op of the equation has put it: what is
+        stacked has one more dim there. Then it is moved in that form and put back."""
+        layout = value.layout
+        if value.tensor is None or layout is None:
+            return value
+        for view in self.program.at.get(op.op.eqn, ()):
+            (given,), made = self.matched(view, [value]), view.results[:1]
+            wanted = [o for o in op.operands for r in made if self.program.original(o.tensor) == r.tensor]
+            if given is None or not wanted:
+                continue
+            if [n for n in given.shape if n > 1] != [n for n in wanted[0].shape if n > 1]:
+                break
+            value = self.brought(value, given, cache)
+            seen = DeviceValue(
+                array=value.array.reshape(self._local(made[0].shape, made[0].layout)),
+                tensor=made[0].tensor,
+                layout=made[0].layout,
+                shadow=None
+                if value.shadow is None
+                else value.shadow.reshape(self._local(made[0].shape, made[0].gradient)),
+            )
+            arrived = self.brought(seen, wanted[0], cache)
+            held = iter(n for n, whole in zip(arrived.array.shape, wanted[0].shape, strict=True) if whole > 1)
+            return replace(
+                arrived, array=arrived.array.reshape([1 if n == 1 else next(held) for n in given.shape])
+            )
+        if not any(layout):
+            return value
+        raise self.refusal(eqn, f"it reads '{value.tensor}', which is split, and the plan does not say how")
 
     def matched(self, op: LocalOp, ins: Sequence[DeviceValue]) -> list[LocalOperand | None]:
         """For each value, which operand of the op it is; None for a number."""
@@ -267,9 +301,7 @@ class LocalWalk:
             with jax.named_scope(what):  # a profile, or a compiled program, then says what it sends
                 return moved(x, moves, shape, combine, self.program.mesh)
         except PaseError as e:
-            raise NotByHand(
-                f"{what} cannot be moved by hand: {e}. Use lowering='annotated', which leaves it to XLA"
-            ) from None
+            raise NotByHand(f"{what} cannot be moved by hand: {e}") from None
 
     def _sent(self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Any], Any] | None = None) -> Any:
         """Send the value. instead: what the value becomes if it is not moved."""
@@ -320,10 +352,7 @@ class LocalWalk:
     def refusal(self, eqn: Any, why: str) -> NotByHand:
         """The error for an equation that cannot be lowered."""
         where = source_line(eqn) or "an unknown line"
-        return NotByHand(
-            f"'{eqn.primitive.name}' at {where} cannot be lowered by hand: {why}. Use lowering='annotated', which "
-            f"leaves it to XLA"
-        )
+        return NotByHand(f"'{eqn.primitive.name}' at {where} cannot be lowered by hand: {why}")
 
     def _named(self, eqn: Any, run: Callable[[], Any]) -> Any:
         """A rule's reason for refusing an equation, with the equation's name and line."""

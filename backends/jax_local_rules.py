@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
 from pase.backends.jax_local_windows import WINDOWED
 from pase.backends.jax_moves import first, part, places_of, summed, there_and_back
+from pase.errors import PaseError
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_rules import SCATTERS
 from pase.frontends.jax_types import Eqn
@@ -33,13 +34,13 @@ def evaluate(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
         raise NotLowered(
             "a dim that its window moves along is split, and no rule says what neighbours exchange"
         )
-    if op.kind == "generate":
-        outs: Sequence[Any] = _generated(call, ins)
-    elif op.kind == "attention":
-        outs = _attention(call, ins)
-    else:
-        rule = LOCAL_RULES.get(name) or _alike
+    rule = {"generate": _generated, "attention": _attention}.get(op.kind) or LOCAL_RULES.get(name) or _alike
+    try:
         outs = rule(call, ins)
+    except (TypeError, ValueError) as e:
+        if isinstance(e, PaseError):
+            raise
+        raise NotLowered(f"JAX refuses it on parts, {str(e).splitlines()[0]}") from e
     for x, shape in zip(outs, call.shapes, strict=True):
         if shape is not None and tuple(x.shape) != shape:
             raise NotLowered(f"on parts it makes {tuple(x.shape)} where the plan has {shape}")
@@ -121,11 +122,11 @@ def _by_hand(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     raise NotLowered("it is written for a mesh of its own")
 
 
-@LOCAL_RULES.register("reduce_max", "reduce_min")
+@LOCAL_RULES.register("reduce_max", "reduce_min", "reduce_or", "reduce_and")
 def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     """Maxima over several devices: all elements that attain the maximum share its gradient, as on one device.
 
-    If the edge joins the parts, backward finds these elements again.
+    If the edge joins the parts, backward finds these elements again. Whether any, or all, is a maximum of booleans.
     """
     import jax
     import jax.numpy as jnp
@@ -136,6 +137,9 @@ def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
         return plain(call.eqn, ins, call.info)
     later = tuple(name for name, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial")
     over, combine = r.summed or later, call.op.combine
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        here = plain(call.eqn, [x], call.info)[0]
+        return [here if later else summed(here, over, combine)]
 
     @jax.custom_vjp
     def extreme(x: Array) -> Any:

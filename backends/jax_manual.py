@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pase.backends.jax_local import LocalWalk
 from pase.backends.jax_moves import moved
-from pase.backends.jax_values import DeviceValue
+from pase.backends.jax_values import DeviceValue, NotByHand
 from pase.errors import PaseError
+from pase.frontends.from_jax import inner_jaxpr
 from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_versions import is_literal
 from pase.ir import Place
@@ -22,7 +24,47 @@ if TYPE_CHECKING:
 
     from pase.backends.to_jax import JaxPlan
 
-__all__ = ["Manual"]
+__all__ = ["Lowering", "Manual", "lowered"]
+
+Lowering = Literal["annotated", "manual", "auto"]
+"""What splits the program: XLA's partitioner, with the plan's constraints; pase itself, by ``shard_map``; or pase if it
+can split the whole program, else XLA. On TPUs auto is XLA: which forms of moves its compiler keeps there is not known
+well enough (``docs/tpu-witness.md``)."""
+
+
+def lowered(
+    lowering: Lowering,
+    mesh: JaxMesh,
+    by_hand: Callable[[], Callable[..., Any]],
+    annotated: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The one of two functions that ``lowering`` asks for on these devices."""
+    tpu = mesh.devices.flat[0].platform == "tpu"
+    if lowering == "annotated" or (lowering == "auto" and tpu):
+        return annotated
+    return by_hand() if lowering == "manual" else _ByHandOrNot(by_hand=by_hand(), annotated=annotated)
+
+
+@dataclass(kw_only=True, eq=False)
+class _ByHandOrNot:
+    """A function that is lowered by hand if all of it can be, and otherwise by annotations.
+
+    Its own tracing finds that out, so nothing is traced twice. A warning says what cannot be lowered. refused: it was
+    found out before.
+    """
+
+    by_hand: Callable[..., Any]
+    annotated: Callable[..., Any]
+    refused: bool = False
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.refused:
+            try:
+                return self.by_hand(*args)
+            except NotByHand as e:
+                self.refused = True
+                warnings.warn(f"{e.why}; so all of it is left to XLA, led by constraints", stacklevel=2)
+        return self.annotated(*args)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +91,6 @@ class Manual:
             kept=self.plan.kept_results,
             devices=self.mesh,
         )
-
-    def check(self) -> None:
-        """Raise NotByHand if a part of the program cannot be lowered by hand."""
-        import jax
-
-        graded = self.value_and_grad() if self.plan.traced.mode == "train" else self.loss()
-        avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.plan.traced.jaxpr.in_avals]
-        jax.eval_shape(graded, *jax.tree.unflatten(self.plan.traced.in_tree, avals))
 
     def loss(self) -> Callable[..., Any]:
         """f(params, *batch) -> the result of the user's function. Do not differentiate it; use ``value_and_grad``."""
@@ -117,13 +151,44 @@ class Manual:
         out = combine(jax.tree.unflatten(traced.out_tree, outs), traced.kept_out)
         return out[0] if traced.mode == "train" and not traced.has_aux else out
 
-    def _mapped(self, fn: Callable[..., Any], outs: Any) -> Callable[..., Any]:
+    def part(self, number: int, given: Sequence[int]) -> Callable[..., list[Any]]:
+        """f(*leaves) -> the results of one program of a ``Generation``. given: the numbers of the leaves it takes."""
+        closed = self.plan.traced.jaxpr
+        eqn, names = closed.jaxpr.eqns[number], self._names
+        each = len(closed.jaxpr.outvars) // len(self.plan.traced.programs)
+        mine = range(number * each, (number + 1) * each)
+
+        def local(*leaves: Any) -> list[Any]:
+            env = {
+                v: DeviceValue(array=c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+            }
+            env |= {
+                closed.jaxpr.invars[i]: self._walk.leaf(x, names[i])
+                for i, x in zip(given, leaves, strict=True)
+            }
+
+            def value(var: Any) -> DeviceValue:
+                return DeviceValue(array=var.val) if is_literal(var) else env[var]
+
+            cache: dict[int, Any] = {}
+            inner, consts = inner_jaxpr(eqn)
+            prefix = self.plan.traced.programs[number]
+            outs = self._walk.run(inner, consts, [value(v) for v in eqn.invars], prefix, cache)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            return [self._out(value(closed.jaxpr.outvars[j]), self._end(j), cache) for j in mine]
+
+        returns = self._returns()
+        return self._mapped(local, [returns[j] for j in mine], given)
+
+    def _mapped(
+        self, fn: Callable[..., Any], outs: Any, given: Sequence[int] | None = None
+    ) -> Callable[..., Any]:
+        """fn on each device. given: the numbers of the leaves that it takes; None: all."""
         import jax
 
-        ins = tuple(
-            self._spec(self.program.result(name).layout, self._shape(i)) for i, name in enumerate(self._names)
-        )
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)  # type: ignore[no-any-return]
+        leaves = range(len(self._names)) if given is None else given
+        ins = tuple(self._spec(self.program.result(self._names[i]).layout, self._shape(i)) for i in leaves)
+        return jax.jit(jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False))
 
     def _shape(self, i: int) -> tuple[int, ...]:
         return tuple(self.plan.traced.jaxpr.in_avals[i].shape)
@@ -204,9 +269,17 @@ class Manual:
 
     def _end(self, j: int) -> LocalOp | None:
         """The op that takes a result of the model: the output's, or that of the leaf whose next value it is."""
-        into = {of: leaf for leaf, of in self.plan.traced.carried.items()}
+        traced = self.plan.traced
+        into = {of: leaf for leaf, of in traced.carried.items()}
+        if (
+            programs := traced.programs
+        ):  # the last one's results are the next values, and each returns the same
+            each = len(traced.jaxpr.out_avals) // len(programs)
+            into = {k * each + of % each: leaf for of, leaf in into.items() for k in range(len(programs))}
         if j in into:
             at = self.program.maker[self._names[into[j]]].op.eqn
             found = self.program.takers.get(at, ())
+            if programs:
+                found = tuple(op for op in found if op.op.scope[0].path == programs[j // each])
             return found[0] if found else None
         return self.program.outputs.get(self._out_names[j] or "")

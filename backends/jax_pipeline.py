@@ -155,7 +155,7 @@ class JaxPipeline:
         return self._on(mesh).value_and_grad
 
     def train_step(
-        self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True, lowering: str = "annotated"
+        self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True, lowering: str = "auto"
     ) -> StagedStep:
         """step(params, opt_state, *batch) -> (params, opt_state, loss) for an optax optimizer.
 
@@ -163,7 +163,7 @@ class JaxPipeline:
         them; params and opt_state are donated. Raises PaseError for an optimizer whose update of one stage needs arrays
         of another.
         """
-        if lowering != "annotated":
+        if lowering == "manual":
             raise PaseError(f"stages are split by XLA, led by constraints; not by lowering='{lowering}' yet")
         running = self._on(mesh)
         return StagedStep(

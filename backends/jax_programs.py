@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from pase.backends.jax_manual import Lowering, Manual, lowered
 from pase.backends.jax_step import Stepper
 from pase.backends.jax_walk import JaxprWalk
 from pase.errors import PaseError
@@ -24,7 +25,9 @@ PartName = Literal["prefill", "decode"]
 _NUMBER: dict[PartName, int] = {"prefill": 0, "decode": 1}
 
 
-def part_of(plan: JaxPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True) -> Stepper:
+def part_of(
+    plan: JaxPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True, lowering: Lowering = "auto"
+) -> Stepper:
     """One of the programs of a ``Generation``, jitted under the plan. The cache is donated to decode."""
     import jax
 
@@ -38,12 +41,17 @@ def part_of(plan: JaxPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True
     takes = (0, *range(1, last - 2)) if name == "prefill" else (0, last - 2, last - 1)
     state_tree = traced.out_tree.children()[number]
 
-    def run(*args: Tree) -> Any:
+    def annotated(*args: Tree) -> Any:
         outs = _outs(plan, number, dict(zip(takes, args, strict=True)), mesh)
         return jax.tree.unflatten(state_tree, outs)
 
+    def by_hand(*args: Tree) -> Any:
+        leaves = _leaves_of_arguments(plan)
+        local = Manual(plan=plan, mesh=mesh).part(number, [i for k in takes for i in leaves[k]])
+        return jax.tree.unflatten(state_tree, local(*jax.tree.leaves(args)))
+
     return Stepper(
-        run=run,
+        run=lowered(lowering, mesh, lambda: by_hand, annotated),
         in_shardings=tuple(shardings[k] for k in takes),
         out_shardings=tuple(shardings[-2:]),
         donate=(2,) if donate and name == "decode" else (),

@@ -16,7 +16,11 @@ Cache = dict[int, Any]
 
 
 class NotByHand(PaseError):
-    """A program that cannot be lowered by hand. The message says which equation, and why."""
+    """A program that cannot be lowered by hand. why: which equation cannot, and for what reason."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}. Use lowering='annotated', which leaves it to XLA")
+        self.why = why
 
 
 @dataclass(frozen=True, kw_only=True)

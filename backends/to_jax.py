@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_accumulate import summed
-from pase.backends.jax_manual import Manual
+from pase.backends.jax_manual import Lowering, Manual, lowered
 from pase.backends.jax_programs import part_of, threaded_arguments
 from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
-from pase.backends.jax_values import NotByHand
 from pase.backends.jax_walk import JaxprWalk
 from pase.errors import PaseError, install_line
 from pase.frontends.from_jax import TracedJax
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
 
 __all__ = ["JaxPlan", "Lowering", "jax_plan", "traced_by_jax"]
-
-Lowering = Literal["annotated", "manual", "auto"]
-"""What splits the program: XLA's partitioner, with the plan's constraints; pase itself, by ``shard_map``; or pase if it
-can split the whole program, else XLA."""
 
 _STORAGE_ALONE = (
     "in_shardings says how arguments are stored, half of the plan: a step jitted with nothing else leaves its inside "
@@ -165,15 +160,22 @@ class JaxPlan:
         ]
         return jax.tree.unflatten(jax.tree.structure(params), flat)
 
-    def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "annotated") -> Callable[..., Any]:
-        """The user's function with constraints: loss(params, *batch) -> scalar, or (scalar, aux). For a step in
-        micro-batches, it takes one micro-batch. For a model that is not trained, it returns what the model returns."""
-        import jax
+    def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Any]:
+        """The user's function: loss(params, *batch) -> scalar, or (scalar, aux). For a step in micro-batches, it takes
+        one micro-batch. For a model that is not trained, it returns what the model returns.
 
+        A loss is annotated unless ``lowering="manual"``, so that it can be differentiated and transformed in any way.
+        """
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("loss")
-        if self._by_hand(lowering, mesh):
-            return Manual(plan=self, mesh=mesh).loss()
+        if lowering == "auto" and self.traced.mode == "train":
+            lowering = "annotated"
+        return lowered(lowering, mesh, Manual(plan=self, mesh=mesh).loss, self._constrained(mesh))
+
+    def _constrained(self, mesh: JaxMesh) -> Callable[..., Any]:
+        """The user's function with constraints."""
+        import jax
+
         closed = self.traced.jaxpr
 
         def constrained(*args: Tree) -> Any:
@@ -212,19 +214,8 @@ class JaxPlan:
                     raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
         return leaves
 
-    def _by_hand(self, lowering: Lowering, mesh: JaxMesh) -> bool:
-        """Whether the plan is lowered by hand. ``auto``: if all of it can be; otherwise a warning says what cannot."""
-        if lowering != "auto":
-            return lowering == "manual"
-        try:
-            Manual(plan=self, mesh=mesh).check()
-        except NotByHand as e:
-            warnings.warn(str(e), stacklevel=3)
-            return False
-        return True
-
     def value_and_grad(
-        self, mesh: JaxMesh | None = None, *, lowering: Lowering = "annotated"
+        self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Callable[..., Any]:
         """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) for a loss function that returns more. The
         gradients are of the trained leaves, laid out as in ``gradient_shardings``. For a step in micro-batches, aux is
@@ -233,12 +224,8 @@ class JaxPlan:
 
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
-        kept = self.gradient_shardings(mesh)
-        if self._by_hand(lowering, mesh):
-            self._functions.append("value_and_grad")
-            by_hand = Manual(plan=self, mesh=mesh).value_and_grad()
-            return by_hand if self.accumulate == 1 else summed(self, by_hand, kept, mesh)
-        fn, aux = self.loss(mesh), self.traced.has_aux
+        self._functions.append("value_and_grad")
+        kept, fn, aux = self.gradient_shardings(mesh), self._constrained(mesh), self.traced.has_aux
 
         def graded(params: Tree, *batch: Tree) -> Any:
             rest = untrained(arrays(params))
@@ -249,7 +236,8 @@ class JaxPlan:
             value, grads = jax.value_and_grad(of, has_aux=aux)(trained(arrays(params)))
             return value, jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
 
-        return graded if self.accumulate == 1 else summed(self, graded, kept, mesh)
+        made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).value_and_grad, graded)
+        return made if self.accumulate == 1 else summed(self, made, kept, mesh)
 
     def _require_mode(self, mode: str, what: str) -> None:
         if self.traced.mode != mode:
@@ -314,7 +302,7 @@ class JaxPlan:
         mesh: JaxMesh | None = None,
         *,
         donate: bool = True,
-        lowering: Lowering = "annotated",
+        lowering: Lowering = "auto",
     ) -> Stepper:
         """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer. If the loss function
         returns more, the last result is (loss, aux).
@@ -378,14 +366,16 @@ class JaxPlan:
         out = jax.tree.unflatten(self.traced.out_tree, flat)
         return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
 
-    def step(self, mesh: JaxMesh | None = None, *, donate: bool = True) -> Stepper:
+    def step(
+        self, mesh: JaxMesh | None = None, *, donate: bool = True, lowering: Lowering = "auto"
+    ) -> Stepper:
         """The model itself, jitted under the plan. For mode="step", it is the user's own train step(params, opt_state,
         *batch); for mode="inference", f(params, *inputs). Values that are passed in again (a train step's state, or
         what ``carry`` threads, such as a KV cache) are donated and returned in their input layouts."""
         if self.traced.mode == "train":
             raise PaseError("the plan is of a loss: plan.jax.train_step(optimizer) makes a step of it")
         mesh = mesh if mesh is not None else self.mesh()
-        fn, kept = self.loss(mesh), self.traced.kept_out
+        fn, kept = self.loss(mesh, lowering=lowering), self.traced.kept_out
         return Stepper(
             run=lambda *args: arrays(fn(*args)),
             in_shardings=self._in_shardings(mesh),
@@ -401,7 +391,7 @@ class JaxPlan:
         return self.step(donate=False)
 
     def lower_train_step(
-        self, optimizer: Any, mesh: JaxMesh | None = None, *, lowering: Lowering = "annotated"
+        self, optimizer: Any, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Any:
         """The train step lowered from shapes alone. Call ``.compile()`` on it to see what XLA makes of the plan."""
         import jax

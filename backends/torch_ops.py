@@ -208,7 +208,7 @@ class NodeOps:
     def _settled(self, local: LocalOp, r: LocalResult, x: Any) -> Any:
         """Sum at once, if the node that makes it also reads it."""
         partial = r.summed or "partial" in r.layout
-        if partial and (local.combine == "other" or (local.combine != "sum" and local.op.kind != "reduce")):
+        if partial and local.combine != "sum" and local.op.function.name not in ("reduce_max", "reduce_min"):
             raise NotOnParts("partial results of it are joined by no collective")
         if not r.summed or local.combine != "sum":
             return x  # the edge sums it; a maximum's own rule has joined it

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pase.backends.to_jax import Lowering
 from pase.ir import Access, Node, Scope, functions
 from pase.memory.account import held
 from pase.plan.types import PlanData
@@ -37,16 +38,17 @@ class Peak:
         return (self.on_cpu - self.compiled) / self.compiled
 
 
-def compare_memory(plan: PlanData, compiled: Any) -> Peak:
-    """compiled: what ``plan.jax.lower_train_step(optimizer).compile()`` gave, on host devices, with the plan's
-    optimizer."""
+def compare_memory(plan: PlanData, compiled: Any, lowering: Lowering = "annotated") -> Peak:
+    """compiled: what ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` gave, on host devices, with the
+    plan's optimizer. Lowered by hand, gradients are reduced as in the plan: whole ones are not held beside it."""
     a, m = compiled.memory_analysis(), plan.memory
+    sums = _sums_at_once(plan) if lowering == "annotated" else 0
     batch = sum(_local(plan, t) for t in plan.inputs.values())
     return Peak(
         stored=m.parameters + m.optimizer,
         stored_compiled=a.argument_size_in_bytes - batch,
         predicted=m.total,
-        on_cpu=max(m.total - m.buffers + max(m.buffers, _sums_at_once(plan)), _forward(plan)),
+        on_cpu=max(m.total - m.buffers + max(m.buffers, sums), _forward(plan)),
         compiled=a.argument_size_in_bytes
         + a.output_size_in_bytes
         - a.alias_size_in_bytes

@@ -160,7 +160,7 @@ def lines(model: str, strategy: str, *, wide: bool) -> None:
     plan = (wide_case(model) if wide else reduced(model)).plan(strategy)
     if plan is None:
         raise SystemExit(f"{model} has no strategy {strategy}")
-    compiled = plan.jax.lower_train_step(optax.sgd(0.1, momentum=0.9)).compile()
+    compiled = plan.jax.lower_train_step(optax.sgd(0.1, momentum=0.9), lowering="annotated").compile()
     alone, more = unmatched(plan, compiled, ("all_gather", "all_to_all", "permute"))
     for c in alone:
         print(
@@ -194,7 +194,7 @@ def wide_rows_of(name: str, known: set[str]) -> Iterator[dict[str, Any]]:
         if plan is None:
             continue
         began = time.perf_counter()
-        compiled = plan.jax.lower_train_step(optax.sgd(0.1, momentum=0.9)).compile()
+        compiled = plan.jax.lower_train_step(optax.sgd(0.1, momentum=0.9), lowering="annotated").compile()
         collectives = {
             r.kind: {"predicted": r.predicted, "on_cpu": r.on_cpu, "compiled": r.compiled}
             for r in compare(plan, compiled)

@@ -46,7 +46,9 @@ def main(models: list[str]) -> None:
             plan = reduced(name).plan(strategy)
             if plan is None:
                 continue
-            p = compare_memory(plan, plan.jax.lower_train_step(optax.adam(1e-3)).compile())
+            p = compare_memory(
+                plan, plan.jax.lower_train_step(optax.adam(1e-3), lowering="annotated").compile()
+            )
             rows.append(
                 {
                     "model": name,

@@ -197,7 +197,7 @@ def strategies(
         }
 
         def lower(plan: Any = plan) -> Any:
-            return plan.jax.lower_train_step(optimizer, plan.jax.mesh(on))
+            return plan.jax.lower_train_step(optimizer, plan.jax.mesh(on), lowering="annotated")
 
         yield name, facts, lower
     model = zoo.get(zoo_name)

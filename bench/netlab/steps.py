@@ -122,7 +122,7 @@ class Running:
         began = time.perf_counter()
         params, self.batch = jp.device_put(params, batch)
         state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(params)
-        self.step = jp.train_step(optimizer).lower(params, state, self.batch).compile()
+        self.step = jp.train_step(optimizer, lowering="annotated").lower(params, state, self.batch).compile()
         self.compile_s = time.perf_counter() - began
         self.cpu_s = 0.0
         self.held, self.times = (params, state), list[float]()

@@ -71,9 +71,9 @@ _COMBINES: dict[str, Combine] = {
     "reduce_min": "min",
     "scatter_max": "max",
     "scatter_min": "min",
-    **dict.fromkeys(
-        ("reduce_prod", "scatter_mul", "reduce", "reduce_and", "reduce_or", "reduce_xor"), "other"
-    ),
+    "reduce_or": "max",
+    "reduce_and": "min",
+    **dict.fromkeys(("reduce_prod", "scatter_mul", "reduce", "reduce_xor"), "other"),
 }
 """Function -> how partial results of it become one; of all others they are summed."""
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from bench.cases.plans import TOLERANCE, case_of, measured
+from pase.backends.jax_local import LocalWalk
 from pase.backends.jax_values import NotByHand
 from pase.backends.to_jax import jax_plan
 from pase.backends.truth import compare, sharded_step, unsharded_step
@@ -218,6 +219,26 @@ def test_maxima_that_an_edge_joins_have_their_gradient():
         assert max(unsharded_step(loss, optimizer, draw, x).differences(step).values()) < 1e-12
 
 
+def test_what_an_equation_stacks_and_whether_any_is():
+    """An equation of several ops, one of them in the node of an input that is stored otherwise; booleans over parts."""
+
+    def loss(p, x, labels):
+        h = x @ p
+        score = jnp.stack([jax.nn.log_sigmoid(h), jax.nn.log_sigmoid(-h)], 2)
+        weight = jnp.stack([1 - labels, labels], 2)
+        dead = jnp.any(h < -3.0, axis=1, keepdims=True) & jnp.all(h < 3.0, axis=0, keepdims=True)
+        return jnp.mean(jnp.where(dead[..., None], 0.5, score) * weight)
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        p, x = jnp.asarray(rng.normal(size=(24, 16))) / 2, jnp.asarray(rng.normal(size=(32, 24)))
+        labels, optimizer = jnp.asarray(rng.integers(0, 2, (32, 16)) * 1.0), optax.sgd(0.1)
+        case, whole = case_of(loss, p, x, labels), unsharded_step(loss, optimizer, p, x, labels)
+        for strategy in ("ours@2x4", "random1@2x4"):
+            step = sharded_step(case.plan(strategy), optimizer, p, x, labels, lowering="manual")
+            assert max(whole.differences(step).values()) < 1e-12
+
+
 def test_stacks_that_a_loop_slices_are_moved_before_it():
     off, rows = measured("rnnlm", "random1@2x4", "manual")
     assert {k: v for k, v in off.items() if v > TOLERANCE[k]} == {}
@@ -233,5 +254,14 @@ def test_what_cannot_be_lowered_is_named_and_auto_leaves_it_to_xla():
     plan = case_of(loss, jnp.ones((8, 8)), jnp.ones((8, 8))).plan("data_parallel")
     with pytest.raises(NotByHand, match=r"'debug_\w+' at .* cannot be lowered by hand.*lowering='annotated'"):
         plan.jax.lower_train_step(optax.sgd(0.1), lowering="manual")
-    with pytest.warns(UserWarning, match="cannot be lowered by hand"):
-        plan.jax.value_and_grad(lowering="auto")
+    with pytest.warns(UserWarning, match=r"'debug_\w+' at .* cannot be lowered by hand.* left to XLA"):
+        plan.jax.lower_train_step(optax.sgd(0.1))
+
+
+def test_auto_traces_the_step_once(monkeypatch):
+    """It is the manual step where all can be lowered, found out by the step's own tracing."""
+    plan = case_of(lambda p, x: jnp.sum((x @ p) ** 2), jnp.ones((8, 8)), jnp.ones((8, 8))).plan("fsdp")
+    walks, run = [], LocalWalk.run
+    monkeypatch.setattr(LocalWalk, "run", lambda self, *given: walks.append(given[3]) or run(self, *given))
+    text = plan.jax.lower_train_step(optax.sgd(0.1)).as_text()
+    assert walks == [""] and "sdy.manual_computation" in text and "stablehlo.reduce_scatter" in text

@@ -70,7 +70,7 @@ def test_errors_are_signed_and_relative():
 def test_every_line_has_its_partner_or_is_named():
     """The plan's own gathers and moves are all in the compiled step; one taken out of the plan is named."""
     plan, kinds = reduced("mlp").plan("ours@2x4"), ("all_gather", "all_to_all", "permute")
-    compiled = plan.jax.lower_train_step(optax.sgd(0.1)).compile()
+    compiled = plan.jax.lower_train_step(optax.sgd(0.1), lowering="annotated").compile()
     assert unmatched(plan, compiled, kinds) == ([], [])
     gone = next(c for c in plan.collectives if c.kind == "all_gather")
     less = replace(plan, collectives=tuple(c for c in plan.collectives if c is not gone))

@@ -86,7 +86,7 @@ def test_weights_are_cast_and_then_gathered_inside_the_loop():
 
     m = zoo.reduced("gpt2", dtype="bfloat16", layers=3, vocab=512)
     plan = case_of(m.loss_fn, m.params, m.batch).plan("fsdp")
-    lowered = plan.jax.lower_train_step(optax.adam(1e-3))
+    lowered = plan.jax.lower_train_step(optax.adam(1e-3), lowering="annotated")
     blocks = m.params["blocks"]
     weights = {leaf.shape[1:] for leaf in jax.tree.leaves(blocks) if np.prod(leaf.shape[1:]) > 256}
     whole = re.findall(
