@@ -18,11 +18,13 @@ from pase.commands.options import (
     warn_misfit,
 )
 from pase.compiler.options import CompileOptions
-from pase.files.terminal import console
+from pase.files.terminal import UNWRAPPED, console
 from pase.machine import DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.table import Table
 
     from pase.plan.types import PlanData
     from pase.questions.sensitivity import Point
@@ -121,28 +123,45 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
     }
 
 
-def _print(ours: PlanData, rows: Rows) -> None:
-    from pase.plan.columns import columns
-    from pase.plan.table import bytes_text, cost_text, misfit_text
+_SPARED = ("sends", "comm.", "compute")
+"""Columns that a narrow terminal goes without, the first before the others."""
 
-    parts = ("compute", "communication", "moves a device", "memory")
-    names = ("strategy", "mesh", "step", "against ours", "MFU", *parts, "fits")
-    out = columns(*names, left=("strategy", "mesh", "fits"))
-    for name, p in rows:
-        out.add_row(
-            name,
-            " ".join(f"{k}={v}" for k, v in zip(p.mesh.names, p.mesh.sizes, strict=True)),
-            cost_text(p.cost, p.unit),
-            f"×{p.cost / ours.cost:.3f}" if ours.cost else "",
-            f"{p.throughput.mfu:.1%}" if p.throughput is not None else "",
-            cost_text(p.compute, p.unit),
-            cost_text(p.communication, p.unit),
-            bytes_text(_moved(p)),
-            bytes_text(p.memory.total),
-            "yes" if p.fits else "NO",
-            style="bold" if name == "pase" else None,
-        )
+
+def _table(ours: PlanData, rows: Rows, without: Sequence[str]) -> Table:
+    from pase.plan.columns import columns
+    from pase.plan.table import bytes_text, cost_text
+
+    listed: dict[str, list[str]] = {
+        "strategy": [name for name, _ in rows],
+        "mesh": ["×".join(map(str, p.mesh.sizes)) for _, p in rows],
+        "step": [cost_text(p.cost, p.unit) for _, p in rows],
+        "to ours": [f"×{p.cost / ours.cost:.3f}" if ours.cost else "" for _, p in rows],
+        "MFU": [f"{p.throughput.mfu:.1%}" if p.throughput is not None else "" for _, p in rows],
+        "compute": [cost_text(p.compute, p.unit) for _, p in rows],
+        "comm.": [cost_text(p.communication, p.unit) for _, p in rows],
+        "sends": [bytes_text(_moved(p)) for _, p in rows],
+        "memory": [bytes_text(p.memory.total) for _, p in rows],
+        "fits": ["yes" if p.fits else "NO" for _, p in rows],
+    }
+    kept = [name for name in listed if name not in without]
+    out = columns(*kept, left=("strategy", "mesh", "fits"))
+    for i, (name, _) in enumerate(rows):
+        out.add_row(*(listed[k][i] for k in kept), style="bold" if name == "pase" else None)
+    for column in out.columns:
+        column.no_wrap = True
+    return out
+
+
+def _print(ours: PlanData, rows: Rows) -> None:
+    from pase.plan.table import misfit_text
+
     c = console()
+    tables = (_table(ours, rows, _SPARED[:n]) for n in range(len(_SPARED) + 1))
+    unlimited = c.options.update(max_width=UNWRAPPED)
+    out = next(
+        (t for t in tables if c.measure(t, options=unlimited).maximum <= c.width),
+        _table(ours, rows, _SPARED),
+    )
     c.print(
         f"{ours.model} on {ours.devices} devices of {ours.machine}, cost model '{ours.cost_model}': predictions",
     )

@@ -56,7 +56,8 @@ def profile(
         )
     if not as_json:
         typer.echo(
-            f"{len(files)} traces in {output}. Next: pase replay {output}; pase diagnose {output}", err=True
+            f"{len(files)} {'trace' if len(files) == 1 else 'traces'} in {output}. Next: pase replay {output}; pase diagnose {output}",
+            err=True,
         )
 
 

@@ -57,6 +57,7 @@ RECORDED = {
 WITH_TORCH = {"torch_coverage": "--only GPT2LM"}
 """The same, of benches that need PyTorch."""
 ELSEWHERE = {
+    "first_hour": "installs from a registry; test_commands runs the commands of its page",
     "netlab": "needs root; tests/netlab runs a part of it where it can",
     "netlab/worker": "a process that netlab starts",
     "replay_hta": "needs an environment with HolisticTraceAnalysis",

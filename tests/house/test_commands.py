@@ -2,7 +2,7 @@
 
 They are typed as they stand in one folder per document, so that a line may read what an earlier one wrote. The comment
 ``<!-- run with: COMMAND OPTIONS; … -->`` before a block adds options here, where a command takes minutes as written;
-``<!-- not run: why -->`` leaves a block out.
+``<!-- not run: why -->`` leaves a block out; ``<!-- saved as: NAME -->`` before a block of Python makes it a file there.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ def documents_with_commands():
 @pytest.mark.parametrize("document", [*documents_with_commands()])
 def test_commands_of_a_document_run_in_order(document, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for name, note, body in blocks("python"):
+        if name == document and note.startswith("saved as:"):
+            (tmp_path / note.removeprefix("saved as:").strip()).write_text(body)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     env["XLA_FLAGS"] = (

@@ -45,7 +45,7 @@ def python_of(document: Path) -> list[str]:
     return [
         body
         for name, note, body in blocks("python")
-        if name == document.name and not note.startswith("not run:")
+        if name == document.name and not note.startswith(("not run:", "saved as:"))
     ]
 
 
@@ -59,7 +59,8 @@ def documents_with_python() -> list[object]:
 
 @pytest.mark.parametrize("document", documents_with_python())
 def test_python_in_documents_runs(document, tmp_path):
-    """Top to bottom in one process, as a reader would; ``<!-- not run: why -->`` before a block skips it.
+    """Top to bottom in one process, as a reader would; ``<!-- not run: why -->`` before a block skips it, as does
+    ``<!-- saved as: NAME -->``, which is a file for the document's commands.
 
     Blocks with prompts (``>>>``) are doctests.
     """
