@@ -2,7 +2,7 @@
 
 DTensor splits a dim of a tensor along one dim of its mesh. A plan may split a dim along several axes of its mesh. If
 these axes are used together in every layout of the plan, they become one dim of DTensor's mesh. If not, DTensor cannot
-express the plan, and that is an error.
+express the plan, and that is an error; ``target="dtensor"`` of ``pase.compile`` searches only what it can.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ UNSHARDED = "unsharded"
 
 
 def to_json(plan: PlanData) -> dict[str, Any]:
-    """{"schema", "model", "mesh": {dim: size}, "variables": {path: [mesh dim or "unsharded"]}, "inputs": {…}}.
+    """{"schema", "model", "mesh": {dim: size}, "variables": {path: [mesh dim or "unsharded"]}, "state": {…},
+    "inputs": {…}}. state: of the variables whose gradient and optimizer state are split further than they are.
 
     Raises PaseError if DTensor has no layout for a tensor; the message names the tensor and says what to do.
     """
     stored = {path: t.storage for path, t in plan.parameters.items()}
     arrives = {path: t.storage for path, t in plan.inputs.items()}
-    joined = _joined(plan, [*stored.items(), *arrives.items()])
+    state = {path: t.state for path, t in plan.parameters.items() if t.state is not None}
+    joined = _joined(plan, [*stored.items(), *state.items(), *arrives.items()])
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     mesh: dict[str, int] = {}
     for axis in sizes:
@@ -47,8 +49,14 @@ def to_json(plan: PlanData) -> dict[str, Any]:
         "model": plan.model,
         "mesh": mesh,
         "variables": {path: layout(p) for path, p in stored.items()},
+        "state": {path: layout(p) for path, p in state.items()},
         "inputs": {path: layout(p) for path, p in arrives.items()},
     }
+
+
+def _other_step(plan: PlanData, mesh: Mapping[str, int]) -> bool:
+    """Does the plan split some layer along an axis that this mesh has only together with others, or along several?"""
+    return any(axes and "_".join(axes) not in mesh for n in plan.nodes for axes in n.split.values())
 
 
 def _joined(plan: PlanData, tensors: Any) -> dict[str, str]:
@@ -64,14 +72,14 @@ def _joined(plan: PlanData, tensors: Any) -> dict[str, str]:
                 wide = " and ".join(axes if len(axes) > len(owner[a]) else owner[a])
                 raise PaseError(
                     f"DTensor splits a tensor's dim along one mesh dim, and this plan splits one of '{where}' along "
-                    f"{wide}, which it also uses apart: compile with a mesh of fewer axes, "
-                    f"mesh='{plan.devices}' or --mesh, or emit --to names"
+                    f"{wide}, which it also uses apart: compile for it with --for dtensor (target='dtensor'), which "
+                    f"searches only what DTensor can express, or emit --to names"
                 )
         if at != list(range(at[0], at[0] + len(at))):
             raise PaseError(
                 f"DTensor splits a tensor's dim along one mesh dim, and this plan splits one along {', '.join(axes)}, "
-                f"which are not neighbours in its mesh {'×'.join(map(str, plan.mesh.sizes))}: compile with a mesh of "
-                f"fewer axes, or emit --to names"
+                f"which are not neighbours in its mesh {'×'.join(map(str, plan.mesh.sizes))}: compile for it with "
+                f"--for dtensor (target='dtensor'), or emit --to names"
             )
     return {a: "_".join(owner.get(a, (a,))) for a in names}
 
@@ -82,7 +90,13 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
 
     data = to_json(plan)
     write_atomically(path, json.dumps(data, indent=1) + "\n")
-    return f"{path}: DTensor layouts of {len(data['variables'])} variables on mesh {data['mesh']}"
+    said = f"{path}: DTensor layouts of {len(data['variables'])} variables on mesh {data['mesh']}"
+    if _other_step(plan, data["mesh"]):
+        said += (
+            "; it stores these as planned, but splits some layers in ways that DTensor cannot, so its step will differ "
+            "from the priced one: compile --for dtensor prices only what it can"
+        )
+    return said
 
 
 def layouts(data: Mapping[str, Any], devices: list[str] | None = None) -> tuple[Any, dict[str, Any]]:

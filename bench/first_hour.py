@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.arguments import parser
@@ -122,10 +122,8 @@ class FreshPlace:
         for line in body.replace("\\\n", " ").splitlines():
             if installs and line.startswith(("cd ", ". ")):
                 continue  # every command is run in a shell of its own
-            yield self.run(
-                line.replace("python3 ", f"{sys.executable} ", 1) if installs else line,
-                self.clone if installs else self.work,
-            )
+            typed = line.replace("python3 ", f"{sys.executable} ", 1) if installs else line
+            yield replace(self.run(typed, self.clone if installs else self.work), command=line)
 
 
 def shown(printed: str, wanted: str) -> list[str]:
@@ -146,15 +144,15 @@ def shown(printed: str, wanted: str) -> list[str]:
     return out + ["…"] * (at < len(lines))
 
 
-def _below(ran: list[Ran], note: str) -> str:
-    """What stands under a block: its output, then its time."""
+def _below(ran: list[Ran], note: str, quiet: bool) -> str:
+    """What stands under a block: its output, unless quiet, then its time."""
     wanted = note.removeprefix("shown: ") if note.startswith("shown: ") else f"{LEAST_LINES} lines"
     lines = []
     for r in ran:
         lines += [f"$ {r.command}"] * (len(ran) > 1) + shown(r.printed, wanted)
     *most, last = (f"{r.cpu_s:.1f} s" for r in ran)
     took = f"\n*{', '.join(most)}{' and ' if most else ''}{last}*\n"
-    return f"\n```text\n{chr(10).join(lines)}\n```\n{took}" if any(lines) else took
+    return f"\n```text\n{chr(10).join(lines)}\n```\n{took}" if any(lines) and not quiet else took
 
 
 def placed(text: str, name: str, said: str) -> str:
@@ -189,8 +187,7 @@ def hour(page: str, place: FreshPlace) -> tuple[str, list[Ran]]:
                 raise SystemExit(f"{r.command}: exit status {r.status}\n{r.printed[-3000:]}")
             done.append(r)
         ran.extend(done)
-        below = _below([Ran(**{**vars(r), "printed": ""}) for r in done] if installs else done, note)
-        return m["given"] + below
+        return m["given"] + _below(done, note, quiet=installs)
 
     return BLOCK.sub(again, page), ran
 
@@ -211,11 +208,13 @@ def main() -> None:
     text = placed(
         text,
         "sizes",
-        f"This takes {more} MB; `pip install .` alone, the search engine without a framework, {bare} MB ({said}).",
+        f"This takes {more} MB on the disk. `pip install .` alone, the search engine without a framework, takes\n"
+        f"{bare} MB (the largest: {said}).",
     )
     told = f"{BEGAN['date'][:10]}, {BEGAN['machine']}: {sum(r.cpu_s for r in ran):.0f} s in all, installation included."
     args.page.write_text(placed(text, "ran", told), encoding="utf-8")
-    save({"commands": [vars(r) for r in ran], "bytes": sizes}, args.o)
+    figures = [{k: v for k, v in vars(r).items() if k != "printed"} for r in ran]
+    save({"commands": figures, "bytes": sizes}, args.o)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,8 @@ def profile(
             f"optimizer took more than {skip} steps"
         )
     if not as_json:
-        typer.echo(
-            f"{len(files)} {'trace' if len(files) == 1 else 'traces'} in {output}. Next: pase replay {output}; pase diagnose {output}",
-            err=True,
-        )
+        written = "1 trace" if len(files) == 1 else f"{len(files)} traces"
+        typer.echo(f"{written} in {output}. Next: pase replay {output}; pase diagnose {output}", err=True)
 
 
 def _traces(folder: Path) -> list[Path]:

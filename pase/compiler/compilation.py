@@ -55,11 +55,8 @@ def compile_model(
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(model, params, batch, options)
-    problem = SplitProblem.of(
-        traced.graph, options.devices, options.machine, options.cost_model, options.optimizer, options.overlap
-    )
+    problem = _problem(traced, options)
     written, limit = problem, options.limit_bytes(problem.machine)
-    _check_precision(problem, options)
     limited = limit is not None
     tries = list(
         variants(traced, problem.graph, options.accumulate, options.remat, limited, options.precision)
@@ -102,6 +99,15 @@ def compile_model(
     if options.pipeline == "auto":
         plan = _or_staged(plan, written, traced, name, options, say)
     return Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
+
+
+def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
+    """The problem of the model as written. Raises PaseError if the machine cannot do what the options ask for."""
+    problem = SplitProblem.of(
+        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, o.target
+    )
+    _check_precision(problem, o)
+    return problem
 
 
 def _compile_staged(

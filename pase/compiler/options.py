@@ -17,9 +17,12 @@ from pase.files.quantities import parse_bytes
 if TYPE_CHECKING:
     from pase.machine import Machine
 
-__all__ = ["CompileOptions", "Flag", "takes_options"]
+__all__ = ["CompileOptions", "Flag", "PlanTarget", "takes_options"]
 
 R = TypeVar("R")
+
+PlanTarget = Literal["any", "dtensor"]
+"""For which program a plan is made: a strategy that the program cannot express is not searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,13 @@ class CompileOptions:
         "'none': price all of it.",
         "--overlap",
     )
+    target: PlanTarget = _option(  # noqa: RUF009 it is a field
+        "any",
+        "Search only what this program can express. 'dtensor': TensorFlow DTensor splits each dim of a tensor along "
+        "one mesh dim; the plan is the cheapest of that kind, for pase emit --to dtensor. Default 'any': everything is "
+        "searched.",
+        "--for",
+    )
     pipeline: int | str = _option(
         "none",
         "Cut the model into stages on groups of devices: 'none', 'auto' (if that is cheaper) or the number of groups. "
@@ -176,6 +186,8 @@ class CompileOptions:
             raise PaseError(
                 f"pipeline is 'none', 'auto' or a number of groups above 1, not {self.pipeline!r}"
             )
+        if self.target != "any" and self.pipeline != "none":
+            raise PaseError(f"target '{self.target}' takes no stages: leave out pipeline (--pipeline)")
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 *most, last = map(repr, choices)

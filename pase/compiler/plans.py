@@ -119,4 +119,5 @@ def provenance_of(graph: Graph, method: str, certificate: str, overlap: str = "n
         "search": method,
         "certificate": certificate,
         **({} if overlap == "none" else {"overlap": overlap}),
+        **({"target": "dtensor"} if graph.one_axis_a_dim else {}),
     }

@@ -12,6 +12,7 @@ from pase.compiler.variants import Variant, graph_of
 from pase.errors import PaseError
 
 if TYPE_CHECKING:
+    from pase.compiler.options import PlanTarget
     from pase.compiler.pricing import Summed
     from pase.frontends.registry import Traced
     from pase.ir import Graph
@@ -28,9 +29,14 @@ _MOST_PRIME_AXES = 4
 """The mesh of prime factors is also searched if it has at most this many axes."""
 
 
+def _expressible(graph: Graph, target: PlanTarget) -> Graph:
+    """The graph with the limits of what the target can express."""
+    return replace(graph, one_axis_a_dim=True) if target == "dtensor" else graph
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitProblem:
-    """A graph to split over the devices of a machine, under a cost model. overlap: as in ``CompileOptions``."""
+    """A graph to split over the devices of a machine, under a cost model. overlap, target: as in ``CompileOptions``."""
 
     graph: Graph
     devices: int
@@ -39,6 +45,7 @@ class SplitProblem:
     optimizer: str
     variant: Variant
     overlap: str = "none"
+    target: PlanTarget = "any"
 
     @classmethod
     def of(
@@ -49,6 +56,7 @@ class SplitProblem:
         cost_model: str,
         optimizer: str,
         overlap: str = "none",
+        target: PlanTarget = "any",
     ) -> SplitProblem:
         """The problem of a traced graph as written. Raises PaseError if it has sizes that are not bound."""
         from pase import costmodels
@@ -67,18 +75,20 @@ class SplitProblem:
             else load_machine(machine if machine is not None else DEFAULT)
         )
         return cls(
-            graph=named(simplify(raw)),
+            graph=_expressible(named(simplify(raw)), target),
             devices=devices,
             machine=m,
             model=costmodels.get(cost_model, m),
             optimizer=optimizer,
             variant=Variant(),
             overlap=overlap,
+            target=target,
         )
 
     def varied(self, traced: Traced, variant: Variant) -> SplitProblem:
         """The same problem for another way to run the step."""
-        return replace(self, graph=graph_of(traced, variant), variant=variant)
+        graph = _expressible(graph_of(traced, variant), self.target)
+        return replace(self, graph=graph, variant=variant)
 
     def meshes(self, mesh: str | None, max_axes: int) -> list[Mesh]:
         """The meshes to search: the given one, or all with at most the allowed number of axes."""

@@ -416,6 +416,8 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...] = ()
     meta: Mapping[str, str] = field(default_factory=dict)
+    one_axis_a_dim: bool = False
+    """May each dim of a tensor be split along one mesh axis at most? Some targets cannot express more."""
 
     @cached_property
     def node(self) -> dict[str, Node]:

@@ -15,6 +15,7 @@ from pase.plan.types import NodePlan, PlanData
 from pase.tables.itemize import Collective, LocalWork
 
 if TYPE_CHECKING:
+    from pase.compiler.options import PlanTarget
     from pase.compiler.problem import SplitProblem
     from pase.frontends.registry import Traced
     from pase.machine import Machine
@@ -300,7 +301,10 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     from pase.compiler.problem import SplitProblem
     from pase.compiler.variants import ProductPrecision, Variant
 
-    problem = SplitProblem.of(traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer)
+    target: PlanTarget = "dtensor" if plan.provenance.get("target") == "dtensor" else "any"
+    problem = SplitProblem.of(
+        traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer, target=target
+    )
     precision: ProductPrecision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"
     if plan.accumulate > 1 or plan.remat or precision != "model":
         problem = problem.varied(

@@ -11,7 +11,7 @@ from pase.ir import Graph
 from pase.machine import COLLECTIVES, CostModel, Mesh
 from pase.tables.charges import Charge, Flow, node_charges
 from pase.tables.facts import EdgeFacts, Facts, facts
-from pase.tables.layouts import LayoutRule, configs
+from pase.tables.layouts import LayoutRule, access_rules, configs
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
 from pase.tables.work import Work, node_work
@@ -150,16 +150,21 @@ def build(
 def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
     """Per node; equal ones are one array. Where the compiler reduces each reader's gradient, none may wait."""
     apart = not model.machine.sums_readers
-    memo: dict[int, np.ndarray] = {}
+    memo: dict[tuple[int, tuple[LayoutRule, ...]], np.ndarray] = {}
     same: dict[bytes, np.ndarray] = {}
+    out = []
     for n, number in zip(graph.nodes, facts(graph).space, strict=True):
-        if number not in memo:
+        rules = tuple(access_rules(n)) if graph.one_axis_a_dim else ()
+        if (number, rules) not in memo:
             cfg = configs(n, mesh)
             if apart:
                 waiting = [i for i, d in enumerate(n.space) if d.kind == "pending"]
                 cfg = cfg[~np.isin(cfg, waiting).any(axis=1)]
-            memo[number] = same.setdefault(cfg.tobytes(), cfg)
-    return tuple(memo[number] for number in facts(graph).space)
+            for rule in rules:
+                cfg = cfg[rule.by_one_axis(cfg, mesh)]
+            memo[number, rules] = same.setdefault(cfg.tobytes(), cfg)
+        out.append(memo[number, rules])
+    return tuple(out)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

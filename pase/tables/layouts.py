@@ -15,7 +15,7 @@ alone cannot say that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,6 +33,7 @@ __all__ = [
     "REPLICATED",
     "LayoutRule",
     "RingDim",
+    "access_rules",
     "axis_bits",
     "blocks_of",
     "configs",
@@ -320,6 +321,13 @@ class LayoutRule:
             return _states_of_one(self, tuple(cfg[0].tolist()), mesh)
         return self._states(cfg, mesh)
 
+    def by_one_axis(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
+        """bool [K]: does no dim of the tensor, nor of its gradient and optimizer state, lie along two axes?"""
+        states = gradient_states(self.states(cfg, mesh))
+        unsplit = -1 - np.arange(len(mesh.sizes))  # of each axis another
+        dims = np.sort(np.where(states >= 0, states // _DIM, unsplit), axis=1)
+        return np.asarray((np.diff(dims, axis=1) != 0).all(axis=1))
+
     def _states(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         out = np.full(cfg.shape, REPLICATED, dtype=np.int64)
         out[np.isin(cfg, self.pending)] = PENDING
@@ -367,6 +375,13 @@ def _not_walked(node: Node, op: Op, access: Access) -> tuple[int, ...]:
 
 def _pending(node: Node) -> tuple[int, ...]:
     return tuple(i for i, d in enumerate(node.space) if d.kind == "pending")
+
+
+def access_rules(node: Node) -> Iterator[LayoutRule]:
+    """How the node lays out each tensor that it reads or writes."""
+    for op in node.ops:
+        yield from (read_rule(node, op, a) for a in op.reads)
+        yield from (write_rule(node, op, a) for a in op.writes)
 
 
 def write_rule(node: Node, op: Op, access: Access) -> LayoutRule:

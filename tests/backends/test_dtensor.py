@@ -6,15 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
 
+import pase
 from pase.backends import registry, to_dtensor
+from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
+from pase.machine import Mesh
+from pase.plan.constraints import placement
+from pase.search import solve
+from pase.tables.layouts import REPLICATED, forward_states, gradient_states, read_states, write_states
 from tests.backends.test_names import keras_mlp, plans, stored
 
 PROGRAM = """
@@ -94,11 +102,16 @@ def test_layouts_run(tmp_path: Path) -> None:
             )
 
 
-def test_axes_that_go_together_are_one_mesh_dim() -> None:
+def test_axes_that_go_together_are_one_mesh_dim(tmp_path: Path) -> None:
     both = (("data", "model"), ())
-    data = to_dtensor.to_json(stored(plans()["pase"], {"up/kernel": both, "down/kernel": both}))
+    plan = stored(plans()["pase"], {"up/kernel": both, "down/kernel": both})
+    data = to_dtensor.to_json(plan)
     assert data["mesh"] == {"data_model": 4}
     assert data["variables"]["up/kernel"] == ["data_model", "unsharded"]
+    apart = replace(plan.nodes[0], split={"b": ("data",)})
+    for node, differs in ((replace(apart, split={"b": ("data", "model")}), False), (apart, True)):
+        said = registry.emit(replace(plan, nodes=(node,)), "dtensor", tmp_path / "layouts.json")
+        assert ("its step will differ" in said) == differs
 
 
 def test_what_dtensor_cannot_say() -> None:
@@ -109,3 +122,50 @@ def test_what_dtensor_cannot_say() -> None:
         )
     with pytest.raises(PaseError, match="not neighbours in its mesh 2×2"):
         to_dtensor.to_json(stored(plan, {"up/kernel": (("model", "data"), ())}))
+
+
+MODEL = "zoo:gpt2?layers=1&batch=16&seq=64&vocab=1024"
+
+
+def test_a_plan_for_dtensor_is_the_cheapest_that_dtensor_can_say(tmp_path: Path) -> None:
+    """Against the unrestricted tables of every mesh, of whose configs only those stay that lay each dim of every tensor
+    along one axis, read off the placements that plans write."""
+    options: dict[str, Any] = {
+        "devices": 8,
+        "machine": "1080tix8",
+        "baselines": False,
+        "memory_limit": "none",
+    }
+    free, plan = pase.compile(MODEL, **options), pase.compile(MODEL, target="dtensor", **options)
+    with pytest.raises(PaseError, match="compile for it with --for dtensor"):
+        registry.emit(free, "dtensor", tmp_path / "free.json")
+    assert "will differ" not in registry.emit(plan, "dtensor", tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["mesh"]
+    problem = SplitProblem.of(free.traced.graph, 8, "1080tix8", "analytic", "adam")
+    best = min(_cheapest(problem, mesh) for mesh in problem.meshes(None, 3))
+    assert plan.cost == pytest.approx(best) and plan.optimal
+    assert free.cost < plan.cost, "a model of which the limit asks nothing"
+
+
+def _cheapest(problem: SplitProblem, mesh: Mesh) -> float:
+    tables, space = problem.tables(mesh)
+    keep = {}
+    for v, (node, configs) in enumerate(zip(problem.graph.nodes, space.configs, strict=True)):
+        allowed = np.ones(len(configs), dtype=bool)
+        for op in node.ops:
+            for states_of, accesses in ((write_states, op.writes), (read_states, op.reads)):
+                for a in accesses:
+                    tensor = problem.graph.tensors[a.tensor]
+                    states = states_of(node, op, a, tensor, configs, mesh)
+                    for seen in (forward_states(states), gradient_states(states)):
+                        placed = [
+                            placement(row, tensor, mesh) for row in np.where(seen >= 0, seen, REPLICATED)
+                        ]
+                        allowed &= [p is not None and all(len(axes) <= 1 for axes in p) for p in placed]
+        keep[v] = np.flatnonzero(allowed)
+    return solve(tables.restricted(keep)).cost
+
+
+def test_a_plan_for_dtensor_has_no_stages() -> None:
+    with pytest.raises(PaseError, match="target 'dtensor' takes no stages"):
+        pase.compile(MODEL, devices=8, target="dtensor", pipeline=2)

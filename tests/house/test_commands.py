@@ -2,7 +2,7 @@
 
 They are typed as they stand in one folder per document, so that a line may read what an earlier one wrote. The comment
 ``<!-- run with: COMMAND OPTIONS; … -->`` before a block adds options here, where a command takes minutes as written;
-``<!-- not run: why -->`` leaves a block out; ``<!-- saved as: NAME -->`` before a block of Python makes it a file there.
+``<!-- not run: why -->`` leaves a block out; ``<!-- saved as: NAME -->`` before Python makes it a file there.
 """
 
 from __future__ import annotations
