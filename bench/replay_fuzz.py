@@ -1,6 +1,10 @@
 """Mutated traces: no absurd result without a warning, and no error but one that says what is wrong.
 
     .venv/bin/python -m bench.replay_fuzz [--count 100000] [--seed 0]   # writes bench/results/replay_fuzz.json
+    .venv/bin/python -m bench.replay_fuzz --resume --cpu-minutes 12    # goes on where that file ends
+
+Case k of a seed is always the same: its random numbers come from (seed, k). What was reached is written every
+thousand cases, so that a run may stop anywhere.
 
 Small imagined runs (``bench/cases/timelines.py``) are written as Kineto traces with one to four mutations each: events
 dropped, doubled, moved, stretched, renamed, put on other streams, launches and marks lost, ids shared, times that are
@@ -14,13 +18,13 @@ half the host's work, balanced ranks) must be refused, or not make an iteration 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import tempfile
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +46,16 @@ Document = dict[str, Any]
 Mutation = Callable[[list[dict[str, Any]], np.random.Generator], list[dict[str, Any]]]
 
 SHAPES: tuple[dict[str, Any], ...] = (
-    {"ranks": 1, "kernel_us": 200.0, "between_us": 4.0},
-    {"ranks": 1, "kernel_us": 12.0, "between_us": 60.0},
-    {"ranks": 2, "kernel_us": 60.0, "bucket_bytes": 8 << 20},
-    {"ranks": 3, "kernel_us": 100.0, "slow_rank": 1, "slow_by": 1.5},
+    {"ranks": 1, "layers": 4, "kernel_us": 200.0, "between_us": 4.0},
+    {"ranks": 1, "layers": 3, "kernel_us": 12.0, "between_us": 60.0},
+    {"ranks": 2, "layers": 2, "kernel_us": 60.0, "bucket_bytes": 8 << 20},
+    {"ranks": 3, "layers": 2, "kernel_us": 100.0, "slow_rank": 1, "slow_by": 1.5},
 )
+
+
+def _copied(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events of their own: mutations change what lies one level deep."""
+    return [{**e, "args": {**e["args"]}} for e in events]
 
 
 def _draw_indices(events: list[dict[str, Any]], rng: np.random.Generator, most: int = 20) -> list[int]:
@@ -74,7 +83,7 @@ def drop_kind(events: list[dict[str, Any]], rng: np.random.Generator) -> list[di
 
 def double(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
     """Events written twice."""
-    return events + [copy.deepcopy(events[i]) for i in _draw_indices(events, rng)]
+    return events + _copied(events[i] for i in _draw_indices(events, rng))
 
 
 def move(events: list[dict[str, Any]], rng: np.random.Generator) -> list[dict[str, Any]]:
@@ -175,7 +184,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 
 def mutated(documents: list[Document], rng: np.random.Generator) -> tuple[list[Document], list[str]]:
     """A copy of a run's traces with one to four mutations, each of one rank, and which they were."""
-    out = copy.deepcopy(documents)
+    out = [{**d, "traceEvents": _copied(d["traceEvents"])} for d in documents]
     done = []
     for _ in range(int(rng.integers(1, 5))):
         change = MUTATIONS[int(rng.integers(len(MUTATIONS)))]
@@ -223,25 +232,45 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on where the result file ends")
+    parser.add_argument("--cpu-minutes", type=float, default=math.inf, help="begin no case after so many")
+    parser.add_argument("-o", type=Path, default=RESULTS / "replay_fuzz.json")
     args = parser.parse_args()
-    found, faults = fuzz(args.count, args.seed)
-    out = {"count": args.count, "seed": args.seed, "outcomes": dict(found), "faults": faults[:50]}
-    print(save(out, RESULTS / "replay_fuzz.json").read_text())
+    found: Counter[str] = Counter()
+    faults: list[dict[str, Any]] = []
+    if args.resume and args.o.exists():
+        before = json.loads(args.o.read_text())
+        if before["seed"] != args.seed:
+            parser.error(f"{args.o} holds seed {before['seed']}; --resume goes on with that one")
+        found, faults = Counter(before["outcomes"]), before["faults"]
+    while sum(found.values()) < args.count and time.process_time() < 60 * args.cpu_minutes:
+        at = sum(found.values())
+        more, wrong = fuzz(range(at, min(at + 1000, args.count)), args.seed, 60 * args.cpu_minutes)
+        found, faults = found + more, faults + wrong
+        out = {"count": sum(found.values()), "seed": args.seed, "outcomes": dict(found)}
+        save({**out, "faults": faults[:50], "cpu_s_of_last_run": time.process_time()}, args.o)
+    print(args.o.read_text())
 
 
-def fuzz(count: int, seed: int) -> tuple[Counter[str], list[dict[str, Any]]]:
-    """Outcomes of ``count`` mutated runs, and those that must not happen, each with what reproduces it."""
-    runs = [
-        simulate(ImaginedRun(iterations=4, layers=4, bucket_layers=2, noise=0.02, **shape))
-        for shape in SHAPES
-    ]
+def fuzz(
+    cases: Sequence[int], seed: int, until_cpu_s: float = math.inf
+) -> tuple[Counter[str], list[dict[str, Any]]]:
+    """Outcomes of these mutated runs, and those that must not happen, each with what reproduces it.
+
+    until_cpu_s: of this process, after which no case is begun.
+    """
+    runs = [simulate(ImaginedRun(iterations=4, bucket_layers=2, noise=0.02, **shape)) for shape in SHAPES]
     bases = [[trace(run, r) for r in range(run.ranks)] for run in runs]
     found: Counter[str] = Counter()
     faults = []
-    for k in range(count):
-        rng = np.random.default_rng([seed, k])
-        documents, changes = mutated(bases[k % len(bases)], rng)
-        with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name:
+        for k in cases:
+            if time.process_time() >= until_cpu_s:
+                break
+            rng = np.random.default_rng([seed, k])
+            documents, changes = mutated(bases[k % len(bases)], rng)
+            for old in Path(name).iterdir():
+                old.unlink()
             for rank, d in enumerate(documents):
                 (Path(name) / f"rank{rank}.json").write_text(json.dumps(d))
             try:
@@ -249,9 +278,9 @@ def fuzz(count: int, seed: int) -> tuple[Counter[str], list[dict[str, Any]]]:
             except Exception:  # whatever is raised here is what is looked for
                 said = "fault: " + traceback.format_exc().strip().splitlines()[-1]
                 said += " at " + traceback.format_exc().strip().splitlines()[-3].strip()
-        found[said.partition(":")[0]] += 1
-        if said.startswith("fault"):
-            faults.append({"k": k, "mutations": changes, "what": said})
+            found[said.partition(":")[0]] += 1
+            if said.startswith("fault"):
+                faults.append({"k": k, "mutations": changes, "what": said})
     return found, faults
 
 

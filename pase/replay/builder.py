@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from pase.replay.reader import LIMITS, Limits
-from pase.replay.types import COLUMNS, Group, Lane, Mark, Problem, Timeline
+from pase.replay.types import COLUMNS, Group, Lane, Mark, Problem, Shapes, Timeline
 
 __all__ = ["Builder", "combine", "is_sound", "split_devices"]
 
@@ -37,6 +37,7 @@ class Builder:
         self.lanes: dict[tuple[object, bool], int] = {}
         self.lane_names: list[str] = []
         self.groups: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[Shapes, int] = {}
         self.marks: list[Mark] = []
         self.left_out: Counter[str] = Counter()
         self.dataflow: dict[str, tuple[str, ...]] = {}
@@ -65,6 +66,12 @@ class Builder:
         self.lane_names.append(label[:100])
         return len(self.lane_names) - 1
 
+    def shape(self, operands: Shapes) -> int:
+        """The number of an op's operands' extents; −1 once there are as many different ones as there may be names."""
+        if len(self.shapes) >= self.limits.names:
+            return self.shapes.get(operands, -1)
+        return self.shapes.setdefault(operands, len(self.shapes))
+
     def group(self, name: str, ranks: tuple[int, ...] = ()) -> int:
         if name not in self.groups or (ranks and not self.groups[name]):
             self.groups[name] = ranks
@@ -82,6 +89,7 @@ class Builder:
         operation: int = 0,
         group: int = -1,
         iteration: int = -1,
+        shape: int = -1,
     ) -> None:
         """Append one event, or count why it cannot be used."""
         if lane < 0:
@@ -108,6 +116,7 @@ class Builder:
             to[7](operation)
             to[8](group)
             to[9](iteration)
+            to[10](shape)
 
     def __len__(self) -> int:
         return self._count
@@ -146,6 +155,7 @@ class Builder:
             problems=tuple(problems),
             hosts={self.rank: self.host} if self.host else {},
             dataflow=self.dataflow,
+            shapes=tuple(self.shapes),
         )
 
 
@@ -196,6 +206,7 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
     """One timeline from the ranks' timelines; names and groups are merged."""
     names: dict[str, int] = {}
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    shapes: dict[Shapes, int] = {}
     lanes: list[Lane] = []
     columns: dict[str, list[np.ndarray]] = {k: [] for k in COLUMNS}
     for t in parts:
@@ -203,11 +214,14 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         # Groups known by name alone are one group for all ranks; equal names with other ranks are others.
         keys = [(g.name, g.ranks) for g in t.groups]
         group_map = np.array([groups.setdefault(k, len(groups)) for k in keys] + [-1], dtype=np.int32)
+        shape_map = np.array([shapes.setdefault(s, len(shapes)) for s in t.shapes] + [-1], dtype=np.int32)
         for k, v in t.columns.items():
             if k == "name":
                 v = name_map[v] if len(name_map) else v
             elif k == "group":
                 v = group_map[v]
+            elif k == "shape":
+                v = shape_map[v]
             elif k == "lane":
                 v = v + np.int32(len(lanes))
             columns[k].append(v)
@@ -222,4 +236,5 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         problems=tuple(p for t in parts for p in t.problems) + tuple(problems or ()),
         hosts={r: h for t in parts for r, h in t.hosts.items()},
         dataflow={k: v for t in parts for k, v in t.dataflow.items()},
+        shapes=tuple(shapes),
     )

@@ -52,6 +52,8 @@ _WORDS = (
     ("sendrecv", "send_recv"),
     ("barrier", "barrier"),
 )
+_OPERANDS = 64
+"""Ops with more operands (lists of a whole model's tensors) are no products: their shapes are not kept."""
 _STEP = re.compile(r"^ProfilerStep\s?#(\d+)$")
 _RANKS = re.compile(r"^\s*\[([\d,\s]*)\]\s*$")
 
@@ -212,7 +214,9 @@ class _Feed:
         lane = self._lane(e, args, device)
         correlation = args.get("correlation", -1)
         correlation = correlation if isinstance(correlation, int) else -1
-        nbytes, operation, group = -1, 0, -1
+        nbytes, operation, group, shape = -1, 0, -1, -1
+        if kind == _K["host"] and "Input Dims" in args:
+            shape = self._shape(args["Input Dims"])
         if device or kind == _K["host"]:
             if "ccl" in text and device and kind == _K["kernel"]:
                 kind, operation = COLLECTIVE, collective_operation(str(args.get("Collective name") or text))
@@ -241,7 +245,16 @@ class _Feed:
                 number = int(m.group(1)) if m else _step_number(args)
                 if number >= 0 and is_sound(start, duration):
                     self.steps.append((start, start + duration, number))
-        b.add(lane, kind, b.name(text), start, duration, correlation, nbytes, operation, group)
+        b.add(lane, kind, b.name(text), start, duration, correlation, nbytes, operation, group, shape=shape)
+
+    def _shape(self, dims: Any) -> int:
+        """The number of an op's operands' extents; −1 where none is a tensor."""
+        if not isinstance(dims, list) or len(dims) > _OPERANDS:
+            return -1
+        operands = tuple(
+            tuple(d) if isinstance(d, list) and all(type(x) is int and x >= 0 for x in d) else () for d in dims
+        )
+        return self.b.shape(operands) if any(operands) else -1
 
     def _jax_kind(self, e: JsonObject, args: JsonObject) -> tuple[int, bool]:
         """Kind of an event without a Kineto category: XLA ops run on a device, the rest on the host."""

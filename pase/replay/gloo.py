@@ -106,6 +106,7 @@ def _with_waits(t: Timeline, tied: list[tuple[int, int]], spans: list[tuple[int,
         "nbytes": -1,
         "operation": 0,
         "group": -1,
+        "shape": -1,
     }
     more = {k: np.full(len(rows), v) for k, v in (fill | {"iteration": -1}).items()}
     more["lane"] = np.array([r[0] for r in rows])

@@ -9,7 +9,7 @@ import numpy as np
 
 from pase.errors import PaseError
 
-__all__ = ["EDGES", "Carried", "DataflowGraph", "TaskQueue", "build_graph", "csr", "twins"]
+__all__ = ["EDGES", "Carried", "DataflowGraph", "TaskQueue", "build_graph", "csr", "launching_calls", "twins"]
 
 EDGES = ("program", "launch", "stream", "wait", "sync", "handoff", "depth", "data")
 """Why an edge is there: CPU program order; launch of a device op; order on a stream; a stream waiting for
@@ -155,6 +155,14 @@ def csr(g: DataflowGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ptr = np.zeros(n + 1, dtype=np.int64)
     np.cumsum(np.bincount(g.src, minlength=n), out=ptr[1:])
     return ptr, g.dst[order], g.lag_ns[order]
+
+
+def launching_calls(g: DataflowGraph) -> dict[int, int]:
+    """Device task → the call that launches it. An op waits for the beginning of its call: the end of the work before."""
+    program, launch = (g.edge_kind == EDGES.index(k) for k in ("program", "launch"))
+    called = {a: b for a, b in zip(g.src[program].tolist(), g.dst[program].tolist(), strict=True)}
+    pairs = zip(g.src[launch].tolist(), g.dst[launch].tolist(), strict=True)
+    return {op: called[work] for work, op in pairs if work in called}
 
 
 def twins(g: DataflowGraph) -> dict[object, dict[int, int]]:

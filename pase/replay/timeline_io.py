@@ -19,7 +19,7 @@ from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, to_builtins, to_tree
 from pase.files.json_values import JsonObject
 from pase.replay.perfetto import counters, flows
-from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Timeline
+from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Shapes, Timeline
 
 __all__ = [
     "SCHEMA",
@@ -68,7 +68,8 @@ class ClockForm(Struct, kw_only=True):
 
 
 class ColumnsForm(Struct, kw_only=True):
-    """One entry per event. lane, kind, name, operation and group index the lists above."""
+    """One entry per event. lane, kind, name, operation, group and shape index the lists above; without shapes the last
+    is absent."""
 
     lane: list[Index]
     kind: list[Annotated[int, Meta(ge=0, lt=len(KINDS))]]
@@ -80,6 +81,7 @@ class ColumnsForm(Struct, kw_only=True):
     operation: list[Annotated[int, Meta(ge=0, lt=len(OPERATIONS))]]
     group: list[IndexOrNone]
     iteration: list[IndexOrNone]
+    shape: list[IndexOrNone] | None = None
 
 
 class TimelineForm(Struct, kw_only=True):
@@ -96,6 +98,7 @@ class TimelineForm(Struct, kw_only=True):
     problems: tuple[Problem, ...] = ()
     hosts: dict[int, str] = {}
     dataflow: dict[str, tuple[str, ...]] = {}
+    shapes: tuple[Shapes, ...] = ()
     columns: ColumnsForm
 
 
@@ -126,7 +129,11 @@ def _form_of(t: Timeline) -> TimelineForm:
         problems=t.problems,
         hosts=t.hosts,
         dataflow=t.dataflow,
-        columns=ColumnsForm(**{k: v.tolist() for k, v in t.columns.items()}),
+        shapes=t.shapes,
+        columns=ColumnsForm(
+            **{k: v.tolist() for k, v in t.columns.items() if k != "shape"},
+            shape=t["shape"].tolist() if t.shapes else None,
+        ),
     )
 
 
@@ -153,10 +160,13 @@ def from_json(d: Any, where: str = "timeline") -> Timeline:
     form = convert(d, TimelineForm, f"{where}: a broken timeline")
     if form.kinds != KINDS or form.operations != OPERATIONS:
         raise PaseError(f"{where}: lists other kinds or operations of events than {SCHEMA} has")
-    columns = {k: np.array(getattr(form.columns, k), dtype) for k, dtype in COLUMNS.items()}
+    given = {k: getattr(form.columns, k) for k in COLUMNS}
+    given["shape"] = [-1] * len(given["lane"]) if given["shape"] is None else given["shape"]
+    columns = {k: np.array(given[k], dtype) for k, dtype in COLUMNS.items()}
     if len({len(c) for c in columns.values()}) != 1:
         raise PaseError(f"{where}: a broken timeline: the columns must have one length")
-    for column, table in (("lane", form.lanes), ("name", form.names), ("group", form.groups)):
+    tables = (("lane", form.lanes), ("name", form.names), ("group", form.groups), ("shape", form.shapes))
+    for column, table in tables:
         if int(columns[column].max(initial=-1)) >= len(table):
             raise PaseError(f"{where}: column '{column}' points outside its table of {len(table)}")
     return Timeline(
@@ -169,6 +179,7 @@ def from_json(d: Any, where: str = "timeline") -> Timeline:
         problems=form.problems,
         hosts=form.hosts,
         dataflow=form.dataflow,
+        shapes=form.shapes,
     )
 
 

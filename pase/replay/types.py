@@ -24,6 +24,7 @@ __all__ = [
     "Lane",
     "Mark",
     "Problem",
+    "Shapes",
     "Timeline",
     "from_events",
 ]
@@ -59,7 +60,11 @@ COLUMNS: dict[str, type[np.generic]] = {
     "operation": np.uint8,
     "group": np.int32,
     "iteration": np.int32,
+    "shape": np.int32,
 }
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Extents of an op's operands, one tuple an operand; empty for one that is no tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +143,7 @@ class Event:
     operation: str = ""
     group: str = ""
     iteration: int = -1
+    shapes: Shapes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,6 +161,8 @@ class Timeline:
     """Machine of each rank, where known: ranks on one machine share a clock."""
     dataflow: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Op name → names of the ops whose results it reads, where the source states them (XLA's HLO does)."""
+    shapes: tuple[Shapes, ...] = ()
+    """What the column shape points into; −1 there where the source does not say."""
 
     def __post_init__(self) -> None:
         if set(self.columns) != set(COLUMNS):
@@ -214,6 +222,7 @@ class Timeline:
             operation=OPERATIONS[c["operation"]],
             group=self.groups[c["group"]].name if c["group"] >= 0 else "",
             iteration=c["iteration"],
+            shapes=self.shapes[c["shape"]] if c["shape"] >= 0 else None,
         )
 
     def __iter__(self) -> Iterator[Event]:
@@ -241,6 +250,7 @@ def from_events(
     """
     names: dict[str, int] = {}
     lanes: dict[Lane, int] = {}
+    shapes: dict[Shapes, int] = {}
     known = {g.name: i for i, g in enumerate(groups)}
     every = list(groups)
     rows: list[tuple[int, ...]] = []
@@ -254,7 +264,8 @@ def from_events(
         name = names.setdefault(e.name, len(names))
         group = known[e.group] if e.group else -1
         row = (lane, KINDS.index(e.kind), name, e.start_ns, e.duration_ns, e.correlation, e.nbytes)
-        rows.append((*row, OPERATIONS.index(e.operation), group, e.iteration))
+        shape = -1 if e.shapes is None else shapes.setdefault(e.shapes, len(shapes))
+        rows.append((*row, OPERATIONS.index(e.operation), group, e.iteration, shape))
     table = np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
     order = np.lexsort((table[:, 3], table[:, 0]))
     columns = {c: table[order, i].astype(t) for i, (c, t) in enumerate(COLUMNS.items())}
@@ -266,4 +277,5 @@ def from_events(
         marks=marks,
         clocks=clocks,
         dataflow=dataflow or {},
+        shapes=tuple(shapes),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from pase.replay.graph import EDGES, DataflowGraph, twins
 from pase.replay.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
 
-__all__ = ["KNOBS", "apply", "parse_knob", "split_cost"]
+__all__ = ["KNOBS", "WireLine", "apply", "collective_line", "parse_knob", "split_cost"]
 
 KNOBS = {
     "bandwidth": "bandwidth=2: collectives move bytes twice as fast",
@@ -79,6 +79,27 @@ def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> np.nd
             base = min(_intercept(b[small], d[small], base), float(d[known].min()))
         fixed[mine] = np.minimum(d, max(base, 0.0))
     return np.where(np.isfinite(known_part), g.duration_ns * (1.0 - np.nan_to_num(known_part)), fixed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireLine:
+    """What a message takes, as the run's own collectives show it."""
+
+    fixed_ns: float
+    ns_per_wire_byte: float
+
+
+def collective_line(g: DataflowGraph) -> WireLine | None:
+    """From the run's all-reduces of known size and ranks: fixed part, and time for each byte on a rank's link (ring
+    rules), medians. None where there are none."""
+    sent = _sent_bytes(g)
+    of_sum = g.operation == OPERATIONS.index("all_reduce")
+    mine = np.flatnonzero((g.kind == COLLECTIVE) & of_sum & np.isfinite(sent) & (np.nan_to_num(sent) > 0))
+    if not len(mine):
+        return None
+    fixed = split_cost(g)[mine]
+    per_byte = (g.duration_ns[mine] - fixed) / sent[mine]
+    return WireLine(fixed_ns=float(np.median(fixed)), ns_per_wire_byte=float(np.median(per_byte)))
 
 
 def _on_the_wire(g: DataflowGraph, bytes_per_s: float) -> np.ndarray:

@@ -16,7 +16,7 @@ from pase.stated.strategy import Strategy
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["price_model"]
+__all__ = ["micro_batch_graph", "price_model"]
 
 
 def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Program) -> Priced:
@@ -44,16 +44,16 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
     samples = max(at_once, 2)
     if examples % samples:
         raise Infeasible(f"a batch of {examples} cannot be read as micro-batches of {samples}")
-    graph = _unmarked(_micro_batch(traced, examples // samples))
+    graph = micro_batch_graph(traced, examples // samples)
     return price_strategy(graph, s, program, problem.model, examples, share=at_once / samples)
 
 
-def _micro_batch(traced: Traced, parts: int) -> Graph:
-    """The graph of one of so many parts of the batch."""
+def micro_batch_graph(traced: Traced, parts: int) -> Graph:
+    """The graph of one of so many parts of the batch, without what is to run again."""
     from pase.frontends.jax_blocks import micro
 
     raw = traced.graph if parts == 1 else micro(traced, parts).graph  # type: ignore[arg-type]
-    return named(simplify(raw))
+    return _unmarked(named(simplify(raw)))
 
 
 def _unmarked(graph: Graph) -> Graph:

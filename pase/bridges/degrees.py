@@ -1,0 +1,419 @@
+"""What if a traced run had other degrees of tensor or pipeline parallelism: its own kernels, matched by shape.
+
+The plan's graph of the model says which products a device does at the degree that ran and at the one that is asked for.
+Each measured product is matched, by the sizes of its operands and its place, to one of the first list; the second gives
+the shape that it would have. Where a kernel of that shape was measured (in this run, or in traces given for it), that
+time is taken; where none was, the measured time is scaled as the cost model's roofline has the two shapes, and the
+report says of how much of the time that holds. Stages are the measured tasks of their layers (``pase.replay.restage``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from pase.errors import Infeasible, PaseError
+from pase.files.json_values import JsonObject
+from pase.pipeline.registry import schedule
+from pase.pipeline.types import Kind
+from pase.replay.graph import DataflowGraph
+from pase.replay.insert import Inserted, insert_after
+from pase.replay.report import Rewrite
+from pase.replay.restage import StageAction, Transfer, staged
+from pase.replay.sections import OpShape, ProductKey, Sections, StepPhase, op_shapes, product_of, sections
+from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS, Timeline
+from pase.replay.whatif import collective_line
+from pase.stated.ops import StatedOps, stated_ops
+from pase.stated.timeline import stage_layers
+from pase.tables.itemize import LocalWork
+
+__all__ = ["by_stages", "by_tensor", "kernel_times", "loaded_kernel_times"]
+
+Kernel = tuple[str, tuple[int, ...]]
+"""A product by its three arrays' elements, whichever op runs it; any other op by its name and its largest operand's."""
+KernelTimes = Mapping[Kernel, float]
+"""Median ns of what was measured."""
+_PRODUCT = "product"
+_PHASE = {"forward": StepPhase.FORWARD, "backward": StepPhase.BACKWARD}
+_FUSED = (2, 3, 4)
+"""Products of one operand that a framework runs as one: queries, keys and values."""
+_HALVES = ("bf16", "f16", "half", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """A product of a micro-batch as it ran, and as it would. node: of the plan's graph; together: so many as one."""
+
+    node: str
+    now: LocalWork
+    then: LocalWork
+    together: int = 1
+
+    def key(self, work: LocalWork) -> ProductKey:
+        """Which product it is, as ``product_of`` has it."""
+        a, b, c = sorted(self.sizes(work))
+        return a, b, c
+
+    def sizes(self, work: LocalWork) -> tuple[int, int, int]:
+        """Elements of its operands and its result."""
+        assert work.mnk is not None
+        m, n, k = (round(x) for x in work.mnk)
+        return m * k, self.together * k * n, self.together * m * n
+
+    @property
+    def roofline(self) -> float:
+        """What the cost model has for the second over the first."""
+        a, b = self.now.cost / self.now.times, self.then.cost / self.then.times
+        return b / a if a > 0 else 1.0
+
+
+# ---- stages
+
+
+def by_stages(stages: int, wire_bytes_per_s: float | None = None, discipline: str = "1f1b") -> Rewrite:
+    """The run cut into so many stages of equal layers, each on a device of its own; micro-batches as they were.
+
+    Infeasible where the trace does not show micro-batches and layers, or has fewer layers than stages.
+    """
+    if stages < 1:
+        raise PaseError(f"what-if stages={stages}: expected a whole number from 1")
+
+    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+        s = sections(t, g)
+        if s.layers < stages:
+            raise Infeasible(
+                f"what-if stages={stages}: the products of the trace repeat {s.layers} times in a micro-batch, so it "
+                f"has no more layers than that"
+            )
+        layers = stage_layers(s.layers, stages)
+        orders: list[list[StageAction]] = [
+            [(StepPhase.FORWARD if a.kind is Kind.FORWARD else StepPhase.BACKWARD, a.micro) for a in order]
+            for order in schedule(discipline, stages, s.micro_batches).orders
+        ]
+        sent = _transfer(g, s, wire_bytes_per_s)
+        note = (
+            f"{s.layers} layers as {'+'.join(map(str, layers))}, {s.micro_batches} micro-batches ({discipline}), "
+            f"{sent.nbytes / 2**20:.3g} MiB to the next stage in {sent.duration_ns / 1e6:.3f} ms"
+        )
+        if s.micro_batches < stages:
+            note += "; with fewer micro-batches than stages most of them wait: accumulate gradients over more"
+        return staged(g, s, orders, layers, sent), {"method": "stages", "note": note}
+
+    return change
+
+
+def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> Transfer:
+    """What a layer hands to the next, and its time by the run's own collectives or the link's bandwidth."""
+    second = [i for i in s.order.tolist() if i in s.product and s.phase[i] == StepPhase.FORWARD]
+    second = [i for i in second if s.layer[i] == min(1, s.layers - 1)]
+    operands = s.shapes[second[0]].operands
+    x = operands[0] if s.shapes[second[0]].name == "aten::mm" or len(operands) < 3 else operands[1]
+    width = 2 if any(w in g.task_name(second[0]) for w in _HALVES) else 4
+    nbytes = width * math.prod(x)
+    if wire_bytes_per_s:
+        return Transfer(nbytes=nbytes, duration_ns=nbytes / wire_bytes_per_s * 1e9)
+    line = collective_line(g)
+    if line is None:
+        raise Infeasible(
+            "what a transfer between stages takes is not known: the run has no all-reduce of known size; give the "
+            "link's bandwidth (--wire 100GB/s)"
+        )
+    return Transfer(nbytes=nbytes, duration_ns=line.fixed_ns + nbytes * line.ns_per_wire_byte)
+
+
+# ---- tensor parallelism
+
+
+def kernel_times(sources: Iterable[tuple[Timeline, DataflowGraph]]) -> KernelTimes:
+    """Kernels measured in any of the runs, by shape."""
+    return _medians((g, op_shapes(t, g)) for t, g in sources)
+
+
+def _medians(sources: Iterable[tuple[DataflowGraph, Mapping[int, OpShape]]]) -> dict[Kernel, float]:
+    found: dict[Kernel, list[float]] = defaultdict(list)
+    for g, shapes in sources:
+        for i, s in shapes.items():
+            found[_kernel(s)].append(float(g.duration_ns[i]))
+    return {k: float(np.median(v)) for k, v in found.items()}
+
+
+def _kernel(s: OpShape) -> Kernel:
+    key = product_of(s)
+    return (s.name, (s.elements,)) if key is None else (_PRODUCT, key)
+
+
+def by_tensor(
+    ways: int,
+    *,
+    model: str,
+    ran: str = "tp=1",
+    machine: str | None = None,
+    measured: KernelTimes | None = None,
+) -> Rewrite:
+    """The run with tensor parallelism over so many devices in place of what ran.
+
+    model: with the batch of one micro-batch of one rank. ran: the strategy of that as it ran. measured: products of
+    other runs on this kind of device. Infeasible where the run is not of that model, or the model cannot be split so.
+    """
+    if ways < 1:
+        raise PaseError(f"what-if tensor={ways}: expected a whole number from 1")
+    others = [p for p in ran.split(",") if p and not p.startswith("tp=")]
+    now = stated_ops(model, ran, machine)
+    then = stated_ops(model, ",".join([f"tp={ways}", *others]), machine)
+
+    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+        s = sections(t, g)
+        return _Retensored(g, s, now, then, ways, measured or {}).changed()
+
+    return change
+
+
+class _Retensored:
+    """A measured graph with every kernel at another degree of tensor parallelism."""
+
+    def __init__(
+        self,
+        g: DataflowGraph,
+        s: Sections,
+        now: StatedOps,
+        then: StatedOps,
+        ways: int,
+        measured: KernelTimes,
+    ) -> None:
+        self.g, self.s, self.now, self.then, self.ways = g, s, now, then, ways
+        self.duration = g.duration_ns.copy()
+        self.pair = self._matched()
+        self.measured = {**measured, **_medians([(g, s.shapes)])}
+
+    def changed(self) -> tuple[DataflowGraph, JsonObject]:
+        g, s = self.g, self.s
+        scaled_ns = total_ns = 0.0
+        for i, p in self.pair.items():
+            shape = p.key(p.then)
+            same = shape == p.key(p.now)
+            known = float(g.duration_ns[i]) if same else self.measured.get((_PRODUCT, shape))
+            self.duration[i] = g.duration_ns[i] * p.roofline if known is None else known
+            total_ns += self.duration[i]
+            scaled_ns += self.duration[i] if known is None else 0.0
+        light = self._light()
+        update = self._update()
+        inserted, moved = self._collectives()
+        out = insert_after(replace(g, duration_ns=self.duration), inserted)
+        share = scaled_ns / total_ns if total_ns else 0.0
+        note = (
+            f"{len(self.pair)} products matched by shape; of their {total_ns / 1e6:.2f} ms "
+            + (f"{share:.0%} were never measured at their new shape and are scaled by the roofline" if share else "all")
+            + (" are measured at their new shape" if not share else "")
+            + f"; {light} other kernels scaled with what they read, update ×{update:.3g}; {moved}"
+        )
+        return out, {"method": "shapes", "note": note, "scaled_by_roofline": share}
+
+    def _matched(self) -> dict[int, _Pair]:
+        """Measured product → the plan's. Infeasible where the two lists are not the same."""
+        s = self.s
+        out: dict[int, _Pair] = {}
+        for phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
+            turns = self._turns(phase)
+            for micro in range(s.micro_batches):
+                mine = [
+                    i
+                    for i in s.order.tolist()
+                    if i in s.product and s.phase[i] == phase and s.micro[i] == micro
+                ]
+                seen: Counter[ProductKey] = Counter()
+                for i in mine:
+                    listed = turns.get(s.product[i]) or self._as_one(turns, s.product[i])
+                    if seen[s.product[i]] >= len(listed):
+                        self._refuse(i, phase, Counter(s.product[j] for j in mine), turns)
+                    out[i] = listed[seen[s.product[i]]]
+                    seen[s.product[i]] += 1
+        return out
+
+    def _turns(self, phase: StepPhase) -> dict[ProductKey, list[_Pair]]:
+        """Product → the plan's products of that shape in the order in which they run."""
+        layered: dict[ProductKey, list[tuple[int, _Pair]]] = defaultdict(list)
+        names = list(self.now.work)
+        for name in names if phase == StepPhase.FORWARD else names[::-1]:
+            for a, b in zip(self.now.work[name], self.then.work[name], strict=True):
+                if a.kind == "matmul" and _PHASE.get(a.phase) == phase and a.mnk is not None:
+                    p = _Pair(node=name, now=a, then=b)
+                    layered[p.key(a)].append((round(a.times), p))
+        out: dict[ProductKey, list[_Pair]] = {}
+        for key, pairs in layered.items():
+            # Those of a loop over layers take turns; what runs once stands before or behind them.
+            most = max(n for n, _ in pairs)
+            out[key] = [p for turn in range(most) for n, p in pairs if turn < n]
+        return out
+
+    def _as_one(self, turns: dict[ProductKey, list[_Pair]], key: ProductKey) -> list[_Pair]:
+        """Several of the plan's products of one operand that ran as one product."""
+        for pairs in turns.values():
+            for n in _FUSED:
+                p = replace(pairs[0], together=n)
+                if p.key(p.now) == key and p.now.phase == "forward" and len(pairs) >= n:
+                    return [p] * (len(pairs) // n)
+        if any(p.now.phase == "backward" for pairs in turns.values() for p in pairs):
+            # Both gradients of a product have its three arrays, so they have its shape here.
+            return [p for p in self._as_one(self._turns(StepPhase.FORWARD), key) for _ in range(2)]
+        return []
+
+    def _refuse(
+        self, i: int, phase: StepPhase, counts: Counter[ProductKey], turns: dict[ProductKey, list[_Pair]]
+    ) -> None:
+        shape, key = self.s.shapes[i], self.s.product[i]
+        planned = ", ".join(f"{len(v)} of {_extents(v[0].now)}" for v in list(turns.values())[:4])
+        raise Infeasible(
+            f"the run has {counts[key]} {phase.name.lower()} products {shape.name} of {shape.operands} in a "
+            f"micro-batch, and the plan of the model ({self.now.strategy}) has {len(turns.get(key, ()))}; it has "
+            f"{planned}. Give the model (--model) with the run's own sizes, and the batch of one micro-batch of a rank"
+        )
+
+    def _light(self) -> int:
+        """Kernels that are no product, by the product that they stand behind or before. Returns how many changed."""
+        s, g = self.s, self.g
+        attention = {p: self._attention(p) for p in ("forward", "backward")}
+        heads = _ways(self.now.strategy) / self.ways
+        kernels = [
+            i
+            for i in s.order.tolist()
+            if g.kind[i] in GPU_KINDS and g.kind[i] != COLLECTIVE and int(g.device[i]) == s.compute
+        ]
+        following: dict[int, _Pair] = {}
+        ahead: _Pair | None = None
+        for i in reversed(kernels):
+            ahead = self.pair.get(i, ahead)
+            if ahead is not None:
+                following[i] = ahead
+        changed, behind = 0, None
+        for i in kernels:
+            if i in self.pair:
+                behind = self.pair[i]
+                continue
+            shape = s.shapes.get(i)
+            if shape is None or s.phase[i] == StepPhase.UPDATE:
+                continue
+            attends = "attention" in shape.name
+            if attends:
+                ratio = attention["forward" if s.phase[i] == StepPhase.FORWARD else "backward"]
+            else:
+                ratio = _share(shape.elements, behind, following.get(i))
+            # Heads are a dim of what attention reads, as hidden units are of the others' operands.
+            fewer = round(shape.elements * (heads if attends else ratio))
+            known = self.measured.get((shape.name, (fewer,))) if fewer != shape.elements else None
+            self.duration[i] = g.duration_ns[i] * ratio if known is None else known
+            changed += ratio != 1.0
+        return changed
+
+    def _attention(self, phase: str) -> float:
+        cost = [
+            sum(w.cost for v in o.work.values() for w in v if w.kind == "attention" and w.phase == phase)
+            for o in (self.now, self.then)
+        ]
+        return cost[1] / cost[0] if cost[0] > 0 else 1.0
+
+    def _update(self) -> float:
+        """The update's kernels and the sums of gradients, by the bytes of a device's parameters."""
+        s, g = self.s, self.g
+        a, b = (o.nbytes(of_parameters=True, phase="update") for o in (self.now, self.then))
+        ratio = b / a if a else 1.0
+        update = (s.phase == StepPhase.UPDATE) & np.isin(g.kind, GPU_KINDS)
+        self.duration[update] = g.duration_ns[update] * ratio
+        line = collective_line(g)
+        for i in np.flatnonzero((g.kind == COLLECTIVE) & ~self._between_now()).tolist():
+            fixed = min(line.fixed_ns, float(g.duration_ns[i])) if line else 0.0
+            self.duration[i] = fixed + (g.duration_ns[i] - fixed) * ratio
+        return ratio
+
+    def _between_now(self) -> np.ndarray:
+        """Measured collectives between products, by kind and size."""
+        g = self.g
+        sizes = {(OPERATIONS.index(c.kind), c.nbytes) for c in self.now.between}
+        return np.array([(int(o), int(b)) in sizes for o, b in zip(g.operation, g.nbytes, strict=True)]) & (
+            g.kind == COLLECTIVE
+        )
+
+    def _collectives(self) -> tuple[dict[int, list[Inserted]], str]:
+        """Collectives between products: those that ran at their new number of ranks, or those that come in."""
+        g, s = self.g, self.s
+        mine = np.flatnonzero(self._between_now())
+        if self.now.between and not len(mine):
+            raise Infeasible(
+                f"the plan of the model ({self.now.strategy}) sends {self.now.between[0].kind} of "
+                f"{self.now.between[0].nbytes:,} bytes between products, and the run sends none of that size: its "
+                "strategy is another (--ran)"
+            )
+        line = collective_line(g)
+        if len(mine):
+            old = int(g.ways[mine].max()) or 2
+            for i in mine.tolist():
+                fixed = min(line.fixed_ns if line else 0.0, float(g.duration_ns[i]))
+                part = (1 - 1 / self.ways) / (1 - 1 / old)
+                steps = (self.ways - 1) / (old - 1)
+                self.duration[i] = fixed * steps + (g.duration_ns[i] - fixed) * part
+            return {}, f"{len(mine)} collectives between products over {self.ways} ranks in place of {old}"
+        out: dict[int, list[Inserted]] = defaultdict(list)
+        for c in self.then.between:
+            moved = 2 * (self.ways - 1) / self.ways * c.nbytes if c.kind == "all_reduce" else float(c.nbytes)
+            ns = 1e9 * c.cost / c.times if line is None else line.fixed_ns + moved * line.ns_per_wire_byte
+            new = Inserted(
+                name=f"{c.kind} between products",
+                duration_ns=ns,
+                nbytes=c.nbytes,
+                operation=OPERATIONS.index(c.kind),
+                ways=self.ways,
+            )
+            for i in self._places(c.source if c.phase == "forward" else c.node, _PHASE[c.phase], c.times):
+                out[i].append(new)
+        n = sum(map(len, out.values()))
+        by = "the run's own all-reduces" if line else "the cost model"
+        return dict(out), f"{n} collectives between products, priced by {by}" if n else "none between products"
+
+    def _places(self, node: str, phase: StepPhase, times: int) -> list[int]:
+        """Measured products of that node; where it is none, the last of each layer and micro-batch."""
+        s = self.s
+        mine = [i for i, p in self.pair.items() if p.node == node and s.phase[i] == phase]
+        if mine and phase == StepPhase.BACKWARD:
+            # The gradient of its operand comes with the first of its two products; both have run by the last.
+            mine = mine[1::2] if len(mine) == 2 * times * s.micro_batches else mine
+        if mine:
+            return mine
+        last: dict[tuple[int, int], int] = {}
+        for i in self.pair:
+            if s.phase[i] == phase:
+                last[int(s.micro[i]), int(s.layer[i])] = i
+        return list(last.values())
+
+
+def _share(elements: int, behind: _Pair | None, ahead: _Pair | None) -> float:
+    """How an array of so many elements changes: as the result of the product behind which it is used, or as the first
+    operand of the next one."""
+    if behind is not None and behind.sizes(behind.now)[2] == elements:
+        return behind.sizes(behind.then)[2] / elements
+    if ahead is not None and ahead.sizes(ahead.now)[0] == elements:
+        return ahead.sizes(ahead.then)[0] / elements
+    return 1.0
+
+
+def _ways(strategy: str) -> int:
+    """Of tensor parallelism."""
+    return next((int(p[3:]) for p in strategy.split(",") if p.startswith("tp=")), 1)
+
+
+def _extents(w: LocalWork) -> str:
+    return "×".join(f"{x:g}" for x in w.mnk or ())
+
+
+def loaded_kernel_times(paths: Iterable[Path]) -> KernelTimes:
+    """Kernels measured in traces of other runs on this kind of device."""
+    from pase.replay import align, estimate, load, measure
+
+    made = []
+    for path in paths:
+        m = measure(align(load(path)))
+        made.append((m.timeline, estimate(m, m.steady())))
+    return kernel_times(made)
