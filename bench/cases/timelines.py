@@ -46,6 +46,8 @@ class ImaginedRun:
     slow_by: float = 1.0
     late_us: float = 0.0
     """What the slow rank's host does more before the first launch of each step."""
+    chance_us: float = 0.0
+    """The same of every rank, in the mean of an exponential distribution, drawn for each step."""
     skew_us: tuple[float, ...] = ()
     drift: tuple[float, ...] = ()
     seed: int = 0
@@ -156,6 +158,10 @@ class _Clockwork:
         if run.late_us and r == run.slow_rank:
             self.host(r, 1, "preparing", at, run.late_us)
             at += run.late_us
+        if run.chance_us:
+            late = float(self.rng.exponential(run.chance_us))
+            self.host(r, 1, "preparing", at, late)
+            at += late
         for layer in range(run.layers):
             at = self.between(r, 1, at, "aten::linear")
             at, _ = self.launch(r, 1, at, f"fwd_{layer}", self.kernel_us(r) * self.jitter())

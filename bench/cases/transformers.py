@@ -1,8 +1,8 @@
 """One rank of a Megatron-like GPT on imagined GPUs, at any degree of data, tensor and pipeline parallelism.
 
-Independent of pase: it walks the program op by op and computes starts by hand, in µs. A product's time follows from its
-extents by a law that is not the roofline's: small extents reach less. Ranks of one stage are alike, so one of each stage
-is walked; runs without stages can be written as Kineto traces with the shapes of operands.
+Independent of pase: it walks the program op by op and computes starts by hand, in µs. A product's time follows from
+its extents by a law that is not the roofline's: small extents reach less. Ranks of one stage are alike, so one of each
+stage is walked; runs without stages can be written as Kineto traces with the shapes of operands.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ImaginedTransformer:
         return self.batch * self.seq
 
 
-Extents = list[list[int]]
-_Op = tuple[str, str, float, Extents]
+OperandLists = list[list[int]]
+_ImaginedOp = tuple[str, str, float, OperandLists]
 """Framework's op, kernel, µs, operands."""
 
 
@@ -60,11 +60,11 @@ def _product_us(run: ImaginedTransformer, m: int, n: int, k: int) -> float:
     return 3.0 + 2.0 * m * n * k / (run.peak_flops_per_us * reached)
 
 
-def _mm(run: ImaginedTransformer, name: str, m: int, n: int, k: int) -> _Op:
+def _mm(run: ImaginedTransformer, name: str, m: int, n: int, k: int) -> _ImaginedOp:
     return "aten::mm", f"gemm_f32_{name}", _product_us(run, m, n, k), [[m, k], [k, n]]
 
 
-def _light(name: str, *dims: int) -> _Op:
+def _light(name: str, *dims: int) -> _ImaginedOp:
     return f"aten::{name}", f"elementwise_{name}", 2.0 + 8.0 * float(np.prod(dims)) / 1e6, [list(dims)]
 
 
@@ -72,19 +72,19 @@ def _sum_us(run: ImaginedTransformer, nbytes: float, ways: int) -> float:
     return run.collective_us + 2 * (ways - 1) / ways * nbytes / run.link_bytes_per_us
 
 
-def _between(run: ImaginedTransformer) -> list[_Op]:
+def _between(run: ImaginedTransformer) -> list[_ImaginedOp]:
     """Megatron's sum of partial activations or gradients, where there is any."""
     nbytes = 4 * run.rows * run.d
     name = "ncclDevKernel_AllReduce_Sum_f32"
     return [("c10d::allreduce_", name, _sum_us(run, nbytes, run.tensor), [[nbytes // 4]])] * (run.tensor > 1)
 
 
-def layer_forward(run: ImaginedTransformer) -> list[_Op]:
+def layer_forward(run: ImaginedTransformer) -> list[_ImaginedOp]:
     """A layer's ops on one tensor-parallel rank."""
     rows, d, part = run.rows, run.d, run.d // run.tensor
     heads = run.heads // run.tensor
     scores = 4e-6 * run.batch * heads * run.seq * run.seq * 64 / run.peak_flops_per_us * 1e6
-    attend: _Op = (
+    attend: _ImaginedOp = (
         "aten::_scaled_dot_product_flash_attention",
         "flash_fwd",
         scores,
@@ -106,15 +106,15 @@ def layer_forward(run: ImaginedTransformer) -> list[_Op]:
     ]
 
 
-def layer_backward(run: ImaginedTransformer) -> list[_Op]:
+def layer_backward(run: ImaginedTransformer) -> list[_ImaginedOp]:
     """The same in reverse; two products for each of forward's."""
     rows, d, part = run.rows, run.d, run.d // run.tensor
 
-    def both(name: str, n: int, k: int) -> list[_Op]:
+    def both(name: str, n: int, k: int) -> list[_ImaginedOp]:
         return [_mm(run, f"{name}_dx", rows, k, n), _mm(run, f"{name}_dw", k, n, rows)]
 
     name, kernel, us, dims = layer_forward(run)[4]
-    attend: _Op = (f"{name}_backward", kernel.replace("fwd", "bwd"), 2.5 * us, dims)
+    attend: _ImaginedOp = (f"{name}_backward", kernel.replace("fwd", "bwd"), 2.5 * us, dims)
     return [
         *both("down", d, 4 * part),
         _light("gelu_backward", rows, 4 * part),
@@ -129,7 +129,12 @@ def layer_backward(run: ImaginedTransformer) -> list[_Op]:
     ]
 
 
-def _head(run: ImaginedTransformer, backward: bool) -> list[_Op]:
+def _embedding(run: ImaginedTransformer) -> int:
+    """Elements of the tables of words and positions, which are not split."""
+    return (run.vocab + run.seq) * run.d
+
+
+def _head(run: ImaginedTransformer, backward: bool) -> list[_ImaginedOp]:
     rows, d, v = run.rows, run.d, run.vocab
     loss = _light("_log_softmax", rows, v)
     if not backward:
@@ -137,7 +142,7 @@ def _head(run: ImaginedTransformer, backward: bool) -> list[_Op]:
     return [loss, _mm(run, "logits_dx", rows, d, v), _mm(run, "logits_dw", d, v, rows)]
 
 
-class _Walk:
+class _StageClock:
     """One stage's rank: where its two threads and two streams have got to, in µs."""
 
     def __init__(self, run: ImaginedTransformer, rng: np.random.Generator) -> None:
@@ -153,7 +158,7 @@ class _Walk:
         event = {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": at, "dur": us, "args": args}
         self.run.events.append(event)
 
-    def ops(self, ops: list[_Op], tid: int, ready: float = 0.0) -> None:
+    def ops(self, ops: list[_ImaginedOp], tid: int, ready: float = 0.0) -> None:
         """Launch them from a thread, one after the other; the first waits until ``ready``."""
         run, at = self.run, self.main if tid == 1 else self.auto
         for name, kernel, us, dims in ops:
@@ -192,15 +197,15 @@ class _Walk:
         self.emit("kernel", "ncclDevKernel_AllReduce_Sum_f32", 20, start, us, **args)
         self.comm, self.auto = start + us, at + run.launch_us
 
-    def update(self, layers: int) -> None:
-        """The optimizer, once gradients are summed, and a blocking read of the loss."""
+    def update(self, sizes: list[int]) -> None:
+        """The optimizer, once gradients are summed, and a blocking read of the loss. sizes: elements of parameters."""
         run, at = self.run, self.main
         self.emit("cuda_runtime", "cudaStreamWaitEvent", 1, at, 1.0)
         self.main = at + 1.0
-        each = 12 * run.d * run.d // run.tensor
-        us = 2.0 + 28.0 * each / 1.3e6
-        step: _Op = ("aten::_fused_adamw_", "multi_tensor_adam", us, [[each]])
-        self.ops([step] * layers, 1, self.comm + run.event_us if run.data > 1 else 0.0)
+        steps: list[_ImaginedOp] = [
+            ("aten::_fused_adamw_", "multi_tensor_adam", 2.0 + 28.0 * n / 1.3e6, [[n]]) for n in sizes
+        ]
+        self.ops(steps, 1, self.comm + run.event_us if run.data > 1 else 0.0)
         at = self.main
         done = max(at + 4.0, self.compute + 6.0)
         self.emit("cuda_runtime", "cudaStreamSynchronize", 1, at, done - at)
@@ -217,7 +222,7 @@ def simulate(run: ImaginedTransformer) -> ImaginedTransformer:
     """Fill the events (of the last stage walked) and the iterations' times: of the stage that takes longest."""
     rng = np.random.default_rng(run.seed)
     run.events = []
-    walks = [_Walk(run, rng) for _ in range(run.stages)]
+    walks = [_StageClock(run, rng) for _ in range(run.stages)]
     begun = [[w.main] for w in walks]
     for _ in range(run.iterations):
         _step(run, walks)
@@ -230,7 +235,7 @@ def simulate(run: ImaginedTransformer) -> ImaginedTransformer:
     return run
 
 
-def _step(run: ImaginedTransformer, walks: list[_Walk]) -> None:
+def _step(run: ImaginedTransformer, walks: list[_StageClock]) -> None:
     """1F1B, action by action as soon as what it needs is there."""
     p, m = run.stages, run.micro_batches
     orders = []
@@ -252,11 +257,11 @@ def _step(run: ImaginedTransformer, walks: list[_Walk]) -> None:
                 _act(run, w, s, kind, i, arrived.get((kind, s, i), 0.0))
                 sent_us = run.collective_us + 4.0 * run.rows * run.d / run.link_bytes_per_us
                 arrived[kind, s + (1 if kind == "F" else -1), i] = w.compute + sent_us
-    for w in walks:
-        w.update(run.layers // p)
+    for s, w in enumerate(walks):
+        w.update([12 * run.d * run.d // run.tensor] * (run.layers // p) + [_embedding(run)] * (s == 0))
 
 
-def _act(run: ImaginedTransformer, w: _Walk, s: int, kind: str, i: int, ready: float) -> None:
+def _act(run: ImaginedTransformer, w: _StageClock, s: int, kind: str, i: int, ready: float) -> None:
     each = run.layers // run.stages
     if kind == "F":
         ops = [_light("embedding", run.rows, run.d)] * (s == 0) + layer_forward(run) * each
@@ -270,6 +275,8 @@ def _act(run: ImaginedTransformer, w: _Walk, s: int, kind: str, i: int, ready: f
         ready = 0.0
         if run.data > 1 and i == run.micro_batches - 1:
             w.sum_gradients(12 * run.d * run.d // run.tensor)
+    if s == 0 and run.data > 1 and i == run.micro_batches - 1:
+        w.sum_gradients(_embedding(run))
     w.main = w.auto + 15.0
 
 

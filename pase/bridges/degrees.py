@@ -24,7 +24,7 @@ from pase.pipeline.types import Kind
 from pase.replay.graph import DataflowGraph
 from pase.replay.insert import Inserted, insert_after
 from pase.replay.report import Rewrite
-from pase.replay.restage import StageAction, Transfer, staged
+from pase.replay.restage import StageAction, StageTransfer, staged
 from pase.replay.sections import OpShape, ProductKey, Sections, StepPhase, op_shapes, product_of, sections
 from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS, Timeline
 from pase.replay.whatif import collective_line
@@ -107,7 +107,7 @@ def by_stages(stages: int, wire_bytes_per_s: float | None = None, discipline: st
     return change
 
 
-def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> Transfer:
+def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> StageTransfer:
     """What a layer hands to the next, and its time by the run's own collectives or the link's bandwidth."""
     second = [i for i in s.order.tolist() if i in s.product and s.phase[i] == StepPhase.FORWARD]
     second = [i for i in second if s.layer[i] == min(1, s.layers - 1)]
@@ -116,14 +116,14 @@ def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> 
     width = 2 if any(w in g.task_name(second[0]) for w in _HALVES) else 4
     nbytes = width * math.prod(x)
     if wire_bytes_per_s:
-        return Transfer(nbytes=nbytes, duration_ns=nbytes / wire_bytes_per_s * 1e9)
+        return StageTransfer(nbytes=nbytes, duration_ns=nbytes / wire_bytes_per_s * 1e9)
     line = collective_line(g)
     if line is None:
         raise Infeasible(
             "what a transfer between stages takes is not known: the run has no all-reduce of known size; give the "
             "link's bandwidth (--wire 100GB/s)"
         )
-    return Transfer(nbytes=nbytes, duration_ns=line.fixed_ns + nbytes * line.ns_per_wire_byte)
+    return StageTransfer(nbytes=nbytes, duration_ns=line.fixed_ns + nbytes * line.ns_per_wire_byte)
 
 
 # ---- tensor parallelism
@@ -191,7 +191,7 @@ class _Retensored:
         self.measured = {**measured, **_medians([(g, s.shapes)])}
 
     def changed(self) -> tuple[DataflowGraph, JsonObject]:
-        g, s = self.g, self.s
+        g = self.g
         scaled_ns = total_ns = 0.0
         for i, p in self.pair.items():
             shape = p.key(p.then)
@@ -207,7 +207,11 @@ class _Retensored:
         share = scaled_ns / total_ns if total_ns else 0.0
         note = (
             f"{len(self.pair)} products matched by shape; of their {total_ns / 1e6:.2f} ms "
-            + (f"{share:.0%} were never measured at their new shape and are scaled by the roofline" if share else "all")
+            + (
+                f"{share:.0%} were never measured at their new shape and are scaled by the roofline"
+                if share
+                else "all"
+            )
             + (" are measured at their new shape" if not share else "")
             + f"; {light} other kernels scaled with what they read, update ×{update:.3g}; {moved}"
         )
@@ -339,7 +343,7 @@ class _Retensored:
 
     def _collectives(self) -> tuple[dict[int, list[Inserted]], str]:
         """Collectives between products: those that ran at their new number of ranks, or those that come in."""
-        g, s = self.g, self.s
+        g = self.g
         mine = np.flatnonzero(self._between_now())
         if self.now.between and not len(mine):
             raise Infeasible(
@@ -371,7 +375,9 @@ class _Retensored:
                 out[i].append(new)
         n = sum(map(len, out.values()))
         by = "the run's own all-reduces" if line else "the cost model"
-        return dict(out), f"{n} collectives between products, priced by {by}" if n else "none between products"
+        return dict(
+            out
+        ), f"{n} collectives between products, priced by {by}" if n else "none between products"
 
     def _places(self, node: str, phase: StepPhase, times: int) -> list[int]:
         """Measured products of that node; where it is none, the last of each layer and micro-batch."""

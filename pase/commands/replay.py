@@ -35,12 +35,29 @@ def replay(
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="bandwidth=2, latency=0.5, ranks=128, host=0.5, op:REGEX=0.5, balance=1, bucket-plan=ours (or "
-            "another policy of pase schedule), strategy=OTHER_LAYOUT.json.",
+            help="bandwidth=2, latency=0.5, ranks=128, data=128, host=0.5, op:REGEX=0.5, balance=1, stages=4, tensor=2 "
+            "(with --model), bucket-plan=ours (or another policy of pase schedule), strategy=OTHER_LAYOUT.json.",
         ),
     ] = None,
     layout: Annotated[
         Path | None, typer.Option(help="The layout of the traced run, for --what-if strategy=.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="For --what-if tensor=: the model of the run, such as 'zoo:gpt2?batch=4', with the batch of one "
+            "micro-batch of one rank."
+        ),
+    ] = None,
+    ran: Annotated[str, typer.Option(help="For --what-if tensor=: the strategy of the traced run.")] = "tp=1",
+    kernels: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="For --what-if tensor=: traces of other runs on such a device, whose kernels are taken by shape."
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="For --what-if tensor=: the machine whose roofline scales the rest.")
     ] = None,
     link: Annotated[
         list[str] | None,
@@ -88,7 +105,8 @@ def replay(
         timeline=planned,
         rewrites=_rewrites(
             what_if or [], traces if planned is not None else layout, planned is not None, link or []
-        ),
+        )
+        | _degrees(what_if or [], model, ran, kernels or [], machine, _rate(wire)),
         wire_bytes_per_s=_rate(wire),
         force=force,
     )
@@ -143,6 +161,37 @@ def _rewrites(
                     "is scaled by what is predicted of the two"
                 )
             out[text] = (by_prediction if is_planned else by_ratio)(layout, Path(value))
+    return out
+
+
+def _degrees(
+    what_if: list[str],
+    model: str | None,
+    ran: str,
+    kernels: list[Path],
+    machine: str | None,
+    wire_bytes_per_s: float | None,
+) -> dict[str, Rewrite]:
+    """Other degrees of pipeline and tensor parallelism."""
+    out: dict[str, Rewrite] = {}
+    for text in what_if:
+        name, _, value = text.partition("=")
+        if name not in ("stages", "tensor"):
+            continue
+        if not (value.isascii() and value.isdigit() and 0 < int(value) < 10**6):
+            raise PaseError(f"what-if '{text}': expected a whole number, as {name}=4")
+        from pase.bridges.degrees import by_stages, by_tensor, loaded_kernel_times
+
+        if name == "stages":
+            out[text] = by_stages(int(value), wire_bytes_per_s)
+            continue
+        if model is None:
+            raise PaseError(
+                f"what-if {text}: give the model of the run (--model 'zoo:gpt2?batch=4', or a file's function) with "
+                "the batch of one micro-batch of one rank: its products say which part each device would do"
+            )
+        measured = loaded_kernel_times(kernels)
+        out[text] = by_tensor(int(value), model=model, ran=ran, machine=machine, measured=measured)
     return out
 
 

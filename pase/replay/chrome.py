@@ -252,7 +252,8 @@ class _Feed:
         if not isinstance(dims, list) or len(dims) > _OPERANDS:
             return -1
         operands = tuple(
-            tuple(d) if isinstance(d, list) and all(type(x) is int and x >= 0 for x in d) else () for d in dims
+            tuple(d) if isinstance(d, list) and all(type(x) is int and x >= 0 for x in d) else ()
+            for d in dims
         )
         return self.b.shape(operands) if any(operands) else -1
 

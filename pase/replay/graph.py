@@ -158,7 +158,7 @@ def csr(g: DataflowGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def launching_calls(g: DataflowGraph) -> dict[int, int]:
-    """Device task → the call that launches it. An op waits for the beginning of its call: the end of the work before."""
+    """Device task → the call that launches it. An op waits for its call to begin: for the end of the work before it."""
     program, launch = (g.edge_kind == EDGES.index(k) for k in ("program", "launch"))
     called = {a: b for a, b in zip(g.src[program].tolist(), g.dst[program].tolist(), strict=True)}
     pairs = zip(g.src[launch].tolist(), g.dst[launch].tolist(), strict=True)

@@ -14,12 +14,14 @@ import numpy as np
 
 from pase.replay.types import GPU_KINDS, KINDS, Timeline
 
-__all__ = ["Iteration", "iterations", "warm_up"]
+__all__ = ["LONGER", "Iteration", "iterations", "warm_up"]
 
 _ANNOTATION, _RUNTIME = KINDS.index("annotation"), KINDS.index("runtime")
 _STEADY, _OTHER = 1.05, 1.25
 """Longer than this times the median of the shorter two thirds, and past their noise, one of the first iterations is
 warm-up; a later one did something else, a checkpoint or an evaluation."""
+LONGER = "longer than the others"
+"""Why an iteration is left out that is measured well."""
 _SAME_OPS = 0.02
 """Iterations whose numbers of device ops differ by more than this run different programs."""
 
@@ -165,5 +167,5 @@ def _too_long(length: dict[int, float]) -> dict[int, str]:
     for place, i in enumerate(sorted(length)):
         beginning = len(out) == place
         if length[i] > (limit if beginning else max(limit, _OTHER * middle)):
-            out[i] = f"{length[i] / middle - 1:.0%} longer than the others"
+            out[i] = f"{length[i] / middle - 1:.0%} {LONGER}"
     return out if len(length) - len(out) >= 2 else {}

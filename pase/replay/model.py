@@ -12,7 +12,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.replay.graph import Carried, DataflowGraph, TaskQueue
-from pase.replay.iterations import Iteration, iterations, warm_up
+from pase.replay.iterations import LONGER, Iteration, iterations, warm_up
 from pase.replay.matching import Match, match_collectives
 from pase.replay.program import RankProgram, extract
 from pase.replay.times import RankTimes, rank_times
@@ -56,6 +56,13 @@ class Measured:
     def steady(self) -> list[int]:
         """Iterations that are measurements of the steady run: without warm-up, checkpoints, compiling, cut ones."""
         return [i for i in self.iterations() if i not in self.left_out]
+
+    def whole(self) -> list[int]:
+        """Iterations from the first steady one on that are measured well, also those that took much longer: what chance
+        makes of a step is in them."""
+        first = min(self.steady(), default=0)
+        late = [i for i, why in self.left_out.items() if why.endswith(LONGER) and i > first]
+        return sorted([*self.steady(), *late])
 
 
 def measure(t: Timeline) -> Measured:

@@ -13,6 +13,7 @@ from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.replay.analyse import to_timeline
 from pase.replay.breakdown import Breakdown, breakdowns
+from pase.replay.chance import mean_iteration_ns, spreads
 from pase.replay.clocks import align as align_clocks
 from pase.replay.graph import DataflowGraph
 from pase.replay.ingest import load
@@ -87,10 +88,12 @@ def replay_report(
     """
     rewrites = rewrites or {}
     # Rewrites first: they read the graph as measured, and what knobs do holds for any.
-    texts = sorted(dict.fromkeys(what_if), key=lambda k: k not in rewrites)
-    asked = [(k, rewrites.get(k) or _knob(k, wire_bytes_per_s)) for k in texts]
+    # Stages are cut last: what else changes a run is told by its ranks as they were measured.
+    texts = sorted(dict.fromkeys(what_if), key=lambda k: (k not in rewrites, k.startswith("stages=")))
+    knobs = {k: parse_knob(k) for k in texts if k not in rewrites}
     t = align_clocks(load_any(source) if timeline is None else timeline, align)
     run = Run(measured=measure(t))
+    asked = [(k, rewrites.get(k) or _knob(run, knobs[k], wire_bytes_per_s)) for k in texts]
     if timeline is None:
         run.must_be_possible(f"{source}", force)
         if texts:
@@ -194,9 +197,31 @@ def use(b: Breakdown) -> JsonObject:
     }
 
 
-def _knob(text: str, wire_bytes_per_s: float | None) -> Rewrite:
-    knob = parse_knob(text)
-    return lambda _, g: (apply(g, [knob], wire_bytes_per_s), {})
+def _knob(run: Run, knob: tuple[str, str, float], wire_bytes_per_s: float | None) -> Rewrite:
+    def change(_: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+        made = apply(g, [knob], wire_bytes_per_s)
+        return made, _by_chance(run, g, made, int(knob[2])) if knob[0] in ("ranks", "data") else {}
+
+    return change
+
+
+def _by_chance(run: Run, g: DataflowGraph, made: DataflowGraph, ranks: int) -> JsonObject:
+    """What other numbers of ranks take on average: a step waits for the slowest of them."""
+    unknown: JsonObject = {
+        "note": "how much longer the slowest of so many ranks takes is not in it: that needs traces of two ranks or "
+        "more that all share their collectives, and of two iterations or more"
+    }
+    if len(g) != len(run.graph):
+        return unknown
+    spread = spreads(run.measured, run.graph, run.measured.whole())
+    now, then = mean_iteration_ns(g, spread, len(g.ranks)), mean_iteration_ns(made, spread, ranks)
+    if now is None or then is None:
+        return unknown
+    note = (
+        f"the mean of steps that wait for the slowest of {ranks} ranks, each as in an iteration drawn at random; the "
+        f"run as it is, drawn so: {now / 1e6:.2f} ms, with which the speedup compares"
+    )
+    return {"mean_s": then / 1e9, "control_mean_s": now / 1e9, "note": note}
 
 
 def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool, force: bool) -> list[JsonObject]:
@@ -215,6 +240,8 @@ def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool, force: bo
         control = more.pop("control", None)
         before = base if control is None else max(evaluate(control).values())
         ns = run.must_be_explained(f"what-if {text}", made, force) + more.get("added_s", 0.0) * 1e9
+        if "mean_s" in more:
+            before, ns = more["control_mean_s"] * 1e9, more["mean_s"] * 1e9
         row = {"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
         row["within_spread"] = run.within_spread(before / ns)
         out.append(row | more | ({} if control is None else {"control_s": before / 1e9}))

@@ -1,4 +1,4 @@
-"""Pipeline stages put into a measured graph: each stage is the measured tasks of its layers, in the order of a schedule.
+"""Pipeline stages put into a measured graph: a stage is the measured tasks of its layers, in the order of a schedule.
 
 A stage's rank has the threads and streams of the measured rank. Its forwards and backwards are copies of what was
 measured of that micro-batch and those layers, one action after the other on each thread and stream; what passes from
@@ -18,7 +18,7 @@ from pase.replay.graph import EDGES, Carried, DataflowGraph, TaskQueue
 from pase.replay.sections import Sections, StepPhase
 from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS
 
-__all__ = ["StageAction", "Transfer", "staged"]
+__all__ = ["StageAction", "StageTransfer", "staged"]
 
 _E = {k: i for i, k in enumerate(EDGES)}
 _IN_ORDER = (_E["program"], _E["stream"])
@@ -28,7 +28,7 @@ StageAction = tuple[StepPhase, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class StageTransfer:
     """What is sent from a stage to the next, and its gradient back: bytes, and how long (ns) it takes."""
 
     nbytes: int
@@ -36,7 +36,7 @@ class Transfer:
 
 
 def staged(
-    g: DataflowGraph, s: Sections, orders: list[list[StageAction]], layers: list[int], sent: Transfer
+    g: DataflowGraph, s: Sections, orders: list[list[StageAction]], layers: list[int], sent: StageTransfer
 ) -> DataflowGraph:
     """The graph of a pipeline: one rank a stage. orders: of each stage, its actions in order. layers: of each stage.
 
@@ -56,7 +56,7 @@ class _Pipelined:
 
     g: DataflowGraph
     s: Sections
-    sent: Transfer
+    sent: StageTransfer
     of: list[int] = field(default_factory=list)
     device: list[int] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)

@@ -135,10 +135,10 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
         )
     phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
     turns = _turns(g, launching, main)
-    for c, (kind, k) in turns.items():
+    for c, (kind, turn) in turns.items():
         for i in (c, *ops_of[c]):
-            phase[i], micro[i] = kind, k
-    micro_batches = 1 + max(k for _, k in turns.values())
+            phase[i], micro[i] = kind, turn
+    micro_batches = 1 + max(turn for _, turn in turns.values())
     layers = _layers(phase, micro, layer, launching, ops_of, product, micro_batches)
     _label_rest(g, order, phase, micro, layer)
     kernels = order[np.isin(g.kind[order], GPU_KINDS) & (g.kind[order] != COLLECTIVE)]
@@ -239,6 +239,13 @@ def _label_rest(
         if not len(known):
             phase[here], micro[here], layer[here] = StepPhase.UPDATE, 0, 0
             continue
-        nearest = known[np.minimum(np.searchsorted(known, np.arange(len(here))), len(known) - 1)]
+        # On a stream what nothing launched (a collective put in) belongs to what it stands behind.
+        side = np.searchsorted(known, np.arange(len(here)), side="left")
+        side = (
+            side
+            if g.devices[d].kind == "thread"
+            else np.searchsorted(known, np.arange(len(here)), "right") - 1
+        )
+        nearest = known[np.clip(side, 0, len(known) - 1)]
         for x in (phase, micro, layer):
             x[here] = x[here[nearest]]

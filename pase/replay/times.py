@@ -43,6 +43,8 @@ class RankTimes:
 
     template: RankProgram
     duration: np.ndarray
+    own: np.ndarray
+    """What each task took in each of the iterations, float64 [iterations, tasks], NaN where one lacks it."""
     edges: Edges
     lag: np.ndarray
     release: np.ndarray
@@ -95,6 +97,7 @@ def rank_times(
     return RankTimes(
         template=template,
         duration=duration,
+        own=own,
         edges=edges,
         lag=_lags(template, start, delay, edges),
         release=release,

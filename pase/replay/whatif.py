@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pase.errors import PaseError
+from pase.errors import Infeasible, PaseError
 from pase.replay.graph import EDGES, DataflowGraph, twins
 from pase.replay.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
@@ -19,6 +19,7 @@ KNOBS = {
     "bandwidth": "bandwidth=2: collectives move bytes twice as fast",
     "latency": "latency=0.5: the fixed part of a collective halves",
     "ranks": "ranks=128: collectives over as many ranks as that, ring rules",
+    "data": "data=128: so many data-parallel ranks, each with as many examples as now",
     "host": "host=0.5: CPU work and driver calls take half the time",
     "op": "op:REGEX=0.5: device ops whose name matches take half the time",
     "balance": "balance=1: no rank is later or slower than the median rank",
@@ -41,8 +42,18 @@ def parse_knob(text: str) -> tuple[str, str, float]:
         number = float(value)
     except ValueError:
         number = float("nan")
-    if not eq or name not in KNOBS or not 0 < number < float("inf") or (name == "op") != bool(pattern):
-        others = "bucket-plan=POLICY: gradients as that policy sends them; strategy=LAYOUT: another strategy"
+    whole = name not in ("ranks", "data") or (number >= 1 and number == int(number))
+    if (
+        not eq
+        or name not in KNOBS
+        or not whole
+        or not 0 < number < float("inf")
+        or (name == "op") != bool(pattern)
+    ):
+        others = (
+            "stages=P: so many pipeline stages; tensor=N: so much tensor parallelism; "
+            "bucket-plan=POLICY: gradients as that policy sends them; strategy=LAYOUT: another strategy"
+        )
         raise PaseError(f"what-if '{text}': expected one of {'; '.join(KNOBS.values())}; {others}")
     if name == "op":
         try:
@@ -151,7 +162,9 @@ def apply(
         duration = g.duration_ns.copy()
         lag = g.lag_ns
         comm = g.kind == COLLECTIVE
-        if name in ("bandwidth", "latency", "ranks"):
+        if name == "data":
+            _check_one_group(g)
+        if name in ("bandwidth", "latency", "ranks", "data"):
             fixed = split_cost(g, wire_bytes_per_s)
             moved = duration - fixed
             if name == "bandwidth":
@@ -179,6 +192,16 @@ def apply(
             continue
         g = replace(g, duration_ns=duration, lag_ns=lag)
     return g
+
+
+def _check_one_group(g: DataflowGraph) -> None:
+    """Infeasible where not all collectives join as many ranks: some then are no sums over replicas."""
+    ways = np.unique(g.ways[(g.kind == COLLECTIVE) & (g.ways > 1)])
+    if len(ways) > 1:
+        raise Infeasible(
+            f"what-if data: the run's collectives join groups of {', '.join(map(str, ways))} ranks, and the trace does "
+            "not say which of them are replicas; ranks= changes them all"
+        )
 
 
 def _ring_growth(g: DataflowGraph, ranks: float) -> tuple[np.ndarray, np.ndarray]:

@@ -55,7 +55,9 @@ def stated_ops(model: str, strategy: str, machine: str | None = None) -> StatedO
     traced, _ = traced_model(model, None, (), CompileOptions(devices=devices))
     problem = SplitProblem.of(traced.graph, devices, machine, "analytic", "adam")
     if traced.frontend != "jax":
-        raise PaseError(f"'{model}' was read by the {traced.frontend} frontend: a stated strategy needs a JAX model")
+        raise PaseError(
+            f"'{model}' was read by the {traced.frontend} frontend: a stated strategy needs a JAX model"
+        )
     graph = micro_batch_graph(traced, 1)
     placed = place(graph, replace(s, micro=None), problem.model)
     parameters = [n for n in graph.nodes if n.kind == "parameter"]

@@ -134,7 +134,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.stated",
         "pase.pages",
     },
-    "pase.bridges": {"pase.schedule", "pase.replay", "pase.plan", "pase.api"},
+    "pase.bridges": {
+        "pase.tables",
+        "pase.pipeline",
+        "pase.schedule",
+        "pase.replay",
+        "pase.plan",
+        "pase.stated",
+        "pase.api",
+    },
     "pase.commands": {
         "pase.machine",
         "pase.frontends",

@@ -1,0 +1,153 @@
+"""What chance costs: each step waits for whichever of its ranks is slowest, so its mean is more than of medians.
+
+A replay of medians knows no chance. Here many steps in a row are replayed, each rank's tasks as long in each step as
+in an iteration of it drawn at random (all of a rank's tasks from one iteration, as what makes a step slow often lasts),
+and the mean step is taken. More ranks than were traced are copies of those, each with draws of its own: the more of
+them, the later the latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pase.replay.graph import Carried, DataflowGraph, TaskQueue
+from pase.replay.model import Measured
+from pase.replay.simulate import replay_graph
+from pase.replay.steady import unroll
+from pase.replay.times import rank_times
+from pase.replay.types import COLLECTIVE
+
+__all__ = ["MAX_TASKS", "mean_iteration_ns", "spreads", "with_ranks"]
+
+_SETTLE, _STEPS = 4, 40
+"""Steps until the first that counts, and steps that count."""
+MAX_TASKS = 4_000_000
+"""Above so many tasks in all, fewer steps are replayed; where not even two would be, chance is left out."""
+
+
+def spreads(m: Measured, g: DataflowGraph, chosen: Sequence[int]) -> np.ndarray:
+    """Each task's time in each iteration over its median, float64 [iterations, tasks]; 1 where it was not measured.
+
+    g: the graph of these iterations, whose tasks are each rank's in the order of its ranks. A collective's cost counts
+    as its median: ranks share it, and what they wait for each other is what is asked for.
+    """
+    found = []
+    for rank in g.ranks:
+        p = rank_times(m.programs, m.wait_ns, m.measured_ns, rank, chosen)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = p.own / p.duration
+        ratio = np.where(np.isfinite(ratio), np.maximum(ratio, 0.0), 1.0)
+        rows = np.resize(np.arange(len(ratio)), len(chosen))
+        found.append(ratio[rows])
+    out = np.concatenate(found, axis=1)
+    out[:, g.kind == COLLECTIVE] = 1.0
+    return out
+
+
+def mean_iteration_ns(g: DataflowGraph, spread: np.ndarray, ranks: int, seed: int = 0) -> float | None:
+    """The mean step of so many ranks, in ns. None where chance cannot be told apart or the graph would be too large.
+
+    spread: of ``spreads``, for this graph with whatever durations.
+    """
+    many = with_ranks(g, ranks)
+    if many is None or len(spread) < 2:
+        return None
+    steps = min(_STEPS, MAX_TASKS // max(len(many.graph), 1) - _SETTLE)
+    if steps < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    long = unroll(many.graph, _SETTLE + steps)
+    drawn = rng.integers(len(spread), size=(_SETTLE + steps, ranks))
+    of_rank = many.graph.rank
+    ratio = np.concatenate([spread[row[of_rank], many.task] for row in drawn])
+    r = replay_graph(replace(long, duration_ns=long.duration_ns * ratio))
+    done = r.finish_ns.reshape(_SETTLE + steps, len(many.graph)).max(axis=1)
+    return float(done[-1] - done[_SETTLE - 1]) / steps
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ManyRanks:
+    """A graph whose rank k is a copy of a traced one. task: of each task, the one that it is a copy of."""
+
+    graph: DataflowGraph
+    task: np.ndarray
+
+
+def with_ranks(g: DataflowGraph, ranks: int) -> ManyRanks | None:
+    """So many ranks, in turns copies of the traced ones. None where ranks share no collective, or some of them only a
+    part of all: whom a new rank would wait for is then not known."""
+    traced = list(g.ranks)
+    size = np.bincount(g.gang[g.gang >= 0], minlength=1)
+    if len(traced) < 2 or not g.gangs or (size[: g.gangs] != len(traced)).any():
+        return None
+    where = {r: np.flatnonzero(g.rank == r) for r in traced}
+    of = [where[traced[k % len(traced)]] for k in range(ranks)]
+    begin = np.concatenate([[0], np.cumsum([len(x) for x in of])])
+    task = np.concatenate(of)
+    place = np.full(len(g), -1, dtype=np.int64)
+    for x in where.values():
+        place[x] = np.arange(len(x))
+    devices: list[TaskQueue] = []
+    free: list[float] = []
+    device = np.zeros(len(task), dtype=np.int64)
+    for k in range(ranks):
+        rank = traced[k % len(traced)]
+        mine = [d for d, q in enumerate(g.devices) if q.rank == rank]
+        number = np.full(len(g.devices), -1, dtype=np.int64)
+        number[mine] = np.arange(len(devices), len(devices) + len(mine))
+        devices += [replace(g.devices[d], rank=k) for d in mine]
+        free += [float(g.device_free_ns[d]) for d in mine]
+        device[begin[k] : begin[k + 1]] = number[g.device[of[k]]]
+
+    def edges(src: np.ndarray, dst: np.ndarray, *more: np.ndarray) -> list[np.ndarray]:
+        rank_of = g.rank[src]
+        cols: list[list[np.ndarray]] = [[] for _ in range(2 + len(more))]
+        for k in range(ranks):
+            e = np.flatnonzero(rank_of == traced[k % len(traced)])
+            for c, x in zip(cols, (begin[k] + place[src[e]], begin[k] + place[dst[e]]), strict=False):
+                c.append(x)
+            for c, x in zip(cols[2:], more, strict=True):
+                c.append(x[e])
+        return [np.concatenate(c) for c in cols]
+
+    src, dst, lag, kind = edges(g.src, g.dst, g.lag_ns, g.edge_kind)
+    c = g.carried
+    c_src, c_dst, c_lag, c_kind = edges(c.src, c.dst, c.lag_ns, c.kind)
+    columns = (
+        "name",
+        "kind",
+        "duration_ns",
+        "gang",
+        "priority",
+        "release_ns",
+        "nbytes",
+        "operation",
+        "event",
+    )
+    graph = replace(
+        g,
+        **{f: getattr(g, f)[task] for f in (*columns, "ways")},
+        devices=tuple(devices),
+        device=device,
+        src=src,
+        dst=dst,
+        lag_ns=lag,
+        edge_kind=kind,
+        carried=Carried(src=c_src, dst=c_dst, lag_ns=c_lag, kind=c_kind),
+        device_free_ns=np.array(free),
+        key=(),
+        root=_ends(g.root, traced, ranks, begin, place),
+        tail=_ends(g.tail, traced, ranks, begin, place),
+    )
+    return ManyRanks(graph=graph, task=task)
+
+
+def _ends(
+    of: dict[int, int], traced: list[int], ranks: int, begin: np.ndarray, place: np.ndarray
+) -> dict[int, int]:
+    """Each new rank's root or tail."""
+    owner = {k: traced[k % len(traced)] for k in range(ranks)}
+    return {k: int(begin[k] + place[of[r]]) for k, r in owner.items() if r in of}
