@@ -83,39 +83,11 @@ def with_ranks(g: DataflowGraph, ranks: int) -> ManyRanks | None:
     size = np.bincount(g.gang[g.gang >= 0], minlength=1)
     if len(traced) < 2 or not g.gangs or (size[: g.gangs] != len(traced)).any():
         return None
-    where = {r: np.flatnonzero(g.rank == r) for r in traced}
-    of = [where[traced[k % len(traced)]] for k in range(ranks)]
-    begin = np.concatenate([[0], np.cumsum([len(x) for x in of])])
-    task = np.concatenate(of)
-    place = np.full(len(g), -1, dtype=np.int64)
-    for x in where.values():
-        place[x] = np.arange(len(x))
-    devices: list[TaskQueue] = []
-    free: list[float] = []
-    device = np.zeros(len(task), dtype=np.int64)
-    for k in range(ranks):
-        rank = traced[k % len(traced)]
-        mine = [d for d, q in enumerate(g.devices) if q.rank == rank]
-        number = np.full(len(g.devices), -1, dtype=np.int64)
-        number[mine] = np.arange(len(devices), len(devices) + len(mine))
-        devices += [replace(g.devices[d], rank=k) for d in mine]
-        free += [float(g.device_free_ns[d]) for d in mine]
-        device[begin[k] : begin[k + 1]] = number[g.device[of[k]]]
-
-    def edges(src: np.ndarray, dst: np.ndarray, *more: np.ndarray) -> list[np.ndarray]:
-        rank_of = g.rank[src]
-        cols: list[list[np.ndarray]] = [[] for _ in range(2 + len(more))]
-        for k in range(ranks):
-            e = np.flatnonzero(rank_of == traced[k % len(traced)])
-            for c, x in zip(cols, (begin[k] + place[src[e]], begin[k] + place[dst[e]]), strict=False):
-                c.append(x)
-            for c, x in zip(cols[2:], more, strict=True):
-                c.append(x[e])
-        return [np.concatenate(c) for c in cols]
-
-    src, dst, lag, kind = edges(g.src, g.dst, g.lag_ns, g.edge_kind)
+    copies = _Copies(g, traced, ranks)
     c = g.carried
-    c_src, c_dst, c_lag, c_kind = edges(c.src, c.dst, c.lag_ns, c.kind)
+    src, dst, lag, kind = copies.edges(g.src, g.dst, g.lag_ns, g.edge_kind)
+    c_src, c_dst, c_lag, c_kind = copies.edges(c.src, c.dst, c.lag_ns, c.kind)
+    devices, free, device = copies.devices()
     columns = (
         "name",
         "kind",
@@ -129,7 +101,7 @@ def with_ranks(g: DataflowGraph, ranks: int) -> ManyRanks | None:
     )
     graph = replace(
         g,
-        **{f: getattr(g, f)[task] for f in (*columns, "ways")},
+        **{f: getattr(g, f)[copies.task] for f in (*columns, "ways")},
         devices=tuple(devices),
         device=device,
         src=src,
@@ -137,17 +109,55 @@ def with_ranks(g: DataflowGraph, ranks: int) -> ManyRanks | None:
         lag_ns=lag,
         edge_kind=kind,
         carried=Carried(src=c_src, dst=c_dst, lag_ns=c_lag, kind=c_kind),
-        device_free_ns=np.array(free),
+        device_free_ns=free,
         key=(),
-        root=_ends(g.root, traced, ranks, begin, place),
-        tail=_ends(g.tail, traced, ranks, begin, place),
+        root=copies.ends(g.root),
+        tail=copies.ends(g.tail),
     )
-    return ManyRanks(graph=graph, task=task)
+    return ManyRanks(graph=graph, task=copies.task)
 
 
-def _ends(
-    of: dict[int, int], traced: list[int], ranks: int, begin: np.ndarray, place: np.ndarray
-) -> dict[int, int]:
-    """Each new rank's root or tail."""
-    owner = {k: traced[k % len(traced)] for k in range(ranks)}
-    return {k: int(begin[k] + place[of[r]]) for k, r in owner.items() if r in of}
+class _Copies:
+    """Ranks that are copies of traced ones. owner: of each, the traced rank; begin: its first task; place: of a traced
+    task, which of its rank's it is."""
+
+    def __init__(self, g: DataflowGraph, traced: list[int], ranks: int) -> None:
+        self.g = g
+        self.owner = [traced[k % len(traced)] for k in range(ranks)]
+        where = {r: np.flatnonzero(g.rank == r) for r in traced}
+        self.of = [where[r] for r in self.owner]
+        self.begin = np.concatenate([[0], np.cumsum([len(x) for x in self.of])])
+        self.task = np.concatenate(self.of)
+        self.place = np.full(len(g), -1, dtype=np.int64)
+        for x in where.values():
+            self.place[x] = np.arange(len(x))
+
+    def edges(self, src: np.ndarray, dst: np.ndarray, *more: np.ndarray) -> list[np.ndarray]:
+        """Every rank's edges, with what belongs to them."""
+        rank_of = self.g.rank[src]
+        columns: list[list[np.ndarray]] = [[] for _ in range(2 + len(more))]
+        for first, owner in zip(self.begin[:-1], self.owner, strict=True):
+            e = np.flatnonzero(rank_of == owner)
+            ends = (first + self.place[src[e]], first + self.place[dst[e]])
+            for column, x in zip(columns, (*ends, *(m[e] for m in more)), strict=True):
+                column.append(x)
+        return [np.concatenate(c) for c in columns]
+
+    def devices(self) -> tuple[list[TaskQueue], np.ndarray, np.ndarray]:
+        """Every rank's devices, when each is free, and the device of each task."""
+        g = self.g
+        devices: list[TaskQueue] = []
+        free: list[float] = []
+        device = np.zeros(len(self.task), dtype=np.int64)
+        for k, owner in enumerate(self.owner):
+            mine = [d for d, q in enumerate(g.devices) if q.rank == owner]
+            number = np.full(len(g.devices), -1, dtype=np.int64)
+            number[mine] = np.arange(len(devices), len(devices) + len(mine))
+            devices += [replace(g.devices[d], rank=k) for d in mine]
+            free += [float(g.device_free_ns[d]) for d in mine]
+            device[self.begin[k] : self.begin[k + 1]] = number[g.device[self.of[k]]]
+        return devices, np.array(free), device
+
+    def ends(self, of: dict[int, int]) -> dict[int, int]:
+        """Each rank's root or tail."""
+        return {k: int(self.begin[k] + self.place[of[r]]) for k, r in enumerate(self.owner) if r in of}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
@@ -81,7 +81,7 @@ class ColumnsForm(Struct, kw_only=True):
     operation: list[Annotated[int, Meta(ge=0, lt=len(OPERATIONS))]]
     group: list[IndexOrNone]
     iteration: list[IndexOrNone]
-    shape: list[IndexOrNone] | None = None
+    shape: list[IndexOrNone] | UnsetType = UNSET
 
 
 class TimelineForm(Struct, kw_only=True):
@@ -98,7 +98,7 @@ class TimelineForm(Struct, kw_only=True):
     problems: tuple[Problem, ...] = ()
     hosts: dict[int, str] = {}
     dataflow: dict[str, tuple[str, ...]] = {}
-    shapes: tuple[Shapes, ...] = ()
+    shapes: tuple[Shapes, ...] | UnsetType = UNSET
     columns: ColumnsForm
 
 
@@ -129,10 +129,10 @@ def _form_of(t: Timeline) -> TimelineForm:
         problems=t.problems,
         hosts=t.hosts,
         dataflow=t.dataflow,
-        shapes=t.shapes,
+        shapes=t.shapes or UNSET,
         columns=ColumnsForm(
             **{k: v.tolist() for k, v in t.columns.items() if k != "shape"},
-            shape=t["shape"].tolist() if t.shapes else None,
+            shape=t["shape"].tolist() if t.shapes else UNSET,
         ),
     )
 
@@ -161,11 +161,13 @@ def from_json(d: Any, where: str = "timeline") -> Timeline:
     if form.kinds != KINDS or form.operations != OPERATIONS:
         raise PaseError(f"{where}: lists other kinds or operations of events than {SCHEMA} has")
     given = {k: getattr(form.columns, k) for k in COLUMNS}
-    given["shape"] = [-1] * len(given["lane"]) if given["shape"] is None else given["shape"]
+    if given["shape"] is UNSET:
+        given["shape"] = [-1] * len(given["lane"])
+    shapes = () if form.shapes is UNSET else form.shapes
     columns = {k: np.array(given[k], dtype) for k, dtype in COLUMNS.items()}
     if len({len(c) for c in columns.values()}) != 1:
         raise PaseError(f"{where}: a broken timeline: the columns must have one length")
-    tables = (("lane", form.lanes), ("name", form.names), ("group", form.groups), ("shape", form.shapes))
+    tables = (("lane", form.lanes), ("name", form.names), ("group", form.groups), ("shape", shapes))
     for column, table in tables:
         if int(columns[column].max(initial=-1)) >= len(table):
             raise PaseError(f"{where}: column '{column}' points outside its table of {len(table)}")
@@ -179,7 +181,7 @@ def from_json(d: Any, where: str = "timeline") -> Timeline:
         problems=form.problems,
         hosts=form.hosts,
         dataflow=form.dataflow,
-        shapes=form.shapes,
+        shapes=shapes,
     )
 
 
