@@ -83,7 +83,7 @@ def with_ranks(g: DataflowGraph, ranks: int) -> ManyRanks | None:
     size = np.bincount(g.gang[g.gang >= 0], minlength=1)
     if len(traced) < 2 or not g.gangs or (size[: g.gangs] != len(traced)).any():
         return None
-    copies = _Copies(g, traced, ranks)
+    copies = _RankCopies(g, traced, ranks)
     c = g.carried
     src, dst, lag, kind = copies.edges(g.src, g.dst, g.lag_ns, g.edge_kind)
     c_src, c_dst, c_lag, c_kind = copies.edges(c.src, c.dst, c.lag_ns, c.kind)
@@ -117,7 +117,7 @@ def with_ranks(g: DataflowGraph, ranks: int) -> ManyRanks | None:
     return ManyRanks(graph=graph, task=copies.task)
 
 
-class _Copies:
+class _RankCopies:
     """Ranks that are copies of traced ones. owner: of each, the traced rank; begin: its first task; place: of a traced
     task, which of its rank's it is."""
 
