@@ -47,7 +47,17 @@ from pase.ir.types import (
     Tensor,
 )
 
-__all__ = ["digest", "from_text", "to_text"]
+__all__ = [
+    "MAX_CHARACTERS",
+    "MAX_LINE",
+    "TextLine",
+    "digest",
+    "from_text",
+    "op_text",
+    "read_op",
+    "to_text",
+    "word_text",
+]
 
 _BARE = re.compile(r"[\w.@:~/<>+*\-]+", re.ASCII)
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
@@ -55,8 +65,8 @@ _INTEGER = re.compile(r"\d{1,18}(?![\w.])", re.ASCII)
 _SYMBOL = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FLOAT = re.compile(r"\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?", re.ASCII)
 
-_MAX_CHARACTERS = 1 << 28
-_MAX_LINE = 1 << 18
+MAX_CHARACTERS = 1 << 28
+MAX_LINE = 1 << 18
 
 
 def digest(graph: Graph) -> str:
@@ -68,26 +78,27 @@ def digest(graph: Graph) -> str:
 def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> str:
     """The graph's text; ``from_text`` reads it back to an equal graph. Without ``sources`` or ``functions`` the text
     leaves these out."""
-    out = [f"graph {_word(graph.name)}"]
-    out += [f"meta {_word(k)} {_word(v)}" for k, v in graph.meta.items()]
+    out = [f"graph {word_text(graph.name)}"]
+    out += [f"meta {word_text(k)} {word_text(v)}" for k, v in graph.meta.items()]
     for key, t in graph.tensors.items():
         if key != t.name:
             raise PaseError(f"graph '{graph.name}': tensor {t.name} is filed under '{key}'")
-        line = f"tensor {_word(t.name)} {_word(t.dtype)}[{', '.join(map(_size, t.shape))}] {t.role}"
+        line = f"tensor {word_text(t.name)} {word_text(t.dtype)}[{', '.join(map(_size, t.shape))}] {t.role}"
         line += (f" {json.dumps(t.path)}" if t.path else "") + (" grad" if t.needs_grad else "")
-        out.append(line + (f" copy={_word(t.copy_of)}" if t.copy_of else ""))
+        out.append(line + (f" copy={word_text(t.copy_of)}" if t.copy_of else ""))
     if graph.outputs:
-        out.append("outputs " + " ".join(map(_word, graph.outputs)))
+        out.append("outputs " + " ".join(map(word_text, graph.outputs)))
     for n in graph.nodes:
         dims = ", ".join(
             f"{d.name}={_size(d.size)}" + (f" {d.kind}" if d.kind != "parallel" else "") for d in n.space
         )
-        out += ["", f"node {_word(n.name)} ({dims})"]
-        out += [f"  {_op(op, sources, functions)}" for op in n.ops]
+        out += ["", f"node {word_text(n.name)} ({dims})"]
+        out += [f"  {op_text(op, sources=sources, functions=functions)}" for op in n.ops]
     return "\n".join(out) + "\n"
 
 
-def _word(text: str) -> str:
+def word_text(text: str) -> str:
+    """A name as ``TextLine.word`` reads it."""
     return text if _BARE.fullmatch(text) and text != "->" else json.dumps(text)
 
 
@@ -101,7 +112,7 @@ _MARKS = ("sparse", "again", "gradient")
 
 
 def _access(a: Access) -> str:
-    return "".join(f"{mark} " for mark in _MARKS if getattr(a, mark)) + f"{_word(a.tensor)}[{a.map}]"
+    return "".join(f"{mark} " for mark in _MARKS if getattr(a, mark)) + f"{word_text(a.tensor)}[{a.map}]"
 
 
 def _implied(kind: str, name: str) -> Function | None:
@@ -109,7 +120,8 @@ def _implied(kind: str, name: str) -> Function | None:
     return BY_KIND.get(kind) or FUNCTIONS.get(name)
 
 
-def _op(op: Op, sources: bool, functions: bool) -> str:
+def op_text(op: Op, *, sources: bool = True, functions: bool = True) -> str:
+    """An op as the line that ``read_op`` reads."""
     reads, writes = (", ".join(map(_access, x)) for x in (op.reads, op.writes))
     more = []
     if functions and op.function != _implied(op.kind, op.name):
@@ -117,7 +129,7 @@ def _op(op: Op, sources: bool, functions: bool) -> str:
             raise PaseError(
                 f"op '{op.name}': its function '{op.function.name}' is not registered in pase.ir.functions.FUNCTIONS"
             )
-        more.append(f"fn={_word(op.function.name)}")
+        more.append(f"fn={word_text(op.function.name)}")
     if op.flops_per_point != 1:
         more.append(f"flops={float(op.flops_per_point)!r}")
     if op.over is not None:
@@ -126,15 +138,15 @@ def _op(op: Op, sources: bool, functions: bool) -> str:
         more.append(f"times={_size(op.times)}")
     if op.chance != 1:
         more.append(f"chance={float(op.chance)!r}")
-    more += [f"scope={_word(str(s))}" for s in op.scope]
+    more += [f"scope={word_text(str(s))}" for s in op.scope]
     more += ["remat"] * op.remat + ["backward"] * op.backward + ["nodiff"] * (not op.differentiable)
     if op.product_dtype is not None:
-        more.append(f"as={_word(op.product_dtype)}")
+        more.append(f"as={word_text(op.product_dtype)}")
     if op.eqn:
-        more.append(f"eqn={_word(str(op.eqn))}")
+        more.append(f"eqn={word_text(str(op.eqn))}")
     if op.source and sources:
         more.append(f"source={json.dumps(str(op.source))}")
-    head = f"{op.kind} {_word(op.name)} {reads}{' ' if reads else ''}->{' ' if writes else ''}{writes}"
+    head = f"{op.kind} {word_text(op.name)} {reads}{' ' if reads else ''}->{' ' if writes else ''}{writes}"
     return head + (f" | {' '.join(more)}" if more else "")
 
 
@@ -143,23 +155,23 @@ def from_text(text: str) -> Graph:
 
     Only the form is checked here; ``pase.ir.verify`` checks what it says.
     """
-    if len(text) > _MAX_CHARACTERS:
-        raise PaseError(f"graph text of {len(text)} characters; at most {_MAX_CHARACTERS} are read")
+    if len(text) > MAX_CHARACTERS:
+        raise PaseError(f"graph text of {len(text)} characters; at most {MAX_CHARACTERS} are read")
     name: str | None = None
     meta: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     outputs: tuple[str, ...] = ()
     nodes: list[tuple[str, IterationSpace, list[Op]]] = []
     for number, raw in enumerate(text.split("\n"), start=1):
-        line = _Line(raw, number)
+        line = TextLine(raw, number)
         if line.at_end() or raw.lstrip().startswith("#"):
             continue
-        if len(raw) > _MAX_LINE:
-            line.fail(f"a line of {len(raw)} characters; at most {_MAX_LINE} are read")
+        if len(raw) > MAX_LINE:
+            line.fail(f"a line of {len(raw)} characters; at most {MAX_LINE} are read")
         if raw[0] == " ":
             if not nodes:
                 line.fail("an op stands before the first node", 0)
-            nodes[-1][2].append(_read_op(line))
+            nodes[-1][2].append(read_op(line))
             line.end()
             continue
         start = line.position
@@ -193,16 +205,17 @@ def from_text(text: str) -> Graph:
 
 
 @dataclass
-class _Line:
-    """A cursor over one line."""
+class TextLine:
+    """A cursor over one line. of: what the text is, for messages."""
 
     text: str
     number: int
     position: int = 0
+    of: str = "graph text"
 
     def fail(self, what: str, at: int | None = None) -> NoReturn:
         column = (self.position if at is None else at) + 1
-        raise PaseError(f"graph text line {self.number}, column {column}: {printable(what)}")
+        raise PaseError(f"{self.of} line {self.number}, column {column}: {printable(what)}")
 
     def at_end(self) -> bool:
         while self.position < len(self.text) and self.text[self.position] in " \r":
@@ -221,9 +234,9 @@ class _Line:
 
     def expect(self, literal: str) -> None:
         if not self.accept(literal):
-            self.fail(f"expected '{literal}', found {self._next_shown()}")
+            self.fail(f"expected '{literal}', found {self.next_shown()}")
 
-    def _next_shown(self) -> str:
+    def next_shown(self) -> str:
         return f"'{self.text[self.position :][:20]}'" if not self.at_end() else "the end of the line"
 
     def match(self, pattern: re.Pattern[str]) -> str | None:
@@ -244,7 +257,7 @@ class _Line:
         bare = self.match(_BARE)
         if bare is None or bare == "->":
             self.position = start
-            self.fail(f"expected {what}, found {self._next_shown()}")
+            self.fail(f"expected {what}, found {self.next_shown()}")
         return bare
 
     def choice(self, kind: Any, what: str) -> Any:
@@ -267,7 +280,7 @@ class _Line:
             found = self.match(_INTEGER) or self.match(_SYMBOL)
             if found is None:
                 self.fail(
-                    f"expected a size (an integer, a symbol or {{expression}}), found {self._next_shown()}"
+                    f"expected a size (an integer, a symbol or {{expression}}), found {self.next_shown()}"
                 )
             body = found
         try:
@@ -294,12 +307,12 @@ class _Line:
         while not self.accept(")"):
             name = self.match(_SYMBOL)
             if name is None:
-                self.fail(f"expected a dim or ')', found {self._next_shown()}")
+                self.fail(f"expected a dim or ')', found {self.next_shown()}")
             out.append(name)
         return tuple(out)
 
 
-def _read_tensor(line: _Line) -> Tensor:
+def _read_tensor(line: TextLine) -> Tensor:
     name, dtype = line.word("the tensor's name"), line.word("a dtype")
     line.expect("[")
     shape: list[Size] = []
@@ -317,7 +330,7 @@ def _read_tensor(line: _Line) -> Tensor:
     )
 
 
-def _read_space(line: _Line) -> IterationSpace:
+def _read_space(line: TextLine) -> IterationSpace:
     line.expect("(")
     dims: list[Dim] = []
     while not line.accept(")"):
@@ -325,7 +338,7 @@ def _read_space(line: _Line) -> IterationSpace:
             line.expect(",")
         name = line.match(_SYMBOL)
         if name is None:
-            line.fail(f"expected a dim, found {line._next_shown()}")
+            line.fail(f"expected a dim, found {line.next_shown()}")
         line.expect("=")
         size = line.size()
         plain = line.at_end() or line.text[line.position] in ",)"
@@ -335,7 +348,8 @@ def _read_space(line: _Line) -> IterationSpace:
     return IterationSpace(tuple(dims))
 
 
-def _read_op(line: _Line) -> Op:
+def read_op(line: TextLine) -> Op:
+    """The rest of a line as an op. PaseError says where it cannot be read."""
     start = line.position
     kind, name = line.choice(OpKind, "an op's kind"), line.word("the op's name")
     reads = _read_accesses(line, lambda: line.accept("->"))
@@ -347,7 +361,7 @@ def _read_op(line: _Line) -> Op:
     return Op(kind=kind, name=name, function=function, reads=reads, writes=writes, **more)
 
 
-def _read_accesses(line: _Line, ended: Callable[[], bool]) -> tuple[Access, ...]:
+def _read_accesses(line: TextLine, ended: Callable[[], bool]) -> tuple[Access, ...]:
     found: list[Access] = []
     while not ended():
         if found:
@@ -356,7 +370,7 @@ def _read_accesses(line: _Line, ended: Callable[[], bool]) -> tuple[Access, ...]
     return tuple(found)
 
 
-def _read_more(line: _Line, kind: OpKind) -> dict[str, Any]:
+def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
     """What stands behind an op's accesses, as fields of ``Op``."""
     readers: dict[str, tuple[str, Callable[[], Any]]] = {
         "flops": ("flops_per_point", lambda: _read_number(line)),
@@ -392,21 +406,21 @@ def _read_more(line: _Line, kind: OpKind) -> dict[str, Any]:
     return more
 
 
-def _read_number(line: _Line) -> float:
+def _read_number(line: TextLine) -> float:
     found = line.match(_FLOAT)
     if found is None:
-        line.fail(f"expected a number, found {line._next_shown()}")
+        line.fail(f"expected a number, found {line.next_shown()}")
     return float(found)
 
 
-def _read_function(line: _Line) -> Function:
+def _read_function(line: TextLine) -> Function:
     at = line.position
     if (word := line.word("a function")) not in FUNCTIONS:
         line.fail(f"'{word}' is not a function", at)
     return FUNCTIONS[word]
 
 
-def _read_scope(line: _Line) -> Scope:
+def _read_scope(line: TextLine) -> Scope:
     at = line.position
     try:
         return Scope.parse(line.word("a scope"))
@@ -414,7 +428,7 @@ def _read_scope(line: _Line) -> Scope:
         line.fail(str(e), at)
 
 
-def _read_access(line: _Line) -> Access:
+def _read_access(line: TextLine) -> Access:
     marks = {}
     for mark in _MARKS:
         line.at_end()

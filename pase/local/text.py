@@ -1,73 +1,459 @@
-"""A local program for people to read: a line an op, and under it a line each thing that is sent for it.
+"""A local program as text, for people and for ``program_from_text``, which reads an equal program back.
 
-A layout names, per tensor dim, the axes that split it (``a/4``: into four blocks in all), then ``+a`` where it is
-partial over an axis.
+    local program mlp on data=2 model=4
+    copy t9 of t3
+    node up
+      move 0 t1 of params.up for up sum forward 1.0 1.0
+        there all_gather data [data:0/2] [] 1024
+        back reduce_scatter data [+data] [data:0/2] 1024
+      matmul dot_general t2[b d], t1[d h] -> t3[b h] | flops=2.0
+        read t2[4:data/2 16]
+        read t1[16 8:model/4] gradient=[+data model:1/4] by=0
+        make t3[4:data/2 8:model/4]
+        send all_reduce data 512 t3 forward 1
+
+A line for each op, in the form of ``pase.ir.text``, and under it what one device reads, makes and sends for it
+(``joined``: how partial results become one, if not by a sum). A tensor has the sizes of its local part, and behind a
+size the axes that split the dim (``a/4``: into four blocks in all), then ``+a`` where it is partial over an axis. A
+layout alone names for each axis the dim and the blocks. ``move`` is a transfer, before the first op that reads it, with
+its moves there and back (``stays``: no gradient comes back).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from pase.errors import PaseError
+from pase.ir import Op
+from pase.ir.text import MAX_CHARACTERS, MAX_LINE, TextLine, op_text, read_op, word_text
 from pase.local.types import (
+    AxisState,
+    Combine,
+    Extents,
     Layout,
     LocalMove,
+    LocalMoveKind,
     LocalOp,
+    LocalOperand,
     LocalProgram,
+    LocalResult,
     LocalTensor,
     LocalTransfer,
+    NodeCollective,
     digits_of,
     local_shape,
 )
-from pase.machine import Mesh
+from pase.machine import CollectiveKind, Mesh
+from pase.tables.work import Phase
 
-__all__ = ["program_text"]
+__all__ = ["program_from_text", "program_text"]
+
+_AXIS = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+_NUMBER = re.compile(r"\d{1,18}(?![\w.])", re.ASCII)
+_TIMES = re.compile(r"\d{1,18}(?:\.\d{1,18})?(?:e[+-]?\d{1,3})?", re.ASCII)
+_MAX_AXES = 32
 
 
 def program_text(program: LocalProgram) -> str:
-    """The whole program, in the order of the graph."""
-    mesh = " × ".join(f"{n}={s}" for n, s in zip(program.mesh.names, program.mesh.sizes, strict=True))
-    return "\n".join([f"local program of {program.name} on {mesh}", *_lines(program)]) + "\n"
+    """The whole program, in the order of the graph. PaseError where a name of an axis cannot be written."""
+    mesh = program.mesh
+    for name in mesh.names:
+        if not _AXIS.fullmatch(name):
+            raise PaseError(
+                f"local program of '{program.name}': an axis called '{name}' cannot be written as text"
+            )
+    axes = " ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
+    out = [f"local program {word_text(program.name)} on {axes}"]
+    out += [f"copy {word_text(t)} of {word_text(of)}" for t, of in program.originals.items()]
+    return "\n".join([*out, *_Writer(mesh).lines(program)]) + "\n"
 
 
-def _lines(program: LocalProgram) -> Iterator[str]:
-    last, told = "", set()
-    for op in program.ops:
-        if op.node != last:
-            last = op.node
-            yield f"{op.node}:"
+@dataclass(frozen=True)
+class _Writer:
+    mesh: Mesh
+
+    def lines(self, program: LocalProgram) -> Iterator[str]:
+        last, told = "", set()
+        for op in program.ops:
+            if op.node != last:
+                last = op.node
+                yield f"node {word_text(op.node)}"
+            for o in op.operands:
+                if o.transfer is not None and o.transfer not in told:
+                    told.add(o.transfer)
+                    yield from self.transfer(o.transfer, program.transfers[o.transfer])
+            yield from self.op(op)
+        for k, t in enumerate(program.transfers):
+            if k not in told:
+                yield from self.transfer(k, t)
+
+    def transfer(self, number: int, t: LocalTransfer) -> Iterator[str]:
+        names = f"{word_text(t.tensor)} of {word_text(t.src)} for {word_text(t.dst)}"
+        stays = " stays" if t.backward is None else ""
+        yield f"  move {number} {names} {t.combine} {t.phase} {t.runs[0]!r} {t.runs[1]!r}{stays}"
+        for way, moves in (("there", t.forward), ("back", t.backward or ())):
+            for m in moves:
+                layouts = f"{self.layout(m.before)} {self.layout(m.after)}"
+                yield f"    {way} {m.kind} {' '.join(m.axes)} {layouts} {m.nbytes}"
+
+    def op(self, op: LocalOp) -> Iterator[str]:
+        yield f"  {op_text(op.op)}"
+        if op.combine != "sum":
+            yield f"    joined {op.combine}"
         for o in op.operands:
-            if o.transfer is not None and o.transfer not in told:
-                told.add(o.transfer)
-                yield from _transfer(program.transfers[o.transfer])
-        yield f"  {_op(op, program.mesh)}"
+            line = f"    read {self.tensor(o)}" + self.gradient(o)
+            line += "" if o.transfer is None else f" by={o.transfer}"
+            yield line + self.axes("summed", o.summed) + self.axes("halo", o.halo) + " constant" * o.constant
+        for r in op.results:
+            yield f"    make {self.tensor(r)}" + self.gradient(r) + self.axes("summed", r.summed)
         for s in op.sent:
-            yield f"    {s.phase}: {s.kind} {s.tensor} over {' '.join(s.axes)}, {s.nbytes:,} B × {s.times}"
+            yield f"    send {s.kind} {' '.join(s.axes)} {s.nbytes} {word_text(s.tensor)} {s.phase} {s.times}"
+
+    def gradient(self, value: LocalOperand | LocalResult) -> str:
+        return "" if value.gradient == value.layout else f" gradient={self.layout(value.gradient)}"
+
+    def axes(self, key: str, axes: Sequence[str]) -> str:
+        return f" {key}=({' '.join(axes)})" if axes else ""
+
+    def tensor(self, value: LocalTensor) -> str:
+        parts = local_shape(value.shape, value.layout, self.mesh)
+        sizes = [f"{n}{self.split(value.layout, dim)}" for dim, n in enumerate(parts)]
+        return f"{word_text(value.tensor)}[{' '.join([*sizes, *self.partial(value.layout)])}]"
+
+    def split(self, layout: Layout, dim: int) -> str:
+        held = sorted((blocks, axis) for axis, blocks in digits_of(layout, dim))
+        return "".join(f":{self.mesh.names[axis]}/{blocks}" for blocks, axis in held)
+
+    def partial(self, layout: Layout) -> list[str]:
+        return [f"+{name}" for name, s in zip(self.mesh.names, layout, strict=True) if s == "partial"]
+
+    def layout(self, layout: Layout) -> str:
+        pairs = zip(self.mesh.names, layout, strict=True)
+        split = [f"{a}:{s[0]}/{s[1]}" for a, s in pairs if isinstance(s, tuple)]
+        return f"[{' '.join([*self.partial(layout), *split])}]"
 
 
-def _transfer(t: LocalTransfer) -> Iterator[str]:
-    for word, moves, times in (("<-", t.forward, t.runs[0]), ("->", t.backward or (), t.runs[1])):
-        if moves:
-            yield f"  {word} {t.tensor} of {t.src}: {'; '.join(map(_move, moves))} × {times:g}"
+def program_from_text(text: str) -> LocalProgram:
+    """Read ``program_text``'s form. PaseError names the line and column of what cannot be read.
+
+    Only the form is checked here; ``verify_program`` checks what it says.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise PaseError(f"local program text of {len(text)} characters; at most {MAX_CHARACTERS} are read")
+    reader: _Reader | None = None
+    for number, raw in enumerate(text.split("\n"), start=1):
+        line = TextLine(raw, number, of="local program text")
+        if line.at_end() or raw.lstrip().startswith("#"):
+            continue
+        if len(raw) > MAX_LINE:
+            line.fail(f"a line of {len(raw)} characters; at most {MAX_LINE} are read")
+        if reader is None:
+            reader = _begun(line)
+        else:
+            reader.read(line)
+        line.end()
+    if reader is None:
+        raise PaseError(
+            "local program text line 1, column 1: nothing here; the first line is 'local program NAME on AXIS=SIZE'"
+        )
+    return reader.program()
 
 
-def _move(m: LocalMove) -> str:
-    return f"{m.kind} {' '.join(m.axes)}" + (f" {m.nbytes:,} B" if m.nbytes else "")
+def _begun(line: TextLine) -> _Reader:
+    for word in ("local", "program"):
+        line.expect(word)
+    name = line.word("the program's name")
+    line.expect("on")
+    sizes: dict[str, int] = {}
+    while not line.at_end():
+        at = line.position
+        axis = line.match(_AXIS)
+        if axis is None or axis in sizes or len(sizes) == _MAX_AXES:
+            line.fail(f"expected one of at most {_MAX_AXES} axes, each once, found {line.next_shown()}", at)
+        line.expect("=")
+        at = line.position
+        sizes[axis] = _number(line, "its size")
+        if sizes[axis] < 1:
+            line.fail("an axis has at least one device", at)
+    return _Reader(name=name, mesh=Mesh(names=tuple(sizes), sizes=tuple(sizes.values())))
 
 
-def _op(op: LocalOp, mesh: Mesh) -> str:
-    made, read = (", ".join(_tensor(v, mesh) for v in values) for values in (op.results, op.operands))
-    return f"{made or '()'} = {op.op.name}({read})"
+def _number(line: TextLine, what: str) -> int:
+    found = line.match(_NUMBER)
+    if found is None:
+        line.fail(f"expected {what}, found {line.next_shown()}")
+    return int(found)
 
 
-def _tensor(value: LocalTensor, mesh: Mesh) -> str:
-    sizes = " ".join(
-        str(n) if (split := _split(value.layout, dim, mesh)) == "" else f"{n}{split}"
-        for dim, n in enumerate(local_shape(value.shape, value.layout, mesh))
-    )
-    partial = "".join(f" +{name}" for name, s in zip(mesh.names, value.layout, strict=True) if s == "partial")
-    return f"{value.tensor}[{sizes}{partial}]"
+@dataclass(kw_only=True)
+class _OpRead:
+    """An op as far as its lines are read."""
+
+    node: str
+    op: Op
+    combine: Combine = "sum"
+    operands: list[LocalOperand] = field(default_factory=list)
+    results: list[LocalResult] = field(default_factory=list)
+    sent: list[NodeCollective] = field(default_factory=list)
+
+    def whole(self) -> LocalOp:
+        return LocalOp(
+            node=self.node,
+            op=self.op,
+            operands=tuple(self.operands),
+            results=tuple(self.results),
+            combine=self.combine,
+            sent=tuple(self.sent),
+        )
 
 
-def _split(layout: Layout, dim: int, mesh: Mesh) -> str:
-    held = sorted((blocks, axis) for axis, blocks in digits_of(layout, dim))
-    return "".join(f":{mesh.names[axis]}/{blocks}" for blocks, axis in held)
+@dataclass(kw_only=True)
+class _TransferRead:
+    """A transfer as far as its lines are read."""
+
+    head: LocalTransfer
+    there: list[LocalMove] = field(default_factory=list)
+    back: list[LocalMove] = field(default_factory=list)
+
+    def whole(self) -> LocalTransfer:
+        t = self.head
+        return LocalTransfer(
+            tensor=t.tensor,
+            src=t.src,
+            dst=t.dst,
+            combine=t.combine,
+            forward=tuple(self.there),
+            backward=None if t.backward is None else tuple(self.back),
+            phase=t.phase,
+            runs=t.runs,
+        )
+
+
+@dataclass(kw_only=True)
+class _Reader:
+    """What was read so far; the last of ops or transfers is what indented lines belong to."""
+
+    name: str
+    mesh: Mesh
+    originals: dict[str, str] = field(default_factory=dict)
+    node: str | None = None
+    ops: list[_OpRead] = field(default_factory=list)
+    transfers: dict[int, _TransferRead] = field(default_factory=dict)
+    last: _OpRead | _TransferRead | None = None
+    asked: list[tuple[TextLine, int]] = field(default_factory=list)
+    """Where a transfer is read by its number."""
+
+    def program(self) -> LocalProgram:
+        for line, number in self.asked:
+            if number not in self.transfers:
+                line.fail(f"there is no move {number}", 0)
+        numbers = range(len(self.transfers))
+        if missing := sorted(set(numbers) - set(self.transfers)):
+            raise PaseError(
+                f"local program text: moves are numbered from 0 on, and there is no move {missing[0]}"
+            )
+        return LocalProgram(
+            name=self.name,
+            mesh=self.mesh,
+            ops=tuple(op.whole() for op in self.ops),
+            transfers=tuple(self.transfers[k].whole() for k in numbers),
+            originals=self.originals,
+        )
+
+    def read(self, line: TextLine) -> None:
+        depth = len(line.text) - len(line.text.lstrip(" "))
+        known: Mapping[str, Callable[[TextLine], None]]
+        if depth == 0:
+            known = {"copy": self._copy, "node": self._node}
+        elif depth == 2:
+            at = line.position
+            if line.match(re.compile(r"move(?= )")):
+                return self._transfer(line)
+            line.position = at
+            return self._op(line)
+        else:
+            of_op = {"joined": self._joined, "read": self._operand, "make": self._result, "send": self._sent}
+            of_move = {"there": self._there, "back": self._back}
+            known = of_op if isinstance(self.last, _OpRead) else of_move if self.last is not None else {}
+        at = line.position
+        word = line.match(_AXIS) or ""
+        if word not in known:
+            expected = ", ".join(known) or "a node first"
+            line.fail(f"expected {expected}, found '{line.text[at:][:20]}'", at)
+        known[word](line)
+        return None
+
+    def _copy(self, line: TextLine) -> None:
+        name = line.word("a tensor")
+        line.expect("of")
+        self.originals[name] = line.word("the tensor that it is a copy of")
+
+    def _node(self, line: TextLine) -> None:
+        self.node, self.last = line.word("the node's name"), None
+
+    def _transfer(self, line: TextLine) -> None:
+        at = line.position
+        number = _number(line, "the move's number")
+        if number in self.transfers:
+            line.fail(f"move {number} stands twice", at)
+        tensor = line.word("a tensor")
+        line.expect("of")
+        src = line.word("a node")
+        line.expect("for")
+        dst = line.word("a node")
+        combine, phase = line.choice(Combine, "how it becomes one"), line.choice(Phase, "a phase")
+        runs = (self._times(line), self._times(line))
+        head = LocalTransfer(
+            tensor=tensor,
+            src=src,
+            dst=dst,
+            combine=combine,
+            forward=(),
+            backward=None if line.accept("stays") else (),
+            phase=phase,
+            runs=runs,
+        )
+        self.last = self.transfers[number] = _TransferRead(head=head)
+
+    def _times(self, line: TextLine) -> float:
+        found = line.match(_TIMES)
+        if found is None:
+            line.fail(f"expected how often it runs, found {line.next_shown()}")
+        return float(found)
+
+    def _there(self, line: TextLine) -> None:
+        assert isinstance(self.last, _TransferRead)
+        self.last.there.append(self._move(line))
+
+    def _back(self, line: TextLine) -> None:
+        assert isinstance(self.last, _TransferRead)
+        if self.last.head.backward is None:
+            line.fail("no gradient comes back of a move that 'stays'", 0)
+        self.last.back.append(self._move(line))
+
+    def _move(self, line: TextLine) -> LocalMove:
+        kind, axes = line.choice(LocalMoveKind, "a move"), self._axes(line, lambda: line.accept("["))
+        line.position -= 1
+        before, after = self._layout(line), self._layout(line)
+        return LocalMove(kind=kind, axes=axes, before=before, after=after, nbytes=_number(line, "its bytes"))
+
+    def _op(self, line: TextLine) -> None:
+        if self.node is None:
+            line.fail("an op stands before the first node", 0)
+        self.last = _OpRead(node=self.node, op=read_op(line))
+        self.ops.append(self.last)
+
+    def _joined(self, line: TextLine) -> None:
+        assert isinstance(self.last, _OpRead)
+        self.last.combine = line.choice(Combine, "how it becomes one")
+
+    def _operand(self, line: TextLine) -> None:
+        assert isinstance(self.last, _OpRead)
+        tensor, shape, layout = self._tensor(line)
+        gradient = self._gradient(line, layout)
+        transfer = None
+        if line.accept("by="):
+            transfer = _number(line, "a move's number")
+            self.asked.append((line, transfer))
+        summed, halo = self._named(line, "summed"), self._named(line, "halo")
+        self.last.operands.append(
+            LocalOperand(
+                tensor=tensor,
+                shape=shape,
+                layout=layout,
+                gradient=gradient,
+                transfer=transfer,
+                constant=line.accept("constant"),
+                summed=summed,
+                halo=halo,
+            )
+        )
+
+    def _result(self, line: TextLine) -> None:
+        assert isinstance(self.last, _OpRead)
+        tensor, shape, layout = self._tensor(line)
+        gradient, summed = self._gradient(line, layout), self._named(line, "summed")
+        made = LocalResult(tensor=tensor, shape=shape, layout=layout, gradient=gradient, summed=summed)
+        self.last.results.append(made)
+
+    def _sent(self, line: TextLine) -> None:
+        assert isinstance(self.last, _OpRead)
+        kind = line.choice(CollectiveKind, "a collective")
+        axes = self._axes(line, lambda: line.at_end() or line.text[line.position].isdigit())
+        nbytes, tensor = _number(line, "its bytes"), line.word("a tensor")
+        phase = line.choice(Phase, "a phase")
+        sent = NodeCollective(
+            kind=kind, axes=axes, nbytes=nbytes, tensor=tensor, phase=phase, times=_number(line, "how often")
+        )
+        self.last.sent.append(sent)
+
+    def _gradient(self, line: TextLine, layout: Layout) -> Layout:
+        return self._layout(line) if line.accept("gradient=") else layout
+
+    def _named(self, line: TextLine, key: str) -> tuple[str, ...]:
+        return self._axes(line, lambda: line.accept(")")) if line.accept(f"{key}=(") else ()
+
+    def _axis(self, line: TextLine) -> int:
+        at = line.position
+        name = line.match(_AXIS)
+        if name not in self.mesh.names:
+            line.position = at
+            line.fail(f"expected an axis of {', '.join(self.mesh.names)}, found {line.next_shown()}")
+        return self.mesh.names.index(name)
+
+    def _axes(self, line: TextLine, ended: Callable[[], bool]) -> tuple[str, ...]:
+        out: list[str] = []
+        while not ended():
+            out.append(self.mesh.names[self._axis(line)])
+        return tuple(out)
+
+    def _held(self, line: TextLine, states: list[AxisState], axis: int, state: AxisState) -> None:
+        if states[axis] is not None:
+            line.fail(f"{self.mesh.names[axis]} stands twice")
+        states[axis] = state
+
+    def _blocks(self, line: TextLine) -> int:
+        line.expect("/")
+        at = line.position
+        if (blocks := _number(line, "a number of blocks")) < 1:
+            line.fail("a dim has at least one block", at)
+        return blocks
+
+    def _layout(self, line: TextLine) -> Layout:
+        states: list[AxisState] = [None] * len(self.mesh.names)
+        line.expect("[")
+        while not line.accept("]"):
+            if line.accept("+"):
+                self._held(line, states, self._axis(line), "partial")
+                continue
+            axis = self._axis(line)
+            line.expect(":")
+            dim = line.match(re.compile(r"\d{1,3}(?=/)"))
+            if dim is None:
+                line.fail(f"expected a dim's number, found {line.next_shown()}")
+            self._held(line, states, axis, (int(dim), self._blocks(line)))
+        return tuple(states)
+
+    def _tensor(self, line: TextLine) -> tuple[str, Extents, Layout]:
+        """A tensor's name, its whole shape and its layout, of the sizes of its part."""
+        name = line.word("a tensor")
+        shape: list[int] = []
+        states: list[AxisState] = [None] * len(self.mesh.names)
+        line.expect("[")
+        while not line.accept("]"):
+            if line.accept("+"):
+                self._held(line, states, self._axis(line), "partial")
+                continue
+            found = line.match(re.compile(r"\d{1,18}"))
+            if found is None:
+                line.fail(f"expected a size, +axis or ']', found {line.next_shown()}")
+            size = int(found)
+            while line.text[line.position : line.position + 1] == ":":
+                line.position += 1
+                axis = self._axis(line)
+                self._held(line, states, axis, (len(shape), self._blocks(line)))
+                size *= self.mesh.sizes[axis]
+            shape.append(size)
+        return name, tuple(shape), tuple(states)

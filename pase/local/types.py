@@ -48,7 +48,7 @@ Extents: TypeAlias = tuple[int, ...]
 Combine = Literal["sum", "max", "min", "other"]
 """How partial values become one. other: by no collective that there is."""
 
-LocalMoveKind = CollectiveKind | Literal["slice", "own"]
+LocalMoveKind = Literal[CollectiveKind, "slice", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,8 +84,8 @@ def test_a_move_that_hands_on_no_whole_parts_is_named():
 def test_it_reads_well():
     _, local = program("mlp", "megatron/megatron_2x4")
     text = program_text(local)
-    assert text.startswith("local program of zoo:mlp on data=2 × model=4\n")
-    assert "dot_general" in text and "<- " in text and "all_reduce model" in text
+    assert text.startswith("local program zoo:mlp on data=2 model=4\n")
+    assert "dot_general" in text and "\n    there " in text and "all_reduce model" in text
 
 
 def test_a_strategy_of_another_model_is_refused():
