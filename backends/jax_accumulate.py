@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pase.backends.to_jax import JaxPlan
 
-__all__ = ["summed"]
+__all__ = ["micro_batch_stack", "stacked_outs", "summed", "threads_of"]
 
 
 def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) -> Callable[..., Any]:
@@ -26,7 +26,7 @@ def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) 
 
     k, arrives = plan.accumulate, jax.tree.leaves(plan._in_shardings(mesh)[1:])
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
-    threads = _threads(plan)
+    threads = threads_of(plan)
 
     def constrained(grads: Tree) -> Any:
         return jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
@@ -34,7 +34,7 @@ def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) 
     def mean(params: Tree, *batch: Tree) -> Any:
         leaves, tree = jax.tree.flatten(arrays(batch))
         stacked = [
-            _micro_batches(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
+            micro_batch_stack(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
         ]
 
         def body(so_far: Tree, mine: Tree) -> Any:
@@ -56,12 +56,12 @@ def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) 
             body, (zeros, loss, [leaves[i] for i, _ in threads]), stacked
         )
         grads = jax.tree.map(lambda g: g / k, grads)
-        return (_outs(plan, [loss / k, *rest], states) if plan.traced.has_aux else loss / k), grads
+        return (stacked_outs(plan, [loss / k, *rest], states) if plan.traced.has_aux else loss / k), grads
 
     return mean
 
 
-def _micro_batches(x: Any, k: int, sharding: Any, mesh: JaxMesh) -> Any:
+def micro_batch_stack(x: Any, k: int, sharding: Any, mesh: JaxMesh) -> Any:
     """An array of the batch as k stacked micro-batches."""
     import jax
     import jax.numpy as jnp
@@ -73,17 +73,17 @@ def _micro_batches(x: Any, k: int, sharding: Any, mesh: JaxMesh) -> Any:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def _threads(plan: JaxPlan) -> list[tuple[int, int]]:
+def threads_of(plan: JaxPlan) -> list[tuple[int, int]]:
     """(leaf of the batch, leaf of the function's result) for each value that a step passes to the next."""
     n = len(plan.traced.param_paths)
     return [(i - n, j) for i, j in sorted(plan.traced.carried.items()) if i >= n]
 
 
-def _outs(plan: JaxPlan, outs: Sequence[Any], states: Sequence[Any]) -> Any:
+def stacked_outs(plan: JaxPlan, outs: Sequence[Any], states: Sequence[Any]) -> Any:
     """(loss, aux), from the leaves stacked over micro-batches. For threaded values, only the last is used."""
     import jax
 
     last = list(outs)
-    for (_, j), state in zip(_threads(plan), states, strict=True):
+    for (_, j), state in zip(threads_of(plan), states, strict=True):
         last[j] = state
     return combine(jax.tree.unflatten(plan.traced.out_tree, last), plan.traced.kept_out)

@@ -17,7 +17,7 @@ from pase.backends.jax_equations import KEPT, boundary
 from pase.backends.jax_local_control import local_cond, local_scan, local_while
 from pase.backends.jax_local_derivatives import call_with_rule
 from pase.backends.jax_moves import moved, part, summed, there_and_back
-from pase.backends.jax_values import Cache, DeviceValue, NotByHand, packed, unpacked
+from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand, packed, unpacked
 from pase.errors import PaseError
 from pase.frontends.from_jax import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax_control import by_platform
@@ -43,7 +43,8 @@ __all__ = ["LocalWalk"]
 class LocalWalk:
     """One walk over the jaxpr, on one device, run under ``shard_map``. blocks: equations that backward recomputes.
 
-    kept: those of them whose results are kept for backward. devices: JAX's mesh.
+    kept: those of them whose results are kept for backward. devices: JAX's mesh. arrivals: of parameters that the step
+    gathers once; None: each is gathered where it is read.
     """
 
     program: LocalProgram
@@ -51,6 +52,24 @@ class LocalWalk:
     blocks: Sequence[Block]
     kept: frozenset[Place]
     devices: Any
+    arrivals: Arrivals | None = None
+
+    @property
+    def _finds_arrivals(self) -> bool:
+        """Whether this walk is for what parameters become alone, so that nothing needs to run again."""
+        return self.arrivals is not None and self.arrivals.given is None
+
+    def within(self, what: str) -> LocalWalk:
+        """The walk inside of something out of which nothing can be gathered."""
+        return self if self.arrivals is None else replace(self, arrivals=Arrivals(barred=what))
+
+    def _arriving(self, key: str, number: int, make: Callable[[], Any]) -> Any:
+        """The result of a transfer, or of the gradient's way back through it."""
+        t = self.program.transfers[number]
+        if self.arrivals is None or not t.once:
+            return make()
+        op = next(op for op in self.program.ops if op.node == t.src)
+        return self.arrivals.of(key, t, self.traced.graph.tensors[op.results[0].tensor].dtype, make)
 
     @cached_property
     def _info(self) -> Any:
@@ -87,7 +106,7 @@ class LocalWalk:
         i = 0
         while i < len(jaxpr.eqns):
             block = next((b for b in self.blocks if b.prefix == prefix and b.start == i), None)
-            if block is None:
+            if block is None or self._finds_arrivals:
                 one(i, cache)
                 i += 1
                 continue
@@ -281,7 +300,9 @@ class LocalWalk:
         if number in cache:
             return cache[number]
         t = self.program.transfers[number]
-        cache[number] = self._sent(self._out_of_copy(value, t, cache), t)
+        cache[number] = self._arriving(
+            str(number), number, lambda: self._sent(self._out_of_copy(value, t, cache), t)
+        )
         return cache[number]
 
     def _out_of_copy(self, value: DeviceValue, t: LocalTransfer, cache: Cache) -> DeviceValue:
@@ -332,7 +353,11 @@ class LocalWalk:
         if handed.transfer is None:
             return there_and_back(value.array, value.shadow, zeros, lambda g: g)
         t = self.program.transfers[handed.transfer]
-        return self._sent(self._out_of_copy(value, t, cache), t, zeros)
+        return self._arriving(
+            f"{handed.transfer} back",
+            handed.transfer,
+            lambda: self._sent(self._out_of_copy(value, t, cache), t, zeros),
+        )
 
     def led(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:
         """A value with this whole shape in another layout; None: the same layout, but summed."""
@@ -365,7 +390,7 @@ class LocalWalk:
         import jax
 
         jaxpr, consts = inner_jaxpr(eqn)
-        if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
+        if eqn.primitive.name not in ("remat", "remat2", "checkpoint") or self._finds_arrivals:
             return self.run(jaxpr, consts, ins, prefix, cache)
         made: list[DeviceValue] = []
 

@@ -6,12 +6,12 @@ reads is moved before the loop, all of it in one move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_moves import part
-from pase.backends.jax_values import Cache, DeviceValue, packed, unpacked
+from pase.backends.jax_values import Arrivals, Cache, DeviceValue, packed, unpacked
 from pase.frontends.jax_types import ClosedJaxpr, Eqn
 from pase.frontends.jax_versions import scan_groups
 from pase.ir import Place, PlacePart
@@ -72,23 +72,28 @@ def local_scan(
     stacks = _settled(walk, at, "xs", ins[nc + nk :], cache)
     xs = [_before_slicing(walk, at, k, h, cache) for k, h in enumerate(stacks)]
     stacked: list[DeviceValue] = []
+    around = walk.arrivals or Arrivals()
+    turns = [around]
 
-    def body(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def body(carry: Sequence[Any], x: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[list[Any], Any]:
         inside: Cache = {}
+        turns[0] = around.turn(x[1])
+        inner = walk if walk.arrivals is None else replace(walk, arrivals=turns[0])
         carried = [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
-        slices = [_slice(walk, at, k, h, s) for k, (h, s) in enumerate(zip(xs, x, strict=True))]
-        made = walk.run(closed.jaxpr, closed.consts, [*consts, *carried, *slices], f"{at.path}.", inside)
-        stacked[:] = [_stacked(walk, n, h, inside) for n, h in zip(names[nk:], made[nk:], strict=True)]
-        return _closed(walk, at, init, made[:nk], inside), [h.array for h in stacked]
+        slices = [_slice(inner, at, k, h, s) for k, (h, s) in enumerate(zip(xs, x[0], strict=True))]
+        made = inner.run(closed.jaxpr, closed.consts, [*consts, *carried, *slices], f"{at.path}.", inside)
+        stacked[:] = [_stacked(inner, n, h, inside) for n, h in zip(names[nk:], made[nk:], strict=True)]
+        return _closed(inner, at, init, made[:nk], inside), ([h.array for h in stacked], turns[0].found)
 
-    carry, ys = jax.lax.scan(
+    carry, (ys, arrived) = jax.lax.scan(
         body,
         [h.array for h in init],
-        packed(xs),
+        (packed(xs), around.stacked(f"in {at.path}")),
         length=p["length"],
         reverse=p["reverse"],
         unroll=p["unroll"],
     )
+    around.leave(f"in {at.path}", turns[0], arrived)
     last = [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
     return [*last, *(replace(h, array=y) for h, y in zip(stacked, ys, strict=True))]
 
@@ -136,6 +141,7 @@ def local_while(
     asks = _settled(walk, at, "ask", ins[:nc], cache)
     consts = _settled(walk, at, "const", ins[nc : nc + nb], cache)
     init = _settled(walk, at, "carry", ins[nc + nb :], cache)
+    walk = walk.within("a while loop")
     each = bool(cond.out_avals[0].shape)
 
     def turned(carry: Sequence[Any]) -> list[DeviceValue]:
@@ -225,6 +231,7 @@ def local_cond(
     for m in meets[:1]:
         wanted = None if m is None else walk.matched(m, [index])[0]
         index = index if wanted is None else walk.brought(index, wanted, cache)
+    walk = walk.within("a branch")
     branches = [branch(k, closed) for k, closed in enumerate(eqn.params["branches"])]
     made = jax.lax.switch(index.array, branches, *packed(operands))
     return [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from pase.backends.jax_local import LocalWalk
 from pase.backends.jax_moves import moved
-from pase.backends.jax_values import DeviceValue, NotByHand
+from pase.backends.jax_values import Arrivals, DeviceValue, NotByHand
 from pase.errors import PaseError
 from pase.frontends.from_jax import inner_jaxpr
 from pase.frontends.jax_leaves import combine
@@ -96,7 +96,7 @@ class Manual:
         """f(params, *batch) -> the result of the user's function. Do not differentiate it; use ``value_and_grad``."""
         import jax
 
-        run = jax.custom_vjp(self._mapped(lambda *leaves: self._forward(leaves, {}), self._returns()))
+        run = jax.custom_vjp(self.mapped(lambda *leaves: self.forward(leaves, {}), self.returns()))
 
         def refuse(*_: Any) -> Any:
             raise PaseError(
@@ -107,7 +107,7 @@ class Manual:
         run.defvjp(refuse, refuse)
 
         def whole(*args: Any) -> Any:
-            return self._value(run(*self.plan.checked(args)))
+            return self.value(run(*self.plan.checked(args)))
 
         return whole
 
@@ -115,36 +115,32 @@ class Manual:
         """f(params, *batch) -> (the result of the user's function, gradients of the trained leaves)."""
         import jax
 
-        own = self._trained()
-        kept = [self.program.result(self._names[i]).gradient for i in own]
-        specs = (
-            self._returns(),
-            [self._spec(layout, self._shape(i)) for i, layout in zip(own, kept, strict=True)],
-        )
-
         def local(*leaves: Any) -> Any:
-            carriers = {i: self._carrier(i, leaves[i], layout) for i, layout in zip(own, kept, strict=True)}
-
             def of(carriers: dict[int, Any]) -> tuple[Any, list[Any]]:
-                outs = self._forward(leaves, carriers)
+                outs = self.forward(leaves, carriers)
                 return outs[0], outs
 
-            (_, outs), grads = jax.value_and_grad(of, has_aux=True)(carriers)
-            return outs, [grads[i] for i in own]
+            (_, outs), grads = jax.value_and_grad(of, has_aux=True)(self.carriers(leaves))
+            return outs, [grads[i] for i in self.trained]
 
-        run = self._mapped(local, specs)
+        run = self.mapped(local, (self.returns(), self.gradient_specs()))
 
         def graded(params: Any, *batch: Any) -> Any:
             outs, grads = run(*self.plan.checked((params, *batch)))
-            found = dict(zip(own, grads, strict=True))
-            tree = jax.tree.unflatten(
-                self.plan.traced.in_tree, [found.get(i) for i in range(len(self._names))]
-            )
-            return self._value(outs), tree[0]
+            return self.value(outs), self.gradients(grads)
 
         return graded
 
-    def _value(self, outs: Sequence[Any]) -> Any:
+    def gradients(self, grads: Sequence[Any]) -> Any:
+        """Gradients of the trained leaves, as a tree like params."""
+        import jax
+
+        found = dict(zip(self.trained, grads, strict=True))
+        leaves = [found.get(i) for i in range(len(self._names))]
+        return jax.tree.unflatten(self.plan.traced.in_tree, leaves)[0]
+
+    def value(self, outs: Sequence[Any]) -> Any:
+        """What the user's function returns, of its leaves."""
         import jax
 
         traced = self.plan.traced
@@ -175,25 +171,35 @@ class Manual:
             prefix = self.plan.traced.programs[number]
             outs = self._walk.run(inner, consts, [value(v) for v in eqn.invars], prefix, cache)
             env.update(zip(eqn.outvars, outs, strict=True))
-            return [self._out(value(closed.jaxpr.outvars[j]), self._end(j), cache) for j in mine]
+            return [self._out(self._walk, value(closed.jaxpr.outvars[j]), self._end(j), cache) for j in mine]
 
-        returns = self._returns()
-        return self._mapped(local, [returns[j] for j in mine], given)
+        returns = self.returns()
+        return self.mapped(local, [returns[j] for j in mine], given)
 
-    def _mapped(
-        self, fn: Callable[..., Any], outs: Any, given: Sequence[int] | None = None
+    def mapped(
+        self,
+        fn: Callable[..., Any],
+        outs: Any,
+        given: Sequence[int] | None = None,
+        stacked: Collection[int] = (),
     ) -> Callable[..., Any]:
-        """fn on each device. given: the numbers of the leaves that it takes; None: all."""
+        """fn on each device. given: the numbers of the leaves that it takes; None: all. stacked: of those, which are
+        micro-batches one behind the other."""
         import jax
+        from jax.sharding import PartitionSpec
 
         leaves = range(len(self._names)) if given is None else given
-        ins = tuple(self._spec(self.program.result(self._names[i]).layout, self._shape(i)) for i in leaves)
+        one = [self._spec(self.program.result(self._names[i]).layout, self._shape(i)) for i in leaves]
+        ins = tuple(
+            PartitionSpec(None, *spec) if i in stacked else spec for i, spec in zip(leaves, one, strict=True)
+        )
         return jax.jit(jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False))
 
     def _shape(self, i: int) -> tuple[int, ...]:
         return tuple(self.plan.traced.jaxpr.in_avals[i].shape)
 
-    def _trained(self) -> list[int]:
+    @cached_property
+    def trained(self) -> list[int]:
         """The leaves of params that have gradients."""
         import jax
 
@@ -206,19 +212,28 @@ class Manual:
             raise PaseError(f"the layout {layout} is not of contiguous parts: this is a defect of pase.local")
         return self.plan.spec(where)
 
-    def _carrier(self, i: int, leaf: Any, gradient: Layout) -> Any:
-        """The array through which a parameter's gradient is taken: the parameter, or zeros in the gradient's storage
-        layout.
-        """
+    def gradient_specs(self) -> list[Any]:
+        """PartitionSpecs of the trained leaves' gradients."""
+        return [
+            self._spec(self.program.result(self._names[i]).gradient, self._shape(i)) for i in self.trained
+        ]
+
+    def carriers(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """The arrays through which gradients are taken: the parameter, or zeros in the gradient's storage layout."""
         import jax
 
-        if self.program.result(self._names[i]).layout == gradient:
-            return leaf
-        return jax.numpy.zeros(local_shape(self._shape(i), gradient, self.program.mesh), leaf.dtype)
+        out = {}
+        for i in self.trained:
+            r = self.program.result(self._names[i])
+            zeros = local_shape(self._shape(i), r.gradient, self.program.mesh)
+            out[i] = leaves[i] if r.layout == r.gradient else jax.numpy.zeros(zeros, leaves[i].dtype)
+        return out
 
-    def _forward(self, leaves: Sequence[Any], carriers: dict[int, Any]) -> list[Any]:
-        """The model's result on one device. carriers: see ``_carrier``."""
-        walk, closed = self._walk, self.plan.traced.jaxpr
+    def forward(
+        self, leaves: Sequence[Any], carriers: dict[int, Any], arrivals: Arrivals | None = None
+    ) -> list[Any]:
+        """The model's result on one device. carriers: see there. arrivals: parameters that were gathered before."""
+        walk, closed = replace(self._walk, arrivals=arrivals), self.plan.traced.jaxpr
         values = []
         for i, (x, name) in enumerate(zip(leaves, self._names, strict=True)):
             r = self.program.result(name)
@@ -228,12 +243,12 @@ class Manual:
         cache: dict[int, Any] = {}
         outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
         ends = [self._end(j) for j in range(len(outs))]
-        return [self._out(h, op, cache) for h, op in zip(outs, ends, strict=True)]
+        return [self._out(walk, h, op, cache) for h, op in zip(outs, ends, strict=True)]
 
-    def _out(self, value: DeviceValue, op: LocalOp | None, cache: dict[int, Any]) -> Any:
+    def _out(self, walk: LocalWalk, value: DeviceValue, op: LocalOp | None, cache: dict[int, Any]) -> Any:
         """A result in the plan's layout if there is one. Otherwise as it is made, or whole if it is not an array."""
         if op is not None:
-            return self._walk.brought(value, op.operands[0], cache).array
+            return walk.brought(value, op.operands[0], cache).array
         if value.layout is None:
             return value.array
         shape = self.program.result(value.tensor or "").shape
@@ -244,7 +259,7 @@ class Manual:
             value.array, to_whole(value.layout, self.program.mesh), shape, made.combine, self.program.mesh
         )
 
-    def _returns(self) -> list[Any]:
+    def returns(self) -> list[Any]:
         """PartitionSpecs of the model's results."""
         specs = []
         for j, aval in enumerate(self.plan.traced.jaxpr.out_avals):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pase.errors import PaseError
-from pase.local.types import Layout
+from pase.local.types import Layout, LocalTransfer
 
-__all__ = ["Cache", "DeviceValue", "NotByHand", "packed", "unpacked"]
+__all__ = ["Arrivals", "Cache", "DeviceValue", "NotByHand", "packed", "unpacked"]
 
 Cache = dict[int, Any]
 """Results of transfers so far in the body of this loop, branch or rematerialised region: number -> array."""
@@ -35,6 +35,48 @@ class DeviceValue:
     tensor: str | None = None
     layout: Layout | None = None
     shadow: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """Parameters as their readers have them, in a step that gathers these once: one walk finds them, others are given
+    them. Keys are numbers of transfers; a loop's are in a mapping under its path, stacked over its turns.
+
+    given: None while they are found. wide: for each that is found, the type in which its gradients are added, empty
+    where it has none. barred: what this is inside of, if nothing can be taken out of it.
+    """
+
+    given: Mapping[str, Any] | None = None
+    found: dict[str, Any] = field(default_factory=dict)
+    wide: dict[str, Any] = field(default_factory=dict)
+    barred: str = ""
+
+    def of(self, key: str, transfer: LocalTransfer, stored: str, make: Callable[[], Any]) -> Any:
+        """What arrives. stored: the type that the parameter is stored in; make: gathers it."""
+        if self.barred:
+            raise NotByHand(
+                f"'{transfer.tensor}' is read in {self.barred}, out of which it cannot be gathered once a step; compile "
+                f"with once='none'"
+            )
+        if self.given is not None:
+            return self.given[key]
+        if key not in self.found:
+            self.found[key] = make()
+            self.wide[key] = "" if transfer.backward is None else stored
+        return self.found[key]
+
+    def turn(self, given: Mapping[str, Any]) -> Arrivals:
+        """Those of one turn of a loop. given: of this turn, while they are given."""
+        return Arrivals(given=None if self.given is None else given, barred=self.barred)
+
+    def stacked(self, loop: str) -> Mapping[str, Any]:
+        """Those of a loop that are given, stacked over its turns."""
+        return {} if self.given is None else self.given.get(loop, {})
+
+    def leave(self, loop: str, turn: Arrivals, found: Mapping[str, Any]) -> None:
+        """Take what was found in a loop. turn: of its last turn; found: the same, stacked."""
+        if found:
+            self.found[loop], self.wide[loop] = found, turn.wide
 
 
 def packed(values: Sequence[DeviceValue]) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_accumulate import summed
 from pase.backends.jax_manual import Lowering, Manual, lowered
+from pase.backends.jax_once import graded_once
 from pase.backends.jax_programs import part_of, threaded_arguments
 from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
 from pase.backends.jax_walk import JaxprWalk
@@ -21,7 +22,7 @@ from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.frontends.jax_types import Tree
 from pase.ir import Place, named, simplify
-from pase.ir.blocks import Block, accumulated, kept_results, rematerialised
+from pase.ir.blocks import Block, Once, accumulated, kept_results, rematerialised
 from pase.local.lower import program_of
 from pase.local.types import LocalProgram
 from pase.machine import Mesh
@@ -53,6 +54,8 @@ class JaxPlan:
     """Micro-batches per step. Gradients are summed over them; the loss is assumed to be a mean over the batch."""
     blocks: tuple[Block, ...] = ()
     """Equations that backward recomputes."""
+    once: Once = "none"
+    """What of parameters is sent once a step. Unless it is nothing, the plan is lowered by hand."""
     _functions: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The functions made so far that contain the constraints. ``in_shardings`` warns if there are none."""
     accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict)
@@ -65,7 +68,7 @@ class JaxPlan:
         """The local program: what each device computes and sends."""
         raw = rematerialised(self.traced.graph, self.blocks)
         return program_of(
-            accumulated(named(simplify(raw)), self.accumulate), self.logical_mesh, self.strategy
+            accumulated(named(simplify(raw)), self.accumulate, self.once), self.logical_mesh, self.strategy
         )
 
     @cached_property
@@ -225,6 +228,13 @@ class JaxPlan:
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("value_and_grad")
+        if self.once != "none":
+            if lowering == "annotated":
+                raise PaseError(
+                    f"the plan sends once a step what XLA's partitioner would send for each micro-batch (once="
+                    f"'{self.once}'): leave out lowering='annotated', or compile with once='none'"
+                )
+            return graded_once(Manual(plan=self, mesh=mesh))
         kept, fn, aux = self.gradient_shardings(mesh), self._constrained(mesh), self.traced.has_aux
 
         def graded(params: Tree, *batch: Tree) -> Any:
@@ -474,6 +484,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         traced=traced,
         accumulate=plan.accumulate,
         blocks=plan.remat,
+        once=plan.once,
         accesses=plan.accesses,
         strategy=plan.strategy,
         logical_mesh=plan.mesh,

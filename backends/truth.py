@@ -238,7 +238,7 @@ def sharded_step(
     optimizer: GradientTransformation,
     params: Tree,
     *batch: Tree,
-    lowering: Lowering = "annotated",
+    lowering: Lowering | None = None,
 ) -> StepResult:
     """The same step as ``plan.jax.train_step`` does it, on the plan's devices; compiled once."""
     import jax

@@ -25,6 +25,7 @@ from pase.ir.places import NOWHERE, SourceLine
 __all__ = [
     "KNOWN",
     "attention_by",
+    "called",
     "check",
     "cudnn_attention",
     "cudnn_attention_backward",
@@ -40,6 +41,7 @@ __all__ = [
     "scan_groups",
     "source_line",
     "static_arguments",
+    "without_dead_code",
 ]
 
 KNOWN = ((0, 10), (0, 11), (0, 12))
@@ -236,10 +238,10 @@ def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[Any, Any, list[bool]]:
 
     ahead, made = jax.make_jaxpr(forward, return_shape=True)(*shapes([v.aval for v in eqn.invars]))
     back = jax.make_jaxpr(backward)(made[1], *shapes([a for a, on in zip(used, smooth, strict=True) if on]))
-    return ahead, _without_dead_code(back), smooth
+    return ahead, without_dead_code(back), smooth
 
 
-def _without_dead_code(closed: Any) -> Any:
+def without_dead_code(closed: Any) -> Any:
     """The jaxpr without what none of its results needs: a rule finds the gradients of operands that have none, too."""
     from jax.extend.core import ClosedJaxpr
     from jax.interpreters.partial_eval import dce_jaxpr

@@ -122,6 +122,7 @@ def summary(plan: PlanData) -> dict[str, object]:
         "misfit": plan.misfit,
         "accumulate": plan.accumulate,
         "blocks_computed_again": len(plan.remat),
+        "once": plan.once,
         "baselines": dict(plan.baselines),
         "baselines_that_do_not_fit": list(plan.too_large),
         "skipped": dict(plan.skipped),

@@ -122,9 +122,8 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
     if plan.accumulate > 1 or plan.remat:
         how = {b.again for b in plan.remat}
         blocks = recomputed(traced, next(w for w in ("light", "attention", "all") if w in how)) if how else ()
-        problem = problem.varied(
-            traced, Variant(accumulate=math.gcd(plan.accumulate, batch_size(traced)), blocks=blocks)
-        )
+        micro = math.gcd(plan.accumulate, batch_size(traced))
+        problem = problem.varied(traced, Variant(accumulate=micro, blocks=blocks, once=plan.once))
     mesh = shrunk_mesh(plan.mesh, devices)
     pinned, dropped = transferred(plan, problem.graph, mesh)
     configs = complete(problem, pinned, mesh)

@@ -59,7 +59,15 @@ def compile_model(
     written, limit = problem, options.limit_bytes(problem.machine)
     limited = limit is not None
     tries = list(
-        variants(traced, problem.graph, options.accumulate, options.remat, limited, options.precision)
+        variants(
+            traced,
+            problem.graph,
+            options.accumulate,
+            options.remat,
+            limited,
+            options.precision,
+            options.once,
+        )
     )
     if tries[0][0] != Variant():
         problem = problem.varied(traced, tries[0][0])

@@ -141,6 +141,13 @@ class CompileOptions:
         "or 'auto', the cheapest within the memory limit.",
         "--remat",
     )
+    once: Literal["none", "gathers", "all", "auto"] = _option(
+        "none",
+        "What is sent once a step of parameters that are split, not for each micro-batch and each time that backward "
+        "recomputes: 'none'; 'gathers', after which they stay gathered; 'all', also the sums of gradients, which stay "
+        "unsummed; 'auto', the cheapest within the memory limit. plan.jax lowers such a plan by hand.",
+        "--once",
+    )
     precision: Literal["model", "fp8"] = _option(
         "model",
         "Precision of products with weights. 'model': the model's own types. 'fp8': all but the last in eight bits, at "
@@ -188,6 +195,10 @@ class CompileOptions:
             )
         if self.target != "any" and self.pipeline != "none":
             raise PaseError(f"target '{self.target}' takes no stages: leave out pipeline (--pipeline)")
+        if self.pipeline != "none" and self.once in ("gathers", "all"):
+            raise PaseError(
+                f"once='{self.once}' is for steps without stages; stages choose for themselves what is sent once"
+            )
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 *most, last = map(repr, choices)

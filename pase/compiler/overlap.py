@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.ir import Graph
+from pase.ir.blocks import once_of, turns_of
 from pase.machine import CostModel, Mesh
 from pase.search import Solution, solve
 from pase.search.check import cost_of
@@ -66,9 +67,10 @@ class Hiding:
 
 
 def build_hiding(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str) -> Hiding:
-    """The tables of a mesh."""
+    """The tables of a mesh. Sums that come once a step have only the last micro-batch's backward to hide behind."""
+    hides = 1 / turns_of(graph) if once_of(graph) == "all" else 1.0
     free, space = build(graph, mesh, model, optimizer, sync=0.0, backward=1.0)
-    charged, _ = build(graph, mesh, model, optimizer, sync=1.0, backward=0.0)
+    charged, _ = build(graph, mesh, model, optimizer, sync=1.0, backward=1.0 - hides)
     return Hiding(free=free, charged=charged, space=space)
 
 

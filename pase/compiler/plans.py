@@ -73,6 +73,7 @@ def plan_found(
         graph_digest=digest(traced.graph),
         accumulate=problem.variant.accumulate,
         remat=problem.variant.blocks,
+        once=problem.variant.once,
     )
     return replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.methods)
 
@@ -105,6 +106,7 @@ def plan_of(
         graph_digest=digest(traced.graph),
         accumulate=problem.variant.accumulate,
         remat=problem.variant.blocks,
+        once=problem.variant.once,
     )
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pase.errors import PaseError
 from pase.ir.blocks import (
     Block,
+    Once,
     accumulated,
     again_text,
     attention_cores,
     kept_results,
     mixes_examples,
+    once_text,
     rematerialised,
 )
 from pase.ir.precision import in_fp8
@@ -31,14 +33,19 @@ ProductPrecision = Literal["model", "fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A way to run the model's step. blocks: those that backward recomputes. precision: of products with weights."""
+    """A way to run the model's step. blocks: those that backward recomputes. precision: of products with weights.
+
+    once: what of parameters is sent once a step, not for each micro-batch and for each time that it is read.
+    """
 
     accumulate: int = 1
     blocks: tuple[Block, ...] = ()
     precision: ProductPrecision = "model"
+    once: Once = "none"
 
     def __str__(self) -> str:
         parts = [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
+        parts += once_text(self.once)
         return " and ".join([*parts, *again_text(self.blocks)]) or "as written"
 
 
@@ -50,7 +57,8 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
     if variant.accumulate > 1:
         raw = _micro_graph(traced, variant.accumulate)
     graph = named(simplify(rematerialised(raw, variant.blocks), raw))
-    return accumulated(in_fp8(graph) if variant.precision == "fp8" else graph, variant.accumulate)
+    exact = in_fp8(graph) if variant.precision == "fp8" else graph
+    return accumulated(exact, variant.accumulate, variant.once)
 
 
 @once
@@ -89,22 +97,24 @@ def variants(
     remat: str,
     limited: bool,
     precision: ProductPrecision = "model",
+    once: Once | Literal["auto"] = "none",
 ) -> Iterator[list[Variant]]:
-    """The variants to try, in order, grouped by number of micro-batches. The first applies if memory is no constraint.
+    """The variants to try, in order, grouped by number of micro-batches. The first applies if memory is no constraint:
+    no other takes less time.
 
-    graph: the simplified one. accumulate, remat: what the user fixed; None and "auto" fix nothing.
+    graph: the simplified one. accumulate, remat, once: what the user fixed; None and "auto" fix nothing.
     """
     trained = getattr(traced, "mode", "train") == "train"  # what is not trained keeps nothing for a backward
     if accumulate not in (None, 1) and not trained:
         raise PaseError(
             f"only a loss is run in micro-batches, not a model with mode='{getattr(traced, 'mode', '')}'"
         )
+    marked = any(op.remat for n in graph.nodes for op in n.ops)
     free = limited and traced.frontend in ("jax", "torch") and trained
     if remat in ("auto", "none"):
         regions = list(_regions(traced)) if remat == "auto" and free else [()]
     else:
         regions = [recomputed(traced, remat)]
-        marked = any(op.remat for n in graph.nodes for op in n.ops)
         if not regions[0] and not (remat == "all" and marked):
             raise PaseError(
                 f"'{graph.name}' has no repeated block{_LACKS[remat]} to compute again: no loop over layers, no three "
@@ -117,8 +127,45 @@ def variants(
             f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}"
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
-    for k in sizes:
-        yield [Variant(accumulate=k, blocks=b, precision=precision) for b in regions]
+    asked = _asked_once(once, traced, trained)
+    groups = [
+        [
+            Variant(accumulate=k, blocks=b, precision=precision, once=o)
+            for b in regions
+            for o in _sent_once(asked, k, bool(b) or marked)
+        ]
+        for k in sizes
+    ]
+    if asked in ("gathers", "all") and all(v.once == "none" for group in groups for v in group):
+        raise PaseError(
+            f"once='{asked}': this step sends nothing of its parameters twice, since it has one micro-batch"
+            f"{'' if asked == 'all' else ' and computes nothing again'}; set accumulate"
+        )
+    yield from groups
+
+
+def _asked_once(once: Once | Literal["auto"], traced: Traced, trained: bool) -> Once | Literal["auto"]:
+    """What may be sent once; nothing where no program of ours could run it."""
+    if traced.frontend == "jax" and trained:
+        return once
+    if once in ("none", "auto"):
+        return "none"
+    raise PaseError(
+        f"once='{once}': only a loss in JAX is run so, and '{traced.graph.name}' is "
+        + ("not trained" if traced.frontend == "jax" else f"of the {traced.frontend} frontend")
+    )
+
+
+def _sent_once(once: Once | Literal["auto"], micro_batches: int, again: bool) -> tuple[Once, ...]:
+    """What is sent once, the most of it first, as far as that differs. again: recomputation reads parameters again."""
+    differ: tuple[Once, ...] = ("none",)
+    if micro_batches > 1:
+        differ = ("all", "gathers", "none")
+    elif again:
+        differ = ("gathers", "none")
+    if once == "auto":
+        return differ
+    return (once,) if once in differ else (differ[0] if once == "all" else "none",)
 
 
 _LACKS = {"all": "", "light": " with products", "attention": " with an attention"}

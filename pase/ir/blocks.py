@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,12 +19,15 @@ from pase.ir.types import LEAF, Graph, Node, Op
 __all__ = [
     "Again",
     "Block",
+    "Once",
     "accumulated",
     "again_text",
     "attention_cores",
     "holders",
     "kept_results",
     "mixes_examples",
+    "once_of",
+    "once_text",
     "rematerialised",
     "turns_of",
 ]
@@ -160,8 +163,18 @@ def _weights(graph: Graph) -> set[str]:
     return made
 
 
-def accumulated(graph: Graph, micro_batches: int) -> Graph:
-    """The graph of one micro-batch as the graph of a step: everything but the update runs so many times."""
+Once = Literal["none", "gathers", "all"]
+"""What is done once a step, whatever its micro-batches and whatever backward recomputes: nothing; gathers of
+parameters, which then stay gathered; those and the sums of gradients, which are held unsummed until then."""
+
+
+def accumulated(graph: Graph, micro_batches: int, once: Once = "none") -> Graph:
+    """The graph of one micro-batch as the graph of a step: everything but the update runs so many times.
+
+    once: what of parameters is sent a single time instead (``pase.tables.charges.edge_flows``).
+    """
+    if once != "none":
+        graph = replace(graph, meta={**graph.meta, "once": once})
     if micro_batches == 1:
         return graph
 
@@ -177,6 +190,23 @@ def accumulated(graph: Graph, micro_batches: int) -> Graph:
 def turns_of(graph: Graph) -> int:
     """Micro-batches of a step."""
     return int(graph.meta.get("accumulate", "1"))
+
+
+def once_of(graph: Graph) -> Once:
+    """What a step does once of what it sends of parameters."""
+    return next((o for o in _ONCE if o == graph.meta.get("once")), "none")
+
+
+_ONCE: Mapping[Once, tuple[str, ...]] = {
+    "none": (),
+    "gathers": ("parameters gathered once a step",),
+    "all": ("parameters gathered and gradients summed once a step",),
+}
+
+
+def once_text(once: Once) -> list[str]:
+    """What is sent once a step, in words: a part, or nothing."""
+    return list(_ONCE[once])
 
 
 def mixes_examples(graph: Graph) -> str | None:

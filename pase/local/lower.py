@@ -10,6 +10,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.ir import Access, Edge, Graph, Node, Op
+from pase.ir.blocks import once_of
 from pase.ir.types import shared_edge
 from pase.local.types import (
     AxisState,
@@ -53,6 +54,7 @@ def local_program(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -
         ops=tuple(op for n in graph.nodes for op in lower.node(n, edges)),
         transfers=tuple(map(lower.transfer, graph.edges)),
         originals={t.name: t.copy_of for t in graph.tensors.values() if t.copy_of},
+        once=once_of(graph),
     )
 
 
@@ -116,6 +118,7 @@ class _Lower:
             backward=None if back is None else self._moves(back, have, want),
             phase="backward" if there is None else there.phase,
             runs=(0.0 if there is None else there.times, 0.0 if back is None else back.times),
+            once=once_of(self.graph) != "none" and src.kind == "parameter",
         )
 
     def _moves(self, flow: Flow, have: np.ndarray, want: np.ndarray) -> tuple[LocalMove, ...]:

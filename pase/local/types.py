@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from pase.ir import Op, Place
+from pase.ir.blocks import Once
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.work import Phase
 
@@ -78,7 +79,7 @@ class LocalTransfer:
 
     backward: None where no gradient comes back. combine: how partial values of it become one. phase: in which it is
     read: backward by the ops of a derivative rule that the user wrote. runs: how often the way there and the way back
-    run in a step.
+    run in a step. once: it is of a parameter, in a step that gathers these once (``LocalProgram.once``).
     """
 
     tensor: str
@@ -89,6 +90,7 @@ class LocalTransfer:
     backward: tuple[LocalMove, ...] | None
     phase: Phase
     runs: tuple[float, float]
+    once: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ class LocalOp:
 class LocalProgram:
     """What each device of the mesh does in a step; ops stand in the order of the graph.
 
-    originals: copy -> the tensor that it is a copy of.
+    originals: copy -> the tensor that it is a copy of. once: what of parameters is sent once a step.
     """
 
     name: str
@@ -162,6 +164,7 @@ class LocalProgram:
     ops: tuple[LocalOp, ...]
     transfers: tuple[LocalTransfer, ...]
     originals: Mapping[str, str] = field(default_factory=dict)
+    once: Once = "none"
 
     @cached_property
     def maker(self) -> Mapping[str, LocalOp]:

@@ -4,8 +4,9 @@ Parameters are kept in their storage layout, gradients and optimizer state so to
 Activations are what backward needs (``pase.memory.residuals``), each once, in the layout it was written in, times the
 loop turns that make it; inside a rematerialised region only what enters it is kept, and while a region is
 recomputed, one turn of its inner tensors. Weights that a product reads gathered or cast are activations too, until
-its backward, except in a rematerialised region, which gathers them again. Buffers: what one op reads and makes,
-with its gradients, at most.
+its backward, except in a rematerialised region, which gathers them again. What a step gathers once is kept, in regions
+too, and what it sums once is kept unsummed (``pase.ir.blocks.Once``). Buffers: what one op reads and makes, with its
+gradients, at most.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Scope
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import once_of, turns_of
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
@@ -39,7 +40,7 @@ from pase.tables.layouts import (
     state_index,
     write_rule,
 )
-from pase.tables.work import OPTIMIZERS
+from pase.tables.work import OPTIMIZERS, has_gradient, parameter_reads
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
@@ -144,6 +145,7 @@ def _terms_of(
     graph: Graph, n: Node, optimizer: str, heavy: Collection[str]
 ) -> Iterator[tuple[_Term, _ScopePath]]:
     wanted, turns = kept(graph), turns_of(graph)  # of a step in micro-batches, one lives at a time
+    stays, unsummed = once_of(graph) != "none", once_of(graph) == "all" and turns > 1
 
     def term(kind: MemoryKind, a: Access, **more: Any) -> _Term:
         return _term(graph, n, kind, a, **more)
@@ -155,10 +157,11 @@ def _terms_of(
                 yield term("parameters", a), None
                 if t.needs_grad:
                     state = tuple(state_index(n))
-                    yield (
-                        term("gradients", a, state=state, times=2 if turns > 1 else 1),
-                        None,
-                    )  # the sum, and one to add
+                    if not unsummed:
+                        yield (
+                            term("gradients", a, state=state, times=2 if turns > 1 else 1),
+                            None,
+                        )  # the sum, and one to add
                     values = 4 * OPTIMIZERS[optimizer]
                     yield term("optimizer", a, state=state, times=values, over=t.itemsize), None
             elif t.role == "input":
@@ -170,27 +173,29 @@ def _terms_of(
                 k = wanted[a.tensor]
                 copies = 1 if k.region is not None else number(k.times, t.name) / turns
                 yield term("activations", a, times=copies), k.region
-    for op, a in n.reads:  # parameters as this node reads them, kept for its backward
-        source = graph.producer.get(a.tensor)
-        if source is None or source.kind != "parameter" or not op.differentiable or op.region is not None:
-            continue
-        if n.kind == "copy" or op.kind in ("matmul", "conv"):
-            yield term("activations", a, times=number(op.times, n.name), over=turns, weights=True), None
+    for ops, a, stored in parameter_reads(graph, n):  # as this node reads them
+        many = number(ops[0].times, n.name)
+        if stays or any(_read_in_backward(n, op) for op in ops):
+            yield term("activations", a, times=many, over=turns, weights=True), None
+        # The sum, as exact as what is stored, and one to add:
+        if unsummed and any(has_gradient(graph, op, a.tensor) for op in ops):
+            copies = 1 + stored.itemsize / graph.tensors[a.tensor].itemsize
+            yield term("gradients", a, times=many * copies, over=turns), None
     if n.kind == "parameter":  # less what is the stored parameter itself
         a = n.ops[0].writes[0]
-        if a.tensor in heavy and graph.tensors[a.tensor].needs_grad:
+        if a.tensor in heavy and (stays or graph.tensors[a.tensor].needs_grad):
             yield term("activations", a, times=-1, weights=True), None
 
 
+def _read_in_backward(n: Node, op: Op) -> bool:
+    """Does a node's backward need what this op of it reads, without gathering it again?"""
+    return op.region is None and op.differentiable and (op.kind in ("matmul", "conv") or n.kind == "copy")
+
+
 def _read_heavily(graph: Graph) -> set[str]:
-    """Tensors that a product outside of rematerialised regions reads, or a copy."""
-    return {
-        e.tensor
-        for e in graph.edges
-        if e.op.region is None
-        and e.op.differentiable
-        and (e.op.kind in ("matmul", "conv") or graph.node[e.dst].kind == "copy")
-    }
+    """Tensors that are kept as their readers have them."""
+    stays = once_of(graph) != "none"
+    return {e.tensor for e in graph.edges if stays or _read_in_backward(graph.node[e.dst], e.op)}
 
 
 def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
@@ -274,7 +279,7 @@ def _gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> _Gather
     return _Gathered(
         write=write_rule(source, *source.write_of(a.tensor)),
         read=read_rule(n, op, a),
-        again=op.region is not None,
+        again=op.region is not None and once_of(graph) == "none",
         cast=source.ops[0].writes[0].tensor != a.tensor,
         trained=graph.tensors[a.tensor].needs_grad,
     )

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Scope
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import once_of, turns_of
 from pase.machine import Mesh
 from pase.memory.account import Memory, MemoryKind
 from pase.memory.residuals import kept
 from pase.tables.layouts import dim_index, number, shards, state_index
 from pase.tables.tiles import padding
-from pase.tables.work import OPTIMIZERS
+from pase.tables.work import OPTIMIZERS, has_gradient, parameter_reads
 
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
@@ -102,6 +102,7 @@ def course(
     tile: of the device's memory. late: nodes whose product makes its part of a parameter's gradient at the end.
     """
     when, wanted, turns = _moments(graph), kept(graph), turns_of(graph)
+    stays, unsummed = once_of(graph) != "none", once_of(graph) == "all" and turns > 1
     made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     tied = _tied(graph)
 
@@ -122,7 +123,8 @@ def course(
             for a in op.writes:
                 t = graph.tensors[a.tensor]
                 if t.role == "parameter":
-                    yield from _parameter(graph, n, local(a), cfg, mesh, optimizer, when, n.name in tied)
+                    alone = n.name not in tied and not unsummed
+                    yield from _parameter(graph, n, local(a), cfg, mesh, optimizer, when, alone)
                 elif t.role == "input":  # of all micro-batches
                     yield HeldBytes(kind="activations", nbytes=local(a) * turns, at=when.always)
                 elif n.kind == "carry" and t.needs_grad:
@@ -138,8 +140,10 @@ def course(
                         many = number(k.times, t.name) / turns
                         at = when.always if n.name in late else when.until(n.name)
                         yield HeldBytes(kind="activations", nbytes=local(a) * many, at=at)
+        if stays:
+            yield from _held_once(graph, n, local, when)
         # A loop's stack of weights is cast before the loop.
-        if n.kind == "parameter":
+        elif n.kind == "parameter":
             for op in n.ops[1:]:
                 if op.kind == "elementwise" and times(op) > 1:
                     at = when.always & ~when.end
@@ -152,14 +156,31 @@ def course(
             own = t.needs_grad and op.differentiable
             gradient = own * local(a) / t.itemsize * _ACCUMULATED
             if heavy:
-                yield HeldBytes(
-                    kind=None, nbytes=local(a) + (n.name not in late) * gradient, at=when.only(op.region)
-                )
-            if source.name in tied and own:
+                mine = (not stays) * local(a) + (n.name not in late) * gradient
+                yield HeldBytes(kind=None, nbytes=mine, at=when.only(op.region))
+            if source.name in tied and own and not unsummed:
                 at = when.back if heavy and n.name not in late else when.end
                 yield HeldBytes(kind="gradients", nbytes=gradient, at=at)
 
     return parts
+
+
+def _held_once(
+    graph: Graph, n: Node, local: Callable[[Access], np.ndarray], when: _Moments
+) -> Iterator[HeldBytes]:
+    """Of a step that gathers once: parameters as a node has them, all along, and where their gradients are summed once,
+    too, these until then: the sum, as exact as what is stored, and one to add. local: bytes on a device."""
+    turns = turns_of(graph)
+    if n.kind == "parameter" and (mine := n.ops[0].writes[0]).tensor in {e.tensor for e in graph.edges}:
+        yield HeldBytes(kind="activations", nbytes=-local(mine), at=when.always)  # the stored array itself
+    for ops, a, stored in parameter_reads(graph, n):
+        whole = local(a) * float(number(ops[0].times, n.name)) / turns
+        yield HeldBytes(kind="activations", nbytes=whole, at=when.always)
+        unsummed = once_of(graph) == "all" and turns > 1
+        if unsummed and any(has_gradient(graph, op, a.tensor) for op in ops):
+            wide = whole * stored.itemsize / graph.tensors[a.tensor].itemsize
+            yield HeldBytes(kind="gradients", nbytes=wide, at=when.always)
+            yield HeldBytes(kind="gradients", nbytes=whole, at=when.back)
 
 
 def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
@@ -190,19 +211,20 @@ def _parameter(
     mesh: Mesh,
     optimizer: str,
     when: _Moments,
-    tied: bool,
+    alone: bool,
 ) -> Iterator[HeldBytes]:
     """The parameter, its optimizer state, and its gradient: there once backward has begun, and with micro-batches a
-    sum beside it from the first on. The parts of a parameter with several readers are counted at the end."""
+    sum beside it from the first on. alone: False where its readers count the gradient: the parts of one with several
+    readers at the end, those that are summed over devices once a step all along."""
     t = graph.tensors[n.ops[0].writes[0].tensor]
     yield HeldBytes(kind="parameters", nbytes=local, at=when.always)
     if not t.needs_grad:
         return
     mine = local / shards(cfg, state_index(n), mesh)
     yield HeldBytes(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize, at=when.always)
-    if not tied:
+    if alone:
         yield HeldBytes(kind="gradients", nbytes=mine, at=when.back)
-    if turns_of(graph) > 1:
+    if turns_of(graph) > 1 and once_of(graph) != "all":
         yield HeldBytes(kind="gradients", nbytes=mine, at=when.always)
 
 

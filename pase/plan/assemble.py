@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 
 from pase.ir import Graph, Node, Role
-from pase.ir.blocks import Block
+from pase.ir.blocks import Block, Once
 from pase.machine import CostModel, Machine, Mesh
 from pase.memory.account import MemoryKind, held
 from pase.memory.accounts import account_for
@@ -88,6 +88,7 @@ def assemble(
     graph_digest: str,
     accumulate: int = 1,
     remat: Sequence[Block] = (),
+    once: Once = "none",
 ) -> PlanData:
     """Everything that follows from (graph, mesh, configs). configs: node name -> int8 [axes]."""
     moved = collectives(graph, mesh, configs, model)
@@ -123,6 +124,7 @@ def assemble(
         seconds=dict(seconds),
         accumulate=accumulate,
         remat=tuple(remat),
+        once=once,
         graph_digest=graph_digest,
         provenance=dict(provenance),
         traced=traced,

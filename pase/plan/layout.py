@@ -83,6 +83,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         memory_limit=_if_given(plan.memory_limit),
         misfit=_if_given(plan.misfit),
         accumulate=plan.accumulate,
+        once=plan.once,
         remat=plan.remat,
         graph_digest=plan.graph_digest,
         seconds=dict(plan.seconds),
@@ -216,6 +217,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
         misfit=_or_none(form.misfit),
         baseline_memory=cost.baseline_memory or {},
         accumulate=form.accumulate,
+        once=form.once,
         remat=form.remat,
         memory=form.memory,
         work=_or_none(form.work),
@@ -286,7 +288,7 @@ def load(path: str | Path) -> PlanData:
 def diff(a: PlanData, b: PlanData) -> list[str]:
     """The differences between two plans' layouts, one line each."""
     out = []
-    for what in ("accumulate", "remat"):
+    for what in ("accumulate", "remat", "once"):
         if getattr(a, what) != getattr(b, what):
             out.append(f"{what}: {_variant(getattr(a, what))} -> {_variant(getattr(b, what))}")
     mesh_a, mesh_b = (dict(zip(p.mesh.names, p.mesh.sizes, strict=True)) for p in (a, b))
@@ -314,7 +316,7 @@ def _stored(tensors: Mapping[str, TensorPlan]) -> Mapping[str, Any]:
 
 
 def _variant(x: Any) -> str:
-    return str(x) if isinstance(x, int) else f"{len(x)} blocks"
+    return f"{len(x)} blocks" if isinstance(x, tuple) else str(x)
 
 
 def _short(x: Any) -> str:

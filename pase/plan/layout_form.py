@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.files.codec import AtLeastOne, Count
 from pase.files.json_values import JsonObject
-from pase.ir.blocks import Block
+from pase.ir.blocks import Block, Once
 from pase.memory.account import Memory, MemoryKind
 from pase.plan.pipeline import PipelinePlan
 from pase.plan.throughput import StepWork, Throughput
@@ -196,6 +196,9 @@ class LayoutForm(Struct, kw_only=True):
     ) = UNSET
     accumulate: AtLeastOne = 1
     remat: tuple[Block, ...] = ()
+    once: Annotated[
+        Once, Meta(description="what of parameters is sent once a step, not for each micro-batch")
+    ] = "none"
     graph_digest: str
     seconds: dict[str, float]
     provenance: dict[str, str]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pase.files.terminal import console
-from pase.ir.blocks import again_text
+from pase.ir.blocks import again_text, once_text
 from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
@@ -96,9 +96,10 @@ def headline(plan: PlanData) -> list[str]:
     if plan.throughput is not None:
         lines.append(f"speed  {plan.throughput}")
     lines += stage_lines(plan)
-    if plan.pipeline is None and (plan.accumulate > 1 or plan.remat):
+    if plan.pipeline is None and (plan.accumulate > 1 or plan.remat or plan.once != "none"):
         how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
         how += [f"{part} in backward" for part in again_text(plan.remat)]
+        how += once_text(plan.once)
         lines.append(f"to fit {' · '.join(how)}")
     m = plan.memory
     lines.append(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pase.errors import PaseError
 from pase.ir import Graph, Place, digest, named, simplify
-from pase.ir.blocks import Block
+from pase.ir.blocks import Block, Once
 from pase.machine import Mesh
 from pase.memory.account import Memory, MemoryKind
 from pase.plan.accesses import EquationLayouts, Reading, access_states, equation_layouts
@@ -114,6 +114,8 @@ class PlanData:
     """Equation -> the layouts in which it reads and writes. Empty in layouts written before this field existed."""
     remat: tuple[Block, ...] = ()
     """Blocks of equations that backward recomputes, in addition to those that the model itself rematerialises."""
+    once: Once = "none"
+    """What of parameters is sent once a step, not for each micro-batch and for each time that it is read."""
     buckets: Mapping[str, Any] | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for. None if none was chosen."""
     memory_limit: int | None = None

@@ -306,11 +306,8 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
         traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer, target=target
     )
     precision: ProductPrecision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"
-    if plan.accumulate > 1 or plan.remat or precision != "model":
-        problem = problem.varied(
-            traced, Variant(accumulate=plan.accumulate, blocks=plan.remat, precision=precision)
-        )
-    return problem
+    variant = Variant(accumulate=plan.accumulate, blocks=plan.remat, precision=precision, once=plan.once)
+    return problem if variant == Variant() else problem.varied(traced, variant)
 
 
 def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ...], list[int]]:

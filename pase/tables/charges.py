@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.ir import Access, Edge, Graph, Node
+from pase.ir.blocks import once_of, turns_of
 from pase.ir.functions import CAUSAL_ATTENTION, UNSTACK
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import (
@@ -209,18 +210,29 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
 
     A parameter on its way to a reader that runs in backward counts as forward, as its second gather in a rematerialised
     region does. A stack that a loop reads a slice of at each turn is moved before the loop, all of it at once.
+    What a step does once (``pase.ir.blocks.Once``) is not repeated by its micro-batches, nor by recomputation.
     """
     tensor = graph.tensors[edge.tensor]
     maker, _ = graph.node[edge.src].write_of(edge.tensor)
     nbytes = number(tensor.nbytes, tensor.name)
     times = runs_of(maker, edge.src) if edge.op.function is UNSTACK else runs_of(edge.op, edge.dst)
     bucketed = graph.producer[edge.tensor].kind == "parameter"
-    again = 2 if edge.access.again else 1
+    once = once_of(graph) if bucketed else "none"
+    again = 2 if edge.access.again and once == "none" else 1
+    turns = turns_of(graph)
     phase: Phase = "forward" if bucketed else phase_of(edge.op)
-    there = Flow(phase=phase, back=False, nbytes=nbytes, times=times * again, bucketed=bucketed, again=again)
+    there = Flow(
+        phase=phase,
+        back=False,
+        nbytes=nbytes,
+        times=times * again / (1 if once == "none" else turns),
+        bucketed=bucketed,
+        again=again,
+    )
     if not (tensor.needs_grad and edge.op.differentiable):
         return (there,)
-    back = Flow(phase="backward", back=True, nbytes=nbytes, times=times, bucketed=bucketed)
+    summed = times / (turns if once == "all" else 1)
+    back = Flow(phase="backward", back=True, nbytes=nbytes, times=summed, bucketed=bucketed)
     return (back,) if edge.access.gradient else (there, back)
 
 

@@ -97,6 +97,13 @@ def _cost_key(graph: Graph, n: Node) -> object:
     place = {d.name: i for i, d in enumerate(n.space)}
     order: dict[str, int] = {}
 
+    def stored(a: Access) -> str | None:
+        """Of a parameter the type that it is stored in."""
+        source = graph.producer.get(a.tensor)
+        if source is None or source.kind != "parameter":
+            return None
+        return graph.tensors[source.ops[0].writes[0].tensor].dtype
+
     def access(a: Access) -> object:
         t = graph.tensors[a.tensor]
         known = order.setdefault(a.tensor, len(order))
@@ -110,6 +117,7 @@ def _cost_key(graph: Graph, n: Node) -> object:
             t.needs_grad,
             t.role,
             a.tensor in graph.producer,
+            stored(a),
             graph.read_outside(n, a.tensor),
         )
 

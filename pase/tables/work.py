@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Tensor
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import once_of, turns_of
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
@@ -31,6 +31,7 @@ __all__ = [
     "WorkKind",
     "has_gradient",
     "node_work",
+    "parameter_reads",
     "phase_of",
     "runs_of",
 ]
@@ -114,6 +115,7 @@ def node_work(
     if node.kind == "parameter":
         yield from _parameter_work(graph, node, cfg, mesh, optimizer)
         return
+    yield from _added_unsummed(graph, node, cfg, mesh)
     internal = node.internal
     zero = np.zeros(len(cfg))
     flops_of: dict[Phase, np.ndarray] = {"forward": zero, "backward": zero}  # of light ops together
@@ -306,6 +308,8 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
             )
             dtype = graph.tensors[op.writes[0].tensor].dtype
             runs = runs_of(op, node.name) * (2 if op.remat else 1)
+            if once_of(graph) != "none":  # what is read stays, cast as it is
+                runs = runs_of(op, node.name) / turns_of(graph)
             yield _traffic(dtype, np.zeros(len(cfg)), moved, "forward", runs)
     write = node.ops[0].writes[0]
     tensor = graph.tensors[write.tensor]
@@ -316,5 +320,30 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
     state = elements * 4 * OPTIMIZERS[optimizer]
     flops = (2 + 5 * OPTIMIZERS[optimizer]) * elements
     yield _traffic(tensor.dtype, flops, 3 * stored + 2 * state, "update", 1.0)
-    if turns_of(graph) > 1:  # each micro-batch's gradient is added to the sum
+    if turns_of(graph) > 1 and once_of(graph) != "all":  # each micro-batch's gradient is added to the sum
         yield _traffic(tensor.dtype, elements, 3 * stored, "update", float(turns_of(graph)))
+
+
+def _added_unsummed(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Work]:
+    """Where gradients of parameters are summed over devices once a step: each micro-batch's, added where it is made."""
+    if once_of(graph) != "all" or turns_of(graph) == 1:
+        return
+    for ops, a, stored in parameter_reads(graph, node):
+        tensor = graph.tensors[a.tensor]
+        if any(has_gradient(graph, op, a.tensor) for op in ops):
+            turns = turns_of(graph)  # a loop's are added all at once
+            new = local_bytes(node, tensor, a, cfg, mesh) * runs_of(ops[0], node.name) / turns
+            elements = new / tensor.itemsize
+            moved = new + 2 * elements * stored.itemsize
+            yield _traffic(stored.dtype, elements, moved, "update", float(turns))
+
+
+def parameter_reads(graph: Graph, node: Node) -> Iterator[tuple[list[Op], Access, Tensor]]:
+    """The parameters that a node reads from others: (its ops that read one, how, the tensor as it is stored)."""
+    found: dict[str, tuple[list[Op], Access, Tensor]] = {}
+    for op, a in node.reads:
+        source = graph.producer.get(a.tensor)
+        if source is not None and source.kind == "parameter":
+            stored = graph.tensors[source.ops[0].writes[0].tensor]
+            found.setdefault(a.tensor, ([], a, stored))[0].append(op)
+    yield from found.values()

@@ -44,14 +44,14 @@ def weighted(params, x):
     ("machine", "overlap"), [("h100x8", "none"), ("h100x8", "gradients"), ("tpu_v5e", "none")]
 )
 def test_the_best_variant_that_fits_is_found(machine, overlap):
-    """Every strategy of every number of micro-batches, priced item by item: none that fits is cheaper. By either
-    account of memory, and with gradients hidden behind backward."""
+    """Every strategy of every number of micro-batches and of all that is sent once, priced item by item: none that fits
+    is cheaper. By either account of memory, and with gradients hidden behind backward."""
     traced = trace(wide, *WIDE)
     problem, mesh = SplitProblem.of(traced.graph, 2, machine, "analytic", "adam"), mesh_from("2", 2)
     problem = replace(problem, overlap=overlap)
     priced = []
-    for k in (1, 2, 4, 8):
-        p = problem.varied(traced, Variant(accumulate=k))
+    for k, once in [(1, "none"), *itertools.product((2, 4, 8), ("none", "gathers", "all"))]:
+        p = problem.varied(traced, Variant(accumulate=k, once=once))
         spaces = [configs(n, mesh) for n in p.graph.nodes]
         for rows in itertools.product(*spaces):
             chosen = {n.name: row for n, row in zip(p.graph.nodes, rows, strict=True)}
@@ -72,15 +72,16 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
             mesh="2",
             machine=machine,
             overlap=overlap,
+            once="auto",
             memory_limit=float(limit),
             baselines=False,
         )
-        seen.add(plan.accumulate)
+        seen.add((plan.accumulate, plan.once))
         assert plan.memory.total <= limit
         cheapest = min(cost for _, cost, _ in fitting)
         assert plan.bound <= cheapest * (1 + 1e-9)
         assert plan.cost == pytest.approx(cheapest, rel=1e-9)
-    assert len(seen) > 1
+    assert len({k for k, _ in seen}) > 1 and len({o for _, o in seen}) > 1
 
 
 def test_blocks_computed_again_cost_what_the_users_own_remat_does():

@@ -1,0 +1,157 @@
+"""A step that gathers its parameters once, and sums their gradients once or after each micro-batch.
+
+All of it is one ``shard_map``. One walk over the jaxpr finds what parameters become for their readers, and what else it
+computes is dropped: that is the program of the gathers, and its transpose is the program of the sums. Between the two,
+each micro-batch is walked with parameters that have arrived, and its gradients are added as they leave the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.jax_accumulate import micro_batch_stack, stacked_outs, threads_of
+from pase.backends.jax_values import Arrivals
+from pase.frontends.jax_leaves import arrays
+from pase.frontends.jax_types import Tree
+from pase.frontends.jax_versions import called, without_dead_code
+
+if TYPE_CHECKING:
+    from pase.backends.jax_manual import Manual
+
+__all__ = ["graded_once"]
+
+Gathers = Callable[[dict[int, Any]], list[Any]]
+"""From what carries the parameters' gradients to what their readers have."""
+
+
+def graded_once(manual: Manual) -> Callable[..., Any]:
+    """f(params, *batch) -> (value, gradients): the mean over the plan's micro-batches, as ``jax_accumulate.summed``."""
+    import jax
+
+    plan, k = manual.plan, manual.plan.accumulate
+    split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
+    arrive = jax.tree.leaves(plan._in_shardings(manual.mesh)[1:])
+    outs = manual.returns()
+    rest = outs[1:] if k == 1 else [jax.sharding.PartitionSpec(None, *s) for s in outs[1:]]
+    last = [] if k == 1 else [outs[j] for _, j in threads_of(plan)]
+    run = manual.mapped(
+        lambda *leaves: _local(manual, leaves, split),
+        (outs[0], rest, last, manual.gradient_specs()),
+        stacked={len(plan.traced.param_paths) + i for i, on in enumerate(split) if on and k > 1},
+    )
+
+    def graded(params: Tree, *batch: Tree) -> Any:
+        leaves, tree = jax.tree.flatten(arrays(batch))
+        one = [
+            jax.ShapeDtypeStruct((x.shape[0] // k, *x.shape[1:]), x.dtype) if on else x
+            for x, on in zip(leaves, split, strict=True)
+        ]
+        held = plan.checked((params, *jax.tree.unflatten(tree, one)))[: len(plan.traced.param_paths)]
+        stacked = [
+            micro_batch_stack(x, k, s, manual.mesh) if on else x
+            for x, s, on in zip(leaves, arrive, split, strict=True)
+        ]
+        loss, others, states, grads = run(*held, *stacked)
+        value = [loss, *others]
+        if k > 1 and plan.traced.has_aux:
+            return stacked_outs(plan, value, states), manual.gradients(grads)
+        return (loss if k > 1 else manual.value(value)), manual.gradients(grads)
+
+    return graded
+
+
+def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
+    """On one device: (loss, other results, those that go on to the next step, gradients of the trained leaves)."""
+    import jax
+    import jax.numpy as jnp
+
+    plan, k, n = manual.plan, manual.plan.accumulate, len(manual.plan.traced.param_paths)
+    params, batch = leaves[:n], leaves[n:]
+    first = [x[0] if on and k > 1 else x for x, on in zip(batch, split, strict=True)]
+    carriers = manual.carriers(leaves)
+    gathers, tree, wide = _gathers(manual, [*params, *first], carriers)
+    arrived, back = jax.vjp(gathers, carriers)
+    smooth = [bool(w) for w in wide]
+    each = plan.once == "gathers" or k == 1  # gradients are summed over devices after each micro-batch
+
+    def of(mine: Sequence[Any], own: dict[int, Any], micro: Sequence[Any]) -> tuple[Any, list[Any]]:
+        turn = iter(mine)
+        all_ = [next(turn) if on else x for x, on in zip(arrived, smooth, strict=True)]
+        given = Arrivals(given=jax.tree.unflatten(tree, all_))
+        outs = manual.forward([*params, *micro], own, given)
+        return outs[0], outs
+
+    def back_to_parameters(grads: Sequence[Any]) -> dict[int, Any]:
+        """The way back of what parameters became: summed, and laid out as they are stored."""
+        turn = iter(grads)
+        whole = [
+            next(turn).astype(x.dtype) if on else _no_gradient(x)
+            for x, on in zip(arrived, smooth, strict=True)
+        ]
+        (found,) = back(whole)
+        return found  # type: ignore[no-any-return]
+
+    def micro_batch(micro: Sequence[Any]) -> tuple[list[Any], Any]:
+        mine = [x for x, on in zip(arrived, smooth, strict=True) if on]
+        (_, outs), (there, own) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(mine, carriers, micro)
+        return outs, (jax.tree.map(jnp.add, own, back_to_parameters(there)) if each else (there, own))
+
+    if k == 1:
+        outs, total = micro_batch(batch)
+        return outs[0], outs[1:], [], [total[i] for i in manual.trained]
+    threads = threads_of(plan)
+
+    def body(so_far: Any, mine: Sequence[Any]) -> Any:
+        total, loss, states = so_far
+        turn = iter(mine)
+        micro = [next(turn) if on else x for x, on in zip(batch, split, strict=True)]
+        for (i, _), state in zip(threads, states, strict=True):
+            micro[i] = state
+        outs, grads = micro_batch(micro)
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+        return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
+
+    own = jax.tree.map(jnp.zeros_like, carriers)
+    there = [jnp.zeros(x.shape, w) for x, w in zip(arrived, wide, strict=True) if w]
+    loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
+    stacked = [x for x, on in zip(batch, split, strict=True) if on]
+    start = (own if each else (there, own), loss, [batch[i] for i, _ in threads])
+    end, rest = jax.lax.scan(body, start, stacked)
+    total, loss, states = end
+    grads: dict[int, Any] = total if each else jax.tree.map(jnp.add, total[1], back_to_parameters(total[0]))
+    return loss / k, rest, states, [grads[i] / k for i in manual.trained]
+
+
+def _gathers(
+    manual: Manual, leaves: Sequence[Any], carriers: dict[int, Any]
+) -> tuple[Gathers, Any, list[str]]:
+    """(the program of the gathers, the form of what it finds, for each of it the type in which gradients are added,
+    empty where it has none)."""
+    import jax
+
+    forms: list[Any] = []
+
+    def finding(own: dict[int, Any]) -> list[Any]:
+        arrivals = Arrivals()
+        manual.forward(leaves, own, arrivals)
+        found, tree = jax.tree.flatten(arrivals.found)
+        forms[:] = [tree, jax.tree.leaves(arrivals.wide)]
+        return found
+
+    program = without_dead_code(jax.make_jaxpr(finding)(carriers))
+
+    def gathers(own: dict[int, Any]) -> list[Any]:
+        return called(program)(*jax.tree.leaves(own))
+
+    return gathers, forms[0], forms[1]
+
+
+def _no_gradient(x: Any) -> Any:
+    """What stands for the gradient of what has none."""
+    import jax
+    import numpy as np
+
+    if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
+        return jax.numpy.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
