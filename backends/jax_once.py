@@ -117,10 +117,13 @@ def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
     loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
     stacked = [x for x, on in zip(batch, split, strict=True) if on]
     start = (own if each else (there, own), loss, [batch[i] for i, _ in threads])
+    end: Any
     end, rest = jax.lax.scan(body, start, stacked)
     total, loss, states = end
-    grads: dict[int, Any] = total if each else jax.tree.map(jnp.add, total[1], back_to_parameters(total[0]))
-    return loss / k, rest, states, [grads[i] / k for i in manual.trained]
+    if not each:
+        there, own = total
+        total = jax.tree.map(jnp.add, own, back_to_parameters(there))
+    return loss / k, rest, states, [total[i] / k for i in manual.trained]
 
 
 def _gathers(

@@ -55,8 +55,8 @@ class Arrivals:
         """What arrives. stored: the type that the parameter is stored in; make: gathers it."""
         if self.barred:
             raise NotByHand(
-                f"'{transfer.tensor}' is read in {self.barred}, out of which it cannot be gathered once a step; compile "
-                f"with once='none'"
+                f"'{transfer.tensor}' is read in {self.barred}, out of which it cannot be gathered once a step; "
+                f"compile with once='none'"
             )
         if self.given is not None:
             return self.given[key]

@@ -196,9 +196,10 @@ class LayoutForm(Struct, kw_only=True):
     ) = UNSET
     accumulate: AtLeastOne = 1
     remat: tuple[Block, ...] = ()
-    once: Annotated[
-        Once, Meta(description="what of parameters is sent once a step, not for each micro-batch")
-    ] = "none"
+    once: (
+        Annotated[Once, Meta(description="what of parameters is sent once a step, not for each micro-batch")]
+        | UnsetType
+    ) = UNSET
     graph_digest: str
     seconds: dict[str, float]
     provenance: dict[str, str]

@@ -18,6 +18,7 @@ from pase.compiler.methods import price_methods
 from pase.compiler.plans import plan_of
 from pase.compiler.variants import Variant
 from pase.errors import PaseError
+from pase.plan.layout import from_json, to_json
 
 LAYERS, D, VOCAB = 3, 16, 32
 
@@ -111,6 +112,7 @@ def test_numbers_and_bytes(drawn, fn, method, k, once):
         rows = compare(plan, step.compiled, "manual")
         assert {r.kind: r.compiled for r in rows} == {r.kind: r.predicted for r in rows}
         assert 0 < sent(plan) < sent(of("none"))
+        assert from_json(to_json(plan), "it").once == once
         assert plan.communication < of("none").communication
         assert plan.memory.total > of("none").memory.total
 
