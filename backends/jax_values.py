@@ -54,8 +54,8 @@ class Arrivals:
     def of(self, key: str, transfer: LocalTransfer, stored: str, make: Callable[[], Any]) -> Any:
         """What arrives. stored: the type that the parameter is stored in; make: gathers it."""
         if self.barred:
-            raise NotByHand(
-                f"'{transfer.tensor}' is read in {self.barred}, out of which it cannot be gathered once a step; "
+            raise PaseError(
+                f"'{transfer.tensor}' is read in {self.barred}, out of which it cannot be gathered once a step: "
                 f"compile with once='none'"
             )
         if self.given is not None:
