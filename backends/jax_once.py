@@ -76,9 +76,7 @@ def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
     each = plan.once == "gathers" or k == 1  # gradients are summed over devices after each micro-batch
 
     def of(mine: Sequence[Any], own: dict[int, Any], micro: Sequence[Any]) -> tuple[Any, list[Any]]:
-        turn = iter(mine)
-        all_ = [next(turn) if on else x for x, on in zip(arrived, smooth, strict=True)]
-        given = Arrivals(given=jax.tree.unflatten(tree, all_))
+        given = Arrivals(given=jax.tree.unflatten(tree, _in_place(mine, smooth, arrived)))
         outs = manual.forward([*params, *micro], own, given)
         return outs[0], outs
 
@@ -104,8 +102,7 @@ def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
 
     def body(so_far: Any, mine: Sequence[Any]) -> Any:
         total, loss, states = so_far
-        turn = iter(mine)
-        micro = [next(turn) if on else x for x, on in zip(batch, split, strict=True)]
+        micro = _in_place(mine, split, batch)
         for (i, _), state in zip(threads, states, strict=True):
             micro[i] = state
         outs, grads = micro_batch(micro)
@@ -148,6 +145,12 @@ def _gathers(
         return called(program)(*jax.tree.leaves(own))
 
     return gathers, forms[0], forms[1]
+
+
+def _in_place(some: Sequence[Any], chosen: Sequence[bool], others: Sequence[Any]) -> list[Any]:
+    """``others`` with ``some`` in the chosen places."""
+    turn = iter(some)
+    return [next(turn) if on else x for x, on in zip(others, chosen, strict=True)]
 
 
 def _no_gradient(x: Any) -> Any:

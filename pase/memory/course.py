@@ -123,8 +123,9 @@ def course(
             for a in op.writes:
                 t = graph.tensors[a.tensor]
                 if t.role == "parameter":
-                    alone = n.name not in tied and not unsummed
-                    yield from _parameter(graph, n, local(a), cfg, mesh, optimizer, when, alone)
+                    yield from _parameter(
+                        graph, n, local(a), cfg, mesh, optimizer, when, n.name not in tied and not unsummed
+                    )
                 elif t.role == "input":  # of all micro-batches
                     yield HeldBytes(kind="activations", nbytes=local(a) * turns, at=when.always)
                 elif n.kind == "carry" and t.needs_grad:
@@ -142,12 +143,8 @@ def course(
                         yield HeldBytes(kind="activations", nbytes=local(a) * many, at=at)
         if stays:
             yield from _held_once(graph, n, local, when)
-        # A loop's stack of weights is cast before the loop.
         elif n.kind == "parameter":
-            for op in n.ops[1:]:
-                if op.kind == "elementwise" and times(op) > 1:
-                    at = when.always & ~when.end
-                    yield HeldBytes(kind="activations", nbytes=local(op.writes[0]) * times(op), at=at)
+            yield from _cast_stacks(n, local, times, when)
         for op, a in n.reads:
             source = graph.producer.get(a.tensor)
             if source is None or source.kind != "parameter":
@@ -156,13 +153,23 @@ def course(
             own = t.needs_grad and op.differentiable
             gradient = own * local(a) / t.itemsize * _ACCUMULATED
             if heavy:
-                mine = (not stays) * local(a) + (n.name not in late) * gradient
-                yield HeldBytes(kind=None, nbytes=mine, at=when.only(op.region))
+                flying = (not stays) * local(a) + (n.name not in late) * gradient
+                yield HeldBytes(kind=None, nbytes=flying, at=when.only(op.region))
             if source.name in tied and own and not unsummed:
                 at = when.back if heavy and n.name not in late else when.end
                 yield HeldBytes(kind="gradients", nbytes=gradient, at=at)
 
     return parts
+
+
+def _cast_stacks(
+    n: Node, local: Callable[[Access], np.ndarray], times: Callable[[Op], float], when: _Moments
+) -> Iterator[HeldBytes]:
+    """A loop's stack of weights, cast before the loop. times: turns of an op's loop."""
+    for op in n.ops[1:]:
+        if op.kind == "elementwise" and times(op) > 1:
+            many = local(op.writes[0]) * times(op)
+            yield HeldBytes(kind="activations", nbytes=many, at=when.always & ~when.end)
 
 
 def _held_once(
