@@ -207,7 +207,7 @@ def _overview(e: Explanation, c: Any) -> None:
             _split(n.split),
             cost_text(n.cost.total, plan.unit),
             f"{n.cost.total / whole:.1%}",
-            "" if other is None else _against(other, plan.cost + plan.hidden),
+            "" if other is None else _against(other, plan.cost),
         )
     c.print(table)
     if e.unfused:
@@ -276,7 +276,7 @@ def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
         c.print(_moves_table(r, plan))
     if r.alternatives:
         c.print()
-        c.print(_alternatives(r.alternatives[:most], plan.cost + plan.hidden, plan.unit))
+        c.print(_alternatives(r.alternatives[:most], plan.cost, plan.unit))
         if most is not None and len(r.alternatives) > most:
             say(f"and {len(r.alternatives) - most} more expensive ones (--all)")
 

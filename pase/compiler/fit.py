@@ -251,10 +251,11 @@ class _LimitedSearch:
         Returns (-inf, 0) if there is no such bound without a search.
         """
         p = self.problem
-        if self.free is None or not p.pricing.exact:
+        if self.free is None:
             return -np.inf, 0.0
         try:
-            return price_memory(p.pricing.tables(self.mesh)[0], self._profile(self._least), self.free, price)
+            tables, free = p.pricing.bounding(self.mesh)
+            return price_memory(tables, self._profile(self._least), free, price)
         except Infeasible:
             return np.inf, 0.0
 
@@ -315,18 +316,11 @@ class _LimitedSearch:
         """Search a region. Returns None if nothing is left of the limit or of a node's configs, or if nothing fits."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
         seconds = max(self.end - time.perf_counter(), 0.1) / 2  # the rest is for other attempts
-        known = Known(below=below, byte_price=price, free=self.free if p.pricing.exact else None)
 
-        def solve_within(tables: CostTables, part: float) -> Solution:
+        def solve_within(tables: CostTables, free: Solution | None, part: float) -> Solution:
             allowed = _forbid(tables, self._in_flight, region.high)
-            return solve(
-                allowed,
-                wanted,
-                seconds * part,
-                gap=_ENOUGH,
-                rounds=_MOST_ROUNDS,
-                known=known if p.pricing.exact else replace(known, below=np.inf),
-            )
+            known = Known(below=below, byte_price=price, free=free)
+            return solve(allowed, wanted, seconds * part, gap=_ENOUGH, rounds=_MOST_ROUNDS, known=known)
 
         try:
             wanted = self._profile(region.low)

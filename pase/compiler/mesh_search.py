@@ -18,6 +18,9 @@ from pase.tables.build import Space
 
 __all__ = ["Found", "add_seconds", "search_meshes"]
 
+_EXACT = 1e-9
+"""Relative: bounds this close to the best answer leave nothing to look for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -64,7 +67,6 @@ def search_meshes(
     """
     pricing = problem.pricing
     best = so_far
-    low = so_far.solution.bound if so_far else float("inf")
     tried = list(so_far.tried) if so_far else []
     bounds = dict(so_far.bounds) if so_far else {}
     answers = dict(so_far.answers) if so_far else {}
@@ -76,13 +78,34 @@ def search_meshes(
         built = time.perf_counter()
         solution = pricing.solve(mesh)
         spent = add_seconds(spent, {"tables": built - start, "search": time.perf_counter() - built})
-        low = min(low, solution.bound)
         tried.append((mesh, solution.cost))
         bounds[mesh.sizes], answers[mesh.sizes] = solution.bound, solution
         if best is None or solution.cost < best.solution.cost:
             best = Found(mesh=mesh, space=space, solution=solution, tried=())
     if best is None:
         raise Infeasible(f"no mesh of {problem.devices} devices fits machine {problem.machine.name}")
+    start = time.perf_counter()
+    best = _closed(problem, over, best, bounds, answers)
+    spent = add_seconds(spent, {"search": time.perf_counter() - start})
+    low = min([*bounds.values(), *([so_far.solution.bound] if so_far else [])])
     s = best.solution  # where a gap is left, another mesh's bound may be the lowest
     s = replace(s, bound=min(s.bound, low), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
     return replace(best, solution=s, tried=tuple(tried), bounds=bounds, answers=answers, seconds=spent)
+
+
+def _closed(
+    problem: SplitProblem,
+    over: Sequence[Mesh],
+    best: Found,
+    bounds: dict[tuple[int, ...], float],
+    answers: dict[tuple[int, ...], Solution],
+) -> Found:
+    """The best answer, after a further search of the meshes that may have a cheaper one. Updates their bounds."""
+    for mesh in sorted(over, key=lambda m: bounds[m.sizes]):
+        if bounds[mesh.sizes] >= best.solution.cost * (1 - _EXACT):
+            break
+        solution = problem.pricing.close(mesh, best.solution.cost)
+        bounds[mesh.sizes], answers[mesh.sizes] = solution.bound, solution
+        if solution.cost < best.solution.cost:
+            best = replace(best, mesh=mesh, space=problem.pricing.space(mesh), solution=solution)
+    return best

@@ -155,10 +155,10 @@ class CompileOptions:
         "the model's own types.",
         "--precision",
     )
-    overlap: Literal["none", "gradients"] = _option(
+    overlap: Literal["none", "parameters"] = _option(
         "none",
-        "'gradients': price only the part of gradient synchronisation that backward's compute cannot hide. Default "
-        "'none': price all of it.",
+        "'parameters': gathers of parameters and sums of gradients run beside compute, and only what compute cannot "
+        "hide, by position, is priced. Default 'none': nothing runs beside anything.",
         "--overlap",
     )
     target: PlanTarget = _option(  # noqa: RUF009 it is a field

@@ -1,136 +1,164 @@
-"""Gradient synchronisation that overlaps with backward: a step then costs C + max(0, S - V).
+"""The cheapest strategy where collectives of parameters run beside compute (``pase.tables.beside``), and its bound.
 
-C: everything that cannot be hidden (forward, backward, update, collectives that an op waits for). S: the time to
-synchronise the gradients. V: the compute of backward, which hides it. The search's tables are additive and a maximum is
-not, but
+A step is a sum plus two maxima, of compute and collectives, one for each pass. Tables are additive and a maximum is
+not; but it is at least every mean of its two sides, so that
 
-    max(0, S - V) = max over w in [0, 1] of w (S - V),   so   min over strategies  >=  min of C + w (S - V),  every w.
+    min over strategies of the step  >=  min over strategies of its mean at (f, b),  for any weights f, b in [0, 1].
 
-The tables at weight w are a mix of those at 0 and at 1. Their exact optima are bounds, and their solutions, priced
-exactly, are candidates. The next weight is where the lines of the two that enclose the maximum meet. The search ends
-when a bound meets a candidate, or it reports the gap that is left. This is the Lagrangian dual of the constraint that S
-- V is at most 0, with a price for its violation, and it is exact for its relaxation.
-
-This prices the whole step and is not a timeline: it assumes that all of backward may hide any gradient.
-``pase.schedule`` knows the order in which gradients become ready, and finds slightly more exposed time.
+The tables at such weights are a mix of the prices of the parts. Their exact optima are bounds, and their solutions,
+priced exactly, are candidates. The next weights are where the planes of the solutions known so far promise the highest
+bound: the Lagrangian dual of the two maxima, by cutting planes. Where it leaves a gap, labels (``pase.search.labels``)
+list the choices whose mean lies in the gap, up to those that others make superfluous, and the cheapest of them is
+proven.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pase.ir import Graph
-from pase.ir.blocks import once_of, turns_of
-from pase.machine import CostModel, Mesh
 from pase.search import Solution, solve
-from pase.search.check import cost_of
+from pase.search.labels import HeldAlong, label_choices
+from pase.search.priced import prepare
 from pase.tables import CostTables
-from pase.tables.build import Space, build
+from pase.tables.beside import BACKWARD, FORWARD, GATHERS, MOVED, StepTables, between
 
-__all__ = ["Hiding", "build_hiding", "exposed", "solve_hiding"]
+__all__ = ["Beside", "SolveMean"]
 
-_MOST_WEIGHTS = 12
+SolveMean = Callable[[CostTables, tuple[float, float]], Solution]
+"""Solves the tables at weights of the two passes' compute: (tables, weights)."""
+
+_MOST_WEIGHTS = 8
+_EXACT = 1e-9
+_LABELS = 100_000
+_MOST_LISTED = 1000
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Hiding:
-    """Tables at weight 0 (gradients are free) and at weight 1 (what they take, less backward's compute)."""
+@dataclass(kw_only=True, eq=False)
+class Beside:
+    """The search of one mesh. slow: the part of the device that collectives hold while they run.
 
-    free: CostTables
-    charged: CostTables
-    space: Space
+    means: weights -> the optimum of the tables at them, without a limit. best: the weights whose bound was highest.
+    """
+
+    tables: StepTables
+    slow: float
+    means: dict[tuple[float, float], Solution] = field(default_factory=dict)
+    best: tuple[float, float] = (1.0, 1.0)
+    _made: dict[tuple[float, float], CostTables] = field(default_factory=dict)
 
     def cost(self, choice: np.ndarray) -> float:
-        """C + max(0, S - V) of one config index per node."""
-        return max(cost_of(self.free, choice), cost_of(self.charged, choice))
+        """What a choice takes: one config index per node."""
+        return self.tables.of_choice(choice).total(self.slow)
 
-    def at(self, weight: float) -> CostTables:
-        """The tables at a weight. Nodes that share an array at both ends share one here too."""
-        same: dict[tuple[int, int], np.ndarray] = {}
+    def at(self, weights: tuple[float, float]) -> CostTables:
+        """The tables of the mean at weights of the passes' compute, made once."""
+        if weights not in self._made:
+            self._made[weights] = self.tables.at(between(weights, self.slow))
+        return self._made[weights]
 
-        def mixed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-            key = (id(a), id(b))
-            if key not in same:
-                same[key] = (1 - weight) * a + weight * b
-            return same[key]
+    def mean(self, tables: CostTables, weights: tuple[float, float]) -> Solution:
+        """The optimum of the tables at weights, found once."""
+        if weights not in self.means:
+            self.means[weights] = solve(tables)
+        return self.means[weights]
 
-        nodes = zip(self.free.node_costs, self.charged.node_costs, strict=True)
-        edges = zip(self.free.edges, self.charged.edges, strict=True)
+    def solve(self, one: SolveMean, most: int = _MOST_WEIGHTS) -> Solution:
+        """The best strategy found, and the proven bound.
+
+        one: solves tables. Under a memory limit, which forbids the same strategies at all weights, its bounds need not
+        be met; if it finds none that is allowed, its answer is returned as it is. most: weights to try at most.
+        """
+        found: Solution | None = None
+        planes: list[tuple[float, np.ndarray]] = []
+        bound, w, tried = -np.inf, self.best, set[tuple[float, float]]()
+        while w not in tried and len(tried) < most:
+            tried.add(w)
+            s = one(self.at(w), w)
+            if s.bound > bound:
+                bound, self.best = s.bound, w
+            if not s.feasible:
+                if found is None:
+                    return s
+                break
+            parts = self.tables.of_choice(s.choice)
+            cost = parts.total(self.slow)
+            if found is None or cost < found.cost:
+                found = replace(s, cost=cost)
+            planes.append((parts.waited + parts.gathers + parts.moved, parts.ahead(self.slow)))
+            height, w = _highest(planes)
+            if found.cost <= bound * (1 + _EXACT) or height <= bound * (1 + _EXACT):
+                break
+        assert found is not None
         return replace(
-            self.free,
-            node_costs=tuple(mixed(a, b) for a, b in nodes),
-            edges=tuple(replace(e, cost=mixed(e.cost, f.cost)) for e, f in edges),
+            found,
+            bound=min(bound, found.cost),
+            optimal=found.cost <= bound * (1 + _EXACT),
+            method=f"{found.method}, {len(tried)} weight{'s' * (len(tried) > 1)} of compute and collectives",
+            certificate=f"{found.certificate}, at weights of compute and collectives",
         )
 
+    def close(self, found: Solution, below: float) -> Solution:
+        """The answer where there is no memory limit, with the gap closed that its bound leaves, if labels suffice.
 
-def build_hiding(graph: Graph, mesh: Mesh, model: CostModel, optimizer: str) -> Hiding:
-    """The tables of a mesh. Sums that come once a step have only the last micro-batch's backward to hide behind."""
-    hides = 1 / turns_of(graph) if once_of(graph) == "all" else 1.0
-    free, space = build(graph, mesh, model, optimizer, sync=0.0, backward=1.0)
-    charged, _ = build(graph, mesh, model, optimizer, sync=1.0, backward=1.0 - hides)
-    return Hiding(free=free, charged=charged, space=space)
+        below: what costs that much or more need not be found.
+        """
+        t, weights = self.tables, np.array(self.best)
+        held = [_ahead(n, self.slow).T for n in t.nodes]
+        along = [
+            HeldAlong(
+                src=e.src,
+                dst=e.dst,
+                src_class=e.src_class,
+                dst_class=e.dst_class,
+                held=np.moveaxis(_ahead(p, self.slow), 0, -1),
+            )
+            for e, p in zip(t.edges, t.parts, strict=True)
+            if p is not None
+        ]
+        priced = prepare(self.at(self.best), held, "numba", 2, 0)
+        if priced is None:
+            return found
+        _, least, pool = priced.at(np.zeros(2))
+        below = min(found.cost, below)
+        room = np.full(2, np.inf)
+        labels = label_choices(priced, pool, weights, least, room, below - least, _LABELS, along)
+        listed = [found.choice, *map(labels.choice, range(min(labels.cost.size, _MOST_LISTED)))]
+        cost, at = min((self.cost(c), i) for i, c in enumerate(listed))
+        found = replace(found, choice=listed[at], cost=cost)
+        if not labels.whole or labels.cost.size > _MOST_LISTED:
+            return found
+        bound = min(cost, below)
+        certificate = f"{found.certificate}, and labels"
+        return replace(found, bound=bound, optimal=cost <= bound * (1 + _EXACT), certificate=certificate)
 
 
-def solve_hiding(
-    h: Hiding,
-    candidates: Sequence[np.ndarray] = (),
-    one: Callable[[CostTables], Solution] = solve,
-) -> Solution:
-    """The best strategy found, and the proven bound. candidates: further choices to price.
+def _ahead(parts: np.ndarray, slow: float) -> np.ndarray:
+    """By how much compute is the longer one, forward and backward: float64 [2, …] of parts float64 [5, …]."""
+    forward = parts[FORWARD] + (slow - 1) * parts[GATHERS]
+    return np.stack([forward, parts[BACKWARD] + (slow - 1) * parts[MOVED]])
 
-    one: solves the tables at a weight. Under a memory limit, which forbids the same strategies at every weight, its
-    bounds need not be met. If it finds no feasible strategy, its answer is returned unchanged.
+
+def _highest(planes: Sequence[tuple[float, np.ndarray]]) -> tuple[float, tuple[float, float]]:
+    """(height, weights) of the highest point below all planes over [0, 1]²; a plane: its height at (0, 0) and slopes.
+
+    The highest point is where three of the planes and sides meet.
     """
-    best: Solution | None = None
-    lines: list[tuple[float, float]] = []  # (cost at weight 0, at weight 1) of each answer
-    bound, weights = -np.inf, [0.0, 1.0]
-    for _ in range(_MOST_WEIGHTS):
-        if not weights:
-            break
-        w = weights.pop(0)
-        s = one(h.at(w))
-        bound = max(bound, s.bound)
-        if not s.feasible:
-            if best is None:
-                return s
+    rows = [(1.0, -d[0], -d[1], c) for c, d in planes]  # height - slopes·weights <= c
+    rows += [(0.0, 1.0, 0.0, 1.0), (0.0, -1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, -1.0, 0.0)]
+    a = np.array(rows)
+    scale = max(float(np.abs(a[: len(planes)]).max()), 1e-300)
+    a[: len(planes), 1:] /= scale
+    best, at = -np.inf, (1.0, 1.0)
+    for three in itertools.combinations(range(len(rows)), 3):
+        m = a[list(three)]
+        if abs(np.linalg.det(m[:, :3])) < 1e-12:
             continue
-        for choice in (s.choice, *candidates):
-            cost = h.cost(choice)
-            if best is None or cost < best.cost:
-                best = replace(s, choice=choice, cost=cost)
-        candidates = ()
-        lines.append((cost_of(h.free, s.choice), cost_of(h.charged, s.choice)))
-        assert best is not None
-        if best.cost <= bound * (1 + 1e-9):
-            break
-        if not weights:
-            weights = _crossing(lines, bound)
-    assert best is not None
-    optimal = best.cost <= bound * (1 + 1e-9)
-    return replace(
-        best,
-        bound=min(bound, best.cost),
-        optimal=optimal,
-        certificate="elimination at weights of hidden time",
-        method=f"{best.method}, {len(lines)} weights",
-    )
-
-
-def _crossing(lines: Sequence[tuple[float, float]], bound: float) -> list[float]:
-    """The weight at which the lower envelope of the lines is highest, or None if the maximum is already proven."""
-    weights = {0.0, 1.0}
-    for i, (a, b) in enumerate(lines):
-        for c, d in lines[:i]:
-            slope = (b - a) - (d - c)
-            if slope and 0 < (w := (c - a) / slope) < 1:
-                weights.add(w)
-    height, w = max((min(a + w * (b - a) for a, b in lines), w) for w in weights)
-    return [w] if height > bound * (1 + 1e-9) else []
-
-
-def exposed(h: Hiding, strategy: dict[str, np.ndarray]) -> float:
-    """C + max(0, S - V) of a strategy: node name -> int8 [axes]."""
-    return h.cost(h.space.index(strategy))
+        x = np.linalg.solve(m[:, :3], m[:, 3])
+        if (a[:, :3] @ x <= a[:, 3] + 1e-12).all() and x[0] > best:
+            f, b = np.clip(x[1:], 0.0, 1.0)
+            best, at = float(x[0]), (float(f), float(b))
+    return best * scale, at

@@ -1,6 +1,6 @@
 """How a strategy's seconds add up, and how the cheapest strategy on a mesh is found under that pricing.
 
-``Summed``: nothing overlaps. ``HiddenGradients``: gradient synchronisation overlaps with backward's compute. A new mode
+``Summed``: nothing overlaps. ``BesideCompute``: collectives of parameters run beside compute, by position. A new mode
 is a class with these members, registered in ``PRICINGS``.
 """
 
@@ -10,23 +10,21 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from pase.compiler.overlap import Hiding, build_hiding, exposed, solve_hiding
+from pase.compiler.overlap import Beside
 from pase.ir import Graph
 from pase.machine import CostModel, Mesh
 from pase.registry import Registry
 from pase.search import Solution, solve
+from pase.search.check import cost_of
 from pase.tables import CostTables
+from pase.tables.beside import StepTables, slowed
 from pase.tables.build import Space, build
 
-__all__ = ["PRICINGS", "HiddenGradients", "Solver", "Summed"]
+__all__ = ["PRICINGS", "BesideCompute", "Solver", "Summed"]
 
-Solver = Callable[[CostTables, float], Solution]
-"""Solves tables within a fraction of the available time: (tables, fraction in (0, 1])."""
-
-
-def _solve(tables: CostTables, part: float) -> Solution:
-    return solve(tables)
-
+Solver = Callable[[CostTables, Solution | None, float], Solution]
+"""Solves tables under further conditions: (tables, their optimum without those if it is known, fraction of the
+available time in (0, 1])."""
 
 PRICINGS: Registry[type[Summed]] = Registry("overlap")
 """``CompileOptions.overlap`` -> what it means."""
@@ -36,12 +34,10 @@ PRICINGS: Registry[type[Summed]] = Registry("overlap")
 class Summed:
     """A step takes the sum of its compute and its communication. Tables are built once per mesh."""
 
-    exact = True
-    """No strategy of a mesh's space is cheaper than the one found."""
-
     def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:
         self.graph, self.model, self.optimizer = graph, model, optimizer
         self._tables: dict[tuple[int, ...], tuple[CostTables, Space]] = {}
+        self._free: dict[tuple[int, ...], Solution] = {}
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
         """The additive cost tables of a mesh. They depend on the sizes of its axes, not on their names."""
@@ -53,35 +49,76 @@ class Summed:
         """The configs that are searched on a mesh."""
         return self.tables(mesh)[1]
 
-    def solve(self, mesh: Mesh, solver: Solver = _solve) -> Solution:
-        """The cheapest strategy on a mesh, as choices in ``space(mesh)``."""
-        return solver(self.tables(mesh)[0], 1.0)
+    def solve(self, mesh: Mesh, solver: Solver | None = None) -> Solution:
+        """The cheapest strategy on a mesh, as choices in ``space(mesh)``. solver: adds conditions, such as a memory
+        limit; None: there are none."""
+        if solver is not None:
+            return solver(self.tables(mesh)[0], self._free.get(mesh.sizes), 1.0)
+        if mesh.sizes not in self._free:
+            self._free[mesh.sizes] = solve(self.tables(mesh)[0])
+        return self._free[mesh.sizes]
 
-    def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float) -> float:
-        """The cost of a strategy: node name -> int8 [axes]. summed: its cost if nothing overlaps."""
-        return summed
+    def close(self, mesh: Mesh, below: float) -> Solution:
+        """What ``solve`` found, with less of a gap to its bound. below: what costs that much need not be found."""
+        return self.solve(mesh)
+
+    def bounding(self, mesh: Mesh) -> tuple[CostTables, Solution]:
+        """Tables in which no strategy costs more than it does, and their optimum. No others are known to prove more."""
+        return self.tables(mesh)[0], self.solve(mesh)
+
+    def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float | None = None) -> float:
+        """The cost of a strategy: node name -> int8 [axes]. summed: its cost if nothing overlaps, where it is known."""
+        if summed is not None:
+            return summed
+        tables, space = self.tables(mesh)
+        return cost_of(tables, space.index(configs))
 
 
-@PRICINGS.register("gradients")
-class HiddenGradients(Summed):
-    """Only the part of gradient synchronisation that backward cannot hide is priced (``pase.compiler.overlap``)."""
-
-    exact = False
+@PRICINGS.register("parameters")
+class BesideCompute(Summed):
+    """Collectives of parameters run beside the compute of their pass, as far as their position allows
+    (``pase.tables.beside``)."""
 
     def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:
         super().__init__(graph, model, optimizer)
-        self._hiding: dict[tuple[int, ...], Hiding] = {}
+        self._searches: dict[tuple[int, ...], Beside] = {}
 
-    def hiding(self, mesh: Mesh) -> Hiding:
-        if mesh.sizes not in self._hiding:
-            self._hiding[mesh.sizes] = build_hiding(self.graph, mesh, self.model, self.optimizer)
-        return self._hiding[mesh.sizes]
+    def search(self, mesh: Mesh) -> Beside:
+        """The search of a mesh, with its prices by part."""
+        if mesh.sizes not in self._searches:
+            tables = StepTables.of(self.graph, mesh, self.model, self.optimizer)
+            self._searches[mesh.sizes] = Beside(tables=tables, slow=slowed(self.model.machine))
+        return self._searches[mesh.sizes]
+
+    def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
+        if mesh.sizes not in self._tables:
+            parts = self.search(mesh).tables
+            self._tables[mesh.sizes] = parts.summed, parts.space
+        return self._tables[mesh.sizes]
 
     def space(self, mesh: Mesh) -> Space:
-        return self.hiding(mesh).space
+        return self.search(mesh).tables.space
 
-    def solve(self, mesh: Mesh, solver: Solver = _solve) -> Solution:
-        return solve_hiding(self.hiding(mesh), one=lambda tables: solver(tables, 1 / 4))
+    def solve(self, mesh: Mesh, solver: Solver | None = None) -> Solution:
+        found = self.search(mesh)
+        if solver is not None:
+            return found.solve(lambda tables, w: solver(tables, found.means.get(w), 1 / 2), _MOST_LIMITED)
+        if mesh.sizes not in self._free:
+            self._free[mesh.sizes] = found.solve(found.mean)
+        return self._free[mesh.sizes]
 
-    def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float) -> float:
-        return exposed(self.hiding(mesh), dict(configs))
+    def close(self, mesh: Mesh, below: float) -> Solution:
+        self._free[mesh.sizes] = self.search(mesh).close(self.solve(mesh), below)
+        return self._free[mesh.sizes]
+
+    def bounding(self, mesh: Mesh) -> tuple[CostTables, Solution]:
+        found = self.search(mesh)
+        return found.at(found.best), found.mean(found.at(found.best), found.best)
+
+    def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float | None = None) -> float:
+        found = self.search(mesh)
+        return found.cost(found.tables.space.index(configs))
+
+
+_MOST_LIMITED = 3
+"""Weights of compute and collectives to try under a memory limit."""

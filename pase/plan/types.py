@@ -198,8 +198,8 @@ class PlanData:
         """What ``cost`` and ``bound`` measure, in words. The plan is proven cheapest only in this measure."""
         if self.pipeline is not None:
             return "the schedule's simulated step"
-        if self.provenance.get("overlap") == "gradients" or self.hidden > 1e-6 * self.cost:
-            return "sums of gradients hidden behind backward's compute"
+        if self.provenance.get("overlap") == "parameters" or self.hidden > 1e-6 * self.cost:
+            return "collectives of parameters hidden behind compute"
         return "nothing hidden behind compute"
 
     @property

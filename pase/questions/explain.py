@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible, PaseError
@@ -174,7 +174,7 @@ def causes(plan: PlanData) -> tuple[Cause, ...]:
     for c in plan.collectives:
         add("communication", why(c, op_of), c.cost, c.nbytes * c.times)
     if plan.hidden:
-        add("communication", "less what runs behind backward's compute", -plan.hidden, 0)
+        add("communication", "less what runs beside compute", -plan.hidden, 0)
     return tuple(
         Cause(group=group, what=what, cost=cost, nbytes=round(nbytes), count=round(count))
         for (group, what), (cost, nbytes, count) in sorted(found.items(), key=lambda kv: -kv[1][0])
@@ -243,8 +243,6 @@ def _remarks(
 ) -> str:
     """What the prices of other choices leave out, before the remark."""
     said = [remark] if remark else []
-    if problem is not None and plan.hidden:
-        said.insert(0, "what else could be is priced with nothing hidden behind backward.")
     others = [*next_best.values(), *(a.cost for a in (report.alternatives if report is not None else ()))]
     if plan.memory_limit is not None and min(others, default=plan.cost) < plan.cost * (1 - _NOTHING):
         said.insert(0, "what else could be is priced without the memory limit: what is cheaper does not fit.")
@@ -302,8 +300,9 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     from pase.compiler.variants import ProductPrecision, Variant
 
     target: PlanTarget = "dtensor" if plan.provenance.get("target") == "dtensor" else "any"
+    overlap = plan.provenance.get("overlap", "none")
     problem = SplitProblem.of(
-        traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer, target=target
+        traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer, overlap, target
     )
     precision: ProductPrecision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"
     variant = Variant(accumulate=plan.accumulate, blocks=plan.remat, precision=precision, once=plan.once)
@@ -312,7 +311,7 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
 
 def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ...], list[int]]:
     """Config indices of node v by how many ways each dim is split: axes of one size are as good as another."""
-    _, space = problem.tables(plan.mesh)
+    space = problem.pricing.space(plan.mesh)
     out: dict[tuple[int, ...], list[int]] = {}
     for i, cfg in enumerate(space.configs[v]):
         ways = [1] * len(problem.graph.nodes[v].space.dims)
@@ -327,21 +326,28 @@ def _solved(plan: PlanData, problem: SplitProblem, v: int, allowed: Sequence[int
     """The cheapest strategy in which node v has one of these configs: (cost, which one); inf where there is none."""
     import numpy as np
 
-    from pase.search import solve
+    from pase.search import Solution, solve
+    from pase.tables import CostTables
 
-    tables, _ = problem.tables(plan.mesh)
     keep = np.asarray(allowed)
-    try:
+
+    def among(tables: CostTables, free: Solution | None, part: float) -> Solution:
         found = solve(tables.restricted({v: keep}))
+        choice = found.choice.copy()
+        choice[v] = keep[choice[v]]
+        return replace(found, choice=choice)
+
+    try:
+        found = problem.pricing.solve(plan.mesh, among)
     except Infeasible:
         return float("inf"), int(keep[0])
-    return found.cost, int(keep[found.choice[v]])
+    return found.cost, int(found.choice[v])
 
 
 def _chosen_index(plan: PlanData, problem: SplitProblem, v: int) -> int:
     from pase.tables.itemize import config_of
 
-    _, space = problem.tables(plan.mesh)
+    space = problem.pricing.space(plan.mesh)
     node = problem.graph.nodes[v]
     split = next(n.split for n in plan.nodes if n.name == node.name)
     hit = (space.configs[v] == config_of(node, split, plan.mesh)).all(axis=1).nonzero()[0]
@@ -392,7 +398,7 @@ def _layer(
 
     v = next(i for i, n in enumerate(problem.graph.nodes) if n.name == node.name)
     chosen = _chosen_index(plan, problem, v)
-    _, space = problem.tables(plan.mesh)
+    space = problem.pricing.space(plan.mesh)
     graph_node = problem.graph.nodes[v]
     alternatives = []
     groups = _groups(plan, problem, v)

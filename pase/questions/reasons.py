@@ -95,7 +95,7 @@ def _methods(plan: PlanData) -> Iterator[str]:
 
 
 def _next_best(e: Explanation) -> Iterator[str]:
-    base = e.plan.cost + e.plan.hidden
+    base = e.plan.cost
     finite = {n: c / base - 1 for n, c in e.next_best.items() if base and c != float("inf")}
     if not finite:
         return

@@ -270,7 +270,7 @@ def _course(plan: PlanData, course: StepMemory) -> str:
 def _swings(e: Explanation, swings: list[Swing] | None) -> str:
     if not swings:
         return f"<p>Other machines were not priced{': ' + escape(e.remark) if e.remark else ''}.</p>"
-    base = e.plan.cost + e.plan.hidden
+    base = e.plan.cost
     most = max(s.ours for s in swings)
     rows = (
         (
@@ -326,7 +326,7 @@ def _layers(e: Explanation) -> str:
 
 
 def _otherwise(e: Explanation, layer: str) -> str:
-    other, whole = e.next_best.get(layer), e.plan.cost + e.plan.hidden
+    other, whole = e.next_best.get(layer), e.plan.cost
     if other is None or not whole:
         return ""
     return "impossible" if other == float("inf") else f"{max(other / whole - 1, 0.0):+.2%}"

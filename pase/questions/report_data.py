@@ -88,7 +88,7 @@ def _host(e: Explanation) -> int:
 
 def _next(e: Explanation, layer: str) -> float | str | None:
     """How much more the next best strategy costs, as a part of this one's cost."""
-    other, whole = e.next_best.get(layer), e.plan.cost + e.plan.hidden
+    other, whole = e.next_best.get(layer), e.plan.cost
     if other is None or not whole:
         return None
     return "impossible" if other == float("inf") else _short(max(other / whole - 1, 0.0))

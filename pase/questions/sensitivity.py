@@ -131,8 +131,8 @@ def vary_machine(
 
 @dataclass(frozen=True, kw_only=True)
 class Swing:
-    """One quantity of the machine times a factor: what the plan then costs, and the best strategy on the same mesh
-    (without a memory limit, nothing hidden), in the cost model's unit."""
+    """One quantity of the machine times a factor: what the plan then costs, and the best strategy found on the same
+    mesh (without a memory limit), in the cost model's unit."""
 
     quantity: str
     factor: float
@@ -144,8 +144,6 @@ def swings(
     plan: PlanData, problem: SplitProblem, factors: Sequence[float] = (0.5, 2.0), seconds: float = 20.0
 ) -> list[Swing]:
     """Each quantity of the machine alone, slower and faster; fewer where the time in seconds is up."""
-    from pase.search import solve
-    from pase.search.check import cost_of
     from pase.tables.itemize import config_of
 
     start, out = time.perf_counter(), list[Swing]()
@@ -153,9 +151,10 @@ def swings(
     for quantity, factor in itertools.product(QUANTITIES, factors):
         if time.perf_counter() - start > seconds:
             break
-        tables, space = _on(problem, {quantity: factor}).tables(plan.mesh)
-        ours = cost_of(tables, space.index(configs))
-        out.append(Swing(quantity=quantity, factor=factor, ours=ours, best=solve(tables).cost))
+        pricing = _on(problem, {quantity: factor}).pricing
+        ours = pricing.cost(plan.mesh, configs)
+        best = min(pricing.solve(plan.mesh).cost, ours)
+        out.append(Swing(quantity=quantity, factor=factor, ours=ours, best=best))
     return out
 
 
@@ -176,12 +175,9 @@ class _MemoryLimit(NamedTuple):
 
 def _given(problem: SplitProblem, found: Found, strategy: tuple[Mesh, Mapping[str, np.ndarray]]) -> Found:
     """A strategy as what was found: where a search within the limit ends before it finds one."""
-    from pase.search.check import cost_of
-
     mesh, configs = strategy
-    tables, space = problem.tables(mesh)
-    choice = space.index(configs)
-    solution = replace(found.solution, choice=choice, cost=cost_of(tables, choice))
+    space = problem.pricing.space(mesh)
+    solution = replace(found.solution, choice=space.index(configs), cost=problem.pricing.cost(mesh, configs))
     return replace(found, mesh=mesh, space=space, solution=solution)
 
 
@@ -194,8 +190,6 @@ def _points(
     within: _MemoryLimit | None,
     progress: Callable[[str], None] | None,
 ) -> list[Point]:
-    from pase.search.check import cost_of
-
     out = []
     for factors in itertools.product(*(r.factors for r in ranges)):
         at = dict(zip((r.quantity for r in ranges), factors, strict=True))
@@ -214,8 +208,7 @@ def _points(
             found = fitting or _given(here, found, strategies["pase"])
         prices = {}
         for name, (its, configs) in strategies.items():
-            tables, space = here.tables(its)
-            prices[name] = cost_of(tables, space.index(configs))
+            prices[name] = here.pricing.cost(its, configs)
         its, ours = strategies["pase"]
         same = found.mesh.sizes == its.sizes
         changed = sum(not np.array_equal(found.configs[n], c) for n, c in ours.items()) if same else None

@@ -11,7 +11,7 @@ bounds (Handler & Zang, Networks 1980; Dumitrescu & Boland, Networks 2003).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from pase.search.factors import ConfigPartition, Pool
 from pase.search.plan import Elimination
 from pase.search.priced import PricedTables
 
-__all__ = ["Labels", "label_choices"]
+__all__ = ["HeldAlong", "Labels", "label_choices"]
 
 _CHUNK = 1 << 22
 _COMPARED = 64  # labels of a state that a label is compared with, where there are several sums
@@ -53,6 +53,22 @@ class Labels:
         return out
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldAlong:
+    """What two nodes' configs together add to each sum: float64 [classes of src, classes of dst, sums]."""
+
+    src: int
+    dst: int
+    src_class: np.ndarray
+    dst_class: np.ndarray
+    held: np.ndarray
+
+    def between(self, v: int, own: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Of pairs of configs, node v's and the other node's: float64 [pairs, sums]."""
+        a, b = (own, others) if v == self.src else (others, own)
+        return self.held[self.src_class[a], self.dst_class[b]]
+
+
 def label_choices(
     priced: PricedTables,
     pool: Pool,
@@ -61,14 +77,16 @@ def label_choices(
     room: np.ndarray,
     cap: float,
     work: int,
+    along: Sequence[HeldAlong] = (),
 ) -> Labels:
     """All choices whose cost at the prices is at most ``cap`` above the least.
 
     pool, least: of ``priced.at(prices)``. room: float64 [sums]. work: labels to make at most; where more are met, only
-    a few of least slack go on.
+    a few of least slack go on. along: what pairs of nodes hold besides; with it the room is without limit.
     """
     order = _depth_first(priced.plan.steps)
-    seen = _seen_later(order, pool)
+    seen = _seen_later(order, pool, along)
+    closing = _closed_at(order, along)
     held = priced.held
     rest = np.zeros((len(order) + 1, room.size))
     for i in range(len(order) - 1, -1, -1):
@@ -82,6 +100,8 @@ def label_choices(
     for i, step in enumerate(order):
         parent, config, more = _extended(step, pool, open_, slack, cap)
         slack, used = more, used[parent] + held[step.v][config]
+        for other, e in closing[i]:
+            used = used + e.between(step.v, config, open_[other][parent])
         fits = np.flatnonzero((used + rest[i + 1] <= limit).all(axis=1))
         now = {u: (config if u == step.v else open_[u][parent])[fits] for u in seen[i]}
         cost = np.rint((slack - used @ prices)[fits] / grain)
@@ -122,15 +142,31 @@ def _depth_first(steps: list[Elimination]) -> list[Elimination]:
     return order
 
 
-def _seen_later(order: list[Elimination], pool: Pool) -> list[dict[int, ConfigPartition]]:
+def _closed_at(order: list[Elimination], along: Sequence[HeldAlong]) -> list[list[tuple[int, HeldAlong]]]:
+    """At each step, (the other node, pair) of the pairs whose second node it chooses."""
+    when = {s.v: i for i, s in enumerate(order)}
+    out: list[list[tuple[int, HeldAlong]]] = [[] for _ in order]
+    for e in along:
+        early, late = sorted((e.src, e.dst), key=when.__getitem__)
+        out[when[late]].append((early, e))
+    return out
+
+
+def _seen_later(
+    order: list[Elimination], pool: Pool, along: Sequence[HeldAlong] = ()
+) -> list[dict[int, ConfigPartition]]:
     """After each step, the nodes chosen by then that later steps look at, and how finely."""
+    views = {id(c): pool.view(c) for e in along for c in (e.src_class, e.dst_class)}
+    closing = _closed_at(order, along)
     out: list[dict[int, ConfigPartition]] = [{}] * len(order)
     later: dict[int, ConfigPartition] = {}
     for i in range(len(order) - 1, -1, -1):
         out[i] = dict(later)
         step = order[i]
         later.pop(step.v, None)
-        for u, view in zip(step.out.scope, step.out.views, strict=True):
+        looked = list(zip(step.out.scope, step.out.views, strict=True))
+        looked += [(u, views[id(e.src_class if u == e.src else e.dst_class)]) for u, e in closing[i]]
+        for u, view in looked:
             later[u] = pool.joint(later[u], view) if u in later else view
     return out
 

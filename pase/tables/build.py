@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from pase.tables.work import Work, node_work
 __all__ = [
     "GRANULE_BYTES",
     "EdgeCosts",
+    "PhaseCosts",
     "Space",
     "array_tile",
     "build",
@@ -26,6 +28,7 @@ __all__ = [
     "charge_price",
     "config_space",
     "edge_costs",
+    "phase_costs",
     "work_cost",
     "work_price",
 ]
@@ -119,32 +122,58 @@ def build(
     optimizer: str = "adam",
     *,
     sync: float = 1.0,
-    backward: float = 1.0,
     gathers: float = 1.0,
 ) -> tuple[CostTables, Space]:
     """Price every config of every node and every pair of layouts of every edge.
 
-    Equal nodes and edges of repeated layers are priced once and share their arrays. sync, backward: weights of the
-    gradients' synchronisation and of backward's compute (see ``pase.compiler.overlap``); gathers: of parameters' way
-    to their readers, below 1 without that for recomputation, since they stay. Tables of other weights have the same
-    nodes, edges and classes.
+    Equal nodes and edges of repeated layers are priced once and share their arrays. sync, gathers: weights of the
+    gradients' synchronisation and of parameters' way to their readers, below 1 without that for recomputation, since
+    they stay. Tables of other weights have the same nodes, edges and classes.
     """
     known = facts(graph)
     space = config_space(graph, mesh, model)
-    costs: dict[int, np.ndarray] = {}
-    for n, cfg, number in zip(graph.nodes, space, known.cost, strict=True):
-        if number not in costs:
-            work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
-            cost = work_cost((w for w in work if w.phase != "backward"), model)
-            cost = cost + backward * work_cost((w for w in work if w.phase == "backward"), model)
-            cost = cost + charge_cost(node_charges(graph, n, cfg, mesh), model, mesh)
-            costs[number] = np.broadcast_to(np.asarray(cost, dtype=np.float64), (len(cfg),)).copy()
     tables = CostTables(
-        node_costs=tuple(costs[number] for number in known.cost),
+        node_costs=tuple(n.total for n in phase_costs(graph, space, mesh, model, optimizer)),
         edges=tuple(_edges(known, space, mesh, model, {"backward": sync, "forward": gathers})),
         names=tuple(n.name for n in graph.nodes),
     )
     return tables, Space(graph=graph, mesh=mesh, configs=space)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PhaseCosts:
+    """A node's costs, float64 [K] each. waited: its collectives and the optimizer's update; forward, backward: its
+    work, recomputation in backward; gathers: of an updated parameter whose state is split further than itself."""
+
+    waited: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+    gathers: np.ndarray
+
+    @cached_property
+    def total(self) -> np.ndarray:
+        return self.waited + self.forward + self.backward + self.gathers
+
+
+def phase_costs(
+    graph: Graph, space: Sequence[np.ndarray], mesh: Mesh, model: CostModel, optimizer: str
+) -> tuple[PhaseCosts, ...]:
+    """Of every node; equal ones of repeated layers share one object. space: per node its configs, int8 [K, axes]."""
+    made: dict[int, PhaseCosts] = {}
+    for n, cfg, number in zip(graph.nodes, space, facts(graph).cost, strict=True):
+        if number not in made:
+            cost = {name: np.zeros(len(cfg)) for name in ("waited", "forward", "backward", "gathers")}
+            for w in node_work(graph, n, cfg, mesh, optimizer, array_tile(model)):
+                price = w.times * work_price(w, model)
+                late = 0.5 * price if w.again and w.phase == "forward" else 0.0
+                when = "waited" if w.phase == "update" else w.phase
+                cost[when] = cost[when] + (price - late)
+                cost["backward"] = cost["backward"] + late
+            for c in node_charges(graph, n, cfg, mesh):
+                kind = "gathers" if c.bucketed else "waited"
+                cost[kind] = cost[kind] + charge_price(c, model, mesh)
+            made[number] = PhaseCosts(**cost)
+    return tuple(made[number] for number in facts(graph).cost)
 
 
 def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:

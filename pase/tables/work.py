@@ -50,6 +50,7 @@ class Work:
     nbytes: with what the arrays are padded with; padding: of a product, work with the rows that are padded over
     ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
     casts: it turns operands of a product into the type that the product runs in.
+    again: recomputation repeats it: half of ``times`` are in backward.
     """
 
     kind: WorkKind
@@ -61,6 +62,7 @@ class Work:
     times: float
     padding: np.ndarray | float = 1.0
     casts: bool = False
+    again: bool = False
 
 
 TileShape = tuple[int, int]
@@ -166,12 +168,23 @@ def node_work(
     for phase, runs in executions.items():
         flops, nbytes = flops_of[phase], bytes_of[phase]
         if flops.any() or nbytes.any():
-            yield _traffic(dtype, flops, nbytes, phase, runs)
+            yield _traffic(dtype, flops, nbytes, phase, runs, main.remat and phase == "forward")
 
 
-def _traffic(dtype: str, flops: np.ndarray, nbytes: np.ndarray, phase: Phase, times: float) -> Work:
+def _traffic(
+    dtype: str, flops: np.ndarray, nbytes: np.ndarray, phase: Phase, times: float, again: bool = False
+) -> Work:
     """Work that is no product."""
-    return Work(kind="memory", dtype=dtype, flops=flops, nbytes=nbytes, mnk=None, phase=phase, times=times)
+    return Work(
+        kind="memory",
+        dtype=dtype,
+        flops=flops,
+        nbytes=nbytes,
+        mnk=None,
+        phase=phase,
+        times=times,
+        again=again,
+    )
 
 
 def _products(
@@ -205,7 +218,9 @@ def _products(
     for a in accesses if kind == "matmul" else ():
         most = np.maximum(most, _padded(node, graph.tensors[a.tensor], a, cfg, mesh, tile))
 
-    def product(mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float) -> Work:
+    def product(
+        mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float, again: bool = False
+    ) -> Work:
         known = 1.0 if tile is None else rounded(mnk[1], tile[1]) * rounded(mnk[2], tile[1])
         return Work(
             kind=kind,
@@ -216,9 +231,10 @@ def _products(
             phase=phase,
             times=times,
             padding=np.maximum(most / known, 1.0),
+            again=again,
         )
 
-    yield product((m, n, k), phase_of(op), runs)
+    yield product((m, n, k), phase_of(op), runs, op.remat)
     for a, mnk in zip(op.factors, ((m, k, n), (k, n, m)), strict=True):
         if has_gradient(graph, op, a.tensor):
             yield product(mnk, "backward", times)
@@ -245,7 +261,8 @@ def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Ite
             t = graph.tensors[a.tensor]
             read = local_bytes(node, t, a, cfg, mesh)
             nbytes = (1 + SCALE_PASSES) * read + 2 * read / t.itemsize
-            yield replace(_traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs), casts=True)
+            again = op.remat and accesses is op.reads
+            yield replace(_traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs, again), casts=True)
 
 
 BACKWARD_PRODUCTS = 5 / 2
@@ -285,6 +302,7 @@ def _attention(
         mnk=(rows, keys, inner),
         phase=phase_of(op),
         times=times * (2 if op.remat else 1),
+        again=op.remat,
     )
     if any(has_gradient(graph, op, a.tensor) for a in op.reads):
         yield Work(
@@ -308,9 +326,10 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
             )
             dtype = graph.tensors[op.writes[0].tensor].dtype
             runs = runs_of(op, node.name) * (2 if op.remat else 1)
+            again = op.remat
             if once_of(graph) != "none":  # what is read stays, cast as it is
-                runs = runs_of(op, node.name) / turns_of(graph)
-            yield _traffic(dtype, np.zeros(len(cfg)), moved, "forward", runs)
+                runs, again = runs_of(op, node.name) / turns_of(graph), False
+            yield _traffic(dtype, np.zeros(len(cfg)), moved, "forward", runs, again)
     write = node.ops[0].writes[0]
     tensor = graph.tensors[write.tensor]
     if not tensor.needs_grad:

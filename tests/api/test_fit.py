@@ -41,7 +41,7 @@ def weighted(params, x):
 
 
 @pytest.mark.parametrize(
-    ("machine", "overlap"), [("h100x8", "none"), ("h100x8", "gradients"), ("tpu_v5e", "none")]
+    ("machine", "overlap"), [("h100x8", "none"), ("h100x8", "parameters"), ("tpu_v5e", "none")]
 )
 def test_the_best_variant_that_fits_is_found(machine, overlap):
     """Every strategy of every number of micro-batches and of all that is sent once, priced item by item: none that fits

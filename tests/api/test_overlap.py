@@ -1,6 +1,7 @@
-"""Gradient synchronisation behind backward: against enumeration with the items' own prices."""
+"""Collectives of parameters beside compute: against enumeration with the items' own prices, by position."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,74 +9,169 @@ import numpy as np
 import pytest
 
 import pase
+from pase.compiler.overlap import Beside
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
-from pase.machine import mesh_from
+from pase.machine import load, mesh_from
+from pase.machine.scale import scaled
 from pase.tables.layouts import configs
 from pase.tables.work import node_work
 
 S = jax.ShapeDtypeStruct
 
 
-def loss(params, x):
+def one_layer(params, x):
     return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
 
 
-def exposed(problem, plan, mesh, chosen):
-    """C + max(0, S - V), from the plan's list of collectives and the nodes' work."""
-    parameters = {n.name for n in problem.graph.nodes if n.kind == "parameter"}
-    sync = sum(c.cost for c in plan.collectives if c.phase == "backward" and c.source in parameters)
-    behind = sum(
-        w.times * float(np.ravel(problem.model.compute(w.kind, w.dtype, w.flops, w.nbytes, mnk=w.mnk))[0])
-        for n in problem.graph.nodes
-        for w in node_work(problem.graph, n, chosen[n.name][None, :], mesh)
-        if w.phase == "backward"
-    )
-    return sum(n.cost.total for n in plan.nodes) - min(sync, behind)
+def two_layers(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(64, 4096), (4096, 256), (1024, 1024), (512, 2048), (2048, 512)])
-def test_nothing_is_cheaper_than_the_bound_and_the_answer_is_near(rows, width):
-    """Every strategy priced by hand; from models that gradients rule to models that compute does."""
-    args = ({"w": S((width, width), "float32")}, S((rows, width), "float32"))
+def rerun(params, x):
+    hidden = jax.checkpoint(lambda w, y: jnp.tanh(y @ w))(params["w"], x)
+    return jnp.mean((hidden @ params["v"]) ** 2)
+
+
+def weights(width, *names):
+    return {n: S((width, width), "float32") for n in names}
+
+
+def step(problem, plan, mesh, chosen):
+    """The step by hand, of a model without loops, from the plan's collectives and the work of each op."""
+    graph = problem.graph
+    stored = {n.name for n in graph.nodes if n.kind == "parameter"}
+    place = {n.name: i for i, n in enumerate(graph.nodes)}
+    readers = [place[e.dst] for e in graph.edges if e.src in stored]
+    again = [place[e.dst] for e in graph.edges if e.src in stored and e.access.again]
+    first, last = min(readers), max(readers)
+    waited, compute, moved = 0.0, {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
+    for c in plan.collectives:
+        gathered = c.phase == "forward"
+        if c.source not in stored:
+            waited += c.cost
+        elif (
+            c.phase == "update"
+        ):  # of a parameter whose state is split further, ahead of its reader in forward
+            early = place[next(e.dst for e in graph.edges if e.src == c.node)] == first
+            waited, moved["forward"] = waited + c.cost * early, moved["forward"] + c.cost * (not early)
+        elif not gathered:
+            late = place[c.node] == first
+            waited, moved["backward"] = waited + c.cost * late, moved["backward"] + c.cost * (not late)
+        else:
+            each = c.cost / c.times
+            early = place[c.node] == first
+            waited, moved["forward"] = waited + each * early, moved["forward"] + each * (not early)
+            if c.times == 2:
+                early = place[c.node] == max(again)
+                waited, moved["backward"] = waited + each * early, moved["backward"] + each * (not early)
+    for n in graph.nodes:
+        for w in node_work(graph, n, chosen[n.name][None, :], mesh, problem.optimizer):
+            each = float(np.ravel(problem.model.compute(w.kind, w.dtype, w.flops, w.nbytes, mnk=w.mnk))[0])
+            if w.phase == "update" or place[n.name] >= last:
+                waited += w.times * each
+            elif w.phase == "backward":
+                compute["backward"] += w.times * each
+            else:
+                compute["forward"] += each
+                compute["backward"] += (w.times - 1) * each
+    slow = problem.machine.collective_units / problem.machine.device.compute_units
+    return waited + sum(max(compute[p] + slow * moved[p], moved[p]) for p in compute)
+
+
+CASES = [
+    (one_layer, ("w",), 64, 4096),
+    (one_layer, ("w",), 4096, 256),
+    (two_layers, ("w", "v"), 1024, 1024),
+    (two_layers, ("w", "v"), 4096, 1024),
+    (rerun, ("w", "v"), 2048, 1024),
+]
+
+
+@pytest.mark.parametrize(("loss", "names", "rows", "width"), CASES)
+def test_a_strategy_costs_what_its_items_do_by_position(loss, names, rows, width):
+    """Strategies priced by hand, from models that collectives rule to models that compute does: none is cheaper than
+    the answer."""
+    args = (weights(width, *names), S((rows, width), "float32"))
     traced, mesh = trace(loss, *args), mesh_from("2", 2)
-    problem = SplitProblem.of(traced.graph, 2, None, "analytic", "adam")
-    cheapest = np.inf
-    for choice in itertools.product(*(configs(n, mesh) for n in problem.graph.nodes)):
+    problem = SplitProblem.of(traced.graph, 2, None, "analytic", "adam", "parameters")
+    priced = []
+    every = list(itertools.product(*(configs(n, mesh) for n in problem.graph.nodes)))
+    some = np.random.default_rng(0).permutation(len(every))[:150]
+    for choice in (every[i] for i in some):
         chosen = {n.name: row for n, row in zip(problem.graph.nodes, choice, strict=True)}
         plan = plan_of(problem, chosen, mesh, "loss", traced)
-        cheapest = min(cheapest, exposed(problem, plan, mesh, chosen))
-    plan = pase.compile(loss, *args, devices=2, mesh="2", overlap="gradients")
-    assert "under cost model 'analytic', sums of gradients hidden behind backward's compute" in str(plan)
-    additive = pase.compile(loss, *args, devices=2, mesh="2")
+        priced.append(step(problem, plan, mesh, chosen))
+        assert plan.cost == pytest.approx(priced[-1], rel=1e-9)
+        assert plan.cost + plan.hidden == pytest.approx(sum(n.cost.total for n in plan.nodes), rel=1e-9)
+    options = {"devices": 2, "mesh": "2", "baselines": False, "memory_limit": None}
+    plan = pase.compile(loss, *args, overlap="parameters", **options)
+    assert "under cost model 'analytic', collectives of parameters hidden behind compute" in str(plan)
+    additive = pase.compile(loss, *args, **options)
     assert "under cost model 'analytic', nothing hidden behind compute" in str(additive)
-    assert plan.bound <= cheapest * (1 + 1e-9)
-    assert cheapest * (1 - 1e-9) <= plan.cost <= additive.cost * (1 + 1e-9)
-    assert plan.cost <= cheapest * 1.02
-    assert not plan.optimal or plan.cost == pytest.approx(cheapest, rel=1e-9)
-    assert plan.cost + plan.hidden == pytest.approx(sum(n.cost.total for n in plan.nodes), rel=1e-9)
+    assert plan.optimal
+    assert plan.cost <= min(priced) * (1 + 1e-9)
+    assert plan.cost <= additive.cost * (1 + 1e-9)
+
+
+def _random_machine(rng):
+    """An H100 whose links, rates and collectives' part of the device are drawn anew."""
+    factors = {q: float(4 ** rng.uniform(-1, 1)) for q in ("bandwidth", "latency", "flops", "memory")}
+    return replace(scaled(load("h100x8"), factors), collective_units=int(rng.integers(0, 60)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bound_optimum_and_answer_are_in_order_on_random_machines(seed):
+    """Every choice of the tables of a small model: none is below the bound, and a proven answer is the least."""
+    rng = np.random.default_rng(seed)
+    width, rows = int(2 ** rng.integers(8, 12)), int(2 ** rng.integers(8, 13))
+    loss, names = [(two_layers, ("w", "v")), (rerun, ("w", "v"))][seed % 2]
+    traced = trace(loss, weights(width, *names), S((rows, width), "float32"))
+    problem = SplitProblem.of(traced.graph, 4, _random_machine(rng), "analytic", "adam", "parameters")
+    mesh = mesh_from("4", 4)
+    search = problem.pricing.search(mesh)
+    assert isinstance(search, Beside)
+    every = itertools.product(*(range(len(c)) for c in search.tables.space.configs))
+    least = min(search.cost(np.array(c)) for c in every)
+    found = problem.pricing.solve(mesh)
+    assert found.bound <= least * (1 + 1e-9)
+    assert least <= found.cost * (1 + 1e-9)
+    closed = problem.pricing.close(mesh, np.inf)
+    assert closed.optimal
+    assert closed.cost == pytest.approx(least, rel=1e-9)
+    for weight in itertools.product((0.0, 0.3, 1.0), repeat=2):
+        assert search.mean(search.at(weight), weight).cost <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("model", ["mlp", "alexnet", "gpt2?layers=2", "transformer?batch=64"])
 def test_never_worse_than_a_baseline_priced_alike(model):
-    plan = pase.compile(f"zoo:{model}", devices=8, mesh="2x4", overlap="gradients")
+    plan = pase.compile(f"zoo:{model}", devices=8, mesh="2x4", overlap="parameters")
     additive = pase.compile(f"zoo:{model}", devices=8, mesh="2x4")
     assert plan.bound <= plan.cost <= additive.cost * (1 + 1e-9)
-    assert plan.cost - plan.bound <= 0.01 * plan.cost
+    assert plan.cost - plan.bound <= 1e-3 * plan.cost
     assert all(plan.cost <= c * (1 + 1e-12) for c in plan.baselines.values())
     assert all(plan.baselines[k] <= c * (1 + 1e-12) for k, c in additive.baselines.items())
 
 
+def test_as_much_is_hidden_of_layers_written_out_as_of_a_loop():
+    parts = []
+    for scan in (1, 0):
+        model = f"zoo:gpt2?layers=4&batch=32&scan={scan}"
+        plan, summed = (pase.compile(model, devices=8, mesh="8", overlap=o) for o in ("parameters", "none"))
+        parts.append(plan.cost / summed.cost)
+    assert parts[0] == pytest.approx(parts[1], rel=2e-3)
+
+
 def test_what_cannot_be_asked_for():
-    with pytest.raises(PaseError, match="overlap is 'none' or 'gradients', not 'all'"):
+    with pytest.raises(PaseError, match="overlap is 'none' or 'parameters', not 'all'"):
         pase.compile("zoo:mlp", devices=2, overlap="all")
 
 
 def test_a_memory_limit_holds_with_overlap_too():
     """The answer fits and hides gradients, and is what the limit's absence finds where it does not bind."""
-    options = {"devices": 8, "mesh": "2x4", "overlap": "gradients"}
+    options = {"devices": 8, "mesh": "2x4", "overlap": "parameters"}
     free = pase.compile("zoo:gpt2?layers=2&batch=32", **options)
     same = pase.compile("zoo:gpt2?layers=2&batch=32", memory_limit=free.memory.total, **options)
     assert same.cost == pytest.approx(free.cost, rel=1e-9)
@@ -84,4 +180,4 @@ def test_a_memory_limit_holds_with_overlap_too():
     additive = pase.compile("zoo:gpt2?layers=2&batch=32", memory_limit=limit, devices=8, mesh="2x4")
     assert tight.memory.total <= limit
     assert free.cost <= tight.cost <= additive.cost * (1 + 1e-9)
-    assert tight.bound <= tight.cost
+    assert 0.99 * tight.cost <= tight.bound <= tight.cost

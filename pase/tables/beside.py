@@ -1,0 +1,255 @@
+"""What of a step runs beside compute, by position: one objective, which the search bounds and every report reads.
+
+    step = waited + beside(forward, gathers) + beside(backward, moved)
+    beside(compute, moved) = max(compute + slow * moved, moved)
+
+Collectives of parameters run beside the compute of their pass: gathers ahead of the parameters' readers, sums of
+gradients behind backward, and with recomputation gathers in backward as well. They follow one another, and while they
+run, compute is slower by the part of the device that they hold. Some of both has nothing beside it, by its position:
+
+- the gather of the first parameter that is read, before which nothing runs, and the sum of its gradient, behind which
+  nothing runs; in backward, the first gather that recomputation needs;
+- the compute from the last reader of a parameter on, forward (all gathers are over) and backward (no sum has begun).
+
+Of a loop that is one turn. These count as waited, as do collectives between products and the optimizer's update. What
+is gathered or summed once a step runs beside one micro-batch alone.
+
+With equal blocks this is the makespan of gathers one block ahead and sums one block behind (as ``pase.stated`` has it),
+and the longest of the ways through the two-machine flow shop of units of compute and transfers (Johnson 1954).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pase.ir import Graph
+from pase.ir.blocks import once_of, turns_of
+from pase.machine import CostModel, Machine, Mesh
+from pase.once import once
+from pase.tables.build import Space, config_space, edge_costs, phase_costs
+from pase.tables.charges import Flow
+from pase.tables.facts import facts
+from pase.tables.layouts import number
+from pase.tables.types import CostTables, EdgeTable
+
+__all__ = ["Alone", "StepParts", "StepTables", "alone", "beside", "between", "slowed"]
+
+
+def slowed(machine: Machine) -> float:
+    """The part of the device's compute units that collectives hold while they run."""
+    units = machine.device.compute_units
+    return machine.collective_units / units if units else 0.0
+
+
+def beside(compute: float, moved: float, slow: float) -> float:
+    """What compute and collectives beside it take together, which hold ``slow`` of the device while they run.
+
+    >>> beside(1.0, 0.5, 0.0), beside(1.0, 0.5, 0.2), beside(1.0, 3.0, 0.2)
+    (1.0, 1.1, 3.0)
+    """
+    return max(compute + slow * moved, moved)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """A step by what may run beside what, in the cost model's unit. waited: beside nothing; moved: what is beside
+    backward, gradients' sums and the gathers that recomputation needs."""
+
+    waited: float = 0.0
+    forward: float = 0.0
+    gathers: float = 0.0
+    backward: float = 0.0
+    moved: float = 0.0
+
+    def total(self, slow: float) -> float:
+        """Of the step. slow: the part of the device that collectives hold while they run."""
+        return (
+            self.waited + beside(self.forward, self.gathers, slow) + beside(self.backward, self.moved, slow)
+        )
+
+    @property
+    def summed(self) -> float:
+        """Of the step where nothing runs beside anything."""
+        return self.waited + self.forward + self.gathers + self.backward + self.moved
+
+    def ahead(self, slow: float) -> np.ndarray:
+        """By how much compute is the longer one, forward and backward; float64 [2]."""
+        forward = self.forward + (slow - 1) * self.gathers
+        return np.array([forward, self.backward + (slow - 1) * self.moved])
+
+
+_PARTS = 5
+WAITED, FORWARD, GATHERS, BACKWARD, MOVED = range(_PARTS)
+
+
+def between(compute: Sequence[float], slow: float) -> np.ndarray:
+    """Weights of the parts, float64 [5], at which a step's price is linear and never above what it takes: the larger of
+    two numbers is no less than any mean of them. compute: of each pass the weight of compute, in [0, 1].
+    """
+    f, b = compute
+    return np.array([1.0, f, f * slow + 1 - f, b, b * slow + 1 - b])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """The part of each thing that has nothing beside it, by its position. forward, backward: of each node's compute, in
+    [0, 1]; gathers, again, sums: of a parameter's that this node reads: for forward, for recomputation, of the
+    gradient."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    gathers: tuple[float, ...]
+    again: tuple[float, ...]
+    sums: tuple[float, ...]
+
+
+@once
+def alone(graph: Graph) -> Alone:
+    """Positions are those of the graph's list of nodes, in which they run."""
+    place = {n.name: i for i, n in enumerate(graph.nodes)}
+    turn = [min(turns_of(graph) / max(number(n.times, n.name), 1), 1.0) for n in graph.nodes]
+    reads = [e for e in graph.edges if graph.producer[e.tensor].kind == "parameter"]
+    first = min((place[e.dst] for e in reads), default=-1)
+    last = max((place[e.dst] for e in reads), default=-1)
+    rerun = max((place[e.dst] for e in reads if e.access.again), default=-1)
+
+    def at(where: int) -> tuple[float, ...]:
+        return tuple(t if i == where else 0.0 for i, t in enumerate(turn))
+
+    once = once_of(graph)
+
+    def compute(single: bool) -> tuple[float, ...]:
+        """What is sent a single time has one micro-batch's compute to run beside."""
+        beside = 1 / turns_of(graph) if single else 1.0
+        return tuple(1 - beside * (1 - (t if i >= last else 0.0)) for i, t in enumerate(turn))
+
+    return Alone(
+        forward=compute(once != "none"),
+        backward=compute(once == "all"),
+        gathers=at(first),
+        again=at(rerun),
+        sums=at(first),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepTables:
+    """The prices of a mesh by the parts of a step: tables at any weights, and the parts of any choice.
+
+    nodes: float64 [5, K] each. edges: as tables have them, nothing hidden; parts: of each edge float64 [5, classes of
+    src, classes of dst], or None where its reader waits for all of it. Equal ones of repeated layers share arrays.
+    """
+
+    space: Space
+    nodes: tuple[np.ndarray, ...]
+    edges: tuple[EdgeTable, ...]
+    parts: tuple[np.ndarray | None, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, mesh: Mesh, model: CostModel, optimizer: str) -> StepTables:
+        """Price every config of every node and every pair of layouts of every edge."""
+        configs = config_space(graph, mesh, model)
+        at = alone(graph)
+        edges, parts = [], list[np.ndarray | None]()
+        made: dict[tuple[int, float, float, float], tuple[np.ndarray, np.ndarray | None] | None] = {}
+        for e, priced in edge_costs(facts(graph), configs, mesh, model):
+            key = id(priced.flows), at.gathers[e.dst], at.again[e.dst], at.sums[e.dst]
+            if key not in made:
+                cost = sum((one for _, one in priced.flows), np.zeros([len(rows) for rows in priced.rows]))
+                made[key] = (cost, _parted(priced.flows, *key[1:])) if cost.any() else None
+            if (made_here := made[key]) is not None:
+                edges.append(priced.table(e, made_here[0]))
+                parts.append(made_here[1])
+        return cls(
+            space=Space(graph=graph, mesh=mesh, configs=configs),
+            nodes=tuple(_parted_nodes(graph, mesh, model, optimizer, configs)),
+            edges=tuple(edges),
+            parts=tuple(parts),
+        )
+
+    def at(self, weights: np.ndarray) -> CostTables:
+        """The tables at weights of the parts, float64 [5]."""
+        made: dict[int, np.ndarray] = {}
+
+        def weighed(parts: np.ndarray) -> np.ndarray:
+            if id(parts) not in made:
+                made[id(parts)] = np.tensordot(weights, parts, 1)
+            return made[id(parts)]
+
+        return CostTables(
+            node_costs=tuple(map(weighed, self.nodes)),
+            edges=tuple(
+                e if p is None else replace(e, cost=weighed(p))
+                for e, p in zip(self.edges, self.parts, strict=True)
+            ),
+            names=tuple(n.name for n in self.space.graph.nodes),
+        )
+
+    @property
+    def summed(self) -> CostTables:
+        """The tables of a step in which nothing runs beside anything."""
+        return self.at(np.ones(_PARTS))
+
+    def of_choice(self, choice: np.ndarray) -> StepParts:
+        """The parts of a choice: one config index per node."""
+        total = np.sum([n[:, k] for n, k in zip(self.nodes, choice, strict=True)], axis=0)
+        for e, p in zip(self.edges, self.parts, strict=True):
+            i, j = e.src_class[choice[e.src]], e.dst_class[choice[e.dst]]
+            if p is None:
+                total[WAITED] += e.cost[i, j]
+            else:
+                total += p[:, i, j]
+        return StepParts(*map(float, total))
+
+
+def _parted_nodes(
+    graph: Graph, mesh: Mesh, model: CostModel, optimizer: str, configs: Sequence[np.ndarray]
+) -> Iterator[np.ndarray]:
+    """The parts of each node, float64 [5, K]."""
+    at = alone(graph)
+    made: dict[tuple[int, float, float, float], np.ndarray] = {}
+    readers = _first_readers(graph)
+    for v, n in enumerate(phase_costs(graph, configs, mesh, model, optimizer)):
+        f, b, gathered = at.forward[v], at.backward[v], at.gathers[readers[v]] if v in readers else 0.0
+        key = (id(n), f, b, gathered)
+        if key not in made:
+            out = np.zeros((_PARTS, n.waited.size))
+            out[WAITED] = n.waited + f * n.forward + b * n.backward + gathered * n.gathers
+            out[FORWARD], out[BACKWARD] = (1 - f) * n.forward, (1 - b) * n.backward
+            out[GATHERS] = (1 - gathered) * n.gathers
+            made[key] = out
+        yield made[key]
+
+
+def _first_readers(graph: Graph) -> dict[int, int]:
+    """Place of a parameter's node -> of the first node that reads it."""
+    place = {n.name: i for i, n in enumerate(graph.nodes)}
+    out: dict[int, int] = {}
+    for e in graph.edges:
+        if graph.node[e.src].kind == "parameter":
+            at = place[e.dst]
+            out[place[e.src]] = min(at, out.get(place[e.src], at))
+    return out
+
+
+def _parted(
+    flows: Sequence[tuple[Flow, np.ndarray]], gathers: float, again: float, sums: float
+) -> np.ndarray | None:
+    """The parts of a parameter's edge, None of another; gathers, again, sums: of each what has nothing beside it."""
+    if not any(f.bucketed for f, _ in flows):
+        return None
+    out = np.zeros((_PARTS, *flows[0][1].shape))
+    for f, cost in flows:
+        if f.back:
+            out[WAITED] += sums * cost
+            out[MOVED] += (1 - sums) * cost
+        else:
+            first = cost / f.again
+            rerun = cost - first
+            out[WAITED] += gathers * first + again * rerun
+            out[GATHERS] += (1 - gathers) * first
+            out[MOVED] += (1 - again) * rerun
+    return out
