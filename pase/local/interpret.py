@@ -9,9 +9,9 @@ op, where a slice begins, a loop) is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from pase.tables.layouts import number
 
 __all__ = ["loss_and_gradients"]
 
+Name = TypeVar("Name", bound=Hashable)
 Pointwise = Callable[..., Any]
 
 _FUNCTIONS: dict[str, tuple[Pointwise, tuple[Pointwise, ...]]] = {
@@ -182,7 +183,7 @@ class _NumpyRun:
                 )
 
 
-def _add(into: dict[Any, DeviceParts], key: Any, parts: DeviceParts) -> None:
+def _add(into: dict[Name, DeviceParts], key: Name, parts: DeviceParts) -> None:
     before = into.get(key)
     into[key] = parts if before is None else {at: before[at] + x for at, x in parts.items()}
 

@@ -25,7 +25,7 @@ import numpy as np
 from pase.errors import Infeasible, PaseError
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.plan.types import NodePlan, PlanData
-from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
+from pase.schedule.types import AxisGroup, ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
 from pase.tables.itemize import Collective
 
 __all__ = ["CurveOf", "communication_problem", "curves_from_model"]
@@ -143,9 +143,9 @@ def _updates(
     return out
 
 
-def _key(c: Collective) -> str:
-    """The key that determines the price of a collective: its axes and its kind, as `Transfer.axes`."""
-    return f"{','.join(c.axes)}/{c.kind}"
+def _key(c: Collective) -> AxisGroup:
+    """What determines the price of a collective: its axes and its kind."""
+    return AxisGroup(c.axes, c.kind)
 
 
 def _tensors(
@@ -237,8 +237,8 @@ def _links(
     tensors: list[Transfer], collectives: list[Collective], curve_of: CurveOf | None
 ) -> tuple[Link, ...]:
     """One link for each name that the groups run on, with a curve for each group."""
-    curves: dict[str, dict[str, SendTime]] = {}
-    for key in sorted({t.axes for t in tensors}):
+    curves: dict[str, dict[AxisGroup, SendTime]] = {}
+    for key in sorted({t.axes for t in tensors}, key=str):
         mine = [c for c in collectives if _key(c) == key]
         if curve_of is not None:
             name, curve = curve_of(mine[0].kind, mine[0].axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, read_json, to_tree
-from pase.files.json_values import JsonObject
+from pase.files.json_values import Json, JsonObject
 from pase.ir import Place
 from pase.machine import Mesh
 from pase.plan.accesses import Digits, EquationLayouts, Reading, distinct
@@ -150,7 +150,7 @@ def _cost_form(plan: PlanData) -> CostForm:
     )
 
 
-def _copied(value: Any, cls: Any) -> Any:
+def _copied(value: object, cls: type[T]) -> T:
     """The same fields as an instance of another class."""
     return cls(**{name: getattr(value, name) for name in cls.__annotations__})
 
@@ -169,7 +169,7 @@ def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
     return AccessesForm(layouts=tuple(number), equations=equations)
 
 
-def from_json(data: Any, where: str = "layout") -> PlanData:
+def from_json(data: Json, where: str = "layout") -> PlanData:
     """Read the object. PaseError names the place of the error. ``where`` names the object in messages."""
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
@@ -319,7 +319,7 @@ def _variant(x: Any) -> str:
     return f"{len(x)} blocks" if isinstance(x, tuple) else str(x)
 
 
-def _short(x: Any) -> str:
+def _short(x: Mapping[str, Sequence[str]] | Sequence[Sequence[str]] | None) -> str:
     if x is None:
         return "absent"
     if isinstance(x, Mapping):

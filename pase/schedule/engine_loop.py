@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["loop"]
 
+Whole: TypeAlias = "list[int] | np.ndarray"
+"""Whole numbers, one for each job or resource: a list where the loop runs as Python, an array where it is compiled."""
+Real: TypeAlias = "list[float] | np.ndarray"
+
 
 def loop(
-    seconds: Any,
-    resource: Any,
-    rank: Any,
-    npred: Any,
-    succ_ptr: Any,
-    succ: Any,
-    hold: Any,
-    size: Any,
-    credit: Any,
-    strict: Any,
-    order: Any,
-    first: Any,
-    start: Any,
-    end: Any,
+    seconds: Real,
+    resource: Whole,
+    rank: Whole,
+    npred: Whole,
+    succ_ptr: Whole,
+    succ: Whole,
+    hold: Whole,
+    size: Real,
+    credit: Real,
+    strict: Whole,
+    order: Whole,
+    first: Whole,
+    start: Real,
+    end: Real,
 ) -> None:
     """Fill start and end. ``order[first[r]:first[r + 1]]`` are the jobs of resource r by rank."""
     resources = len(strict)
