@@ -7,10 +7,10 @@ from typing import TypeVar
 
 __all__ = ["jit"]
 
-Kernel = TypeVar("Kernel", bound=Callable[..., object])
+NumbaLoop = TypeVar("NumbaLoop", bound=Callable[..., object])
 
 
-def jit(*signature: str) -> Callable[[Kernel], Kernel]:
+def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
     """Decorator: njit, cached on disk where a folder is writable. signature: of the one type that it is called with.
 
     >>> jit()(lambda x: x + 1)(1)
@@ -19,7 +19,7 @@ def jit(*signature: str) -> Callable[[Kernel], Kernel]:
 
     import numba
 
-    def compiled(kernel: Kernel) -> Kernel:
+    def compiled(kernel: NumbaLoop) -> NumbaLoop:
         try:
             return numba.njit(*signature, cache=True, nogil=True)(kernel)  # type: ignore
         except RuntimeError:  # "cannot cache function": a read-only install without a home

@@ -24,7 +24,7 @@ from pase.tables.layouts import number
 
 __all__ = ["loss_and_gradients"]
 
-Name = TypeVar("Name", bound=Hashable)
+PartsKey = TypeVar("PartsKey", bound=Hashable)
 Pointwise = Callable[..., Any]
 
 _FUNCTIONS: dict[str, tuple[Pointwise, tuple[Pointwise, ...]]] = {
@@ -183,7 +183,7 @@ class _NumpyRun:
                 )
 
 
-def _add(into: dict[Name, DeviceParts], key: Name, parts: DeviceParts) -> None:
+def _add(into: dict[PartsKey, DeviceParts], key: PartsKey, parts: DeviceParts) -> None:
     before = into.get(key)
     into[key] = parts if before is None else {at: before[at] + x for at, x in parts.items()}
 

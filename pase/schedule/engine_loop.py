@@ -10,26 +10,26 @@ if TYPE_CHECKING:
 
 __all__ = ["loop"]
 
-Whole: TypeAlias = "list[int] | np.ndarray"
+WholeColumn: TypeAlias = "list[int] | np.ndarray"
 """Whole numbers, one for each job or resource: a list where the loop runs as Python, an array where it is compiled."""
-Real: TypeAlias = "list[float] | np.ndarray"
+RealColumn: TypeAlias = "list[float] | np.ndarray"
 
 
 def loop(
-    seconds: Real,
-    resource: Whole,
-    rank: Whole,
-    npred: Whole,
-    succ_ptr: Whole,
-    succ: Whole,
-    hold: Whole,
-    size: Real,
-    credit: Real,
-    strict: Whole,
-    order: Whole,
-    first: Whole,
-    start: Real,
-    end: Real,
+    seconds: RealColumn,
+    resource: WholeColumn,
+    rank: WholeColumn,
+    npred: WholeColumn,
+    succ_ptr: WholeColumn,
+    succ: WholeColumn,
+    hold: WholeColumn,
+    size: RealColumn,
+    credit: RealColumn,
+    strict: WholeColumn,
+    order: WholeColumn,
+    first: WholeColumn,
+    start: RealColumn,
+    end: RealColumn,
 ) -> None:
     """Fill start and end. ``order[first[r]:first[r + 1]]`` are the jobs of resource r by rank."""
     resources = len(strict)
