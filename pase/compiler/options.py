@@ -156,10 +156,11 @@ class CompileOptions:
         "the model's own types.",
         "--precision",
     )
-    overlap: Literal["none", "parameters"] = _option(
+    overlap: Literal["none", "parameters", "machine"] = _option(
         "none",
         "'parameters': gathers of parameters and sums of gradients run beside compute, and only what compute cannot "
-        "hide, by position, is priced. Default 'none': nothing runs beside anything.",
+        "hide, by position, is priced. 'machine': so if the machine file says that collectives run beside compute, in "
+        "training. Default 'none': nothing runs beside anything.",
         "--overlap",
     )
     target: PlanTarget = _option(  # noqa: RUF009 it is a field

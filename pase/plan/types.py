@@ -119,6 +119,9 @@ class PlanData:
     """What of parameters is sent once a step, not for each micro-batch and for each time that it is read."""
     buckets: JsonObject | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for. None if none was chosen."""
+    beside: float | None = None
+    """If the price has collectives of parameters beside compute (``pase.tables.beside``): the part of the device that
+    they hold meanwhile. None: nothing runs beside anything."""
     memory_limit: int | None = None
     """Bytes of the plan that a device may hold. None if it was made without a limit."""
     misfit: str | None = None
@@ -199,7 +202,7 @@ class PlanData:
         """What ``cost`` and ``bound`` measure, in words. The plan is proven cheapest only in this measure."""
         if self.pipeline is not None:
             return "the schedule's simulated step"
-        if self.provenance.get("overlap") == "parameters" or self.hidden > 1e-6 * self.cost:
+        if self.beside is not None or self.hidden:
             return "collectives of parameters hidden behind compute"
         return "nothing hidden behind compute"
 
