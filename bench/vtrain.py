@@ -277,6 +277,27 @@ def from_profile(row: MeasuredRow, p: StepProfile, model: CostModel) -> float | 
     return pipe.step_s + max(float(base + slope * n), 0.0)
 
 
+def from_other_degrees(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, Any]:
+    """Rows predicted from rows of the same model and micro-batch at another degree: what those measured, times the
+    ratio of the two predictions. A what-if of a traced run scales by the same prices where no kernel was measured."""
+    pairs: dict[str, list[tuple[float, float]]] = {"tensor": [], "data": []}
+    for r, t in found:
+        for o, u in found:
+            if (r.d, r.heads, r.layers, r.seq, r.micro_batch) != (
+                o.d,
+                o.heads,
+                o.layers,
+                o.seq,
+                o.micro_batch,
+            ):
+                continue
+            if r.tensor != o.tensor:
+                pairs["tensor"].append((r.measured_s, o.measured_s * t.total_s / u.total_s))
+            elif r.data != o.data:
+                pairs["data"].append((r.measured_s, o.measured_s * t.total_s / u.total_s))
+    return {k: accuracy(*zip(*v, strict=True)) for k, v in pairs.items() if v}
+
+
 def pipelined(found: list[MeasuredRow], predicted: list[float]) -> dict[str, Any]:
     """``accuracy`` of rows with stages: all, and by stages and tensor parallelism."""
     groups: dict[str, list[int]] = {"all": list(range(len(found)))}
@@ -323,11 +344,13 @@ def main() -> None:
         found = [(r, predict(r, m, model)) for r in measured]
         out[label] = {
             "all": summary(found),
+            "from other degrees": from_other_degrees(found),
             "by_tensor": by(found, "tensor"),
             "by_micro_batch": by(found, "micro_batch"),
             "by_width_tensor_micro_batch": by(found, "d", "tensor", "micro_batch"),
         }
         print(label, json.dumps(out[label]["all"]))
+        print("  from other degrees", json.dumps(out[label]["from other degrees"]))
         for name in ("by_tensor", "by_micro_batch", "by_width_tensor_micro_batch"):
             for key, s in out[label][name].items():
                 off = f"{s['mape']:6.1%} {s['mean_error']:+7.1%}"

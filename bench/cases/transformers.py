@@ -69,7 +69,7 @@ def _light(name: str, *dims: int) -> _ImaginedOp:
 
 
 def _sum_us(run: ImaginedTransformer, nbytes: float, ways: int) -> float:
-    return run.collective_us + 2 * (ways - 1) / ways * nbytes / run.link_bytes_per_us
+    return (ways - 1) * (run.collective_us + 2 * nbytes / ways / run.link_bytes_per_us)  # a ring's turns
 
 
 def _between(run: ImaginedTransformer) -> list[_ImaginedOp]:

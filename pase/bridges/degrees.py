@@ -21,13 +21,13 @@ from pase.errors import Infeasible, PaseError
 from pase.files.json_values import JsonObject
 from pase.pipeline.registry import schedule
 from pase.pipeline.types import Kind
-from pase.replay.graph import DataflowGraph
+from pase.replay.graph import EDGES, DataflowGraph, launching_calls
 from pase.replay.insert import Inserted, insert_after
 from pase.replay.report import Rewrite
 from pase.replay.restage import StageAction, StageTransfer, staged
 from pase.replay.sections import OpShape, ProductKey, Sections, StepPhase, op_shapes, product_of, sections
 from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS, Timeline
-from pase.replay.whatif import collective_line
+from pase.replay.whatif import WireLine, collective_line
 from pase.stated.ops import StatedOps, stated_ops
 from pase.stated.timeline import stage_layers
 from pase.tables.itemize import LocalWork
@@ -123,7 +123,7 @@ def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> 
             "what a transfer between stages takes is not known: the run has no all-reduce of known size; give the "
             "link's bandwidth (--wire 100GB/s)"
         )
-    return StageTransfer(nbytes=nbytes, duration_ns=line.fixed_ns + nbytes * line.ns_per_wire_byte)
+    return StageTransfer(nbytes=nbytes, duration_ns=line.step_ns + nbytes * line.ns_per_wire_byte)
 
 
 # ---- tensor parallelism
@@ -329,7 +329,7 @@ class _Retensored:
         self.duration[update] = g.duration_ns[update] * ratio
         line = collective_line(g)
         for i in np.flatnonzero((g.kind == COLLECTIVE) & ~self._between_now()).tolist():
-            fixed = min(line.fixed_ns, float(g.duration_ns[i])) if line else 0.0
+            fixed = self._fixed_ns(i, line)
             self.duration[i] = fixed + (g.duration_ns[i] - fixed) * ratio
         return ratio
 
@@ -353,17 +353,19 @@ class _Retensored:
             )
         line = collective_line(g)
         if len(mine):
-            old = int(g.ways[mine].max()) or 2
+            old = max(int(g.ways[mine].max()), 2)
+            part, steps = (1 - 1 / self.ways) / (1 - 1 / old), (self.ways - 1) / (old - 1)
             for i in mine.tolist():
-                fixed = min(line.fixed_ns if line else 0.0, float(g.duration_ns[i]))
-                part = (1 - 1 / self.ways) / (1 - 1 / old)
-                steps = (self.ways - 1) / (old - 1)
+                fixed = self._fixed_ns(i, line)
                 self.duration[i] = fixed * steps + (g.duration_ns[i] - fixed) * part
+            if self.ways == 1:
+                self._not_launched(mine.tolist())
             return {}, f"{len(mine)} collectives between products over {self.ways} ranks in place of {old}"
         out: dict[int, list[Inserted]] = defaultdict(list)
         for c in self.then.between:
-            moved = 2 * (self.ways - 1) / self.ways * c.nbytes if c.kind == "all_reduce" else float(c.nbytes)
-            ns = 1e9 * c.cost / c.times if line is None else line.fixed_ns + moved * line.ns_per_wire_byte
+            ns = 1e9 * c.cost / c.times if line is None else line.all_reduce_ns(c.nbytes, self.ways)
+            if line is not None and c.kind != "all_reduce":
+                ns /= 2  # one way round the ring, where a sum goes round twice
             new = Inserted(
                 name=f"{c.kind} between products",
                 duration_ns=ns,
@@ -378,6 +380,21 @@ class _Retensored:
         return dict(
             out
         ), f"{n} collectives between products, priced by {by}" if n else "none between products"
+
+    def _fixed_ns(self, i: int, line: WireLine | None) -> float:
+        """The part of a measured collective that does not grow with its bytes."""
+        steps = max(int(self.g.ways[i]) - 1, 1)
+        return min(line.step_ns * steps, float(self.g.duration_ns[i])) if line else 0.0
+
+    def _not_launched(self, gone: list[int]) -> None:
+        """The thread spends no time on what no longer runs."""
+        g, call_of = self.g, launching_calls(self.g)
+        program = g.edge_kind == EDGES.index("program")
+        before = dict(zip(g.dst[program].tolist(), g.src[program].tolist(), strict=True))
+        for i in gone:
+            if i in call_of:
+                self.duration[call_of[i]] = 0.0
+                self.duration[before.get(call_of[i], call_of[i])] = 0.0
 
     def _places(self, node: str, phase: StepPhase, times: int) -> list[int]:
         """Measured products of that node; where it is none, the last of each layer and micro-batch."""

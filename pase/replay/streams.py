@@ -14,7 +14,7 @@ from pase.replay.breakdown import union
 from pase.replay.ingest import launch_of
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, Timeline
 
-__all__ = ["Streams", "copies", "queue_lengths", "stream_idle", "streams"]
+__all__ = ["Streams", "copies", "launched", "queue_lengths", "stream_idle", "streams"]
 
 _CONSECUTIVE_NS = 30_000
 """A gap shorter than this between queued kernels is the device's own: HTA's consecutive_kernel_delay of 30, which it
@@ -90,11 +90,16 @@ def stream_idle(t: Timeline, rank: int) -> dict[str, dict[str, int]]:
     return out
 
 
-def queue_lengths(t: Timeline, rank: int) -> dict[str, tuple[int, float]]:
-    """Stream → (most, mean over the changes) of the ops that are launched and have not begun."""
+def launched(t: Timeline, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Device ops whose launch is in the trace, and the calls that launched them."""
     ops = _device(t, rank)
     call = _calls(t, rank, ops)
-    ops, call = ops[call >= 0], call[call >= 0]
+    return ops[call >= 0], call[call >= 0]
+
+
+def queue_lengths(t: Timeline, rank: int) -> dict[str, tuple[int, float]]:
+    """Stream → (most, mean over the changes) of the ops that are launched and have not begun."""
+    ops, call = launched(t, rank)
     out = {}
     for lane in np.unique(t["lane"][ops]).tolist():
         here = t["lane"][ops] == lane

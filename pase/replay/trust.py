@@ -26,6 +26,8 @@ _ALLOWED = 0.05
 """How far outside of the range of the measured iterations a replay of the run as it is may lie."""
 _IMPOSSIBLE = 0.5
 """So far outside, the replay is not shown either: iterations of a busy machine differ, but not by that."""
+_SETTLED = 0.01
+"""Iterations in a row may not have settled by the last; by so much a change that only helps may seem to cost."""
 _PLAIN_NS = {"launch": 100_000.0, "stream": 30_000.0, "wait": 50_000.0, "handoff": 1_000_000.0}
 """What launches, streams, events and threads cost at most; up to three times as much where most lags are so long."""
 
@@ -187,6 +189,13 @@ class Run:
                 f"{what}: not predicted, since {share:.0%} of the critical path would be delay that nothing in the "
                 "trace explains, and that a change might move. --force predicts anyway"
             )
+        longer = s.iteration_ns > self.replayed_ns * (1 + _SETTLED)
+        if longer and _only_shorter(self.graph, changed) and not force:
+            raise Infeasible(
+                f"{what}: not predicted, since nothing in it takes longer and the replay does "
+                f"({self.replayed_ns / 1e6:.2f} to {s.iteration_ns / 1e6:.2f} ms): its ops would run in another order, "
+                "and the trace does not show what fixes it. --force predicts anyway"
+            )
         return s.iteration_ns
 
     def must_be_believed(self, what: str, force: bool) -> None:
@@ -195,6 +204,24 @@ class Run:
             raise Infeasible(
                 f"{what}: not predicted, since {'; and '.join(self.doubts)}. --force predicts anyway"
             )
+
+
+def _only_shorter(g: DataflowGraph, changed: DataflowGraph) -> bool:
+    """Whether the changed graph is the same but for times that are no longer than they were."""
+    if (
+        len(g) != len(changed)
+        or len(g.src) != len(changed.src)
+        or len(g.carried.src) != len(changed.carried.src)
+    ):
+        return False
+    times = (
+        (g.duration_ns, changed.duration_ns),
+        (g.lag_ns, changed.lag_ns),
+        (g.carried.lag_ns, changed.carried.lag_ns),
+        (g.release_ns, changed.release_ns),
+        (g.device_free_ns, changed.device_free_ns),
+    )
+    return all(bool((after <= before + 1e-6).all()) for before, after in times)
 
 
 def unexplained_share(g: DataflowGraph, replay: Steady) -> float:

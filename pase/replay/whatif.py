@@ -96,13 +96,17 @@ def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> np.nd
 class WireLine:
     """What a message takes, as the run's own collectives show it."""
 
-    fixed_ns: float
+    step_ns: float
+    """The fixed part, for each of a ring's steps from a rank to the next."""
     ns_per_wire_byte: float
+
+    def all_reduce_ns(self, nbytes: float, ways: int) -> float:
+        """By ring rules."""
+        return (ways - 1) * (self.step_ns + 2 * nbytes / ways * self.ns_per_wire_byte)
 
 
 def collective_line(g: DataflowGraph) -> WireLine | None:
-    """From the run's all-reduces of known size and ranks: fixed part, and time for each byte on a rank's link (ring
-    rules), medians. None where there are none."""
+    """From the run's all-reduces of known size and ranks, by ring rules, medians. None where there are none."""
     sent = _sent_bytes(g)
     of_sum = g.operation == OPERATIONS.index("all_reduce")
     mine = np.flatnonzero((g.kind == COLLECTIVE) & of_sum & np.isfinite(sent) & (np.nan_to_num(sent) > 0))
@@ -110,7 +114,8 @@ def collective_line(g: DataflowGraph) -> WireLine | None:
         return None
     fixed = split_cost(g)[mine]
     per_byte = (g.duration_ns[mine] - fixed) / sent[mine]
-    return WireLine(fixed_ns=float(np.median(fixed)), ns_per_wire_byte=float(np.median(per_byte)))
+    step = fixed / (g.ways[mine] - 1)
+    return WireLine(step_ns=float(np.median(step)), ns_per_wire_byte=float(np.median(per_byte)))
 
 
 def _on_the_wire(g: DataflowGraph, bytes_per_s: float) -> np.ndarray:

@@ -30,6 +30,7 @@ SMALLEST = {
     "pipelines": "--out pipelines.json",
     "programs": "*ntxent*",
     "published": "--only 22B",
+    "replay_degrees": '--only "device-bound: stages=2"',
     "replay_fuzz": "--count 3",
     "replay_profile": "--processes 1 --rounds 1",
     "replay_speed": "--megabytes 1",
