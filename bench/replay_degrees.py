@@ -3,9 +3,9 @@
     .venv/bin/python -m bench.replay_degrees [--only TEXT]   # writes bench/results/replay_degrees.json
 
 A GPT of four layers (``bench/cases/transformers.py``) is traced on one rank, with 1% noise, at one degree. Asked are
-pipeline stages, tensor parallelism (with the kernels of a short run at that degree, and by the roofline alone), and more
-replicas whose hosts are late by chance (``bench/cases/timelines.py``, four ranks traced). The truth is the changed
-run.
+pipeline stages, tensor parallelism (with the kernels of a short run at that degree, and by the roofline alone), and
+more replicas whose hosts are late by chance (``bench/cases/timelines.py``, four ranks traced). The truth is the
+changed run.
 """
 
 from __future__ import annotations
