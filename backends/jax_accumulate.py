@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pase.frontends.jax_leaves import arrays, combine, trained
-from pase.pytree import Tree
+from pase.frontends.jax_types import Tree
 
 if TYPE_CHECKING:
-    from jax import Array
     from jax.sharding import Mesh as JaxMesh
-    from jax.sharding import NamedSharding
 
     from pase.backends.to_jax import JaxPlan
 
 __all__ = ["micro_batch_stack", "stacked_outs", "summed", "threads_of"]
 
 
-def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
+def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) -> Callable[..., Any]:
     """f(params, *batch): the mean of loss and gradients over the plan's micro-batches, computed one at a time.
 
     graded: f(params, *batch) -> (value, gradients) of one micro-batch. kept: the shardings of the gradients.
@@ -30,16 +28,16 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
     threads = threads_of(plan)
 
-    def constrained(grads: Tree) -> Tree:
+    def constrained(grads: Tree) -> Any:
         return jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
 
-    def mean(params: Tree, *batch: Tree) -> Tree:
+    def mean(params: Tree, *batch: Tree) -> Any:
         leaves, tree = jax.tree.flatten(arrays(batch))
         stacked = [
             micro_batch_stack(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
         ]
 
-        def body(so_far: Tree, mine: Tree) -> Tree:
+        def body(so_far: Tree, mine: Tree) -> Any:
             total, loss, states = so_far
             # Without the barrier, gathers of parameters move out of the loop, and stay gathered.
             here, mine = jax.lax.optimization_barrier((arrays(params), mine))
@@ -63,7 +61,7 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
     return mean
 
 
-def micro_batch_stack(x: Array, k: int, sharding: NamedSharding, mesh: JaxMesh) -> Array:
+def micro_batch_stack(x: Any, k: int, sharding: Any, mesh: JaxMesh) -> Any:
     """An array of the batch as k stacked micro-batches."""
     import jax
     import jax.numpy as jnp
@@ -81,7 +79,7 @@ def threads_of(plan: JaxPlan) -> list[tuple[int, int]]:
     return [(i - n, j) for i, j in sorted(plan.traced.carried.items()) if i >= n]
 
 
-def stacked_outs(plan: JaxPlan, outs: Sequence[Tree], states: Sequence[Tree]) -> Tree:
+def stacked_outs(plan: JaxPlan, outs: Sequence[Any], states: Sequence[Any]) -> Any:
     """(loss, aux), from the leaves stacked over micro-batches. For threaded values, only the last is used."""
     import jax
 

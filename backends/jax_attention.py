@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.jax_attention_kernels import (
     Attended,
@@ -25,17 +25,13 @@ from pase.backends.jax_attention_kernels import (
 from pase.backends.jax_equations import KEPT
 from pase.backends.jax_ring import RingAttention
 from pase.frontends.jax_attention import AttentionCall
-from pase.frontends.jax_types import Aval
 from pase.ir import SourceLine
 from pase.plan.accesses import Digits, EquationLayouts
-from pase.pytree import Tree
 from pase.tables.layouts import contiguous_axes
 
 if TYPE_CHECKING:
-    import numpy as np
     from jax import Array
     from jax.sharding import Mesh as JaxMesh
-    from jax.sharding import PartitionSpec
 
 __all__ = ["AttentionSplit", "kernel_for", "of_plan", "on_a_device"]
 
@@ -56,14 +52,14 @@ class AttentionSplit:
     groups: AxisNames = ()
 
     @property
-    def of_queries(self) -> PartitionSpec:
+    def of_queries(self) -> Any:
         """PartitionSpec of [b, q, kv heads, group, d]; without the last entry, also of the sums."""
         from jax.sharding import PartitionSpec
 
         return PartitionSpec(self.batch, self.ring or self.queries, self.heads, self.groups)
 
     @property
-    def of_keys(self) -> PartitionSpec:
+    def of_keys(self) -> Any:
         """PartitionSpec of [b, s, kv heads, d]."""
         from jax.sharding import PartitionSpec
 
@@ -99,7 +95,7 @@ def split_of(
     return AttentionSplit(**out)
 
 
-def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: SourceLine) -> AttentionFunctions:
+def kernel_for(call: AttentionCall, platform: str, dtype: Any, source: SourceLine) -> AttentionFunctions:
     """The kernel that the call requests. If the platform lacks it, the definition, with a warning.
 
     XLA has no kernel for a ring. There, cuDNN's kernel is used if it takes the dtype.
@@ -108,7 +104,6 @@ def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: Sour
     if fits and platform == "gpu":
         return CuDNN()
     if call.asked == "flash" and platform == "tpu":
-        assert call.blocks is not None  # the call names them
         return Flash(blocks=call.blocks)
     if call.asked != "xla":
         _said(call, f"which {platform} devices lack", source)
@@ -118,8 +113,8 @@ def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: Sour
 def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
     whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
     warnings.warn(
-        f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two "
-        "products and a softmax that keep its scores in memory, and costs more than the kernel that the plan priced",
+        f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two products and a "
+        f"softmax, with its scores in memory, and not at the price of the kernel",
         stacklevel=3,
     )
 
@@ -127,11 +122,11 @@ def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
 def of_plan(
     call: AttentionCall,
     reads: Sequence[str | None],
-    avals: Sequence[Aval],
+    avals: Sequence[Any],
     layouts: EquationLayouts | None,
     mesh: JaxMesh,
     source: SourceLine,
-) -> Callable[..., Array] | None:
+) -> Callable[..., Any] | None:
     """The attention as a function of q, k, v, split as in the plan.
 
     None if XLA is to split it: the call requests XLA's own implementation (and is not a ring), has a bias or a mask, or
@@ -155,8 +150,8 @@ def on_a_device(
     operands: Sequence[tuple[tuple[int, ...], Digits]],
     mesh: JaxMesh,
     source: SourceLine,
-    dtype: np.dtype,
-) -> Callable[..., Array] | None:
+    dtype: Any,
+) -> Callable[..., Any] | None:
     """The attention as a function of one device's parts, within a ``shard_map``; None if its split cannot be written
     out.
 
@@ -174,11 +169,11 @@ def on_a_device(
     return _ordered(call, local.on_a_device())
 
 
-def _beside(call: AttentionCall) -> Callable[..., Array]:
+def _beside(call: AttentionCall) -> Callable[..., Any]:
     """Attention with a bias or a mask, which come after queries, keys and values."""
     import jax
 
-    def attention(q: Array, k: Array, v: Array, *beside: Array) -> Array:
+    def attention(q: Array, k: Array, v: Array, *beside: Any) -> Any:
         masks = [x for x in beside if x.dtype == bool]
         bias = next((x for x in beside if x.dtype != bool), None)
         return jax.nn.dot_product_attention(
@@ -195,7 +190,7 @@ def _beside(call: AttentionCall) -> Callable[..., Array]:
     return attention
 
 
-def _ordered(call: AttentionCall, run: Callable[..., Array]) -> Callable[..., Array]:
+def _ordered(call: AttentionCall, run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, which takes [b, q, kv heads, group, d] and [b, s, kv heads, d], applied to arrays in the call's dim
     order.
     """
@@ -203,7 +198,7 @@ def _ordered(call: AttentionCall, run: Callable[..., Array]) -> Callable[..., Ar
         sorted(range(4), key=lambda i: call.order[i])
     )  # where each dim of (b, q, h, d) goes back to
 
-    def attention(q: Array, k: Array, v: Array) -> Array:
+    def attention(q: Array, k: Array, v: Array) -> Any:
         q, k, v = (x.transpose(call.order) for x in (q, k, v))
         b, t, _, d = q.shape
         kv_heads = k.shape[2]
@@ -241,14 +236,14 @@ class _DeviceShare:
     scale: float
     mesh: JaxMesh
 
-    def differentiable(self) -> Callable[..., Array]:
+    def differentiable(self) -> Callable[..., Any]:
         """f(q, k, v) on whole arrays, with its own derivative rule, because kernels have none for a split attention."""
         import jax
         from jax.ad_checkpoint import checkpoint_name
 
         of_q, of_k = self.split.of_queries, self.split.of_keys
 
-        def mapped(fn: Callable[..., Tree], ins: Sequence[PartitionSpec], outs: Tree) -> Callable[..., Tree]:
+        def mapped(fn: Any, ins: Any, outs: Any) -> Any:
             return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
         left = (of_q, of_k, of_k, of_q)  # queries, keys, values and the sums' logarithms
@@ -256,10 +251,10 @@ class _DeviceShare:
         backward = mapped(self._backward, (*left, of_q, of_q), left[:3])
 
         @jax.custom_vjp
-        def attention(q: Array, k: Array, v: Array) -> Array:
+        def attention(q: Array, k: Array, v: Array) -> Any:
             return forward(q, k, v)[0]
 
-        def kept(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+        def kept(q: Array, k: Array, v: Array) -> Any:
             # Named, so that a policy that keeps the result need not run the kernel again for its sums.
             result, (q, k, v, sums) = forward(q, k, v)
             result, sums = checkpoint_name(result, KEPT), checkpoint_name(sums, KEPT)
@@ -268,19 +263,19 @@ class _DeviceShare:
         attention.defvjp(kept, lambda given, gradient: backward(*given, gradient))
         return attention
 
-    def on_a_device(self) -> Callable[..., Array]:
+    def on_a_device(self) -> Callable[..., Any]:
         """f(q, k, v) on this device's parts. Its gradients of keys and values are summands."""
         import jax
 
         @jax.custom_vjp
-        def attention(q: Array, k: Array, v: Array) -> Array:
+        def attention(q: Array, k: Array, v: Array) -> Any:
             return self._forward(q, k, v)[0]
 
-        def kept(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+        def kept(q: Array, k: Array, v: Array) -> Any:
             result, left = self._forward(q, k, v)
             return result, (*left, result)
 
-        def pulled(given: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
+        def pulled(given: Any, gradient: Array) -> tuple[Array, Array, Array]:
             q, k, v, sums, result = given
             return self._summands(q, k, v, sums, result, gradient)
 
@@ -299,7 +294,7 @@ class _DeviceShare:
             kernel=self.kernel, axes=axes, devices=devices, causal=self.causal, scale=self.scale
         )
 
-    def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+    def _forward(self, q: Array, k: Array, v: Array) -> tuple[Any, tuple[Array, ...]]:
         """(result, residuals for backward)"""
         import jax
 

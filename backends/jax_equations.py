@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pase.frontends.jax_types import Jaxpr, Var
+from typing import Any
+
+from pase.frontends.jax_types import Jaxpr
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
 
@@ -12,7 +14,7 @@ KEPT = "pase_kept"
 """The name of results that are kept for backward if only light work is recomputed. The policy asks for this name."""
 
 
-def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Var], list[Var]]:
+def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Any], list[Any]]:
     """Variables that a block of equations reads from outside, and variables that it makes for use outside."""
     mine = jaxpr.eqns[block.start : block.stop]
     made = dict.fromkeys(v for e in mine for v in e.outvars)

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeGuard
+from typing import Any
 
 from pase.errors import PaseError
-from pase.pytree import Tree
-
-if TYPE_CHECKING:
-    import numpy as np
-    from jax import Array
-    from jax.sharding import Mesh as JaxMesh
-    from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = ["Home", "StackCut", "is_cut", "joined", "merged", "on_rank", "registered", "rows_of"]
 
@@ -27,10 +20,10 @@ class StackCut:
     such leaves again.
     """
 
-    parts: tuple[Array, ...]
+    parts: tuple[Any, ...]
 
 
-def is_cut(x: object) -> TypeGuard[StackCut]:
+def is_cut(x: object) -> bool:
     return isinstance(x, StackCut)
 
 
@@ -54,12 +47,12 @@ class Home:
     """
 
     ranks: tuple[int, ...]
-    grid: np.ndarray
+    grid: Any
     names: tuple[str, ...]
-    spec: PartitionSpec
+    spec: Any
 
     @cached_property
-    def sharding(self) -> NamedSharding:
+    def sharding(self) -> Any:
         """The sharding on all its ranks."""
         from jax.sharding import Mesh, NamedSharding
 
@@ -67,19 +60,13 @@ class Home:
             return self.on(self.ranks[0])
         return NamedSharding(Mesh(self.grid[list(self.ranks)], ("stage", *self.names)), self.spec)
 
-    def on(self, rank: int) -> NamedSharding:
+    def on(self, rank: int) -> Any:
         """The sharding on one of its ranks."""
-        from jax.sharding import NamedSharding
+        from jax.sharding import Mesh, NamedSharding
 
-        return NamedSharding(self.mesh_of(rank), self.spec)
+        return NamedSharding(Mesh(self.grid[rank], self.names), self.spec)
 
-    def mesh_of(self, rank: int) -> JaxMesh:
-        """The mesh of one rank."""
-        from jax.sharding import Mesh
-
-        return Mesh(self.grid[rank], self.names)
-
-    def put(self, x: Tree) -> Array:
+    def put(self, x: Any) -> Any:
         """The array moved to this home; unchanged if it is already there."""
         import jax
 
@@ -87,7 +74,7 @@ class Home:
         return x if there else jax.device_put(x, self.sharding)
 
 
-def on_rank(x: Array, home: Home, rank: int) -> Array:
+def on_rank(x: Any, home: Home, rank: int) -> Any:
     """The part of an array that one rank holds, without a copy."""
     import jax
 
@@ -99,7 +86,7 @@ def on_rank(x: Array, home: Home, rank: int) -> Array:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard[d] for d in order])
 
 
-def joined(parts: Sequence[Array], home: Home) -> Array:
+def joined(parts: Sequence[Any], home: Home) -> Any:
     """The array whose parts the ranks hold, without a copy."""
     import jax
 
@@ -110,26 +97,26 @@ def joined(parts: Sequence[Array], home: Home) -> Array:
     return jax.make_array_from_single_device_arrays(parts[0].shape, home.sharding, [shard[d] for d in order])
 
 
-def merged(*trees: Tree) -> Tree:
+def merged(*trees: Any) -> Any:
     """Merge trees of one structure, in which each leaf is present in only one of them. Cut stacks are merged too."""
     import jax
 
-    def there(x: object) -> bool:
+    def there(x: Any) -> bool:
         return x is not None and not (is_cut(x) and any(p is None for p in x.parts))
 
-    def first(*leaves: Tree) -> Tree:
+    def first(*leaves: Any) -> Any:
         return next(filter(there, leaves), None)
 
     return jax.tree.map(first, *trees, is_leaf=lambda x: x is None or is_cut(x))
 
 
-def rows_of(x: Tree, rows: Sequence[tuple[int, int]], path: str) -> Iterator[Array]:
+def rows_of(x: Any, rows: Sequence[tuple[int, int]], path: str) -> Iterator[Any]:
     """The parts of a stack, which may already be cut."""
     if is_cut(x):
         sizes = [part.shape[0] for part in x.parts]
         if sizes != [b - a for a, b in rows]:
             raise PaseError(
-                f"'{path}' is cut into {sizes} layers, but the plan's stages have {[b - a for a, b in rows]}: put the "
+                f"'{path}' is cut into {sizes} layers; the plan's stages have {[b - a for a, b in rows]}: put the "
                 f"parameters together with the gathered() of the plan that cut them"
             )
         yield from x.parts

@@ -11,19 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any
 
-from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
+from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
 from pase.frontends.jax_versions import evaluate, function_of, is_literal, opened
-from pase.pytree import Tree
-
-if TYPE_CHECKING:
-    from jax import Array, ShapeDtypeStruct
-    from jax.sharding import NamedSharding
 
 __all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
-Item = TypeVar("Item")
 _VIEWS = frozenset({"slice", "squeeze", "reshape", "broadcast_in_dim", "transpose", "dynamic_slice", "rev"})
 _CALLS = {
     "jit": "jaxpr",
@@ -41,9 +35,9 @@ class StageProgram:
     If it also takes sums of gradients, before the other values, it returns the sums with its own gradients added.
     """
 
-    reads: tuple[Var, ...]
-    makes: tuple[Var, ...]
-    run: Callable[..., Tree]
+    reads: tuple[Any, ...]
+    makes: tuple[Any, ...]
+    run: Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,22 +51,22 @@ class StagePrograms:
     prepare: StageProgram
     forward: StageProgram
     backward: tuple[StageProgram, ...]
-    weights: tuple[Var, ...]
-    batch: tuple[Var, ...]
-    micro: Var
-    entered: tuple[Var, ...]
-    cotangents: tuple[Var, ...]
-    leaves: tuple[Var, ...]
-    entered_gradients: tuple[Var | None, ...]
+    weights: tuple[Any, ...]
+    batch: tuple[Any, ...]
+    micro: Any
+    entered: tuple[Any, ...]
+    cotangents: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    entered_gradients: tuple[Any, ...]
 
 
 def stage_programs(
-    fn: Callable[..., list[Array]],
-    weights: Sequence[ShapeDtypeStruct],
-    batch: Sequence[ShapeDtypeStruct],
-    entered: Sequence[ShapeDtypeStruct],
+    fn: Callable[..., list[Any]],
+    weights: Sequence[Any],
+    batch: Sequence[Any],
+    entered: Sequence[Any],
     *,
-    gradient_shardings: Sequence[NamedSharding | None],
+    gradient_shardings: Sequence[Any],
     splits_backward: bool,
     once: bool,
 ) -> StagePrograms:
@@ -89,14 +83,8 @@ def stage_programs(
     out = jax.eval_shape(fn, list(weights), list(batch), 0, list(entered))
     returned = [_inexact(x) for x in out]
 
-    def joint(
-        weights: Sequence[Array],
-        batch: Sequence[Array],
-        micro: Array,
-        entered: Sequence[Array],
-        cotangents: Sequence[Array],
-    ) -> Tree:
-        def of(some: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    def joint(weights: Any, batch: Any, micro: Any, entered: Any, cotangents: Any) -> Any:
+        def of(some: Any, x: Any) -> Any:
             mine = _merged(trained, some, weights)
             outs = fn(mine, batch, micro, _merged(smooth, x, entered))
             return [y for y, on in zip(outs, returned, strict=True) if on], [
@@ -113,7 +101,7 @@ def stage_programs(
 
     cotangents = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, on in zip(out, returned, strict=True) if on]
     args = (list(weights), list(batch), jax.ShapeDtypeStruct((), jnp.int32), list(entered), cotangents)
-    closed: ClosedJaxpr = jax.make_jaxpr(joint)(*args)
+    closed = jax.make_jaxpr(joint)(*args)
     if splits_backward:
         closed = flat(closed)
     groups = [len(weights), len(batch), 1, len(entered), len(cotangents)]
@@ -150,14 +138,14 @@ class Cutting:
     """
 
     closed: ClosedJaxpr
-    weights: Mapping[Var, NamedSharding | None]
-    batch: set[Var]
-    activations: set[Var]
+    weights: Mapping[Any, Any]
+    batch: set[Any]
+    activations: set[Any]
     once: bool
-    producer: dict[Var, int] = field(default_factory=dict)
-    heavy: set[Var] = field(default_factory=set)
+    producer: dict[Any, int] = field(default_factory=dict)
+    heavy: set[Any] = field(default_factory=set)
     """Made from activations, or from weights and the batch: computed in only one part."""
-    prepared: set[Var] = field(default_factory=set)
+    prepared: set[Any] = field(default_factory=set)
     """Made from weights alone, and computed once per step."""
 
     def __post_init__(self) -> None:
@@ -177,7 +165,7 @@ class Cutting:
             elif reads & of_weights and self.once and not self._is_view(eqn, where):
                 self.prepared.update(makes)
 
-    def _is_view(self, eqn: Eqn, where: dict[Var, NamedSharding | None]) -> bool:
+    def _is_view(self, eqn: Eqn, where: dict[Any, Any]) -> bool:
         """Whether it costs nothing to compute again: a view, or a constraint to the layout that is already there."""
         name, out = eqn.primitive.name, eqn.outvars[0]
         source = where.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
@@ -190,10 +178,10 @@ class Cutting:
                 where[out] = kept
         return name in _VIEWS
 
-    def needed(self, targets: Iterable[Var], given: set[Var]) -> tuple[list[int], dict[Var, None]]:
+    def needed(self, targets: Iterable[Any], given: set[Any]) -> tuple[list[int], dict[Any, None]]:
         """(equations that the targets need, what they read of the given values and of the inputs)."""
-        left, seen = [v for v in targets if not is_literal(v)], set[Var]()
-        equations, reads = set[int](), dict[Var, None]()
+        left, seen = [v for v in targets if not is_literal(v)], set[Any]()
+        equations, reads = set[int](), dict[Any, None]()
         eqns = opened(self.closed)[0].eqns
         constants = set(opened(self.closed)[0].constvars)
         while left:
@@ -210,17 +198,12 @@ class Cutting:
         return sorted(equations), reads
 
     def programs(
-        self,
-        y: Sequence[Var],
-        dx: Sequence[Var],
-        dw: Sequence[Var],
-        sums: Sequence[NamedSharding],
-        parts: int,
+        self, y: Sequence[Any], dx: Sequence[Any], dw: Sequence[Any], sums: Sequence[Any], parts: int
     ) -> tuple[StageProgram, StageProgram, tuple[StageProgram, ...]]:
         """(what is computed once, forward, the parts of backward). sums: shardings of the sums of gradients."""
         eqns = opened(self.closed)[0].eqns
         targets = [list(y), list(dx), list(dw)] if parts == 2 else [list(y), [*dx, *dw]]
-        given, made = set(self.prepared), list[set[Var]]()
+        given, made = set(self.prepared), list[set[Any]]()
         for ts in targets:
             equations, _ = self.needed(ts, given)
             made.append({v for i in equations for v in eqns[i].outvars} & self.heavy)
@@ -241,13 +224,11 @@ class Cutting:
         out.append(self._summing(wanted, equations, reads, len(dw), sums))
         return prepare, out[0], tuple(out[1:])
 
-    def _function(
-        self, makes: Sequence[Var], equations: Sequence[int], reads: Sequence[Var]
-    ) -> Callable[..., list[Array]]:
+    def _function(self, makes: Sequence[Any], equations: Sequence[int], reads: Sequence[Any]) -> Any:
         eqns = opened(self.closed)[0].eqns
         return function_of(self.closed, [eqns[i] for i in equations], reads, makes)
 
-    def _program(self, makes: Sequence[Var], equations: Sequence[int], reads: Iterable[Var]) -> StageProgram:
+    def _program(self, makes: Sequence[Any], equations: Sequence[int], reads: Iterable[Any]) -> StageProgram:
         import jax
 
         fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
@@ -255,11 +236,11 @@ class Cutting:
 
     def _summing(
         self,
-        makes: Sequence[Var],
+        makes: Sequence[Any],
         equations: Sequence[int],
-        reads: Iterable[Var],
+        reads: Iterable[Any],
         many: int,
-        sums: Sequence[NamedSharding],
+        sums: Sequence[Any],
     ) -> StageProgram:
         """The program that adds the last ``many`` of its results to sums."""
         import jax
@@ -267,7 +248,7 @@ class Cutting:
         fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
         others = len(makes) - many
 
-        def run(so_far: Sequence[Array], values: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        def run(so_far: Any, values: Any) -> Any:
             outs = fn(*values)
             return [a + g for a, g in zip(so_far, outs[others:], strict=True)], outs[:others]
 
@@ -275,7 +256,7 @@ class Cutting:
         return StageProgram(reads=inputs, makes=tuple(makes[:others]), run=jitted)
 
 
-def _sliced_sharding(eqn: Eqn, source: NamedSharding) -> NamedSharding | None:
+def _sliced_sharding(eqn: Eqn, source: Any) -> Any:
     """The sharding of a weight's row, or of its cast; None if it is not known."""
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -287,11 +268,11 @@ def _sliced_sharding(eqn: Eqn, source: NamedSharding) -> NamedSharding | None:
     return None
 
 
-def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
+def flat(closed: ClosedJaxpr) -> Any:
     """The jaxpr with calls and rematerialised regions inlined, so that their contents can be divided."""
     import jax
 
-    def run(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
+    def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
@@ -305,28 +286,28 @@ def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*closed.in_avals)
 
 
-def _inexact(x: ShapeDtypeStruct) -> bool:
+def _inexact(x: Any) -> bool:
     import jax.numpy as jnp
 
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _only(on: Sequence[bool], values: Sequence[Item]) -> list[Item]:
+def _only(on: Sequence[bool], values: Sequence[Any]) -> list[Any]:
     return [x for x, is_on in zip(values, on, strict=True) if is_on]
 
 
-def _merged(on: Sequence[bool], some: Sequence[Item], every: Sequence[Item]) -> list[Item]:
+def _merged(on: Sequence[bool], some: Sequence[Any], every: Sequence[Any]) -> list[Any]:
     """``every``, with the entries that are on replaced by ``some``."""
     turn = iter(some)
     return [next(turn) if is_on else x for x, is_on in zip(every, on, strict=True)]
 
 
-def _spread(on: Sequence[bool], others: Sequence[Item]) -> list[Item | None]:
+def _spread(on: Sequence[bool], others: Sequence[Any]) -> list[Any]:
     """The entries that are on, in their places, and None in the others."""
     turn = iter(others)
     return [None if is_on else next(turn) for is_on in on]
 
 
-def _grouped(values: Sequence[Item], sizes: Sequence[int]) -> list[list[Item]]:
+def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
     turn = iter(values)
     return [[next(turn) for _ in range(n)] for n in sizes]

@@ -15,21 +15,17 @@ A spec has, for each dim of the tensor, the mesh axes that split it, major to mi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 from pase.files.codec import read_json
-from pase.files.json_values import JsonObject
 
 if TYPE_CHECKING:
-    from jax import Device as JaxDevice
-    from jax.sharding import NamedSharding
-
-    from pase.ir import Place, Tensor
-    from pase.plan.types import PlanData, TensorPlan
+    from pase.ir import Place
+    from pase.plan.types import PlanData
 
 __all__ = ["SCHEMA", "emit", "jax_shardings", "load", "to_json"]
 
@@ -52,7 +48,7 @@ _TENSOR = {
     },
 }
 _TENSORS = {"type": "object", "additionalProperties": _TENSOR}
-SCHEMA: JsonObject = {
+SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "Shardings by name",
     "type": "object",
@@ -74,14 +70,14 @@ SCHEMA: JsonObject = {
 """The JSON Schema of the file."""
 
 
-def to_json(plan: PlanData) -> JsonObject:
+def to_json(plan: PlanData) -> dict[str, Any]:
     """The plan's shardings as the object that ``load`` reads.
 
     Activations need the model's trace. A plan that was loaded from a file has none, so its ``activations`` are empty.
     """
 
-    def tensor(t: TensorPlan, *, stored: bool) -> JsonObject:
-        out: JsonObject = {"shape": t.shape, "dtype": t.dtype, "spec": t.storage}
+    def tensor(t: Any, *, stored: bool) -> dict[str, Any]:
+        out = {"shape": t.shape, "dtype": t.dtype, "spec": t.storage}
         return out | ({"used_as": t.used_as, "state": t.state} if stored else {})
 
     out = {
@@ -98,11 +94,11 @@ def to_json(plan: PlanData) -> JsonObject:
             if t.name in plan.define and plan.define[t.name].layouts
         },
     }
-    plain: JsonObject = json.loads(json.dumps(out))
+    plain: dict[str, Any] = json.loads(json.dumps(out))
     return plain
 
 
-def _named(plan: PlanData) -> Iterator[tuple[str, Tensor]]:
+def _named(plan: PlanData) -> Iterator[tuple[str, Any]]:
     """(the framework's name, tensor) of each activation: NODE:OUTPUT. If an activation has several names, the first is
     used.
     """
@@ -118,7 +114,7 @@ def _named(plan: PlanData) -> Iterator[tuple[str, Tensor]]:
                 yield f"{where}:{k}", tensors[name]
 
 
-def emit(plan: PlanData, path: Path, *, model: object) -> str:
+def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     """Write the file. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 
@@ -136,7 +132,7 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
     return f"{path}: {len(data['parameters'])} parameters, {split} of them split, {len(data['inputs'])} inputs, {known}"
 
 
-def load(path: str | Path) -> JsonObject:
+def load(path: str | Path) -> dict[str, Any]:
     """Read such a file. Raises PaseError if it is not one, or if its contents are inconsistent."""
     import jsonschema
 
@@ -156,7 +152,7 @@ def load(path: str | Path) -> JsonObject:
     return data  # type: ignore[no-any-return]
 
 
-def jax_shardings(data: JsonObject, devices: Sequence[JaxDevice] | None = None) -> dict[str, NamedSharding]:
+def jax_shardings(data: Mapping[str, Any], devices: Any = None) -> dict[str, Any]:
     """name -> jax.sharding.NamedSharding of every parameter, input and activation of a file that ``load`` read.
 
     devices: as many as the plan has, with the mesh's last axis innermost; JAX's own devices by default.
@@ -168,7 +164,7 @@ def jax_shardings(data: JsonObject, devices: Sequence[JaxDevice] | None = None) 
     wanted = int(np.prod(list(data["mesh"].values()), dtype=int))
     have = np.array(jax.devices() if devices is None else devices).reshape(-1)
     if len(have) < wanted:
-        raise PaseError(f"the plan is for {wanted} devices, but JAX has {len(have)}")
+        raise PaseError(f"the plan is for {wanted} devices, and JAX has {len(have)}")
     mesh = Mesh(have[:wanted].reshape(tuple(data["mesh"].values())), tuple(data["mesh"]))
     return {
         name: NamedSharding(mesh, PartitionSpec(*(tuple(axes) or None for axes in t["spec"])))

@@ -8,6 +8,7 @@ receives itself. The program provides the modules of the stages, cut as ``cuts``
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
@@ -18,7 +19,7 @@ from pase.plan.types import PlanData
 __all__ = ["emit"]
 
 
-def emit(plan: PlanData, path: Path, *, model: object) -> str:
+def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     """Write the list of actions. Raises PaseError for a plan without stages."""
     p = plan.pipeline
     if p is None:

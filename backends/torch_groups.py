@@ -7,19 +7,13 @@ derivatives are never used (that of an all-reduce would sum the loss of all rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pase.errors import PaseError
 from pase.local.types import Combine
 from pase.machine import Mesh
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["AxisGroups", "axis_groups"]
 
@@ -32,7 +26,7 @@ class AxisGroups:
     """
 
     mesh: Mesh
-    devices: DeviceMesh
+    devices: Any
     names: dict[tuple[str, ...], str] = field(default_factory=dict)
     place: tuple[int, ...]
 
@@ -61,17 +55,17 @@ class AxisGroups:
             raise PaseError(f"no process group over {', '.join(wide)}: this is a defect of pase.backends")
         return self.names[wide]
 
-    def all_reduce(self, x: Tensor, axes: Sequence[str], combine: Combine = "sum") -> Tensor:
+    def all_reduce(self, x: Any, axes: Sequence[str], combine: Combine = "sum") -> Any:
         """The sum (or maximum, or minimum) over these axes."""
         if combine == "other":
             raise PaseError(
-                f"partial results over {', '.join(axes)} can be combined only by sum, maximum or minimum"
+                f"no collective joins partial results over {', '.join(axes)} but sums, maxima and minima"
             )
         if not self.wide(axes):
             return x
         return self._waited(self._ops().all_reduce(x.contiguous(), combine, self._group(axes)))
 
-    def all_gather(self, x: Tensor, axes: Sequence[str]) -> Tensor:
+    def all_gather(self, x: Any, axes: Sequence[str]) -> Any:
         """[...] on each rank -> [ways, ...]."""
         n = self.ways(axes)
         if n == 1:
@@ -79,7 +73,7 @@ class AxisGroups:
         made = self._sent(x[None], lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
         return made.reshape(n, *x.shape)
 
-    def reduce_scatter(self, x: Tensor, axes: Sequence[str]) -> Tensor:
+    def reduce_scatter(self, x: Any, axes: Sequence[str]) -> Any:
         """[ways, ...] is summed over the ranks, and each rank gets its own row -> [...]."""
         n = self.ways(axes)
         if n == 1:
@@ -87,12 +81,12 @@ class AxisGroups:
         made = self._ops().reduce_scatter_tensor(x.contiguous(), "sum", n, self._group(axes))
         return self._waited(made).reshape(x.shape[1:])
 
-    def all_to_all(self, x: Tensor, axes: Sequence[str]) -> Tensor:
+    def all_to_all(self, x: Any, axes: Sequence[str]) -> Any:
         """[ways, ...]: row i goes to rank i, and row i of the result comes from rank i."""
         n = self.ways(axes)
         return x if n == 1 else self._exchanged(x, [1] * n, [1] * n, axes)
 
-    def permute(self, x: Tensor, axes: Sequence[str], pairs: Iterable[tuple[int, int]]) -> Tensor:
+    def permute(self, x: Any, axes: Sequence[str], pairs: Iterable[tuple[int, int]]) -> Any:
         """Each rank's tensor goes to one other rank. pairs: (from, to) in the group.
 
         It is sent as an exchange in which only one part is not empty, because NCCL and Gloo have no permutation.
@@ -116,7 +110,7 @@ class AxisGroups:
             at = at * self.ways([a]) + self.index(a)
         return at
 
-    def shift(self, x: Tensor, axes: Sequence[str], by: int) -> Tensor:
+    def shift(self, x: Any, axes: Sequence[str], by: int) -> Any:
         """The tensor of the rank ``by`` places before this one; zeros if there is no such rank."""
         n, mine = self.ways(axes), self.number(axes)
         to, come = [0] * n, [0] * n
@@ -127,11 +121,11 @@ class AxisGroups:
         came = self._exchanged(x[None][: sum(to)], come, to, axes)
         return came[0] if sum(come) else x.new_zeros(x.shape)
 
-    def _exchanged(self, x: Tensor, come: list[int], go: list[int], axes: Sequence[str]) -> Tensor:
+    def _exchanged(self, x: Any, come: list[int], go: list[int], axes: Sequence[str]) -> Any:
         group = self._group(axes)
         return self._sent(x, lambda w: self._ops().all_to_all_single(w, come, go, group))
 
-    def _sent(self, x: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
+    def _sent(self, x: Any, send: Any) -> Any:
         """Booleans are sent as bytes, because not every library can send them."""
         import torch
 
@@ -141,13 +135,13 @@ class AxisGroups:
         return self._waited(send(wire))
 
     @staticmethod
-    def _ops() -> ModuleType:
+    def _ops() -> Any:
         import torch
 
         return torch.ops._c10d_functional
 
     @staticmethod
-    def _waited(x: Tensor) -> Tensor:
+    def _waited(x: Any) -> Any:
         import torch
 
         return torch.ops._c10d_functional.wait_tensor(x)
@@ -165,12 +159,11 @@ def axis_groups(mesh: Mesh, needed: Iterable[tuple[str, ...]], device: str) -> A
 
     if not dist.is_initialized():
         raise PaseError(
-            "there is no process group: start the program with torchrun, and call "
-            "torch.distributed.init_process_group() first"
+            "no process group: start the program by torchrun, and call torch.distributed.init_process_group() first"
         )
     if dist.get_world_size() != mesh.devices:
         raise PaseError(
-            f"the plan is for {mesh.devices} devices, but there are {dist.get_world_size()} ranks: start as many "
+            f"the plan is for {mesh.devices} devices and there are {dist.get_world_size()} ranks: start as many "
             f"(torchrun --nproc-per-node), or compile for devices={dist.get_world_size()}"
         )
     ranks = torch.arange(mesh.devices).reshape(mesh.sizes)

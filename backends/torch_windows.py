@@ -8,7 +8,7 @@ same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pase.backends.torch_moves import there_and_back
 from pase.backends.torch_rules import RANK_RULES, RankCall
@@ -16,9 +16,6 @@ from pase.backends.torch_values import NotOnParts
 from pase.errors import PaseError
 from pase.ir import Window
 from pase.local.parts import axes_of, window_border
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__: list[str] = []
 
@@ -35,7 +32,7 @@ _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 
 
 @RANK_RULES.register(*_CONVOLUTIONS)
-def _convolution(call: RankCall) -> Tensor:
+def _convolution(call: RankCall) -> Any:
     """Batch, channels, groups and spatial dims may be split."""
     x, w = call.given["input"], call.given["weight"]
     if call.given.get("transposed"):
@@ -45,7 +42,7 @@ def _convolution(call: RankCall) -> Tensor:
     if not call.split("input") & set(range(x.dim() - n, x.dim())):
         return call.run(**changes)
     if isinstance(call.given["padding"], str):
-        raise NotOnParts("its padding is given as a word, and a dim along which its window moves is split")
+        raise NotOnParts("its padding is a word, and a dim that its window moves along is split")
     stride, padding, dilation = (_each(call.given[k], n) for k in ("stride", "padding", "dilation"))
     windows = [
         Window(extent=(k - 1) * d + 1, stride=s)
@@ -56,7 +53,7 @@ def _convolution(call: RankCall) -> Tensor:
 
 
 @RANK_RULES.register(*_POOLS)
-def _pool(call: RankCall) -> Tensor:
+def _pool(call: RankCall) -> Any:
     n, largest = int(str(call.target).partition("_pool")[2][0]), "max_pool" in str(call.target)
     x = call.given["self"]
     if not call.split("self") & set(range(x.dim() - n, x.dim())):
@@ -65,9 +62,7 @@ def _pool(call: RankCall) -> Tensor:
     stride = _each(call.given.get("stride") or kernel, n)
     padding, dilation = _each(call.given.get("padding", 0), n), _each(call.given.get("dilation", 1), n)
     if call.given.get("ceil_mode") or (any(padding) and not call.given.get("count_include_pad", True)):
-        raise NotOnParts(
-            "its windows at the borders differ from the others, and a dim along which they move is split"
-        )
+        raise NotOnParts("its windows at the ends are not as others, and a dim that they move along is split")
     windows = [
         Window(extent=(k - 1) * d + 1, stride=s) for k, d, s in zip(kernel, dilation, stride, strict=True)
     ]
@@ -75,20 +70,20 @@ def _pool(call: RankCall) -> Tensor:
     return call.run(self=x, padding=left)
 
 
-def _unsplit(call: RankCall, name: str) -> Tensor:
+def _unsplit(call: RankCall, name: str) -> Any:
     if any(o.halo for op in call.ops for o in op.operands):
-        raise NotOnParts("it is transposed, and a dim along which its window moves is split")
+        raise NotOnParts("a dim that its window moves along is split, and it is transposed")
     return call.run()
 
 
-def _each(given: int | Sequence[int], n: int) -> list[int]:
+def _each(given: Any, n: int) -> list[int]:
     found = [given] if isinstance(given, int) else list(given)
     return found * n if len(found) == 1 else found
 
 
 def _with_neighbours(
     call: RankCall, name: str, windows: Sequence[Window], padding: Sequence[int], edge: float
-) -> tuple[Tensor, list[int]]:
+) -> tuple[Any, list[int]]:
     """(the operand with the halo rows that its windows read, the padding still to be applied).
 
     edge: the value past the ends. Dims are extended one after the other, so that corners are included.
@@ -110,19 +105,17 @@ def _with_neighbours(
     return x, left
 
 
-def _extended(
-    call: RankCall, name: str, x: Tensor, dim: int, before: int, behind: int, edge: float
-) -> Tensor:
+def _extended(call: RankCall, name: str, x: Any, dim: int, before: int, behind: int, edge: float) -> Any:
     """x with the last rows of the previous rank along a dim, and the first rows of the next rank."""
     import torch
 
     groups = call.groups
     axes = groups.wide(axes_of(call.laid[name][1], dim, groups.mesh))
     if list(axes) != sorted(axes, key=groups.mesh.names.index):
-        raise NotOnParts("a dim along which its window moves is split in an order that is not the mesh's")
+        raise NotOnParts("a dim that its window moves along is split in another order than the mesh's")
     at, last = groups.number(axes), groups.ways(axes) - 1
 
-    def from_neighbour(start: int, count: int, by: int) -> Tensor:
+    def from_neighbour(start: int, count: int, by: int) -> Any:
         rows = x.narrow(dim, start, count)
         came = there_and_back(
             rows, None, lambda r: groups.shift(r, axes, by), lambda g: groups.shift(g, axes, -by)

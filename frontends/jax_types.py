@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from pase.pytree import Tree
+__all__ = ["Aval", "ClosedJaxpr", "Eqn", "Jaxpr", "LiteralVar", "Primitive", "Tree", "Var"]
 
-__all__ = ["Aval", "ClosedJaxpr", "Eqn", "Jaxpr", "LiteralVar", "Primitive", "Var"]
+Tree: TypeAlias = Any
+"""A pytree: containers, registered or not, of leaves. Python's types have no word for it."""
 
 
 class Aval(Protocol):
@@ -18,7 +19,6 @@ class Aval(Protocol):
     shape: tuple[Any, ...]
     dtype: np.dtype
     weak_type: bool
-    size: int
 
     @property
     def ndim(self) -> int:
@@ -55,7 +55,7 @@ class Eqn(Protocol):
     primitive: Primitive
     invars: Sequence[Var]
     outvars: Sequence[Var]
-    params: dict[str, Any]
+    params: Mapping[str, Any]
     source_info: Any
     effects: frozenset[object]
 

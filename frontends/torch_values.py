@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.values import Site, Value
 from pase.ir import Tensor
 from pase.ir.functions import Function
 from pase.ops import GraphBuilder, nests
-from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    import torch
-    from torch._ops import OpOverload
-
     from pase.frontends.torch_lower import TorchLowering
 
-__all__ = ["TorchCall", "TorchOperand", "TorchSpec", "arguments", "dtype_of", "specs_of"]
+__all__ = ["TorchCall", "TorchSpec", "arguments", "dtype_of", "specs_of"]
 
 TorchSpec = tuple[tuple[int, ...], str]
 """Shape and dtype."""
-TorchOperand: TypeAlias = Any
-"""What a call gives to an argument of its op: a value or a tensor, a number, a word, None, or a list of them."""
 
 
-def dtype_of(dtype: torch.dtype | str) -> str:
+def dtype_of(dtype: Any) -> str:
     """``torch.float32`` -> float32."""
     return str(dtype).removeprefix("torch.")
 
 
-def specs_of(val: Tree, place: str) -> list[TorchSpec | None]:
+def specs_of(val: Any, place: str) -> list[TorchSpec | None]:
     """What a node makes, from the fake tensors that stand for it; PaseError where a size depends on the data."""
     import torch
 
@@ -52,11 +46,9 @@ def specs_of(val: Tree, place: str) -> list[TorchSpec | None]:
     return out
 
 
-def arguments(
-    target: OpOverload, args: Sequence[TorchOperand], kwargs: Mapping[str, TorchOperand]
-) -> dict[str, TorchOperand]:
+def arguments(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What a call gives to each argument of the op's schema, defaults included."""
-    out: dict[str, TorchOperand] = {}
+    out: dict[str, Any] = {}
     for i, a in enumerate(target._schema.arguments):
         if not a.kwarg_only and i < len(args):
             out[a.name] = args[i]
@@ -73,7 +65,7 @@ class TorchCall(Site):
 
     low: TorchLowering
     op: str
-    given: dict[str, TorchOperand]
+    given: dict[str, Any]
     outs: list[TorchSpec | None]
     place: str = field(default="")
 
@@ -81,13 +73,13 @@ class TorchCall(Site):
     def b(self) -> GraphBuilder:
         return self.low.b
 
-    # TorchOperands.
+    # Operands.
 
     def x(self, name: str = "self") -> Value:
         """An operand that is a tensor, and must be there."""
         v = self.given.get(name)
         if not isinstance(v, Value):
-            raise self.fail(f"its operand '{name}' is {v!r}, but must be a tensor")
+            raise self.fail(f"its operand '{name}' is {v!r}, where a tensor is needed")
         return v
 
     def opt(self, name: str) -> Value | None:
@@ -124,7 +116,7 @@ class TorchCall(Site):
     def out(self, i: int = 0) -> TorchSpec:
         spec = self.outs[i]
         if spec is None:
-            raise self.fail(f"its result {i} is not a tensor")
+            raise self.fail(f"its result {i} is no tensor")
         return spec
 
     @property

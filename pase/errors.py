@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 from importlib import metadata
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from typing import Any
 
 __all__ = ["Infeasible", "PaseError", "install_line", "needed"]
 
@@ -36,7 +33,7 @@ def install_line(extra: str) -> str:
     return "pip install " + " ".join(f"'{package}'" for package in packages)
 
 
-def needed(module: str, where: str, extra: str = "traces") -> ModuleType:
+def needed(module: str, where: str, extra: str = "traces") -> Any:
     """An optional package that a format needs. PaseError says how to get it: which extra of pase has it."""
     try:
         return importlib.import_module(module)

@@ -9,15 +9,11 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pase.calibrate.fit import Ceilings
 from pase.calibrate.types import Level
 from pase.errors import PaseError
-from pase.files.json_values import JsonObject
-
-if TYPE_CHECKING:
-    from jax import Device as JaxDevice
 
 __all__ = ["Here", "ceilings", "find", "level_layout", "parse_levels", "start"]
 
@@ -34,14 +30,14 @@ class Here:
     fingerprint: what must be equal for a journal to be taken up; provenance: for the machine file.
     """
 
-    devices: tuple[JaxDevice, ...]
+    devices: tuple[Any, ...]
     levels: tuple[Level, ...]
     platform: str
     device_name: str
     memory_bytes: int
     process: int
     processes: int
-    fingerprint: JsonObject
+    fingerprint: Mapping[str, Any]
     provenance: Mapping[str, str]
 
 
@@ -91,7 +87,7 @@ def parse_levels(text: str, devices: int) -> tuple[Level, ...]:
     return tuple(out)
 
 
-def level_layout(devices: Sequence[JaxDevice]) -> tuple[tuple[JaxDevice, ...], tuple[Level, ...]]:
+def level_layout(devices: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Level, ...]]:
     """Devices in order, and their levels: a torus by its coordinates, else devices of a process, then processes."""
     coords = [tuple(d.coords) if getattr(d, "coords", None) is not None else () for d in devices]
     cores = {getattr(d, "core_on_chip", 0) for d in devices}
@@ -171,7 +167,7 @@ def find(levels: str | None = None) -> Here:
     )
 
 
-def _memory(device: JaxDevice, local: int) -> tuple[int, str]:
+def _memory(device: Any, local: int) -> tuple[int, str]:
     stats = device.memory_stats() if hasattr(device, "memory_stats") else None
     if stats and stats.get("bytes_limit"):
         return int(stats["bytes_limit"]), "the device's bytes_limit"

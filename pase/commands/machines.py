@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table as RichTable
-
-    from pase.machine import Machine
 
 __all__ = ["machines"]
 
@@ -29,11 +23,11 @@ def _si(value: float, unit: str) -> str:
     return f"{value:.4g} {unit}"
 
 
-def _as_json(machine: Machine) -> JsonObject:
+def _as_json(machine: Any) -> JsonObject:
     return {**dataclasses.asdict(machine), "digest": machine.digest}
 
 
-def _table(all_machines: list[Machine]) -> RichTable:
+def _table(all_machines: list[Any]) -> Any:
     from rich.table import Table
 
     from pase.machine import DEFAULT
@@ -57,7 +51,7 @@ def _table(all_machines: list[Machine]) -> RichTable:
     return table
 
 
-def _details(m: Machine) -> Group:
+def _details(m: Any) -> Any:
     """Tables of one machine's numbers and of their sources."""
     from rich.console import Group
     from rich.table import Table

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from pase.errors import PaseError
 from pase.frontends import registry
 from pase.frontends.registry import DimSizes, Traced, Unknown
-from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.compiler.options import CompileOptions
@@ -22,7 +21,7 @@ __all__ = ["resolve", "traced_model"]
 
 
 def traced_model(
-    model: Tree, params: Tree, batch: Sequence[Tree], options: CompileOptions
+    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions
 ) -> tuple[Traced, str]:
     """Trace the user's model under the options. Returns (the trace, its name)."""
     purpose: dict[str, Any] = {
@@ -45,7 +44,7 @@ def traced_model(
     return traced, traced.graph.name
 
 
-def _of_task(m: ZooModel) -> tuple[Tree, dict[str, Any]]:
+def _of_task(m: ZooModel) -> tuple[Any, dict[str, Any]]:
     """A zoo model's task as a program: (function, ``mode`` and ``carry``)."""
     if m.task == "train":
         return m.loss_fn, {}

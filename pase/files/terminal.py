@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Any
 
 __all__ = ["UNWRAPPED", "console", "printable"]
 
@@ -28,7 +25,7 @@ def printable(text: str) -> str:
     return text.translate(_UNSEEN)
 
 
-def console(*, err: bool = False, **how: Any) -> Console:
+def console(*, err: bool = False, **how: Any) -> Any:
     """A rich Console on standard output or error, which takes brackets for brackets and prints no control character.
 
     Where it is no terminal, and neither ``how`` (as rich's own Console takes it) nor COLUMNS says how wide to print,
@@ -41,7 +38,7 @@ def console(*, err: bool = False, **how: Any) -> Console:
 
 
 @cache
-def _kind() -> type[Console]:
+def _kind() -> type[Any]:
     """rich is imported when something is printed."""
     from rich.console import Console
     from rich.text import Text

@@ -6,12 +6,9 @@ Field numbers: openxla/xla, xla/service/hlo.proto, xla/xla_data.proto, xla/tsl/p
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pase.errors import PaseError, needed
-
-if TYPE_CHECKING:
-    from google.protobuf.message import Message
 
 __all__ = ["parse"]
 
@@ -124,7 +121,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 
 
 @cache
-def _classes() -> dict[str, type[Message]]:
+def _classes() -> dict[str, Any]:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     fd = descriptor_pb2.FieldDescriptorProto
@@ -167,7 +164,7 @@ def _classes() -> dict[str, type[Message]]:
     }
 
 
-def parse(message: str, data: bytes, where: str) -> Message:
+def parse(message: str, data: bytes, where: str) -> Any:
     """A parsed message of the kind named. PaseError where the bytes are not one."""
     errors = needed("google.protobuf.message", where)
     try:

@@ -1,75 +1,64 @@
 """A whole local program in numpy, forward and backward, all devices in one process: an oracle for what runs programs.
 
-An op is computed by what its maps say and no framework does: its operands are laid out over its iteration dims, its
-function is applied point by point, and dims that the result does not walk are summed (or their maximum is taken). The
-derivative is the same loop nest read the other way. What the graph alone does not determine (a number written into an
-op, where a slice begins, a loop) is refused.
+An op is computed by what its maps say and no framework does (``pase.local.nests``). Loops turn as often as the graph
+says, from the first element of a stack on. Rematerialised regions compute the same values again, so they are computed
+once here. What the graph alone does not determine (a branch, a while loop's end, an op of several results) is refused.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from pase.errors import PaseError
-from pase.ir import Access, Graph, Op
+from pase.ir import Access, Graph, Scope
 from pase.ir.types import LEAF
+from pase.local.nests import LocalNest, OpNumbers, SlidingDim, coordinates
 from pase.local.simulate import DeviceParts, moved_all, part_of, places, whole_of
-from pase.local.types import Extents, Layout, LocalMove, LocalOp, LocalOperand, LocalProgram, LocalResult
+from pase.local.types import (
+    Extents,
+    Layout,
+    LocalMove,
+    LocalOp,
+    LocalOperand,
+    LocalProgram,
+    LocalResult,
+    digits_of,
+)
 from pase.tables.layouts import number
 
 __all__ = ["loss_and_gradients"]
 
-PartsKey = TypeVar("PartsKey", bound=Hashable)
-Pointwise = Callable[..., Any]
-
-_FUNCTIONS: dict[str, tuple[Pointwise, tuple[Pointwise, ...]]] = {
-    "add": (lambda a, b: a + b, (lambda a, b, y: 1.0, lambda a, b, y: 1.0)),
-    "sub": (lambda a, b: a - b, (lambda a, b, y: 1.0, lambda a, b, y: -1.0)),
-    "mul": (lambda a, b: a * b, (lambda a, b, y: b, lambda a, b, y: a)),
-    "matmul": (lambda a, b: a * b, (lambda a, b, y: b, lambda a, b, y: a)),
-    "div": (lambda a, b: a / b, (lambda a, b, y: 1 / b, lambda a, b, y: -y / b)),
-    "neg": (lambda a: -a, (lambda a, y: -1.0,)),
-    "exp": (np.exp, (lambda a, y: y,)),
-    "log": (np.log, (lambda a, y: 1 / a,)),
-    "tanh": (np.tanh, (lambda a, y: 1 - y * y,)),
-    "square": (lambda a: a * a, (lambda a, y: 2 * a,)),
-    "sqrt": (np.sqrt, (lambda a, y: 0.5 / y,)),
-    **dict.fromkeys(
-        ("copy", "move", "cast", "reduce_sum", "reduce_max", "reduce_min"),
-        (lambda a: a, (lambda a, y: 1.0,)),
-    ),
-}
-"""Function -> itself, and its derivative by each operand: of the operands and the result."""
-
-
-_REDUCED: dict[str, Callable[..., np.ndarray]] = {"sum": np.sum, "max": np.max, "min": np.min}
+Turns = tuple[int, ...]
+"""Of each loop around it, the outermost first, which turn it is."""
+TurnedTensor = tuple[str, Turns]
 
 
 def loss_and_gradients(
-    program: LocalProgram, graph: Graph, given: Mapping[str, np.ndarray], loss: str
+    program: LocalProgram,
+    graph: Graph,
+    given: Mapping[str, np.ndarray],
+    loss: str,
+    numbers: OpNumbers | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(the tensor ``loss``, its gradient by each trained parameter), whole; graph: of which the program was lowered;
-    given: the values of its parameters and inputs.
+    given: the values of its parameters and inputs; numbers: those written into its ops.
 
     PaseError where an op is not determined by the graph.
     """
-    run = _NumpyRun(program=program, graph=graph)
-    for op in program.ops:
-        run.forward(op, given)
+    run = _NumpyRun(program=program, graph=graph, given=given, numbers=numbers or {})
     r = program.result(loss)
-    run.gradients[loss] = {at: np.ones(run.local(r.shape, r.gradient)) for at in places(program.mesh)}
-    for op in reversed(program.ops):
-        run.backward(op)
-    value = run.whole(
-        moved_all(run.values[loss], _settling(program, loss), r.shape, program.mesh), loss, False
-    )
+    made = run.value(loss, (), ())
+    run.gradients[loss, ()] = {at: np.ones(run.local(r.shape, r.gradient)) for at in places(program.mesh)}
+    for op, turns in reversed(run.tape):
+        run.backward(op, turns)
+    value = run.whole(moved_all(made, _settling(program, loss), r.shape, program.mesh), loss, False)
     trained = [t.name for t in graph.parameters if t.needs_grad]
-    return value, {t: run.whole(run.gradients[t], t, True) for t in trained if t in run.gradients}
+    found = {t: run.gradients[t, ()] for t in trained if (t, ()) in run.gradients}
+    return value, {t: run.whole(parts, t, True) for t, parts in found.items()}
 
 
 def _settling(program: LocalProgram, tensor: str) -> Sequence[LocalMove]:
@@ -81,15 +70,18 @@ def _settling(program: LocalProgram, tensor: str) -> Sequence[LocalMove]:
 
 @dataclass(kw_only=True)
 class _NumpyRun:
-    """values: of tensors, as they are made. gradients: of tensors, as they arrive there. moved: by transfers, there;
-    arriving: gradients on transfers, as they leave their readers."""
+    """values: of tensors, as they are made. tape: what made them, in order. gradients: of tensors, as they arrive
+    there. moved: by transfers, there; arriving: gradients on transfers, as they leave their readers."""
 
     program: LocalProgram
     graph: Graph
-    values: dict[str, DeviceParts] = field(default_factory=dict)
-    gradients: dict[str, DeviceParts] = field(default_factory=dict)
-    moved: dict[int, DeviceParts] = field(default_factory=dict)
-    arriving: dict[int, DeviceParts] = field(default_factory=dict)
+    given: Mapping[str, np.ndarray]
+    numbers: OpNumbers
+    values: dict[TurnedTensor, DeviceParts] = field(default_factory=dict)
+    tape: list[tuple[LocalOp, Turns]] = field(default_factory=list)
+    gradients: dict[TurnedTensor, DeviceParts] = field(default_factory=dict)
+    moved: dict[tuple[int, Turns], DeviceParts] = field(default_factory=dict)
+    arriving: dict[tuple[int, Turns], DeviceParts] = field(default_factory=dict)
 
     def local(self, shape: Extents, layout: Layout) -> Extents:
         return part_of(np.empty(shape), layout, places(self.program.mesh)[0], self.program.mesh).shape
@@ -99,172 +91,252 @@ class _NumpyRun:
         layout = r.gradient if gradient else tuple(None if s == "partial" else s for s in r.layout)
         return whole_of(parts, r.shape, layout, self.program.mesh)
 
-    def read(self, o: LocalOperand) -> DeviceParts:
+    # Which turn of which loop.
+
+    def _end(self, op: LocalOp) -> LocalOp:
+        """Of a carry, the op that takes its next value."""
+        return self.program.takers[op.op.eqn][0]
+
+    def _length(self, op: LocalOp) -> int:
+        """Turns of the innermost loop around an op."""
+        outer = [o for o in self.program.ops if o.op.loops == op.op.loops[:-1]]
+        times = number(op.op.times, op.op.name)
+        return times // (number(outer[0].op.times, op.op.name) if outer else 1)
+
+    def key(self, tensor: str, turns: Turns, loops: Sequence[Scope]) -> TurnedTensor:
+        """Which of a tensor's values one reads who stands in these turns of these loops."""
+        op = self.program.maker[tensor]
+        if op.op.kind == "carry":
+            inner = self._end(op).op.loops
+            if tuple(loops[: len(inner)]) == inner:
+                return tensor, turns[: len(inner)]
+            return tensor, (*turns[: len(inner) - 1], self._length(self._end(op)))
+        made = op.op.loops[:-1] if op.op.name == "stack" else op.op.loops
+        if any(s.kind != "loop" for s in op.op.loops) or tuple(loops[: len(made)]) != made:
+            raise PaseError(
+                f"'{op.op.name}' at {op.op.source} is not determined by the graph alone: it may not run"
+            )
+        return tensor, turns[: len(made)]
+
+    # Forward.
+
+    def value(self, tensor: str, turns: Turns, loops: Sequence[Scope]) -> DeviceParts:
+        """A tensor as it is made, for a reader in these turns of these loops."""
+        key = self.key(tensor, turns, loops)
+        if key not in self.values:
+            op = self.program.maker[tensor]
+            self.values[key] = self._made(op, key)
+            self.tape.append((op, key[1]))
+        return self.values[key]
+
+    def read(self, o: LocalOperand, turns: Turns, loops: Sequence[Scope]) -> DeviceParts:
         """An operand as its op reads it."""
         if o.constant:
             raise PaseError(f"'{o.tensor}' is a constant, and the graph does not hold its value")
         if o.transfer is None:
-            return self.values[o.tensor]
-        if o.transfer not in self.moved:
-            t = self.program.transfers[o.transfer]
+            return self.value(o.tensor, turns, loops)
+        t = self.program.transfers[o.transfer]
+        made, key = self.value(t.tensor, turns, loops), self.key(t.tensor, turns, loops)
+        if (o.transfer, key[1]) not in self.moved:
             shape = self.program.result(t.tensor).shape
-            self.moved[o.transfer] = moved_all(
-                self.values[t.tensor], t.forward, shape, self.program.mesh, t.combine
-            )
-        return self.moved[o.transfer]
+            self.moved[o.transfer, key[1]] = moved_all(made, t.forward, shape, self.program.mesh, t.combine)
+        return self.moved[o.transfer, key[1]]
 
-    def forward(self, op: LocalOp, given: Mapping[str, np.ndarray]) -> None:
-        mesh = self.program.mesh
+    def _source(self, op: LocalOp, turns: Turns) -> tuple[LocalOperand, Turns, Sequence[Scope]]:
+        """Where a carry's value in a turn comes from: (what is read, in which turns of which loops)."""
+        if turns[-1] == 0:
+            return op.operands[0], turns[:-1], op.op.loops
+        end = self._end(op)
+        return end.operands[0], (*turns[:-1], turns[-1] - 1), end.op.loops
+
+    def _made(self, op: LocalOp, key: TurnedTensor) -> DeviceParts:
+        mesh, turns, loops = self.program.mesh, key[1], op.op.loops
         if op.op.kind in LEAF:
-            (r,) = op.results
-            self.values[r.tensor] = {at: part_of(given[r.tensor], r.layout, at, mesh) for at in places(mesh)}
-        elif op.results:
-            nest, (r,) = _Nest.of(self, op, False), op.results
-            read = [self.read(o) for o in op.operands]
-            made = {at: nest.made([x[at] for x in read]) for at in places(mesh)}
-            self.values[r.tensor] = self.joined(made, r.summed, op)
+            layout = self.program.result(key[0]).layout
+            return {at: part_of(self.given[key[0]], layout, at, mesh) for at in places(mesh)}
+        if op.op.kind == "carry":
+            return self.read(*self._source(op, turns))
+        if op.op.name == "stack":
+            every = [self.read(op.operands[0], (*turns, k), loops) for k in range(self._length(op))]
+            return {at: np.stack([x[at] for x in every]) for at in places(mesh)}
+        read = [self.read(o, turns, loops) for o in op.operands]
+        if op.op.function.name == "unstack":
+            return {at: x[turns[-1]] for at, x in read[0].items()}
+        nest, (r,) = self._nest(op, False), op.results
+        read[0] = self._widened(nest, op.operands[0], read[0])
+        made = {
+            at: nest.made([x[at] for x in read], self._where(nest, op, at), self._first(op, at))
+            for at in places(mesh)
+        }
+        return self.joined(made, r.summed, nest)
 
-    def joined(self, parts: DeviceParts, axes: tuple[str, ...], op: LocalOp) -> DeviceParts:
+    def _nest(self, op: LocalOp, back: bool) -> LocalNest:
+        return LocalNest.of(op, self.graph.node[op.node], self.program.mesh.sizes, self.numbers, back)
+
+    def _where(self, nest: LocalNest, op: LocalOp, at: tuple[int, ...]) -> np.ndarray | None:
+        """Of a lookup or an update by index, the index of each of the nest's points on this device."""
+        if nest.looked is None:
+            return None
+        table: tuple[LocalOperand | LocalResult, Access] = (op.operands[0], op.op.reads[0])
+        space = self.graph.node[op.node].space
+        sizes = {d: number(space[d].size, op.node) for d in op.op.dims}
+        every = coordinates(table[0].shape, table[1], nest.looked, sizes)
+        return nest.spread(part_of(every, table[0].layout, at, self.program.mesh), table[1])
+
+    def _first(self, op: LocalOp, at: tuple[int, ...]) -> bool:
+        """Whether this device counts the array that partial updates are added to."""
+        (r,), mesh = op.results, self.program.mesh
+        over = [i for i, s in enumerate(r.layout) if s == "partial" or mesh.names[i] in r.summed]
+        return not any(at[i] for i in over)
+
+    def joined(self, parts: DeviceParts, axes: tuple[str, ...], nest: LocalNest) -> DeviceParts:
         """All-reduced over axes, as partial results of the op become one."""
         nothing: Layout = (None,) * len(self.program.mesh.names)
         move = LocalMove(kind="all_reduce", axes=axes, before=nothing, after=nothing)
-        return moved_all(parts, [move] if axes else [], (), self.program.mesh, op.combine)
+        return moved_all(parts, [move] if axes else [], (), self.program.mesh, nest.joins)
 
-    def backward(self, op: LocalOp) -> None:
+    # Windows that reach over the border of a part.
+
+    def _neighbour(self, o: LocalOperand, dim: int, at: tuple[int, ...], step: int) -> tuple[int, ...] | None:
+        """The device with the part before (-1) or behind (1) of this one's along a dim."""
+        held, out = sorted((blocks, axis) for axis, blocks in digits_of(o.layout, dim)), list(at)
+        place = 0
+        for _, axis in held:
+            place = place * self.program.mesh.sizes[axis] + at[axis]
+        place += step
+        for _, axis in reversed(held):
+            out[axis], place = place % self.program.mesh.sizes[axis], place // self.program.mesh.sizes[axis]
+        return None if place else tuple(out)
+
+    def _slides(self, nest: LocalNest, o: LocalOperand) -> Sequence[tuple[int, SlidingDim]]:
+        """The windowed dims; PaseError where one reads a neighbour's rows and the program sends none."""
+        for dim, s in nest.sliding.items():
+            split = any(self.program.mesh.sizes[axis] > 1 for axis, _ in digits_of(o.layout, dim))
+            if split and max(s.before, s.behind) > (s.rows if o.halo else 0):
+                raise PaseError(f"'{nest.op.name}' at {nest.op.source} reads rows that no device sends")
+        return list(nest.sliding.items())
+
+    def _widened(self, nest: LocalNest, o: LocalOperand, parts: DeviceParts) -> DeviceParts:
+        """Each part with the rows before and behind it that its windows reach over."""
+        for dim, s in self._slides(nest, o):
+            wide = {}
+            for at, x in parts.items():
+                x = np.moveaxis(x, dim, 0)
+                rows = [x[max(-s.before, 0) : len(x) - max(-s.behind, 0)]]
+                for step, count in ((-1, s.before), (1, s.behind)):
+                    beside = self._neighbour(o, dim, at, step)
+                    there = None if beside is None else np.moveaxis(parts[beside], dim, 0)
+                    edge = np.full((max(count, 0), *x.shape[1:]), nest.neutral)
+                    if there is not None and count > 0:
+                        edge = there[-count:] if step < 0 else there[:count]
+                    rows.insert(0 if step < 0 else len(rows), edge)
+                wide[at] = np.moveaxis(np.concatenate(rows), 0, dim)
+            parts = wide
+        return parts
+
+    def _narrowed(self, nest: LocalNest, o: LocalOperand, parts: DeviceParts) -> DeviceParts:
+        """The transpose: gradients of rows go back to the devices that they came from."""
+        for dim, s in reversed(self._slides(nest, o)):
+            out = {at: np.zeros(_with(x.shape, dim, s.rows)) for at, x in parts.items()}
+            for at, x in parts.items():
+                x, mine = np.moveaxis(x, dim, 0), np.moveaxis(out[at], dim, 0)
+                here = x[max(s.before, 0) : len(x) - max(s.behind, 0)]
+                mine[max(-s.before, 0) : s.rows - max(-s.behind, 0)] += here
+                for step, count in ((-1, s.before), (1, s.behind)):
+                    beside = self._neighbour(o, dim, at, step)
+                    if beside is not None and count > 0:
+                        there = np.moveaxis(out[beside], dim, 0)
+                        (there[-count:] if step < 0 else there[:count])[...] += (
+                            x[:count] if step < 0 else x[-count:]
+                        )
+            parts = out
+        return parts
+
+    # Backward.
+
+    def backward(self, op: LocalOp, turns: Turns) -> None:
+        """Hand the gradient of what an op made in these turns to what it read."""
         for r in op.results:
             for k, t in enumerate(self.program.transfers):
-                if t.tensor == r.tensor and k in self.arriving:
-                    home = moved_all(self.arriving[k], t.backward or (), r.shape, self.program.mesh)
-                    _add(self.gradients, r.tensor, home)
-        if op.op.kind in LEAF or not op.results or op.results[0].tensor not in self.gradients:
+                if t.tensor == r.tensor and (k, turns) in self.arriving:
+                    there = self.arriving[k, turns]
+                    home = moved_all(there, t.backward or (), r.shape, self.program.mesh)
+                    _add(self.gradients, (r.tensor, turns), home)
+        if op.op.kind in LEAF or (op.results[0].tensor, turns) not in self.gradients:
             return
-        nest, (r,) = _Nest.of(self, op, True), op.results
-        read = [self.read(o) for o in op.operands]
+        g = self.gradients[op.results[0].tensor, turns]
+        if op.op.kind == "carry":
+            o, before, loops = self._source(op, turns)
+            self._hand(o, g, before, loops)
+        elif op.op.name == "stack":
+            for k in range(self._length(op)):
+                self._hand(op.operands[0], {at: x[k] for at, x in g.items()}, (*turns, k), op.op.loops)
+        elif op.op.function.name == "unstack":
+            (o,) = op.operands
+            layout = o.gradient if o.transfer is not None else self.program.result(o.tensor).gradient
+            out = {at: np.zeros(self.local(o.shape, layout)) for at in g}
+            for at, x in g.items():
+                out[at][turns[-1]] = x
+            self._hand(o, out, turns, op.op.loops)
+        else:
+            self._pulled(op, g, turns)
+
+    def _pulled(self, op: LocalOp, g: DeviceParts, turns: Turns) -> None:
+        nest, (r,), mesh = self._nest(op, True), op.results, self.program.mesh
+        read = [self.read(o, turns, op.op.loops) for o in op.operands]
         if self.local(r.shape, r.layout) != self.local(
             r.shape, r.gradient
         ):  # a view of a parameter with a state
             kept = [self.program.result(o.tensor).gradient for o in op.operands]
             shapes = [self.local(o.shape, k) for o, k in zip(op.operands, kept, strict=True)]
-            read = [{at: np.zeros(n) for at in places(self.program.mesh)} for n in shapes]
-        g, top = self.gradients[r.tensor], self.values[r.tensor]
-        shares = None
-        if op.combine != "sum":
-            over = r.summed or tuple(
-                n for n, s in zip(self.program.mesh.names, r.layout, strict=True) if s == "partial"
-            )
-            top = self.joined(top, () if r.summed else over, op)
-            reached = {at: nest.reached(read[0][at], top[at]) for at in places(self.program.mesh)}
-            counts = {at: nest.collected(x, op.op.writes[0], "sum") for at, x in reached.items()}
-            total = moved_all(
-                counts,
-                [LocalMove(kind="all_reduce", axes=over, before=r.gradient, after=r.gradient)]
-                if over
-                else [],
-                r.shape,
-                self.program.mesh,
-            )
-            shares = {at: x / nest.spread(total[at], op.op.writes[0]) for at, x in reached.items()}
+            read = [{at: np.zeros(n) for at in places(mesh)} for n in shapes]
+        read[0] = self._widened(nest, op.operands[0], read[0])
+        shares = (
+            self._shares(nest, op, read[0], self.values[r.tensor, turns]) if nest.combine != "sum" else None
+        )
         for i, o in enumerate(op.operands):
             if not (op.op.differentiable and self.graph.tensors[o.tensor].needs_grad):
                 continue
             found = {
-                at: nest.pulled(i, g[at], [x[at] for x in read], None if shares is None else shares[at])
-                for at in places(self.program.mesh)
-            }
-            if o.transfer is not None:
-                _add(self.arriving, o.transfer, found)
-            else:
-                nothing = o.gradient
-                move = LocalMove(kind="all_reduce", axes=o.summed, before=nothing, after=nothing)
-                _add(
-                    self.gradients,
-                    o.tensor,
-                    moved_all(found, [move] if o.summed else [], o.shape, self.program.mesh),
+                at: nest.pulled(
+                    i,
+                    g[at],
+                    [x[at] for x in read],
+                    None if shares is None else shares[at],
+                    self._where(nest, op, at),
+                    self._first(op, at),
                 )
+                for at in places(mesh)
+            }
+            self._hand(o, self._narrowed(nest, o, found) if i == 0 else found, turns, op.op.loops)
+
+    def _shares(self, nest: LocalNest, op: LocalOp, x: DeviceParts, top: DeviceParts) -> DeviceParts:
+        """Of an extreme, the part of the gradient that each point gets: all that reach it share it."""
+        (r,), mesh, write = op.results, self.program.mesh, op.op.writes[0]
+        over = r.summed or tuple(n for n, s in zip(mesh.names, r.layout, strict=True) if s == "partial")
+        top = self.joined(top, () if r.summed else over, nest)
+        reached = {at: nest.reached(x[at], top[at]) for at in places(mesh)}
+        counts = {at: nest.collected(n, write, "sum") for at, n in reached.items()}
+        move = LocalMove(kind="all_reduce", axes=over, before=r.gradient, after=r.gradient)
+        total = moved_all(counts, [move] if over else [], r.shape, mesh)
+        return {at: n / nest.spread(total[at], write) for at, n in reached.items()}
+
+    def _hand(self, o: LocalOperand, g: DeviceParts, turns: Turns, loops: Sequence[Scope]) -> None:
+        """The gradient of what an op reads, in the layout in which it leaves the op, on its way."""
+        if not self.graph.tensors[o.tensor].needs_grad:
+            return
+        key = self.key(o.tensor, turns, loops)
+        if o.transfer is not None:
+            _add(self.arriving, (o.transfer, key[1]), g)
+            return
+        move = LocalMove(kind="all_reduce", axes=o.summed, before=o.gradient, after=o.gradient)
+        _add(self.gradients, key, moved_all(g, [move] if o.summed else [], o.shape, self.program.mesh))
 
 
-def _add(into: dict[PartsKey, DeviceParts], key: PartsKey, parts: DeviceParts) -> None:
+def _with(shape: Extents, dim: int, n: int) -> Extents:
+    return (*shape[:dim], n, *shape[dim + 1 :])
+
+
+def _add(into: dict[Any, DeviceParts], key: Any, parts: DeviceParts) -> None:
     before = into.get(key)
     into[key] = parts if before is None else {at: before[at] + x for at, x in parts.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Nest:
-    """An op as a loop nest on one device. sizes: of its iteration dims there, in their order."""
-
-    op: Op
-    combine: str
-    sizes: Mapping[str, int]
-
-    @classmethod
-    def of(cls, run: _NumpyRun, local: LocalOp, back: bool) -> _Nest:
-        """back: as its result's gradient lies."""
-        op, space = local.op, run.graph.node[local.node].space
-        if op.function.name not in _FUNCTIONS or len(_FUNCTIONS[op.function.name][1]) != len(op.reads):
-            raise PaseError(f"'{op.name}' at {op.source} is not determined by the graph alone")
-        sizes = {d: number(space[d].size, op.name) for d in op.dims}
-        values: Sequence[LocalOperand | LocalResult] = (*local.operands, *local.results)
-        ways = dict.fromkeys(sizes, 1)
-        for a, v in zip((*op.reads, *op.writes), values, strict=True):
-            if a.map.dims and any(w.window for w in a.map.walks):
-                raise PaseError(f"'{op.name}' at {op.source} slides a window")
-            for n, walk in zip(v.shape, a.map.walks, strict=True):
-                if n != math.prod(sizes[d] for d in walk.dims):
-                    raise PaseError(f"'{op.name}' at {op.source} takes a part of '{v.tensor}'")
-            for dim, w in _splits(
-                a,
-                v.gradient if back and isinstance(v, LocalResult) else v.layout,
-                sizes,
-                run.program.mesh.sizes,
-            ).items():
-                ways[dim] = max(ways[dim], w)
-        return cls(op=op, combine=local.combine, sizes={d: n // ways[d] for d, n in sizes.items()})
-
-    def spread(self, x: np.ndarray, a: Access) -> np.ndarray:
-        """An array with a dim for each iteration dim; of one element where its map does not walk it."""
-        x = x.reshape([self.sizes[d] for d in a.map.dims])
-        order = [a.map.dims.index(d) for d in self.sizes if d in a.map.dims]
-        return x.transpose(order).reshape([n if d in a.map.dims else 1 for d, n in self.sizes.items()])
-
-    def collected(self, full: np.ndarray, a: Access, combine: str) -> np.ndarray:
-        """The inverse, of an array over all iteration dims: those that the map does not walk become one."""
-        full = np.broadcast_to(full, tuple(self.sizes.values()))
-        gone = tuple(i for i, d in enumerate(self.sizes) if d not in a.map.dims)
-        full = _REDUCED[combine](full, axis=gone)
-        kept = [d for d in self.sizes if d in a.map.dims]
-        shape = [math.prod(self.sizes[d] for d in walk.dims) for walk in a.map.walks]
-        return full.transpose([kept.index(d) for d in a.map.dims]).reshape(shape)
-
-    def made(self, xs: Sequence[np.ndarray]) -> np.ndarray:
-        """The op's result of its operands."""
-        f, _ = _FUNCTIONS[self.op.function.name]
-        wide = [self.spread(x, a) for x, a in zip(xs, self.op.reads, strict=True)]
-        return self.collected(f(*wide), self.op.writes[0], self.combine)
-
-    def reached(self, x: np.ndarray, top: np.ndarray) -> np.ndarray:
-        """1 at the points that are the extreme, over all iteration dims."""
-        return (self.spread(x, self.op.reads[0]) == self.spread(top, self.op.writes[0])).astype(float)
-
-    def pulled(
-        self, i: int, g: np.ndarray, xs: Sequence[np.ndarray], shares: np.ndarray | None
-    ) -> np.ndarray:
-        """The gradient of an operand, of the result's; shares: of an extreme, the part that each point gets."""
-        f, by = _FUNCTIONS[self.op.function.name]
-        wide = [self.spread(x, a) for x, a in zip(xs, self.op.reads, strict=True)]
-        slope = by[i](*wide, f(*wide)) if shares is None else shares
-        return self.collected(self.spread(g, self.op.writes[0]) * slope, self.op.reads[i], "sum")
-
-
-def _splits(a: Access, layout: Layout, sizes: Mapping[str, int], ways: Sequence[int]) -> Mapping[str, int]:
-    """Iteration dim -> into how many parts a layout of what this access walks splits it."""
-    out: dict[str, int] = {}
-    for axis, state in enumerate(layout):
-        if not isinstance(state, tuple):
-            continue
-        major = 1
-        for d in a.map.walks[state[0]].dims:
-            if major <= state[1] // ways[axis] and state[1] <= major * sizes[d]:
-                out[d] = out.get(d, 1) * ways[axis]
-                break
-            major *= sizes[d]
-    return out

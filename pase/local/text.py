@@ -16,7 +16,7 @@ A line for each op, in the form of ``pase.ir.text``, and under it what one devic
 (``joined``: how partial results become one, if not by a sum). A tensor has the sizes of its local part, and behind a
 size the axes that split the dim (``a/4``: into four blocks in all), then ``+a`` where it is partial over an axis. A
 layout alone names for each axis the dim and the blocks. ``move`` is a transfer, before the first op that reads it, with
-its moves there and back (``stays``: no gradient comes back).
+its moves there and back (``stays``: no gradient comes back; ``once``: for the whole step).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from pase.errors import PaseError
 from pase.ir import Op
+from pase.ir.blocks import Once
 from pase.ir.text import MAX_CHARACTERS, MAX_LINE, TextLine, op_text, read_op, word_text
 from pase.local.types import (
     AxisState,
@@ -66,6 +67,7 @@ def program_text(program: LocalProgram) -> str:
             )
     axes = " ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
     out = [f"local program {word_text(program.name)} on {axes}"]
+    out += [f"once {program.once}"] if program.once != "none" else []
     out += [f"copy {word_text(t)} of {word_text(of)}" for t, of in program.originals.items()]
     return "\n".join([*out, *_Writer(mesh).lines(program)]) + "\n"
 
@@ -91,7 +93,7 @@ class _Writer:
 
     def transfer(self, number: int, t: LocalTransfer) -> Iterator[str]:
         names = f"{word_text(t.tensor)} of {word_text(t.src)} for {word_text(t.dst)}"
-        stays = " stays" if t.backward is None else ""
+        stays = " stays" * (t.backward is None) + " once" * t.once
         yield f"  move {number} {names} {t.combine} {t.phase} {t.runs[0]!r} {t.runs[1]!r}{stays}"
         for way, moves in (("there", t.forward), ("back", t.backward or ())):
             for m in moves:
@@ -228,6 +230,7 @@ class _TransferRead:
             backward=None if t.backward is None else tuple(self.back),
             phase=t.phase,
             runs=t.runs,
+            once=t.once,
         )
 
 
@@ -238,6 +241,7 @@ class _Reader:
     name: str
     mesh: Mesh
     originals: dict[str, str] = field(default_factory=dict)
+    once: Once = "none"
     node: str | None = None
     ops: list[_OpRead] = field(default_factory=list)
     transfers: dict[int, _TransferRead] = field(default_factory=dict)
@@ -260,13 +264,14 @@ class _Reader:
             ops=tuple(op.whole() for op in self.ops),
             transfers=tuple(self.transfers[k].whole() for k in numbers),
             originals=self.originals,
+            once=self.once,
         )
 
     def read(self, line: TextLine) -> None:
         depth = len(line.text) - len(line.text.lstrip(" "))
         known: Mapping[str, Callable[[TextLine], None]]
         if depth == 0:
-            known = {"copy": self._copy, "node": self._node}
+            known = {"copy": self._copy, "node": self._node, "once": self._once}
         elif depth == 2:
             at = line.position
             if line.match(re.compile(r"move(?= )")):
@@ -289,6 +294,9 @@ class _Reader:
         name = line.word("a tensor")
         line.expect("of")
         self.originals[name] = line.word("the tensor that it is a copy of")
+
+    def _once(self, line: TextLine) -> None:
+        self.once = line.choice(Once, "what is sent once a step")
 
     def _node(self, line: TextLine) -> None:
         self.node, self.last = line.word("the node's name"), None
@@ -314,6 +322,7 @@ class _Reader:
             backward=None if line.accept("stays") else (),
             phase=phase,
             runs=runs,
+            once=line.accept("once"),
         )
         self.last = self.transfers[number] = _TransferRead(head=head)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-from pase.files.json_values import JsonObject
+from typing import Any
 
 __all__ = ["StreamBox", "drawn_streams", "timeline_mount"]
 
@@ -28,7 +27,7 @@ def drawn_streams(
     *,
     end_ns: int,
     hint: str,
-) -> JsonObject:
+) -> dict[str, Any]:
     """JSON for the timeline widget. kinds: (name, colour of the sheet). Names are held once each."""
     labels: dict[str, int] = {}
     more: dict[str, int] = {}

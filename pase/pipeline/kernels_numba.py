@@ -3,14 +3,24 @@ functions only."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import Any
 
-from pase.compiled import jit
+import numba
+import numpy as np
 
 __all__ = ["run"]
 
 
-@jit()
+def jit(f: Callable[..., Any]) -> Any:
+    """njit, cached on disk where a folder is writable."""
+    try:
+        return numba.njit(cache=True, nogil=True)(f)
+    except RuntimeError:
+        return numba.njit(nogil=True)(f)
+
+
+@jit
 def run(wave, before, waits, spent, late, begin):
     end, by = np.empty(spent.size), np.empty(spent.size, np.int64)
     for a in range(spent.size):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pase.compiler.options import CompileOptions
 from pase.errors import Infeasible, PaseError
-from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -54,10 +53,7 @@ def parse_devices(text: str) -> tuple[int, ...]:
 
 
 def scale(
-    model: Tree,
-    devices: Sequence[int],
-    options: CompileOptions,
-    progress: Callable[[str], None] | None = None,
+    model: Any, devices: Sequence[int], options: CompileOptions, progress: Callable[[str], None] | None = None
 ) -> list[ScalePoint]:
     """The best plan of the same model, whole batch and all, for each number of devices; options: its own devices are
     not used. A number for which there is no plan says why."""

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from pase.compiler.options import CompileOptions, takes_options
 from pase.errors import PaseError
 from pase.files.quantities import parse_factors
 from pase.machine.scale import QUANTITIES, scaled
-from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.compiler.problem import SplitProblem
@@ -81,9 +80,9 @@ def parse_range(text: str) -> Range:
 
 @takes_options
 def sensitivity(
-    model: Tree,
-    params: Tree = None,
-    *batch: Tree,
+    model: Any,
+    params: Any = None,
+    *batch: Any,
     options: CompileOptions,
     vary: Sequence[str | Range],
     progress: Callable[[str], None] | None = None,
@@ -99,9 +98,9 @@ def sensitivity(
 
 
 def vary_machine(
-    model: Tree,
-    params: Tree,
-    batch: Sequence[Tree],
+    model: Any,
+    params: Any,
+    batch: Sequence[Any],
     options: CompileOptions,
     vary: Sequence[str | Range],
     progress: Callable[[str], None] | None,

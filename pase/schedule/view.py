@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from pase.errors import PaseError
 from pase.once import once
 from pase.schedule.types import ScheduleProblem
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 __all__ = [
     "PlainView",
@@ -118,7 +115,7 @@ def stages(problem: ScheduleProblem) -> list[int]:
         return [0] * len(problem.tensors)
     import networkx as nx
 
-    graph: nx.DiGraph[Hashable] = nx.DiGraph()
+    graph: Any = nx.DiGraph()
     depth: list[int] = []
     for t in problem.tensors:
         depth.append(max((depth[f] + 1 for f in t.follows), default=0))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 __all__ = ["ENTRIES", "Entry", "Setting"]
 
@@ -31,7 +28,7 @@ class Entry:
     published_parameters: int
     beyond_published: tuple[str, ...] = ()
     settings: Mapping[str, Setting]
-    architecture: Mapping[str, object]
+    architecture: Mapping[str, Any]
     reduced: Mapping[str, Any]
     minimum: Mapping[str, int] = field(default_factory=dict)
 

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from bench.cases.plans import case_of
 from pase.errors import PaseError
+from pase.frontends.from_jax import inlined, inner_jaxpr
+from pase.frontends.jax_versions import is_literal
+from pase.ir import Place
 from pase.local.interpret import loss_and_gradients
 from pase.local.lower import local_program
 from pase.local.verify import verify_program
@@ -43,14 +46,75 @@ def branching(p, x):
     return jnp.sum(jnp.tanh(jnp.swapaxes(mixed, 1, 2) @ h @ p["up"]) * (h @ p["up"]))
 
 
+def imaging(p, x):
+    """Windows that overlap, with strides, dilated and not, padded and not; a maximum and a mean over windows."""
+    y = jnp.tanh(x.reshape(8, 8, 8, 1) @ p["bias"].reshape(1, 4))
+
+    def conv(y, w, stride=1, dilation=1, padding="SAME"):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            y, w, (stride, stride), padding, rhs_dilation=(dilation, dilation), dimension_numbers=numbers
+        )
+
+    y = conv(y, p["first"])
+    y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 3, 2, 1), (1, 1, 2, 1), "SAME")
+    y = jnp.tanh(conv(y, p["next"], dilation=2))
+    y = jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 1, 1), "SAME") / 4.0
+    y = conv(y, p["next"], stride=2)
+    return jnp.sum(y * y * 0.5)
+
+
+def looking(p, ids):
+    """Rows of a table, the loss of one of many classes, and rows that are added to a table by index."""
+    h = jnp.tanh(p["square"][ids])
+    logits = h @ p["up"]
+    logits = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    picked = jnp.take_along_axis(logits, ids[..., None], -1)[..., 0]
+    table = (2.0 * p["square"]).at[ids.reshape(32)].add(h.reshape(32, 16))
+    return (jnp.log(jnp.exp(logits).sum(-1)) - picked).mean() + jnp.sum(jnp.tanh(table @ p["up"])) / 8
+
+
+def looping(p, x):
+    """Layers in a loop, each with a slice of a stack; what all turns make is read together."""
+
+    def layer(h, w):
+        y = jnp.tanh(h @ w[0]) * w[1]
+        return h + y, y.sum(1)
+
+    h, every = jax.lax.scan(layer, x, (p["layers"], p["scales"]))
+    return jnp.sum(jnp.tanh(every @ p["up"])) + jnp.sum(jnp.exp(h) @ p["up"])
+
+
+SHAPES = {
+    imaging: {"bias": (4,), "first": (3, 2, 4, 8), "next": (3, 3, 8, 8)},
+    looking: {"square": (16, 16), "up": (16, 32)},
+    looping: {"layers": (3, 16, 16), "scales": (3, 16), "up": (16, 32)},
+}
+
+
+def numbers_of(jaxpr, prefix=""):
+    """The numbers in a jaxpr's equations, by place."""
+    out = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        at = f"{prefix}{i}"
+        out[Place(at)] = tuple(
+            float(v.val) if is_literal(v) and v.aval.shape == () else None for v in eqn.invars
+        )
+        if eqn.primitive.name == "scan":
+            out |= numbers_of(eqn.params["jaxpr"].jaxpr, f"{at}.")
+        elif inlined(eqn):
+            out |= numbers_of(inner_jaxpr(eqn)[0], f"{at}.")
+    return out
+
+
 @functools.cache
 def case(fn):
     """(case, values by tensor, loss and gradients as JAX finds them)."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
-        shapes = {"square": (16, 16), "up": (16, 32), "bias": (16,)}
+        shapes = SHAPES.get(fn, {"square": (16, 16), "up": (16, 32), "bias": (16,)})
         params = {k: jnp.asarray(rng.normal(size=s) / 4) for k, s in shapes.items()}
-        x = jnp.asarray(rng.normal(size=(8, 4, 16)))
+        x = jnp.asarray(rng.integers(0, 16, (8, 4)) if fn is looking else rng.normal(size=(8, 4, 16)))
         made = case_of(fn, params, x)
         loss, grads = jax.value_and_grad(fn)(params, x)
     paths = {**params, "params": x}
@@ -65,12 +129,13 @@ def ran(fn, mesh, seed):
     rows = {n.name: configs(n, mesh) for n in graph.nodes}
     program = local_program(graph, mesh, {n: r[rng.integers(len(r))] for n, r in rows.items()})
     verify_program(program)
-    return loss_and_gradients(program, graph, values, graph.outputs[0])
+    numbers = numbers_of(made.traced.jaxpr.jaxpr)
+    return loss_and_gradients(program, graph, values, graph.outputs[0], numbers)
 
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from([attending, normed, branching]),
+    st.sampled_from([attending, normed, branching, imaging, looking, looping]),
     st.sampled_from(["1", "4x2", "2x4", "2x2x2"]),
     st.integers(0, 2000),
 )
@@ -89,9 +154,14 @@ def test_any_program_under_any_strategy_is_the_whole_one(fn, shape, seed):
 
 
 def test_what_the_graph_does_not_determine_is_named():
-    made = case_of(lambda p, x: jnp.sum(x @ p * 2.5), jnp.ones((4, 4)), jnp.ones((4, 4)))
-    graph, mesh = made.problem.graph, mesh_from("1", 1)
-    program = local_program(graph, mesh, {n.name: configs(n, mesh)[0] for n in graph.nodes})
-    given_ = {t.name: np.ones((4, 4)) for t in (*graph.parameters, *graph.inputs)}
-    with pytest.raises(PaseError, match=r"'mul' at .* is not determined by the graph alone"):
-        loss_and_gradients(program, graph, given_, graph.outputs[0])
+    for fn, says in (
+        (lambda p, x: jnp.sum(x @ p * 2.5), "'mul' at .* is not determined by the graph alone"),
+        (lambda p, x: jnp.sum((x @ p)[:, 1:3]), "'slice' at .* takes a part of"),
+        (lambda p, x: jnp.sum(jnp.concatenate([x @ p, x])), "'concatenate' at .* is not determined"),
+    ):
+        made = case_of(fn, jnp.ones((4, 4)), jnp.ones((4, 4)))
+        graph, mesh = made.problem.graph, mesh_from("1", 1)
+        program = local_program(graph, mesh, {n.name: configs(n, mesh)[0] for n in graph.nodes})
+        given_ = {t.name: np.ones((4, 4)) for t in (*graph.parameters, *graph.inputs)}
+        with pytest.raises(PaseError, match=says):
+            loss_and_gradients(program, graph, given_, graph.outputs[0])

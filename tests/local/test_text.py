@@ -1,6 +1,7 @@
 """A local program's text reads back to an equal program; what is no such text is refused by line and column."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,6 +38,12 @@ def test_a_printed_program_reads_back_to_the_same(made):
     text = program_text(made)
     again = program_from_text(text)
     assert again == made and program_text(again) == text
+
+
+def test_what_is_sent_once_a_step_reads_back():
+    made = program("mlp", "2x4", 1)
+    once = replace(made, once="all", transfers=tuple(replace(t, once=True) for t in made.transfers))
+    assert program_from_text(program_text(once)) == once
 
 
 @settings(max_examples=150)

@@ -1,0 +1,314 @@
+"""An op of a local program as a loop nest in numpy, on one device: what it makes, and its derivative read backwards.
+
+Operands are laid out over the op's iteration dims, its function is applied point by point, and dims that the result
+does not walk are summed (or their maximum is taken). What slides a window has the window's elements as dims of their
+own; a lookup is a product with a row that is one where the index is. Where the graph leaves a choice, the choice is
+made here: a window begins half of what it reaches over before the first row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.ir import Access, Node, Op, Place, Window
+from pase.local.types import Combine, Extents, Layout, LocalOp, LocalOperand, LocalResult
+from pase.tables.layouts import number
+
+__all__ = ["LocalNest", "OpNumbers", "SlidingDim", "coordinates"]
+
+OpNumbers = Mapping[Place, tuple[float | None, ...]]
+"""Place of an op -> the operands that are numbers written into it, and None for each that the op reads."""
+
+Pointwise = Callable[..., Any]
+
+
+def _half(a: Any, b: Any, above: Any) -> Any:
+    """The derivative of the larger of two: where they are equal, each has half of it."""
+    return np.where(a == b, 0.5, above)
+
+
+_FUNCTIONS: dict[str, tuple[Pointwise, tuple[Pointwise, ...]]] = {
+    "add": (lambda a, b: a + b, (lambda a, b, y: 1.0, lambda a, b, y: 1.0)),
+    "sub": (lambda a, b: a - b, (lambda a, b, y: 1.0, lambda a, b, y: -1.0)),
+    **dict.fromkeys(
+        ("mul", "matmul", "conv", "gather"), (lambda a, b: a * b, (lambda a, b, y: b, lambda a, b, y: a))
+    ),
+    "div": (lambda a, b: a / b, (lambda a, b, y: 1 / b, lambda a, b, y: -y / b)),
+    "max": (np.maximum, (lambda a, b, y: _half(a, b, a > b), lambda a, b, y: _half(a, b, b > a))),
+    "min": (np.minimum, (lambda a, b, y: _half(a, b, a < b), lambda a, b, y: _half(a, b, b < a))),
+    "lt": (lambda a, b: a < b, (lambda a, b, y: 0.0, lambda a, b, y: 0.0)),
+    "select": (
+        lambda c, a, b: np.where(c, b, a),
+        (lambda c, a, b, y: 0.0, lambda c, a, b, y: 1.0 * ~c, lambda c, a, b, y: 1.0 * c),
+    ),
+    "neg": (lambda a: -a, (lambda a, y: -1.0,)),
+    "exp": (np.exp, (lambda a, y: y,)),
+    "log": (np.log, (lambda a, y: 1 / a,)),
+    "tanh": (np.tanh, (lambda a, y: 1 - y * y,)),
+    "square": (lambda a: a * a, (lambda a, y: 2 * a,)),
+    "sqrt": (np.sqrt, (lambda a, y: 0.5 / y,)),
+    "rsqrt": (lambda a: 1 / np.sqrt(a), (lambda a, y: -0.5 * y / a,)),
+    **dict.fromkeys(
+        (
+            *("copy", "move", "cast", "stop_gradient", "reduce_sum", "reduce_max", "reduce_min"),
+            *("reduce_window_max", "reduce_window_min", "reduce_window_sum"),
+        ),
+        (lambda a: a, (lambda a, y: 1.0,)),
+    ),
+}
+"""Function -> itself, and its derivative by each operand: of the operands and the result."""
+
+_POOLED: dict[str, Combine] = {"reduce_window_max": "max", "reduce_window_min": "min"}
+_REDUCED: dict[str, Callable[..., np.ndarray]] = {"sum": np.sum, "max": np.max, "min": np.min}
+_NEUTRAL = {"sum": 0.0, "max": -np.inf, "min": np.inf}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingDim:
+    """A tensor dim under a window, on one device. dim: the iteration dim, tap: that of the window's elements, so many
+    (taps) and so far apart (dilation). before: rows read before the part. rows: of the part; reach: of all that is
+    read."""
+
+    dim: str
+    tap: str
+    taps: int
+    stride: int
+    dilation: int
+    before: int
+    rows: int
+    reach: int
+
+    @property
+    def behind(self) -> int:
+        """Rows read behind the part."""
+        return self.reach - self.rows - self.before
+
+    def index(self, points: int) -> np.ndarray:
+        """Row of each point's elements: [points, taps]."""
+        return np.arange(points)[:, None] * self.stride + np.arange(self.taps)[None, :] * self.dilation
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalNest:
+    """An op as a loop nest on one device. sizes: of its iteration dims there, in their order.
+
+    combine: how points become one; joins: how partial results of several devices do.
+    sliding: dims of the first operand that are under a window. numbers: its operands that are numbers. looked: of a
+    lookup or an update by index, the dim that the index is of.
+    """
+
+    op: Op
+    combine: Combine
+    joins: Combine
+    sizes: Mapping[str, int]
+    numbers: tuple[float | None, ...]
+    sliding: Mapping[int, SlidingDim] = field(default_factory=dict)
+    looked: str | None = None
+
+    @classmethod
+    def of(
+        cls, local: LocalOp, node: Node, ways_of: Sequence[int], numbers: OpNumbers, back: bool = False
+    ) -> LocalNest:
+        """ways_of: the sizes of the mesh. back: as its result's gradient lies. PaseError where it is none."""
+        op, space = local.op, node.space
+        given = numbers.get(op.eqn, (None,) * len(op.reads))
+        if given.count(None) != len(op.reads):
+            given = (None,) * len(op.reads)
+        arity = 3 if op.kind == "scatter" else len(_FUNCTIONS.get(op.function.name, ((), ()))[1])
+        if arity != len(given) or not arity or len(op.writes) > 1:
+            raise PaseError(f"'{op.name}' at {op.source} is not determined by the graph alone")
+        whole = {d: number(space[d].size, op.name) for d in op.dims}
+        values: Sequence[LocalOperand | LocalResult] = (*local.operands, *local.results)
+        ways = dict.fromkeys(whole, 1)
+        for a, v in zip((*op.reads, *op.writes), values, strict=True):
+            layout = v.gradient if back and isinstance(v, LocalResult) else v.layout
+            for name, w in _splits(a, layout, whole, ways_of).items():
+                ways[name] = max(ways[name], w)
+        sizes = {d: n // ways[d] for d, n in whole.items()}
+        sliding = _sliding(op, local, node, whole, ways, sizes)
+        looked = _looked_up(op) if op.kind in ("gather", "scatter") else None
+        for position, (a, v) in enumerate(zip((*op.reads, *op.writes), values, strict=True)):
+            for dim, (n, walk) in enumerate(zip(v.shape, a.map.walks, strict=True)):
+                if not (position == 0 and dim in sliding) and n != math.prod(whole[d] for d in walk.dims):
+                    raise PaseError(f"'{op.name}' at {op.source} takes a part of '{v.tensor}'")
+        if op.kind == "view" and set(op.reads[0].map.dims) - set(op.writes[0].map.dims):
+            raise PaseError(f"'{op.name}' at {op.source} takes a part of '{values[0].tensor}'")
+        return cls(
+            op=op,
+            combine=_POOLED.get(op.function.name, local.combine),
+            joins=local.combine,
+            sizes=sizes,
+            numbers=given,
+            sliding=sliding,
+            looked=looked,
+        )
+
+    @property
+    def neutral(self) -> float:
+        """What stands where a window reaches over the tensor's border."""
+        return _NEUTRAL[self.combine]
+
+    def _names(self, a: Access) -> list[str]:
+        """The iteration dims of an array's dims, in order."""
+        out: list[str] = []
+        for i, walk in enumerate(a.map.walks):
+            slides = self.sliding.get(i) if a is self.op.reads[0] else None
+            out += [slides.dim, slides.tap] if slides else walk.dims
+        return out
+
+    def spread(self, x: np.ndarray, a: Access) -> np.ndarray:
+        """An array with a dim for each iteration dim; of one element where its map does not walk it."""
+        if a is self.op.reads[0]:
+            for i, s in self.sliding.items():
+                index = s.index(self.sizes[s.dim])
+                x = np.take(x, index.ravel(), axis=i)
+        names = self._names(a)
+        x = x.reshape([self.sizes[d] for d in names])
+        order = [names.index(d) for d in self.sizes if d in names]
+        return x.transpose(order).reshape([n if d in names else 1 for d, n in self.sizes.items()])
+
+    def collected(self, full: np.ndarray, a: Access, combine: str) -> np.ndarray:
+        """The inverse, of an array over all iteration dims: those that the map does not walk become one."""
+        full = np.broadcast_to(full, tuple(self.sizes.values()))
+        names = self._names(a)
+        full = _REDUCED[combine](full, axis=tuple(i for i, d in enumerate(self.sizes) if d not in names))
+        kept = [d for d in self.sizes if d in names]
+        full = full.transpose([kept.index(d) for d in names])
+        slides = self.sliding if a is self.op.reads[0] else {}
+        shape = [
+            self.sizes[slides[i].dim] * slides[i].taps
+            if i in slides
+            else math.prod(self.sizes[d] for d in w.dims)
+            for i, w in enumerate(a.map.walks)
+        ]
+        full = full.reshape(shape)
+        for i, s in slides.items():
+            out = np.zeros((s.reach, *np.moveaxis(full, i, 0).shape[1:]))
+            np.add.at(out, s.index(self.sizes[s.dim]).ravel(), np.moveaxis(full, i, 0))
+            full = np.moveaxis(out, 0, i)
+        return full
+
+    def _wide(self, xs: Sequence[np.ndarray], where: np.ndarray | None) -> list[Any]:
+        """All operands over the iteration dims, numbers among them; an index as ones where it points."""
+        read = iter(self.spread(x, a) for x, a in zip(xs, self.op.reads, strict=True))
+        out = [next(read) if n is None else n for n in self.numbers]
+        if where is not None:
+            out[1] = np.equal(out[1], where).astype(float)
+        return out
+
+    def made(
+        self, xs: Sequence[np.ndarray], where: np.ndarray | None = None, first: bool = True
+    ) -> np.ndarray:
+        """The op's result of its operands. where: of a lookup, the index of each point. first: whether this device
+        counts the array that updates are added to."""
+        wide, write = self._wide(xs, where), self.op.writes[0]
+        if self.op.kind == "scatter":
+            return self.collected(wide[1] * wide[2], write, "sum") + first * xs[0]
+        return self.collected(_FUNCTIONS[self.op.function.name][0](*wide), write, self.combine)
+
+    def reached(self, x: np.ndarray, top: np.ndarray) -> np.ndarray:
+        """1 at the points that are the extreme, over all iteration dims."""
+        return (self.spread(x, self.op.reads[0]) == self.spread(top, self.op.writes[0])).astype(float)
+
+    def pulled(
+        self,
+        i: int,
+        g: np.ndarray,
+        xs: Sequence[np.ndarray],
+        shares: np.ndarray | None,
+        where: np.ndarray | None = None,
+        first: bool = True,
+    ) -> np.ndarray:
+        """The gradient of the i-th that it reads, of the result's; shares: of an extreme, the part that each point
+        gets."""
+        wide, spread = self._wide(xs, where), self.spread(g, self.op.writes[0])
+        if self.op.kind == "scatter":
+            return g * first if i == 0 else self.collected(spread * wide[1], self.op.reads[i], "sum")
+        f, by = _FUNCTIONS[self.op.function.name]
+        position = [k for k, n in enumerate(self.numbers) if n is None][i]
+        slope = by[position](*wide, f(*wide)) if shares is None else shares
+        return self.collected(spread * slope, self.op.reads[i], "sum")
+
+
+def _looked_up(op: Op) -> str:
+    """The dim of the table that the index is of."""
+    table = op.reads[0] if op.kind == "gather" else op.writes[0]
+    others = {d for a in (*op.reads[1:], *(op.writes if op.kind == "gather" else ())) for d in a.map.dims}
+    found = [d for d in table.map.dims if d not in others]
+    if len(found) != 1:
+        raise PaseError(f"'{op.name}' at {op.source} does not look up single elements of one dim")
+    return found[0]
+
+
+def _sliding(
+    op: Op,
+    local: LocalOp,
+    node: Node,
+    whole: dict[str, int],
+    ways: Mapping[str, int],
+    sizes: dict[str, int],
+) -> dict[int, SlidingDim]:
+    """Dims of the first operand under a window; the windows' elements become dims of ``whole`` and ``sizes``."""
+    taps = [d for d in op.dims if node.space[d].kind == "window"]
+    found: dict[int, SlidingDim] = {}
+    for i, walk in enumerate(op.reads[0].map.walks if op.kind in ("conv", "window") else ()):
+        w = walk.window
+        if w is None and (not walk.dims or local.operands[0].shape[i] == whole[walk.dims[0]]):
+            continue
+        w = w or Window(extent=1)
+        if len(walk.dims) != 1:
+            raise PaseError(f"'{op.name}' at {op.source} slides a window over a single place")
+        (dim,), n = walk.dims, local.operands[0].shape[i]
+        if op.kind == "conv":
+            tap = taps.pop(0) if w.extent > 1 else f"{dim}@"
+            count = whole.get(tap, 1)
+        else:
+            tap, count = f"{dim}@", w.extent
+        reach = (whole[dim] - 1) * w.stride + w.extent
+        if count > 1 and (w.extent - 1) % (count - 1):
+            raise PaseError(f"'{op.name}' at {op.source} has a window that the graph does not determine")
+        here = (sizes[dim] - 1) * w.stride + w.extent
+        whole.setdefault(tap, count)
+        sizes.setdefault(tap, count)
+        found[i] = SlidingDim(
+            dim=dim,
+            tap=tap,
+            taps=count,
+            stride=w.stride,
+            dilation=(w.extent - 1) // max(count - 1, 1),
+            before=max(reach - n, 0) // 2,
+            rows=n // ways[dim],
+            reach=here,
+        )
+    return found
+
+
+def _splits(a: Access, layout: Layout, sizes: Mapping[str, int], ways: Sequence[int]) -> Mapping[str, int]:
+    """Iteration dim -> into how many parts a layout of what this access walks splits it."""
+    out: dict[str, int] = {}
+    for axis, state in enumerate(layout):
+        if not isinstance(state, tuple):
+            continue
+        major = 1
+        walk = a.map.walks[state[0]]
+        for d in walk.dims:
+            if walk.window is not None or (major <= state[1] // ways[axis] and state[1] <= major * sizes[d]):
+                out[d] = out.get(d, 1) * ways[axis]
+                break
+            major *= sizes[d]
+    return out
+
+
+def coordinates(shape: Extents, a: Access, dim: str, sizes: Mapping[str, int]) -> np.ndarray:
+    """A whole tensor of the index that an iteration dim has at each element."""
+    i = next(k for k, w in enumerate(a.map.walks) if dim in w.dims)
+    dims = a.map.walks[i].dims
+    minor = math.prod(sizes[d] for d in dims[dims.index(dim) + 1 :])
+    along = np.arange(shape[i]) // minor % sizes[dim]
+    return np.broadcast_to(along.reshape([-1 if k == i else 1 for k in range(len(shape))]), shape)
